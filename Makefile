@@ -1,0 +1,114 @@
+# make demo | serve | test | check | fix | sim | fuzz | asan | bench | stub | test-installed | clean
+#
+#   PYTHON=python3.12                     build with this Python instead of the first 3.11+ found
+#   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
+#   TORCH_INDEX=URL                       an extra package index, asked for torch too (a CPU-only build, a mirror)
+#   ARGS='...'                            passed on to the command behind demo, serve, test, bench
+
+.POSIX:
+.SUFFIXES:
+.DEFAULT_GOAL = help
+MAKEFLAGS += --no-print-directory
+
+PYTHON =
+PIP_ARGS =
+TORCH_INDEX =
+ARGS =
+SEEDS = 200
+SEED_BASE = 0
+SECONDS = 60
+
+VENV = .venv
+PY = $(VENV)/bin/python
+INDEX = $$( [ -z "$(TORCH_INDEX)" ] || printf '%s' "--extra-index-url $(TORCH_INDEX)" )
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(INDEX) $(PIP_ARGS)
+BUILD_TOOLS = 'scikit-build-core' 'nanobind' 'cmake' 'ninja'
+# Commands that build look for cmake and ninja in the virtual environment first.
+WITH_TOOLS = PATH="$$PWD/$(VENV)/bin:$$PATH"
+CMAKE = $(WITH_TOOLS) cmake -S kvxfer/_native -G Ninja "-DPython_EXECUTABLE=$$PWD/$(PY)"
+
+.PHONY: help demo serve test check fix sim fuzz asan bench stub test-installed clean install native
+
+help:
+	@sed -n '1,7s/^# \{0,1\}//p' Makefile
+
+demo: install
+	@$(VENV)/bin/kvxfer demo $(ARGS)
+
+serve: install
+	@$(VENV)/bin/kvxfer serve $(ARGS)
+
+test: install
+	@$(PY) -m pytest -q $(ARGS)
+
+check: install
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+	@$(PY) protos/generate.py --check
+	@$(PY) -m pytest -q tests/tidy tests/deploy
+
+fix: install
+	@$(PY) protos/generate.py
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+sim: install
+	@$(PY) -m kvxfer.testing.sim --seeds $(SEEDS) --seed-base $(SEED_BASE) $(ARGS)
+
+bench: install
+	@$(PY) benchmarks/transfer.py $(ARGS)
+
+# The committed stub of the native core, written anew from what the built module says of itself.
+stub: install
+	@$(PY) -m nanobind.stubgen -q -m kvxfer._native._core -o kvxfer/_native/_core.pyi
+
+fuzz: $(VENV)/.installed
+	@rm -rf build/fuzz/CMakeCache.txt
+	@$(CMAKE) -B build/fuzz -DKVXFER_FUZZ=ON -DKVXFER_SANITIZE=address,undefined >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
+	@$(WITH_TOOLS) cmake --build build/fuzz
+	@UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/fuzz/kvxfer_fuzz $(SECONDS)
+
+# The native tests once more, with every byte the core touches watched by AddressSanitizer.
+asan: $(VENV)/.installed
+	@rm -rf build/asan/stage build/asan/CMakeCache.txt && mkdir -p build/asan
+	@$(CMAKE) -B build/asan -DKVXFER_SANITIZE=address -DKVXFER_SEEDED_BUGS=ON >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
+	@$(WITH_TOOLS) cmake --build build/asan
+	@.ci/stage-python build/asan/stage
+	@$(WITH_TOOLS) cmake --install build/asan --prefix build/asan/stage --component python >/dev/null
+	@$(WITH_TOOLS) cmake --install build/asan --prefix build/asan/stage --component development >/dev/null
+	@.ci/test-staged build/asan/stage asan $(ARGS)
+
+# What people install: the wheel, tested from another directory, where the checkout cannot be imported by accident.
+test-installed: $(VENV)/.installed
+	@rm -rf build/installed build/dist && mkdir -p build/installed
+	@$(WITH_TOOLS) $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/dist .
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target build/installed build/dist/kvxfer-*.whl
+	@.ci/test-staged build/installed wheel $(ARGS)
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f kvxfer/_native/*.so
+	find kvxfer tests benchmarks protos -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The Python side changes only with its requirements; the native core is asked of ninja every time (a few milliseconds).
+install: $(VENV)/.installed native
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@python=$$(.ci/prerequisites "$(PYTHON)") || exit 1; \
+	$(PY) -m pip --version >/dev/null 2>&1 || { \
+	    echo "kvxfer: making $(VENV) with $$python"; \
+	    rm -rf $(VENV); "$$python" -m venv $(VENV); }
+	@echo "kvxfer: installing what it needs into $(VENV) (the first time takes minutes)"
+	@$(PIP) $(BUILD_TOOLS)
+	@$(PIP) --no-build-isolation -C wheel.cmake=false -C editable.mode=inplace --editable '.[router,engine,dev]'
+	@touch $@
+
+native: $(VENV)/.installed
+	@mkdir -p build/native
+	@grep -qsxF "CMAKE_HOME_DIRECTORY:INTERNAL=$$PWD/kvxfer/_native" build/native/CMakeCache.txt || rm -rf build/native/*
+	@[ -f build/native/build.ninja ] || { echo "kvxfer: building the native core"; \
+	    $(CMAKE) -B build/native -DKVXFER_SEEDED_BUGS=ON >build/native.log 2>&1 || { cat build/native.log; exit 1; }; }
+	@$(WITH_TOOLS) cmake --build build/native >build/native.log 2>&1 || { cat build/native.log; exit 1; }
+	@$(WITH_TOOLS) cmake --install build/native --prefix . --component python >build/native.log
+	@$(WITH_TOOLS) cmake --install build/native --prefix . --component development >build/native.log

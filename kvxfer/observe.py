@@ -1,0 +1,160 @@
+"""Logging to stderr with named fields, secrets blacked out, and a small hook for traces.
+
+Decides how a log record looks and what of it may be seen; must never know who logs what or why. Loggers are the
+standard library's, under ``kvxfer.``; fields travel in ``extra``::
+
+    logging.getLogger("kvxfer.router").warning("worker lost", extra={"agent_id": "decode-0", "code": "peer_gone"})
+
+A secret is hidden twice: by the name of its field, and by its value once it was given to :func:`hide`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TextIO
+
+from kvxfer.errors import ConfigError
+
+LEVELS = ("debug", "info", "warning", "error")
+STYLES = ("text", "json")
+HIDDEN = "[hidden]"
+
+_SECRET_FIELD = re.compile(
+    r"(?i)token(?!s|_|izer|ise)|secret|password|authorization|cookie|api_?key|session_?key|boot_nonce"
+)
+_BEARER = re.compile(r"(?i)(bearer\s+)[A-Za-z0-9._~+/=-]+")
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
+
+_hidden_values: set[str] = set()
+
+
+def hide(secret: bytes | str) -> None:
+    """Black out ``secret`` (text; bytes also as hex) in every record from now on. Shorter than 8 is ignored."""
+    texts = [secret] if isinstance(secret, str) else [secret.hex(), secret.decode("latin-1").strip()]
+    _hidden_values.update(text for text in texts if len(text) >= 8)
+
+
+def redact(text: str) -> str:
+    """``text`` without hidden values and bearer tokens."""
+    for value in _hidden_values:
+        text = text.replace(value, HIDDEN)
+    return _BEARER.sub(rf"\g<1>{HIDDEN}", text)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    found = {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
+    return {name: HIDDEN if _SECRET_FIELD.search(name) else value for name, value in found.items()}
+
+
+class TextFormatter(logging.Formatter):
+    """``12:30:01.250 WARNING router: worker lost agent_id=decode-0``; a traceback follows on its own lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        name = record.name.removeprefix("kvxfer.")
+        fields = "".join(f" {key}={_plain(value)}" for key, value in _fields(record).items())
+        text = f"{clock}.{int(record.msecs):03d} {record.levelname} {name}: {record.getMessage()}{fields}"
+        if record.exc_info:
+            text = f"{text}\n{self.formatException(record.exc_info)}"
+        return redact(text)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ``time`` (Unix s), ``level``, ``logger``, ``message``, the fields, ``exception``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return redact(json.dumps(entry, default=str))
+
+
+def _plain(value: object) -> str:
+    text = str(value)
+    return json.dumps(text) if not text or any(char in text for char in ' "=\n') else text
+
+
+def configure_logging(*, level: str = "info", style: str = "text", stream: TextIO | None = None) -> None:
+    """Send every record of level ``level`` and above to ``stream`` (stderr). Calling it again replaces the set-up.
+
+    Libraries (asyncio, grpc, uvicorn) speak from ``warning`` upward, or from ``level`` where that is higher.
+    Raises ConfigError for a level or style that is not in LEVELS or STYLES.
+    """
+    if level not in LEVELS:
+        raise ConfigError(f"log level must be one of {', '.join(LEVELS)}, not {level!r}")
+    if style not in STYLES:
+        raise ConfigError(f"log style must be one of {', '.join(STYLES)}, not {style!r}")
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()]))
+    logging.getLogger("kvxfer").setLevel(level.upper())
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One finished piece of work: when it began (Unix ns), how long it took, and what it was about."""
+
+    name: str
+    started_unix_ns: int
+    duration_ns: int
+    attributes: Mapping[str, Any]
+    error: str | None
+    """Class name of the exception that ended it, or None."""
+
+
+_sinks: list[Callable[[Span], None]] = []
+
+
+@contextlib.contextmanager
+def spans_to(sink: Callable[[Span], None]) -> Iterator[None]:
+    """Within the block, call ``sink`` with every span that ends, on the thread on which it ends."""
+    _sinks.append(sink)
+    try:
+        yield
+    finally:
+        _sinks.remove(sink)
+
+
+@contextlib.contextmanager
+def span(name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
+    """Measure the block. It yields the attributes, to which the block may add. Costs next to nothing without a sink."""
+    if not _sinks:
+        yield attributes
+        return
+    started_unix_ns, begin_ns = time.time_ns(), time.monotonic_ns()
+    error: str | None = None
+    try:
+        yield attributes
+    except BaseException as caught:
+        error = type(caught).__name__
+        raise
+    finally:
+        done = Span(name, started_unix_ns, time.monotonic_ns() - begin_ns, dict(attributes), error)
+        for sink in tuple(_sinks):
+            sink(done)
+
+
+def next_traceparent(received: str | None) -> str:
+    """A W3C ``traceparent`` for the next leg: the received trace with a new span id, or a new trace where none came."""
+    match = _TRACEPARENT.fullmatch(received or "")
+    trace_id = match.group(1) if match else secrets.token_hex(16)
+    return f"00-{trace_id}-{secrets.token_hex(8)}-01"

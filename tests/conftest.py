@@ -1,0 +1,33 @@
+"""Every test has its own state, cache and runtime directories: nothing of the user's is read, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_directories() -> Iterator[pathlib.Path]:
+    """A short temporary directory (Unix socket paths are limited) behind every XDG variable, for children too."""
+    names = ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR")
+    with tempfile.TemporaryDirectory(prefix="kvx-") as directory, pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            path = pathlib.Path(directory, name.split("_")[1].lower())
+            path.mkdir(mode=0o700)
+            patch.setenv(name, str(path))
+        for name in [name for name in os.environ if name.startswith("KVXFER_") and name != "KVXFER_SANITIZED"]:
+            patch.delenv(name)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield pathlib.Path(directory)
+
+
+@pytest.fixture(scope="session")
+def root() -> pathlib.Path:
+    """The repository root; tests that read the checkout are marked ``checkout``."""
+    return ROOT

@@ -1,0 +1,80 @@
+"""The public surface: exactly these names, loaded lazily, and a stub that says what the native core is."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import kvxfer
+
+PUBLIC = {
+    "Agent",
+    "AgentConfig",
+    "AgentRef",
+    "CompatibilityRecord",
+    "Grant",
+    "GrantState",
+    "Incarnation",
+    "KvxferError",
+    "Lane",
+    "Pool",
+    "Role",
+    "Segment",
+    "Transfer",
+    "TransferId",
+    "TransferResult",
+    "TransferState",
+    "WorkerInfo",
+    "__version__",
+    "errors",
+}
+
+
+def run_python(source: str) -> str:
+    done = subprocess.run([sys.executable, "-P", "-c", source], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_exported_names() -> None:
+    assert set(kvxfer.__all__) == PUBLIC
+    assert len(PUBLIC) <= 20
+    assert set(dir(kvxfer)) >= PUBLIC
+
+
+def test_every_name_resolves() -> None:
+    for name in PUBLIC:
+        assert getattr(kvxfer, name) is not None
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Agnet'"):
+        kvxfer.Agnet  # noqa: B018
+
+
+def test_import_is_light() -> None:
+    heavy = run_python(
+        "import sys, kvxfer\n"
+        "print([name for name in ('grpc', 'torch', 'numpy', 'google.protobuf', 'fastapi') if name in sys.modules])"
+    )
+    assert heavy.strip() == "[]"
+
+
+def test_agent_loads_neither_torch_nor_fastapi() -> None:
+    heavy = run_python(
+        "import sys, kvxfer\nkvxfer.Agent\n"
+        "print([name for name in ('torch', 'transformers', 'fastapi', 'uvicorn') if name in sys.modules])"
+    )
+    assert heavy.strip() == "[]"
+
+
+def test_stub_equals_runtime(tmp_path: pathlib.Path) -> None:
+    fresh = tmp_path / "_core.pyi"
+    command = [sys.executable, "-P", "-m", "nanobind.stubgen", "-q", "-m", "kvxfer._native._core", "-o", str(fresh)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    committed = pathlib.Path(kvxfer.__file__).parent / "_native" / "_core.pyi"
+    assert fresh.read_text() == committed.read_text(), "run `make stub`"
