@@ -1,0 +1,79 @@
+"""Settings with their defaults, bounds and units. Every duration has its unit in its name; every bound is named in the error that enforces it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from kvxfer.errors import ConfigError
+from kvxfer.types import Lane
+
+
+def check_positive(name: str, value: float, *, maximum: float = math.inf) -> None:
+    """Raise ConfigError unless ``0 < value <= maximum``."""
+    if not 0 < value <= maximum:
+        raise ConfigError(f"{name} must be above 0 and at most {maximum:g}, not {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentConfig:
+    """How one agent behaves towards its peers."""
+
+    bind_host: str = "127.0.0.1"
+    """Where the native core listens; anything but loopback needs ``insecure=True`` until the stream lane has TLS."""
+    bind_port: int = 0
+    advertise_host: str = ""
+    """Host that peers dial, where it differs from ``bind_host`` (containers); empty means ``bind_host``."""
+    insecure: bool = False
+    lanes: tuple[Lane, ...] = (Lane.MAPPED, Lane.STREAM)
+    """Allowed lanes, best first."""
+    runtime_dir: str = ""
+    """Directory (0700) for the Unix socket; empty picks ``$XDG_RUNTIME_DIR/kvxfer`` or a private temporary directory."""
+    grant_ttl_s: float = 10.0
+    grant_life_max_s: float = 600.0
+    """No renewal carries a grant past this age."""
+    pull_wait_s: float = 60.0
+    """How long a pull that came before its grant may wait at the source."""
+    pull_wait_count_max: int = 1024
+    transfer_deadline_s: float = 120.0
+    stall_s: float = 1.0
+    """A live transfer that heard nothing for so long asks again."""
+    reconnect_s: float = 3.0
+    """How long a transfer tries to reach its source before it fails with ``peer_gone``."""
+    grants_max: int = 65536
+    transfers_max: int = 65536
+    notifications_max: int = 1024
+    """Unacknowledged notifications to one peer."""
+    notification_bytes_max: int = 65536
+
+    def __post_init__(self) -> None:
+        for name in ("grant_ttl_s", "grant_life_max_s", "pull_wait_s", "transfer_deadline_s", "stall_s", "reconnect_s"):
+            check_positive(name, getattr(self, name), maximum=86400.0)
+        for name in ("pull_wait_count_max", "grants_max", "transfers_max", "notifications_max", "notification_bytes_max"):
+            check_positive(name, getattr(self, name), maximum=1 << 24)
+        if self.grant_ttl_s > self.grant_life_max_s:
+            raise ConfigError(f"grant_ttl_s {self.grant_ttl_s} must not exceed grant_life_max_s {self.grant_life_max_s}")
+        if not self.lanes:
+            raise ConfigError("lanes must name at least one lane")
+        if not 0 <= self.bind_port < 65536:
+            raise ConfigError(f"bind_port must be 0 to 65535, not {self.bind_port}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordinatorConfig:
+    """How the coordinator keeps its members."""
+
+    heartbeat_s: float = 1.0
+    suspect_after_s: float = 1.5
+    """A member silent for so long gets no new work."""
+    dead_after_s: float = 3.0
+    """A member silent for so long is gone: its grants as a reader end everywhere."""
+    members_max: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_s", "suspect_after_s", "dead_after_s"):
+            check_positive(name, getattr(self, name), maximum=3600.0)
+        check_positive("members_max", self.members_max, maximum=1 << 20)
+        if not self.heartbeat_s < self.suspect_after_s < self.dead_after_s:
+            raise ConfigError("heartbeat_s < suspect_after_s < dead_after_s must hold, "
+                              f"not {self.heartbeat_s}, {self.suspect_after_s}, {self.dead_after_s}")

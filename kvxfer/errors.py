@@ -1,0 +1,177 @@
+"""Every exception kvxfer raises, in one tree.
+
+::
+
+    KvxferError
+    ├── UsageError                  the call was wrong; fix the caller
+    │   ├── InvalidArgument         a value is out of range or of the wrong kind
+    │   ├── ConfigError             a setting, flag, file or environment variable is wrong
+    │   ├── BlocksBusy              blocks are reserved, granted or quarantined already
+    │   ├── LimitExceeded           a stated bound (queue, list, count) would be passed
+    │   └── Closed                  the object was closed
+    ├── PeerError                   the other side said no, or misbehaved
+    │   ├── Incompatible            pools differ; names the field
+    │   ├── Refused                 the peer declined, with its reason
+    │   ├── AuthenticationFailed    token or session proof did not match
+    │   ├── ProtocolViolation       bytes that the protocol does not allow
+    │   ├── Overloaded              the peer's bound is reached; try later or elsewhere
+    │   └── NoWorker                no live worker can take the part
+    ├── TransportError              the wire, or the process behind it, failed
+    │   ├── PeerGone                the peer process died, restarted or is unreachable
+    │   ├── DeadlineExceeded        the caller's deadline passed first
+    │   ├── LaneUnavailable         no allowed lane joins this pair
+    │   └── CoordinatorUnavailable  the coordinator cannot be reached
+    ├── GrantGone                   the source no longer vouches for the bytes
+    │   ├── GrantExpired
+    │   ├── GrantRevoked
+    │   ├── GrantReleased
+    │   └── GrantUnknown
+    ├── ChecksumMismatch            bytes arrived, and were wrong
+    └── TransferCancelled           the caller cancelled
+
+``code`` is stable: it stands in HTTP error bodies, logs and metric labels. ``retryable`` says
+whether the same request may succeed when tried again, perhaps with another peer, as a *new* transfer.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KvxferError(Exception):
+    """Base of all errors raised by kvxfer."""
+
+    code: ClassVar[str] = "internal"
+    retryable: ClassVar[bool] = False
+
+
+class UsageError(KvxferError):
+    code = "usage"
+
+
+class InvalidArgument(UsageError, ValueError):
+    code = "invalid_argument"
+
+
+class ConfigError(UsageError):
+    code = "config"
+
+
+class BlocksBusy(UsageError):
+    code = "blocks_busy"
+
+
+class LimitExceeded(UsageError):
+    code = "limit_exceeded"
+
+
+class Closed(UsageError):
+    code = "closed"
+
+
+class PeerError(KvxferError):
+    code = "peer"
+
+
+class Incompatible(PeerError):
+    """The pools of the two sides cannot be joined.
+
+    ``field`` is the first compatibility field that differs, or ``None`` where only the digests are known.
+    """
+
+    code = "incompatible"
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Refused(PeerError):
+    code = "refused"
+    retryable = True
+
+
+class AuthenticationFailed(PeerError):
+    code = "unauthenticated"
+
+
+class ProtocolViolation(PeerError):
+    code = "protocol"
+
+
+class Overloaded(PeerError):
+    code = "overloaded"
+    retryable = True
+
+
+class NoWorker(PeerError):
+    code = "no_worker"
+    retryable = True
+
+
+class TransportError(KvxferError):
+    code = "transport"
+    retryable = True
+
+
+class PeerGone(TransportError):
+    code = "peer_gone"
+
+
+class DeadlineExceeded(TransportError):
+    code = "deadline"
+
+
+class LaneUnavailable(TransportError):
+    code = "no_lane"
+    retryable = False
+
+
+class CoordinatorUnavailable(TransportError):
+    code = "coordinator_unavailable"
+
+
+class GrantGone(KvxferError):
+    code = "grant_gone"
+    retryable = True
+
+
+class GrantExpired(GrantGone):
+    code = "grant_expired"
+
+
+class GrantRevoked(GrantGone):
+    code = "grant_revoked"
+
+
+class GrantReleased(GrantGone):
+    code = "grant_released"
+
+
+class GrantUnknown(GrantGone):
+    code = "grant_unknown"
+
+
+class ChecksumMismatch(KvxferError):
+    code = "checksum"
+    retryable = True
+
+
+class TransferCancelled(KvxferError):
+    code = "cancelled"
+
+
+def _walk(cls: type[KvxferError]) -> list[type[KvxferError]]:
+    return [cls, *(sub for child in cls.__subclasses__() for sub in _walk(child))]
+
+
+BY_CODE: dict[str, type[KvxferError]] = {cls.code: cls for cls in _walk(KvxferError)}
+"""Stable code -> exception class; the one place where a code from a wire becomes an exception."""
+
+
+def from_code(code: str, message: str) -> KvxferError:
+    """The exception for a stable code; an unknown code becomes a plain ``KvxferError`` that names it."""
+    cls = BY_CODE.get(code)
+    if cls is None:
+        return KvxferError(f"{message} (unknown error code {code!r})")
+    return cls(message)

@@ -1,0 +1,277 @@
+"""The words of kvxfer as values: frozen, comparable, free of behaviour that decides anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import re
+from typing import Any
+
+from kvxfer.errors import InvalidArgument
+
+AGENT_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def check_agent_id(agent_id: str) -> str:
+    """Return ``agent_id``; raise InvalidArgument unless it is 1 to 64 of ``[A-Za-z0-9._-]``, starting with a letter or digit."""
+    if not isinstance(agent_id, str) or AGENT_ID_PATTERN.fullmatch(agent_id) is None:
+        raise InvalidArgument(f"agent id {agent_id!r} must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or digit")
+    return agent_id
+
+
+class Role(enum.StrEnum):
+    """What a worker does for requests; ``BOTH`` takes either part."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def can_prefill(self) -> bool:
+        return self is not Role.DECODE
+
+    @property
+    def can_decode(self) -> bool:
+        return self is not Role.PREFILL
+
+
+class Lane(enum.StrEnum):
+    """A way to move bytes inside a session."""
+
+    MAPPED = "mapped"
+    STREAM = "stream"
+    MEMORY = "memory"
+
+
+class Exposure(enum.StrEnum):
+    """What an authenticated reader of a pool could read: its whole pool, or only granted blocks."""
+
+    POOL = "pool"
+    GRANT = "grant"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Incarnation:
+    """One life of an agent: ``number`` comes from the coordinator and only grows, ``boot_nonce`` is 16 random bytes made at start.
+
+    Compared for equality everywhere: a peer of another incarnation is another peer.
+    """
+
+    number: int
+    boot_nonce: bytes
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < 1 << 64:
+            raise InvalidArgument(f"incarnation number {self.number} does not fit 64 bits")
+        if len(self.boot_nonce) != 16:
+            raise InvalidArgument(f"boot nonce must be 16 bytes, not {len(self.boot_nonce)}")
+
+    def __str__(self) -> str:
+        return f"{self.number}.{self.boot_nonce.hex()[:8]}"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class AgentRef:
+    """Exactly one life of exactly one agent."""
+
+    agent_id: str
+    incarnation: Incarnation
+
+    def __str__(self) -> str:
+        return f"{self.agent_id}#{self.incarnation}"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class TransferId:
+    """128 random bits, minted for each attempt; names one source and one destination."""
+
+    raw: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.raw) != 16:
+            raise InvalidArgument(f"transfer id must be 16 bytes, not {len(self.raw)}")
+
+    @classmethod
+    def from_hex(cls, text: str) -> TransferId:
+        """Parse 32 hex digits; raise InvalidArgument otherwise."""
+        try:
+            raw = bytes.fromhex(text)
+        except (ValueError, TypeError):
+            raise InvalidArgument(f"transfer id {text!r} must be 32 hex digits") from None
+        return cls(raw)
+
+    def __str__(self) -> str:
+        return self.raw.hex()
+
+
+class BlockState(enum.StrEnum):
+    """``free`` and ``cached`` belong to the pool's owner; the other three to the agent."""
+
+    FREE = "free"
+    CACHED = "cached"
+    RESERVED = "reserved"
+    GRANTED = "granted"
+    QUARANTINED = "quarantined"
+
+
+class TransferState(enum.IntEnum):
+    """The life of one pull; values equal the native core's. COMMITTED, FAILED and CANCELLED are final."""
+
+    CONNECTING = 0
+    WAITING = 1
+    READING = 2
+    CONFIRMING = 3
+    COMMITTED = 4
+    FAILED = 5
+    CANCELLED = 6
+
+    @property
+    def is_final(self) -> bool:
+        return self >= TransferState.COMMITTED
+
+
+class GrantState(enum.IntEnum):
+    """The life of one grant; values equal the native core's. Everything but ALIVE is terminal."""
+
+    ALIVE = 0
+    RELEASED = 1
+    EXPIRED = 2
+    REVOKED = 3
+    READER_GONE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Where one part of every block lies: block ``b`` has ``length_bytes`` at ``offset_bytes + b * stride_bytes`` of the pool's region."""
+
+    offset_bytes: int
+    stride_bytes: int
+    length_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.offset_bytes < 0 or self.length_bytes <= 0 or self.stride_bytes < self.length_bytes:
+            raise InvalidArgument(f"segment {self} needs offset >= 0, length > 0 and stride >= length")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompatibilityRecord:
+    """What two pools must have in common before a byte moves between them.
+
+    Every field is compared; a mismatch is refused by the name of the first field that differs, in the order below.
+    """
+
+    model: str
+    config_fingerprint: str
+    weights_fingerprint: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    axes: str
+    packing: str
+    rope: str
+    attention_backend: str
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    def to_json(self) -> str:
+        """Canonical JSON: the same record gives the same text everywhere."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> CompatibilityRecord:
+        """Parse what :meth:`to_json` wrote; raise InvalidArgument for anything else."""
+        try:
+            values: Any = json.loads(text)
+        except ValueError as error:
+            raise InvalidArgument(f"compatibility record is not JSON: {error}") from None
+        types = {field.name: (int if field.type == "int" else str) for field in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or set(values) != set(types):
+            raise InvalidArgument(f"compatibility record must have exactly the fields {sorted(types)}")
+        for name, kind in types.items():
+            if type(values[name]) is not kind:
+                raise InvalidArgument(f"compatibility record field {name!r} must be {kind.__name__}")
+        return cls(**values)
+
+    def digest(self) -> bytes:
+        """SHA-256 of :meth:`to_json`: 32 bytes that the native cores compare in the PULL frame."""
+        return hashlib.sha256(self.to_json().encode()).digest()
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolRecord:
+    """A pool as other agents see it."""
+
+    pool_id: int
+    record: CompatibilityRecord
+    block_count: int
+    block_bytes: int
+    exposure: Exposure
+    is_shareable: bool
+    """Whether the pool's memory was allocated by kvxfer, so that ``mapped`` can reach it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataAddress:
+    """Where an agent's native core listens. ``host_id`` tells whether two agents may share a kernel (boot id)."""
+
+    tcp_host: str
+    tcp_port: int
+    unix_path: str
+    host_id: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a worker says of itself with each heartbeat; counts, not percentages."""
+
+    queued_requests: int = 0
+    running_requests: int = 0
+    queued_prefill_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker registers with the coordinator, beside its pools."""
+
+    agent_id: str
+    role: Role
+    model: str
+    http_url: str
+    """Base URL of the worker's HTTP server, or empty for an agent without one."""
+    max_context_tokens: int = 0
+    block_tokens: int = 0
+    dialect: str = "kvxfer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A registered agent as the coordinator publishes it.
+
+    ``session_key`` (32 bytes) proves sessions between the receiver of this record and the member;
+    it is empty for watchers, which open no sessions.
+    """
+
+    ref: AgentRef
+    info: WorkerInfo
+    address: DataAddress
+    pools: tuple[PoolRecord, ...] = ()
+    load: Load = Load()
+    is_suspect: bool = False
+    """Missed heartbeats: still a member, but not to be given new work."""
+    is_draining: bool = False
+    session_key: bytes = dataclasses.field(default=b"", repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Membership:
+    """A whole, revisioned view; ``gone`` names the lives that ended since the revision the receiver last saw."""
+
+    revision: int
+    members: tuple[Member, ...] = ()
+    gone: tuple[AgentRef, ...] = ()
