@@ -1,0 +1,54 @@
+// How values cross into Python: ids, nonces, keys and digests are `bytes` of their exact length.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include "machines/endpoint.hpp"
+
+namespace nanobind::detail {
+
+template <size_t N>
+struct bytes_caster {
+  static bool load(handle src, uint8_t* to) noexcept {
+    if (!PyBytes_Check(src.ptr()) || static_cast<size_t>(PyBytes_GET_SIZE(src.ptr())) != N) return false;
+    std::memcpy(to, PyBytes_AS_STRING(src.ptr()), N);
+    return true;
+  }
+  static handle store(const uint8_t* from) noexcept { return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(from), N); }
+};
+
+template <size_t N>
+struct type_caster<std::array<uint8_t, N>> {
+  using Bytes = std::array<uint8_t, N>;
+  NB_TYPE_CASTER(Bytes, const_name("bytes"))
+  bool from_python(handle src, uint8_t, cleanup_list*) noexcept { return bytes_caster<N>::load(src, value.data()); }
+  static handle from_cpp(const Bytes& v, rv_policy, cleanup_list*) noexcept { return bytes_caster<N>::store(v.data()); }
+};
+
+template <>
+struct type_caster<kvxfer::TransferId> {
+  NB_TYPE_CASTER(kvxfer::TransferId, const_name("bytes"))
+  bool from_python(handle src, uint8_t, cleanup_list*) noexcept { return bytes_caster<16>::load(src, value.raw.data()); }
+  static handle from_cpp(const kvxfer::TransferId& v, rv_policy, cleanup_list*) noexcept { return bytes_caster<16>::store(v.raw.data()); }
+};
+
+}  // namespace nanobind::detail
+
+namespace kvxfer {
+
+namespace nb = nanobind;
+
+inline std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+#ifndef KVXFER_SEEDED_BUGS
+void bind_core(nb::module_& m);  // the IO half, in bind_core.cpp
+#endif
+
+}  // namespace kvxfer

@@ -1,0 +1,27 @@
+// The classic bugs of KV transfer, put back by name in a test build so that the simulation can prove it catches them.
+// A production build has no switch: every call folds to `false`.
+#pragma once
+
+namespace kvxfer {
+
+enum class Bug {
+  none,
+  skip_confirm,               // destination commits when the last byte landed, without asking
+  verdict_before_last_byte,   // source judges when it queues the last bytes, not when they are out
+  free_before_drain,          // destination gives blocks back while a read may still write to them
+  commit_twice,               // a repeated verdict commits again
+  renew_revives,              // a late renewal brings an expired grant back to life
+  mix_two_sources,            // destination takes frames for a transfer from another source
+};
+
+#ifdef KVXFER_SEEDED_BUGS
+inline Bug& seeded_bug() {
+  static Bug bug = Bug::none;
+  return bug;
+}
+inline bool has_bug(Bug bug) { return seeded_bug() == bug; }
+#else
+constexpr bool has_bug(Bug) { return false; }
+#endif
+
+}  // namespace kvxfer

@@ -1,0 +1,167 @@
+// The frame codec: what two agents say to each other inside a session, and the only place that reads bytes of a peer.
+//
+// A frame is an 8-byte header (magic 'K' 'X', version, kind, body length: u32) and a body of at most kBodyMax bytes; all
+// integers are little-endian. DATA alone is followed by `payload_bytes` raw bytes that are not part of the body, so that
+// a lane can read them straight into blocks. Decoding is total: it yields a frame or throws Error(Code::protocol), never
+// reads past its input, and allocates no more than the body it was given. After the first error a decoder stays broken:
+// there is no way to find the next frame in a stream that went wrong.
+//
+// Version history. 1: first.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "codes.hpp"
+#include "ids.hpp"
+
+namespace kvxfer {
+
+constexpr uint8_t kWireVersion = 1;
+constexpr size_t kHeaderBytes = 8;
+constexpr size_t kBodyMax = 512 * 1024;
+constexpr size_t kTextMax = 512;             // an ERROR's explanation
+constexpr size_t kAgentIdMax = 64;
+constexpr size_t kNotificationMax = 256 * 1024;
+constexpr size_t kIdsMax = 65536;            // block ids in one READY
+constexpr size_t kSegmentsMax = 4096;        // segments in one MAP
+constexpr uint64_t kPayloadMax = 1ull << 31;
+
+enum class HelloStep : uint8_t { Dial = 1, Accept = 2, Prove = 3 };
+
+// Mutual proof of the pair's session key; see session.hpp.
+struct Hello {
+  HelloStep step = HelloStep::Dial;
+  AgentRef self, peer;
+  Bytes32 nonce{};  // the sender's; zero in Prove
+  Bytes32 mac{};    // zero in Dial
+};
+// Reader to source: send me, or let me read, `count` blocks of the grant from position `first` on.
+struct Pull {
+  TransferId id;
+  uint32_t attempt = 0;
+  uint64_t nonce = 0;  // names this attempt's verdict where it is a trailer
+  Lane lane = Lane::Stream;
+  uint32_t first = 0, count = 0;
+  uint64_t block_bytes = 0;
+  Bytes32 digest{};    // of the reader's compatibility record
+  uint32_t wait_ms = 0;
+};
+// Source to destination: please pull under your offer.
+struct Push {
+  TransferId id;
+  uint32_t count = 0;
+};
+// The grant's cumulative state, told whole at each new attempt. `ids` are the source's block ids of the positions from
+// `ids_first` on (one-sided lanes only; positions are never told twice in one attempt).
+struct Ready {
+  TransferId id;
+  uint32_t attempt = 0;
+  uint32_t seq = 0, blocks = 0, layers = 0, total = 0;
+  bool complete = false;
+  uint32_t ttl_ms = 0;
+  uint32_t pool = 0;
+  uint32_t ids_first = 0;
+  std::vector<uint32_t> ids;
+};
+// `payload_bytes` follow: blocks `first`.. of the grant, each as its segments in order.
+struct Data {
+  TransferId id;
+  uint32_t attempt = 0;
+  uint32_t first = 0, count = 0;
+  bool complete = false;  // the source had announced everything before it sent this
+  uint64_t payload_bytes = 0;
+};
+struct Confirm {
+  TransferId id;
+  uint64_t nonce = 0;
+};
+struct Verdict {
+  TransferId id;
+  uint64_t nonce = 0;
+  Code code = Code::ok;  // ok: the grant was alive at a moment after the last byte was read
+};
+struct Release {
+  TransferId id;
+};
+struct Renew {
+  TransferId id;
+  uint32_t seq = 0;
+  uint32_t ttl_ms = 0;
+};
+// Source to reader: the grant has ended; what you read of it will not be confirmed.
+struct Revoke {
+  TransferId id;
+  Code code = Code::grant_revoked;
+};
+// Reader to source: stop serving this attempt; the grant stays.
+struct Cancel {
+  TransferId id;
+  uint32_t attempt = 0;
+};
+enum class NotifKind : uint8_t { Deliver = 1, Ack = 2 };
+// `oldest`: the lowest number that the sender still holds; those before it are settled. Zero in an Ack.
+struct Notif {
+  NotifKind kind = NotifKind::Deliver;
+  uint64_t seq = 0, oldest = 0;
+  std::string payload;
+};
+enum class PingKind : uint8_t { Ask = 1, Answer = 2 };
+struct Ping {
+  PingKind kind = PingKind::Ask;
+  uint64_t token = 0;
+};
+// A zero id speaks of the whole session, which ends with it.
+struct ErrorFrame {
+  TransferId id;
+  uint32_t attempt = 0;
+  Code code = Code::internal;
+  std::string text;
+};
+struct Segment {
+  uint64_t offset = 0, stride = 0, length = 0;
+};
+// Source to reader, with the region's descriptor beside it (SCM_RIGHTS): how to read pool `pool`.
+struct Map {
+  uint32_t pool = 0;
+  uint64_t region_bytes = 0;
+  uint32_t block_count = 0;
+  std::vector<Segment> segments;
+};
+
+// The order is the kind on the wire, from 1.
+using Frame = std::variant<Hello, Pull, Push, Ready, Data, Confirm, Verdict, Release, Renew, Revoke, Cancel, Notif, Ping,
+                           ErrorFrame, Map>;
+
+inline uint8_t kind_of(const Frame& frame) { return static_cast<uint8_t>(frame.index() + 1); }
+const char* kind_name(const Frame& frame);
+
+// The bytes of a frame, header included, DATA's payload excluded. Throws Error(invalid_argument) past a bound.
+std::string encode(const Frame& frame);
+
+// Feed bytes in any cut, take frames out. Bounded: refuses a body over kBodyMax at its header.
+class Decoder {
+ public:
+  void feed(std::string_view bytes);
+  // The next whole frame, or nothing yet. After a DATA frame its payload must be consumed first.
+  std::optional<Frame> next();
+  // Payload bytes of the last DATA frame that are still to come, buffered or not.
+  uint64_t payload_pending() const { return payload_pending_; }
+  // Takes up to `max` payload bytes that were fed already; the view is valid until the next call.
+  std::string_view take_payload(size_t max);
+  // The caller read `bytes` of the payload from the socket itself; nothing may be buffered.
+  void skip_payload(uint64_t bytes);
+  size_t buffered() const { return buffer_.size() - begin_; }
+
+ private:
+  void check_usable() const;
+  std::string buffer_;
+  size_t begin_ = 0;
+  uint64_t payload_pending_ = 0;
+  bool is_broken_ = false;
+};
+
+}  // namespace kvxfer

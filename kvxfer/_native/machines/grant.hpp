@@ -1,0 +1,140 @@
+// The grant table: the source's side, and the judge.
+//
+// A grant promises one reader that some blocks stay as they are until it ends. It is ALIVE while its state says so AND
+// now < expiry: both are looked at in the moment of the question, so a sweeper that is late changes nothing. Every other
+// state is terminal; a repeat of what ended it, or of anything else, is harmless and changes nothing.
+//
+//            ready pull confirm renew        release      revoke      expire      reader_dead
+//   ALIVE    ALIVE                           RELEASED     REVOKED     EXPIRED     READER_GONE
+//   ended    (the owner's `ready` is an error; everything else leaves the state as it is)
+//
+// The owner may overwrite blocks only after the state left ALIVE. That, with the verdict, is the whole safety argument:
+// a verdict `ok` is given only while ALIVE, at a moment after the reader's last byte was read (one-sided lanes: the
+// reader asks after its last read; stream: the source judges after the kernel accepted the last byte), so whatever the
+// reader read was read before the owner could have touched it.
+//
+// A verdict is remembered by its nonce: asked again (the reply was lost) it is the same, also after the grant ended,
+// because it speaks of the moment it was given. Ended grants leave a tombstone, so that a late reader learns how it
+// ended and an id is never used twice.
+//
+// A pull may come before its grant: it waits, bounded in count and time. The first reader that presents the id binds
+// the grant to its exact incarnation; where the owner named an agent, nobody else can.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <optional>
+#include <set>
+#include <unordered_map>
+
+#include "bugs.hpp"
+#include "effects.hpp"
+#include "ledger.hpp"
+
+namespace kvxfer {
+
+enum class GrantEvent : uint8_t { Ready, Pull, Confirm, Renew, Release, Revoke, Expire, ReaderDead };
+
+// The table above. Throws Error(internal) for a pair that is not in it.
+GrantState next_state(GrantState state, GrantEvent event);
+Code code_of(GrantState state);  // what a reader is told; ok while alive
+
+struct GrantLimits {
+  size_t grants_max = 65536;
+  size_t tombstones_max = 65536;
+  size_t waiting_max = 1024;
+  Nanos ttl_ns = 10'000 * kMillisecond;
+  Nanos life_max_ns = 600'000 * kMillisecond;
+  Nanos wait_max_ns = 60'000 * kMillisecond;
+  uint64_t data_bytes_max = 1 << 20;  // of one DATA frame, unless a single block is larger
+};
+
+struct GrantCounts {
+  size_t alive = 0, waiting_pulls = 0;
+  uint64_t released = 0, expired = 0, revoked = 0, reader_gone = 0, verdicts_ok = 0, verdicts_refused = 0;
+};
+
+class GrantTable {
+ public:
+  explicit GrantTable(GrantLimits limits) : limits_(limits) {}
+
+  // --- the owner's acts ---
+  // Throws Error: invalid_argument (id used before, ttl), limit_exceeded, blocks_busy (from the ledger), grant_released
+  // (the reader gave the transfer up before this grant was made).
+  void grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, Nanos now,
+             Effects& out);
+  // The first `blocks` blocks are written and stay as they are. Cumulative: never less than before. Throws
+  // Error(grant_*) once ended, grant_unknown, invalid_argument.
+  void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out);
+  // `event` is Revoke or Release; returns the state the grant is in afterwards, which is never Alive.
+  GrantState end(const TransferId& id, GrantEvent event, Nanos now, Effects& out);
+  std::optional<GrantState> state(const TransferId& id, Nanos now) const;
+
+  // --- from a session whose peer is proven ---
+  void on_pull(SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out);
+  void on_confirm(SessionId session, const AgentRef& peer, const Confirm& confirm, Nanos now, Effects& out);
+  void on_release(const AgentRef& peer, const TransferId& id, Nanos now, Effects& out);
+  void on_renew(const AgentRef& peer, const Renew& renew, Nanos now);
+  void on_cancel(SessionId session, const Cancel& cancel);
+  // The kernel accepted the whole of the last SendData of this attempt.
+  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, Nanos now, Effects& out);
+  void session_closed(SessionId session);
+  void reader_dead(const AgentRef& reader, Nanos now, Effects& out);
+
+  void tick(Nanos now, Effects& out);
+  Nanos next_deadline() const;
+  GrantCounts counts() const;
+  bool has_pool(uint32_t pool) const;
+
+ private:
+  struct Reading {  // what the reader of a grant is doing now: one attempt on one session
+    SessionId session = 0;
+    Pull pull;
+    uint32_t ids_told = 0;
+    bool is_told = false;      // a READY of this attempt went out
+    uint32_t told_seq = 0;
+    uint32_t sent = 0;         // blocks that the kernel accepted (stream)
+    uint32_t sending = 0;      // blocks of the SendData under way
+    bool is_judged = false;
+  };
+  struct Grant {
+    TransferId id;
+    GrantState state = GrantState::Alive;
+    Ledger* ledger = nullptr;
+    std::vector<uint32_t> blocks;
+    std::string reader_id;               // empty: the first to come
+    std::optional<AgentRef> reader;      // bound
+    Nanos expiry = 0, life_end = 0;
+    uint32_t seq = 0, ready_blocks = 0, layers = 0, renew_seq = 0;
+    bool is_complete = false;
+    bool is_given_up = false;            // released by a waiting reader before the grant was made
+    uint32_t attempt = 0;                // the last one that was served; the reader counts from 1 over all its sessions
+    std::optional<Reading> reading;
+    std::vector<std::pair<uint64_t, Code>> verdicts;  // by nonce, oldest first
+  };
+  struct Waiting {
+    SessionId session;
+    AgentRef peer;
+    Pull pull;
+    Nanos deadline;
+  };
+
+  bool is_alive(const Grant& grant, Nanos now) const { return grant.state == GrantState::Alive && now < grant.expiry; }
+  void finish(Grant& grant, GrantEvent event, Effects& out);
+  void lapse(Grant& grant, Nanos now, Effects& out);  // state follows the clock
+  void accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out);
+  void serve(Grant& grant, Nanos now, Effects& out);
+  Code judge(Grant& grant, uint64_t nonce, Nanos now, Effects& out);
+  void bury(const TransferId& id);
+  void set_expiry(Grant& grant, Nanos expiry);
+  static void refuse(SessionId session, const Pull& pull, Code code, const std::string& text, Effects& out);
+
+  GrantLimits limits_;
+  std::unordered_map<TransferId, Grant, TransferIdHash> grants_;  // live ones and tombstones
+  std::deque<TransferId> tombstones_;
+  std::set<std::pair<Nanos, TransferId>> expiries_;
+  std::multimap<TransferId, Waiting> waiting_;
+  GrantCounts counts_;
+};
+
+}  // namespace kvxfer

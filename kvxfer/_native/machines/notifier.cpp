@@ -1,0 +1,104 @@
+#include "notifier.hpp"
+
+#include <algorithm>
+
+namespace kvxfer {
+namespace {
+
+constexpr size_t kDeadMax = 4096;
+
+}  // namespace
+
+uint64_t Notifier::post(const AgentRef& to, std::string payload, Nanos now) {
+  if (payload.size() > bytes_max_) throw Error(Code::invalid_argument, "notification is over notification_bytes_max (" + std::to_string(bytes_max_) + ")");
+  Outbox& box = outboxes_[to];
+  if (box.pending.size() >= pending_max_) {
+    throw Error(Code::limit_exceeded, "notifications_max (" + std::to_string(pending_max_) + ") wait for " + to.agent_id);
+  }
+  if (box.pending.empty()) box.sent_at = now;
+  box.pending.emplace_back(box.next_seq, std::move(payload));
+  return box.next_seq++;
+}
+
+bool Notifier::has_pending(const AgentRef& to) const {
+  const auto found = outboxes_.find(to);
+  return found != outboxes_.end() && !found->second.pending.empty();
+}
+
+void Notifier::flush(const AgentRef& to, SessionId session, bool is_again, Nanos now, Effects& out) {
+  const auto found = outboxes_.find(to);
+  if (found == outboxes_.end()) return;
+  Outbox& box = found->second;
+  for (const auto& [seq, payload] : box.pending) {
+    if (!is_again && seq < box.unsent_seq) continue;
+    out.push_back(SendFrame{session, Notif{NotifKind::Deliver, seq, box.pending.front().first, payload}});
+    box.unsent_seq = std::max(box.unsent_seq, seq + 1);
+    box.sent_at = now;
+  }
+}
+
+void Notifier::on_notif(SessionId session, const AgentRef& from, const Notif& notif, Nanos now, Effects& out) {
+  if (notif.kind == NotifKind::Ack) {
+    const auto found = outboxes_.find(from);
+    if (found == outboxes_.end()) return;
+    Outbox& box = found->second;
+    while (!box.pending.empty() && box.pending.front().first <= notif.seq) {
+      out.push_back(NotifDelivered{from, box.pending.front().first});
+      box.pending.pop_front();
+      box.sent_at = now;
+    }
+    return;
+  }
+  uint64_t& last = delivered_[from];
+  if (notif.oldest <= notif.seq && notif.oldest > last + 1) last = notif.oldest - 1;
+  if (notif.seq == last + 1) {
+    last = notif.seq;
+    out.push_back(NotifReceived{from, notif.seq, notif.payload});
+  }
+  out.push_back(SendFrame{session, Notif{NotifKind::Ack, last, 0, {}}});
+}
+
+void Notifier::peer_dead(const AgentRef& peer, Effects& out) {
+  if (const auto found = outboxes_.find(peer); found != outboxes_.end()) {
+    for (const auto& [seq, _] : found->second.pending) out.push_back(NotifFailed{peer, seq, Code::peer_gone});
+    found->second.pending.clear();
+    found->second.unsent_seq = found->second.next_seq;
+  }
+  dead_.erase(std::remove(dead_.begin(), dead_.end(), peer), dead_.end());
+  if (outboxes_.count(peer) == 0 && delivered_.count(peer) == 0) return;
+  dead_.push_back(peer);
+  if (dead_.size() <= kDeadMax) return;
+  const AgentRef forgotten = dead_.front();
+  dead_.pop_front();
+  delivered_.erase(forgotten);
+  const auto box = outboxes_.find(forgotten);
+  if (box != outboxes_.end() && box->second.pending.empty()) outboxes_.erase(box);
+}
+
+std::vector<AgentRef> Notifier::overdue(Nanos now, Nanos patience_ns) const {
+  std::vector<AgentRef> peers;
+  for (const auto& [peer, box] : outboxes_) {
+    if (!box.pending.empty() && now - box.sent_at >= patience_ns) peers.push_back(peer);
+  }
+  return peers;
+}
+
+void Notifier::postpone(const AgentRef& to, Nanos now) {
+  if (const auto found = outboxes_.find(to); found != outboxes_.end()) found->second.sent_at = now;
+}
+
+Nanos Notifier::next_deadline(Nanos patience_ns) const {
+  Nanos next = kNever;
+  for (const auto& [_, box] : outboxes_) {
+    if (!box.pending.empty()) next = std::min(next, box.sent_at + patience_ns);
+  }
+  return next;
+}
+
+size_t Notifier::pending_count() const {
+  size_t count = 0;
+  for (const auto& [_, box] : outboxes_) count += box.pending.size();
+  return count;
+}
+
+}  // namespace kvxfer

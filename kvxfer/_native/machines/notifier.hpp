@@ -1,0 +1,49 @@
+// Notifications: small messages beside the transfers, numbered from 1 per (sender, receiver incarnation).
+//
+// On the wire a notification may go out again (no acknowledgement came); the receiver delivers each number once and in
+// order, because it takes only the number that follows the last and answers everything with that last number. When the
+// receiver's life ends, what it has not acknowledged is reported as failed: it may or may not have been delivered, and
+// only the sender's owner can know what that means.
+//
+// A life that was called dead may come back (it was only cut off), and then neither side may begin at 1 again: the other
+// would take new messages for old ones. So the numbers of a dead life are kept, bounded, and each message says which
+// number is the oldest that its sender still holds, so that the receiver does not wait for those that failed.
+#pragma once
+
+#include <deque>
+#include <map>
+
+#include "effects.hpp"
+
+namespace kvxfer {
+
+class Notifier {
+ public:
+  Notifier(size_t pending_max, size_t bytes_max) : pending_max_(pending_max), bytes_max_(bytes_max) {}
+
+  // Returns its number. Throws Error(limit_exceeded, invalid_argument).
+  uint64_t post(const AgentRef& to, std::string payload, Nanos now);
+  bool has_pending(const AgentRef& to) const;
+  // Sends what is not yet acknowledged, whole or from the first unsent on.
+  void flush(const AgentRef& to, SessionId session, bool is_again, Nanos now, Effects& out);
+  void on_notif(SessionId session, const AgentRef& from, const Notif& notif, Nanos now, Effects& out);
+  void peer_dead(const AgentRef& peer, Effects& out);
+  // Peers with notifications that went unacknowledged for `patience_ns`.
+  std::vector<AgentRef> overdue(Nanos now, Nanos patience_ns) const;
+  void postpone(const AgentRef& to, Nanos now);  // nothing could be sent just now: look again a patience later
+  Nanos next_deadline(Nanos patience_ns) const;
+  size_t pending_count() const;
+
+ private:
+  struct Outbox {
+    uint64_t next_seq = 1, unsent_seq = 1;
+    std::deque<std::pair<uint64_t, std::string>> pending;
+    Nanos sent_at = 0;
+  };
+  size_t pending_max_, bytes_max_;
+  std::map<AgentRef, Outbox> outboxes_;
+  std::map<AgentRef, uint64_t> delivered_;  // last number delivered from a sender
+  std::deque<AgentRef> dead_;               // oldest first; their numbers are kept
+};
+
+}  // namespace kvxfer
