@@ -1,0 +1,73 @@
+"""The coordinator's settings; the command line makes its flags from these fields. Must never know a flag."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+
+from kvxfer.config import CoordinatorConfig, check_positive
+from kvxfer.errors import ConfigError
+
+DEFAULTS = CoordinatorConfig()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` can only be reached from this machine; a name other than ``localhost`` counts as not."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordinatorOptions:
+    """How one coordinator process runs. Raises ConfigError for a bad value."""
+
+    host: str = dataclasses.field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    port: int = dataclasses.field(default=0, metadata={"help": "port to listen on; 0 picks a free one"})
+    token_file: str = dataclasses.field(
+        default="",
+        metadata={"help": "cluster token file, made if missing; default $KVXFER_TOKEN_FILE or the state directory"},
+    )
+    insecure: bool = dataclasses.field(
+        default=False, metadata={"help": "allow a non-loopback host although the connection is not encrypted"}
+    )
+    metrics_port: int | None = dataclasses.field(
+        default=None, metadata={"help": "serve Prometheus metrics over HTTP on this port; 0 picks a free one"}
+    )
+    heartbeat_s: float = dataclasses.field(
+        default=DEFAULTS.heartbeat_s, metadata={"help": "seconds between two heartbeats of an agent"}
+    )
+    suspect_after_s: float = dataclasses.field(
+        default=DEFAULTS.suspect_after_s, metadata={"help": "seconds of silence after which an agent gets no new work"}
+    )
+    dead_after_s: float = dataclasses.field(
+        default=DEFAULTS.dead_after_s, metadata={"help": "seconds of silence after which an agent is gone"}
+    )
+    members_max: int = dataclasses.field(default=DEFAULTS.members_max, metadata={"help": "most agents at a time"})
+    watchers_max: int = dataclasses.field(default=1024, metadata={"help": "most membership watchers at a time"})
+    stop_grace_s: float = dataclasses.field(
+        default=2.0, metadata={"help": "seconds that streams get to end when the coordinator stops"}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("port", "metrics_port"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 65536:
+                raise ConfigError(f"{name} must be 0 to 65535, not {value}")
+        check_positive("watchers_max", self.watchers_max, maximum=1 << 16)
+        check_positive("stop_grace_s", self.stop_grace_s, maximum=60.0)
+        if not is_loopback(self.host) and not self.insecure:
+            raise ConfigError(
+                f"host {self.host!r} is not loopback, and the coordinator cannot encrypt yet (mTLS comes in a later "
+                "version): its token and session keys would cross the network in the clear; set insecure to accept "
+                "that on a trusted network"
+            )
+        _ = self.config
+
+    @property
+    def config(self) -> CoordinatorConfig:
+        """The part that the directory needs."""
+        return CoordinatorConfig(self.heartbeat_s, self.suspect_after_s, self.dead_after_s, self.members_max)

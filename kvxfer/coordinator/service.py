@@ -1,0 +1,326 @@
+"""The Coordinator service: carries messages between gRPC streams and the directory machine. Decides nothing about
+membership; must never be on the data path.
+
+Each stream has one outbox and one revision: what its receiver has. Whatever happens meanwhile, the next update is what
+that receiver lacks, so a slow receiver costs no memory. An update goes out at the latest after one heartbeat, changed
+or not, as the sign of life that clients count on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from kvxfer._pb import control_pb2 as pb
+from kvxfer._pb import control_pb2_grpc
+from kvxfer.clock import Clock
+from kvxfer.config import CoordinatorConfig
+from kvxfer.coordinator.metrics import CoordinatorMetrics
+from kvxfer.coordinator.store import Store
+from kvxfer.errors import (
+    AuthenticationFailed,
+    CoordinatorUnavailable,
+    InvalidArgument,
+    KvxferError,
+    Overloaded,
+    ProtocolViolation,
+    Refused,
+)
+from kvxfer.protocol.directory import CloseStream, Directory, Effect, LifeEnded, OrderDrain, Registration
+from kvxfer.protocol.handshake import session_key
+from kvxfer.rpc import convert
+from kvxfer.rpc.link import CODE_KEY, EOF, REASON_BYTES_MAX
+from kvxfer.types import AgentRef
+
+log = logging.getLogger("kvxfer.coordinator")
+
+HELLO_S = 5.0
+"""How long a new stream may take to register."""
+PUSH_GAP_S = 0.02
+"""Shortest time between two updates to one receiver; what changes meanwhile goes together."""
+
+_STATUS: dict[type[KvxferError], grpc.StatusCode] = {
+    AuthenticationFailed: grpc.StatusCode.UNAUTHENTICATED,
+    Refused: grpc.StatusCode.FAILED_PRECONDITION,
+    ProtocolViolation: grpc.StatusCode.INVALID_ARGUMENT,
+    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    CoordinatorUnavailable: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+class Outbox:
+    """What one stream still has to be told, as state: never a queue."""
+
+    def __init__(self, *, with_load: bool) -> None:
+        self.with_load = with_load
+        self.wake = asyncio.Event()
+        self.drain_reason: str | None = None
+        self.close_reason: str | None = None
+        self.is_stopping = False
+
+
+class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
+    """One coordinator's streams. Lives on one asyncio loop."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        directory: Directory,
+        store: Store,
+        root: bytes,
+        clock: Clock,
+        metrics: CoordinatorMetrics,
+        *,
+        watchers_max: int,
+    ) -> None:
+        """``root``: the secret under all session keys, from :func:`kvxfer.protocol.handshake.session_root`."""
+        self._config = config
+        self._directory = directory
+        self._store = store
+        self._root = root
+        self._clock = clock
+        self._metrics = metrics
+        self._watchers_max = watchers_max
+        self._sessions: dict[int, Outbox] = {}
+        self._watchers: set[Outbox] = set()
+        self._told_revision = directory.revision
+        self._told_shape = directory.shape_revision
+        self._is_stopping = False
+
+    def tick(self) -> None:
+        """Let time pass for the directory; call a few times per heartbeat."""
+        self._carry_out(self._directory.tick(self._clock.now_ns()))
+        self._metrics.observe(self._directory.statistics(), len(self._watchers))
+
+    def stop(self) -> None:
+        """Tell every stream that the coordinator stops, and take no new ones."""
+        self._is_stopping = True
+        for outbox in (*self._sessions.values(), *self._watchers):
+            outbox.is_stopping = True
+            outbox.wake.set()
+
+    async def Session(self, requests: Any, context: Any) -> None:
+        try:
+            registration = await self._register(context)
+            outbox = self._sessions[registration.stream] = Outbox(with_load=False)
+            try:
+                await self._run_session(context, registration, outbox)
+            finally:
+                del self._sessions[registration.stream]
+                if not self._is_stopping:  # a stream that we end ourselves says nothing of the agent behind it
+                    self._carry_out(self._directory.stream_ended(registration.stream, now_ns=self._clock.now_ns()))
+        except KvxferError as error:
+            await abort(context, error)
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> None:
+        try:
+            if request.protocol_version != convert.PROTOCOL_VERSION:
+                raise ProtocolViolation(
+                    f"protocol_version {request.protocol_version} is not {convert.PROTOCOL_VERSION}, "
+                    "the only one spoken here"
+                )
+            self._check_open()
+            if len(self._watchers) >= self._watchers_max:
+                raise Overloaded(f"the coordinator keeps at most watchers_max={self._watchers_max} watchers")
+            outbox = Outbox(with_load=True)
+            self._watchers.add(outbox)
+            try:
+                await self._push(outbox, context.write, lambda _: b"")
+            finally:
+                self._watchers.discard(outbox)
+            raise CoordinatorUnavailable("the coordinator is stopping")
+        except KvxferError as error:
+            await abort(context, error)
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        try:
+            self._check_open()
+            reason = request.reason[:REASON_BYTES_MAX]
+            agent_id = convert.read_agent_id(request.agent_id)
+            self._carry_out(self._directory.drain(agent_id, reason, now_ns=self._clock.now_ns()))
+        except KvxferError as error:
+            await abort(context, error)
+        return pb.DrainResponse()
+
+    def _check_open(self) -> None:
+        if self._is_stopping:
+            raise CoordinatorUnavailable("the coordinator is stopping")
+
+    async def _register(self, context: Any) -> Registration:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                message = await _read(context)
+        except TimeoutError:
+            raise ProtocolViolation(f"no registration within {HELLO_S:g} s") from None
+        if message is EOF or message.WhichOneof("kind") != "register":
+            raise ProtocolViolation("the first message of a session must register")
+        try:
+            hello = convert.read_hello(message.register)
+            fresh_number = None
+            if hello.number:
+                await self._store.admit_number(hello.number)
+            else:
+                fresh_number = await self._store.next_number()
+            self._check_open()
+            registration = self._directory.register(hello, fresh_number=fresh_number, now_ns=self._clock.now_ns())
+        except KvxferError as error:
+            self._metrics.registered(error.code)
+            log.warning("refused a registration: %s", error)
+            raise
+        self._metrics.registered("return" if registration.is_return else "new")
+        log.info("%s %s", registration.ref, "is back" if registration.is_return else "registered")
+        self._carry_out(registration.effects)
+        return registration
+
+    async def _run_session(self, context: Any, registration: Registration, outbox: Outbox) -> None:
+        """Both directions of a registered stream, until either ends."""
+        welcome = pb.Welcome(
+            ref=convert.write_ref(registration.ref),
+            heartbeat_ms=round(self._config.heartbeat_s * 1e3),
+            dead_after_ms=round(self._config.dead_after_s * 1e3),
+        )
+        await context.write(pb.CoordinatorMessage(welcome=welcome))
+
+        async def write(update: pb.MembershipUpdate) -> None:
+            await context.write(pb.CoordinatorMessage(membership=update))
+
+        def key_of(other: AgentRef) -> bytes:
+            return session_key(self._root, registration.ref, other)
+
+        async def tell() -> None:
+            await self._push(outbox, write, key_of, context)
+
+        listener = asyncio.create_task(self._listen(context, registration.stream))
+        teller = asyncio.create_task(tell())
+        try:
+            await asyncio.wait((listener, teller), return_when=asyncio.FIRST_COMPLETED)
+            await (listener if listener.done() else teller)
+        finally:
+            listener.cancel()
+            teller.cancel()
+            await asyncio.gather(listener, teller, return_exceptions=True)
+
+    async def _listen(self, context: Any, stream: int) -> None:
+        """Feed the agent's messages to the directory, until it leaves or hangs up."""
+        while True:
+            message = await _read(context)
+            if message is EOF:
+                return
+            now_ns = self._clock.now_ns()
+            match message.WhichOneof("kind"):
+                case "heartbeat":
+                    load = convert.read_load(message.heartbeat.load)
+                    is_draining = message.heartbeat.is_draining
+                    self._carry_out(self._directory.heartbeat(stream, load, is_draining=is_draining, now_ns=now_ns))
+                case "update_pools":
+                    pools = convert.read_pools(message.update_pools.pools)
+                    self._carry_out(self._directory.update_pools(stream, pools, now_ns=now_ns))
+                case "deregister":
+                    self._carry_out(self._directory.deregister(stream, now_ns=now_ns))
+                    return
+                case kind:
+                    raise ProtocolViolation(f"a registered agent sent {kind!r}")
+
+    async def _push(
+        self,
+        outbox: Outbox,
+        write: Callable[[pb.MembershipUpdate], Awaitable[None]],
+        key_of: Callable[[AgentRef], bytes],
+        session: Any = None,
+    ) -> None:
+        """Tell one receiver what it lacks, again and again.
+
+        Returns when the coordinator stops; raises Refused when the stream is to end.
+        """
+        heartbeat_s = self._config.heartbeat_s
+        revision: int | None = None
+        while True:
+            outbox.wake.clear()
+            if outbox.close_reason is not None:
+                raise Refused(outbox.close_reason)
+            if outbox.drain_reason is not None and session is not None:
+                reason, outbox.drain_reason = outbox.drain_reason, None
+                await session.write(pb.CoordinatorMessage(drain=pb.DrainOrder(reason=reason)))
+            change = self._directory.change_since(revision, with_load=outbox.with_load)
+            for part in convert.write_change(change, next_within_ms=round(heartbeat_s * 1e3), key_of=key_of):
+                await write(part)
+            revision = change.revision
+            if outbox.is_stopping:
+                if session is not None:
+                    await session.write(pb.CoordinatorMessage(stopping=pb.Stopping()))
+                return
+            await asyncio.sleep(PUSH_GAP_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(heartbeat_s):
+                    await outbox.wake.wait()
+
+    def _carry_out(self, effects: tuple[Effect, ...]) -> None:
+        """Do what the directory decided, then wake whoever lacks something."""
+        for effect in effects:
+            match effect:
+                case LifeEnded(ref, cause):
+                    self._metrics.ended(cause.value)
+                    log.info("%s is gone: %s", ref, cause.value)
+                case CloseStream(stream, reason):
+                    if (outbox := self._sessions.get(stream)) is not None:
+                        outbox.close_reason = reason
+                        outbox.wake.set()
+                case OrderDrain(stream, reason):
+                    if (outbox := self._sessions.get(stream)) is not None:
+                        outbox.drain_reason = reason
+                        outbox.wake.set()
+        if self._directory.shape_revision != self._told_shape:
+            self._told_shape = self._directory.shape_revision
+            for outbox in self._sessions.values():
+                outbox.wake.set()
+        if self._directory.revision != self._told_revision:
+            self._told_revision = self._directory.revision
+            for outbox in self._watchers:
+                outbox.wake.set()
+
+
+async def _read(context: Any) -> Any:
+    """The next message or EOF; ProtocolViolation for bytes that are no message."""
+    try:
+        return await context.read()
+    except DecodeError:
+        raise ProtocolViolation("bytes that are no AgentMessage") from None
+
+
+async def abort(context: Any, error: KvxferError) -> None:
+    """End a call with the status and the stable code of ``error``."""
+    status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    await context.abort(status, str(error)[:REASON_BYTES_MAX], trailing_metadata=((CODE_KEY, error.code),))
+
+
+class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Lets nothing pass without the cluster token but the health service, which says nothing worth hiding."""
+
+    def __init__(self, token: bytes, *, open_prefix: str) -> None:
+        self._expected = b"Bearer " + token
+        self._open_prefix = open_prefix
+        self._denial = grpc.stream_stream_rpc_method_handler(self._deny)
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        if details.method.startswith(self._open_prefix) or self._is_member(details.invocation_metadata):
+            return await continuation(details)
+        return self._denial
+
+    def _is_member(self, metadata: Any) -> bool:
+        shown = [value for key, value in metadata or () if key == "authorization"]
+        if len(shown) != 1:
+            return False
+        given = shown[0] if isinstance(shown[0], bytes) else shown[0].encode()
+        return hmac.compare_digest(given, self._expected)
+
+    async def _deny(self, requests: Any, context: Any) -> None:
+        await abort(context, AuthenticationFailed("the cluster token is missing or wrong"))

@@ -1,0 +1,73 @@
+"""Decides whether two pools may be joined, and derives the secrets that prove a session; must never know how either
+travels.
+
+Compatibility is compared field by field on the whole records, so that a refusal can name what differs; the digest that
+the native cores compare in a PULL frame only repeats that verdict cheaply. ``block_count``, ``exposure`` and
+``pool_id`` are not compared: pools of different size and reach exchange blocks happily. ``block_bytes`` is: equal
+records that lay blocks out differently are a bug somewhere, and bytes must not move over it.
+
+Session keys are derived, not drawn: a restarted coordinator with the same token gives every pair the key that it had,
+so that sessions survive it. A key is bound to both incarnations; a restarted agent has new keys with everybody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+
+from kvxfer.errors import Incompatible, InvalidArgument
+from kvxfer.types import AgentRef, CompatibilityRecord, PoolRecord
+
+SESSION_KEY_BYTES = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """One field in which two pools differ."""
+
+    field: str
+    ours: str | int
+    theirs: str | int
+
+    def __str__(self) -> str:
+        return f"{self.field} is {self.ours!r} here and {self.theirs!r} there"
+
+
+def compare(ours: PoolRecord, theirs: PoolRecord) -> tuple[Mismatch, ...]:
+    """Every field that forbids moving blocks between the two pools, in the order of CompatibilityRecord, then
+    ``block_bytes``.
+    """
+    names = [field.name for field in dataclasses.fields(CompatibilityRecord)]
+    pairs = [(name, getattr(ours.record, name), getattr(theirs.record, name)) for name in names]
+    pairs.append(("block_bytes", ours.block_bytes, theirs.block_bytes))
+    return tuple(Mismatch(name, mine, other) for name, mine, other in pairs if mine != other)
+
+
+def check(ours: PoolRecord, theirs: PoolRecord) -> None:
+    """Raise Incompatible, naming every field that differs (``.field`` is the first), unless blocks may move between the
+    two pools.
+    """
+    mismatches = compare(ours, theirs)
+    if mismatches:
+        raise Incompatible("pools do not match: " + "; ".join(map(str, mismatches)), field=mismatches[0].field)
+
+
+def session_root(token: bytes) -> bytes:
+    """The 32-byte secret under all session keys of a cluster; raises InvalidArgument for an empty token."""
+    if not token:
+        raise InvalidArgument("cluster token is empty")
+    return hmac.digest(token, b"kvxfer session root v1", hashlib.sha256)
+
+
+def session_key(root: bytes, one: AgentRef, other: AgentRef) -> bytes:
+    """The 32-byte key of one pair of lives; the same whichever way round they are given."""
+    return hmac.digest(
+        root, b"kvxfer session key v1" + b"".join(sorted((_canonical(one), _canonical(other)))), hashlib.sha256
+    )
+
+
+def _canonical(ref: AgentRef) -> bytes:
+    """One life as bytes that no other life has: lengths are fixed or written down."""
+    name = ref.agent_id.encode()
+    return len(name).to_bytes(2, "big") + name + ref.incarnation.number.to_bytes(8, "big") + ref.incarnation.boot_nonce

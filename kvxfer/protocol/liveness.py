@@ -1,0 +1,101 @@
+"""Guesses from the rhythm of heartbeats who is alive; must never know what a heartbeat carries or what follows from the
+guess.
+
+A heartbeat is a lamp that its owner lights again and again. Lit lately: green. One or two missed: yellow, so give it
+nothing new. Dark for long: red, nobody is there.
+
+But a watcher who slept through the night must not conclude in the morning that everybody died: he saw no lamps
+because his own eyes were shut. So ages are not measured on the clock but on an *awake clock*, which advances with every
+observation by the time that passed, and by at most ``gap_max_ns`` for any one gap. A watcher that is scheduled as it
+should be never meets the clamp. One that was stopped for a minute counts that minute as one gap, reads the
+heartbeats that queued up meanwhile, and judges then. The clamp is above zero, so a watcher that is
+always late gets slow, not blind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Generic, TypeVar
+
+from kvxfer.errors import InvalidArgument
+
+Key = TypeVar("Key")
+
+
+class Light(enum.Enum):
+    """What the rhythm says: GREEN on time, YELLOW late, RED gone."""
+
+    GREEN = "green"
+    YELLOW = "yellow"
+    RED = "red"
+
+
+@dataclasses.dataclass(frozen=True)
+class LivenessLimits:
+    """Ages at which the light changes, and the longest time that one gap between observations may count for; all in
+    nanoseconds.
+    """
+
+    suspect_after_ns: int
+    dead_after_ns: int
+    gap_max_ns: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.suspect_after_ns < self.dead_after_ns or self.gap_max_ns <= 0:
+            raise InvalidArgument(f"{self} needs 0 < suspect_after_ns < dead_after_ns and gap_max_ns > 0")
+
+    def light(self, age_ns: int) -> Light:
+        """The light for a last heartbeat ``age_ns`` of awake time ago."""
+        if age_ns < self.suspect_after_ns:
+            return Light.GREEN
+        return Light.YELLOW if age_ns < self.dead_after_ns else Light.RED
+
+
+class AwakeClock:
+    """Time that the watcher itself was running: each gap between observations counts for ``gap_max_ns`` at most."""
+
+    def __init__(self, now_ns: int, *, gap_max_ns: int) -> None:
+        self._last_ns = now_ns
+        self._gap_max_ns = gap_max_ns
+        self._awake_ns = 0
+
+    def observe(self, now_ns: int) -> int:
+        """Awake nanoseconds since construction; a ``now_ns`` older than the last one counts as no time."""
+        self._awake_ns += min(max(now_ns - self._last_ns, 0), self._gap_max_ns)
+        self._last_ns = max(now_ns, self._last_ns)
+        return self._awake_ns
+
+
+class Liveness(Generic[Key]):
+    """The lights of many, by key."""
+
+    def __init__(self, limits: LivenessLimits, now_ns: int) -> None:
+        self._limits = limits
+        self._clock = AwakeClock(now_ns, gap_max_ns=limits.gap_max_ns)
+        self._seen_awake_ns: dict[Key, int] = {}
+
+    def beat(self, key: Key, now_ns: int) -> None:
+        """``key`` gave a sign of life just now; an unknown key becomes known."""
+        self._seen_awake_ns[key] = self._clock.observe(now_ns)
+
+    def forget(self, key: Key) -> None:
+        """``key`` is not watched any more; harmless if it never was."""
+        self._seen_awake_ns.pop(key, None)
+
+    def observe(self, now_ns: int) -> int:
+        """Let time pass without judging; returns the awake nanoseconds since construction."""
+        return self._clock.observe(now_ns)
+
+    def light(self, key: Key, now_ns: int) -> Light:
+        """The light of a known ``key``; raises KeyError for an unknown one."""
+        return self._limits.light(self._clock.observe(now_ns) - self._seen_awake_ns[key])
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._seen_awake_ns
+
+    def __len__(self) -> int:
+        return len(self._seen_awake_ns)
+
+    def __repr__(self) -> str:
+        return f"<Liveness watching {len(self)}, {self._limits}>"

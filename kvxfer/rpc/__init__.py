@@ -1,0 +1,17 @@
+"""The coordinator's wire: clients, the cluster token, and the conversion between protobuf messages and our values."""
+
+from __future__ import annotations
+
+from kvxfer.rpc.client import CoordinatorSession
+from kvxfer.rpc.token import default_token_path, load_or_create_token, load_token
+from kvxfer.rpc.watch import MembershipWatch, drain, list_members
+
+__all__ = [
+    "CoordinatorSession",
+    "MembershipWatch",
+    "default_token_path",
+    "drain",
+    "list_members",
+    "load_or_create_token",
+    "load_token",
+]

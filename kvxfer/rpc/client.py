@@ -1,0 +1,303 @@
+"""One agent's session with the coordinator: registers, heartbeats, hands membership up, and comes back for ever.
+Decides when a connection counts as lost; must never know what the agent does with a membership.
+
+What the owner may conclude: while :attr:`CoordinatorSession.is_connected` is false, the last membership is all there
+is, and nothing in it has been judged since. The agent keeps serving what it has granted (fail static). It never gets
+another incarnation: the pair given at the first registration is shown again each time, so a restart of the coordinator
+is invisible to peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import grpc.aio
+
+from kvxfer._pb import control_pb2 as pb
+from kvxfer._pb import control_pb2_grpc
+from kvxfer.errors import (
+    Closed,
+    CoordinatorUnavailable,
+    KvxferError,
+    Overloaded,
+    ProtocolViolation,
+)
+from kvxfer.protocol.directory import Hello
+from kvxfer.protocol.mirror import Mirror
+from kvxfer.rpc import convert
+from kvxfer.rpc.link import (
+    CONNECT_S,
+    EOF,
+    REASON_BYTES_MAX,
+    Backoff,
+    both_ways,
+    credentials,
+    error_from_exception,
+    open_channel,
+    raise_status,
+    tell,
+)
+from kvxfer.types import AgentRef, DataAddress, Load, Membership, PoolRecord, WorkerInfo
+
+log = logging.getLogger("kvxfer.rpc")
+
+LEAVE_S = 2.0
+"""How long :meth:`CoordinatorSession.close` waits for the goodbye to be heard."""
+
+
+class CoordinatorSession:
+    """Lives on one asyncio loop, which calls the callbacks; only :meth:`set_load` may be called from any thread."""
+
+    def __init__(
+        self,
+        target: str,
+        token: bytes,
+        boot_nonce: bytes,
+        info: WorkerInfo,
+        address: DataAddress,
+        pools: Iterable[PoolRecord] = (),
+        *,
+        on_membership: Callable[[Membership], None],
+        on_state: Callable[[bool], None] | None = None,
+        on_drain: Callable[[str], None] | None = None,
+        source: random.Random | None = None,
+    ) -> None:
+        """``target`` is ``host:port``.
+
+        ``source`` jitters the waits between attempts. Raises InvalidArgument for anything that the wire cannot carry.
+        """
+        self._target = target
+        self._metadata = credentials(token)
+        self._hello = Hello(info, address, boot_nonce, pools=tuple(pools))
+        convert.write_hello(self._hello)
+        self._on_membership = on_membership
+        self._on_state = on_state
+        self._on_drain = on_drain
+        self._backoff = Backoff(source or random.Random())
+        self._mirror = Mirror()
+        self._load = Load()
+        self._is_draining = False
+        self._pools_changed = False
+        self._wake = asyncio.Event()
+        self._leaving = False
+        self._ref: AgentRef | None = None
+        self._registered: asyncio.Future[AgentRef] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_connected = False
+        self._attempts = 0
+        self._last_error: KvxferError | None = None
+
+    async def start(self, timeout_s: float = 30.0) -> AgentRef:
+        """Register, trying again while the coordinator cannot be reached; returns the agent's full name.
+
+        Raises CoordinatorUnavailable after ``timeout_s``, and at once: AuthenticationFailed, Refused (the agent id is
+        in use), ProtocolViolation. After an error the session is closed.
+        """
+        if self._task is not None or self._leaving:
+            raise Closed("a coordinator session starts once")
+        self._registered = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run(), name="kvxfer coordinator session")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._registered)
+        except TimeoutError:
+            await self._stop()
+            cause = self._last_error or CoordinatorUnavailable(f"coordinator {self._target} did not answer")
+            raise CoordinatorUnavailable(f"{cause} (tried for {timeout_s:g} s)") from None
+        except BaseException:
+            await self._stop()
+            raise
+
+    @property
+    def ref(self) -> AgentRef:
+        """The agent's full name; raises Closed before :meth:`start` returned."""
+        if self._ref is None:
+            raise Closed("the agent is not registered yet")
+        return self._ref
+
+    @property
+    def is_connected(self) -> bool:
+        return self._is_connected
+
+    @property
+    def membership(self) -> Membership:
+        """The last view, with nobody in ``gone``."""
+        return self._mirror.membership
+
+    @property
+    def last_error(self) -> KvxferError | None:
+        """Why the last attempt ended; ``None`` while connected."""
+        return self._last_error
+
+    def set_load(self, load: Load) -> None:
+        """What the next heartbeat says. Callable from any thread."""
+        self._load = load
+
+    def set_pools(self, pools: Iterable[PoolRecord]) -> None:
+        """Publish the whole list of pools, at once. Raises InvalidArgument for what the wire cannot carry."""
+        pools = tuple(pools)
+        convert.write_pools(pools)
+        self._hello = Hello(self._hello.info, self._hello.address, self._hello.boot_nonce, pools=pools)
+        self._pools_changed = True
+        self._wake.set()
+
+    def set_draining(self) -> None:
+        """Say at once that this agent takes no new work; stays so for this life."""
+        self._is_draining = True
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Deregister, if anybody listens, and end. Callable twice."""
+        if self._task is None or self._leaving:
+            self._leaving = True
+            return
+        self._leaving = True
+        self._wake.set()
+        if self._is_connected:
+            await asyncio.wait([self._task], timeout=LEAVE_S)
+        await self._stop()
+
+    async def __aenter__(self) -> CoordinatorSession:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        state = "connected" if self._is_connected else f"disconnected ({self._last_error})"
+        return f"<CoordinatorSession {self._ref or self._hello.info.agent_id} at {self._target}, {state}>"
+
+    async def _stop(self) -> None:
+        self._leaving = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._connected(False)
+
+    async def _run(self) -> None:
+        while not self._leaving:
+            self._attempts += 1
+            try:
+                async with open_channel(self._target) as channel:
+                    await self._converse(channel)
+            except Exception as error:
+                self._failed(error_from_exception(self._target, error))
+                if self._registered is not None and self._registered.done() and self._ref is None:
+                    return
+            finally:
+                self._connected(False)
+                self._mirror.reset_parts()
+            if not self._leaving:
+                await asyncio.sleep(self._backoff.next_s())
+
+    def _failed(self, error: KvxferError) -> None:
+        if str(error) != str(self._last_error) and not self._leaving:
+            log.warning("%s: %s", self._hello.info.agent_id, error)
+        self._last_error = error
+        passing = isinstance(error, (CoordinatorUnavailable, Overloaded))
+        if self._ref is None and not passing and self._registered is not None and not self._registered.done():
+            self._registered.set_exception(error)
+
+    def _connected(self, is_connected: bool) -> None:
+        if self._is_connected != is_connected:
+            self._is_connected = is_connected
+            tell(self._on_state, is_connected)
+
+    async def _converse(self, channel: grpc.aio.Channel) -> None:
+        """One stream, from Register to its end. Raises whatever ended it, unless we left."""
+        stub = control_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.Session(metadata=self._metadata)
+        try:
+            welcome = await self._register(call)
+            heartbeat_s = welcome.heartbeat_ms / 1e3
+            silence_s = max(welcome.dead_after_ms / 1e3, 2 * heartbeat_s)
+            await both_ways(self._send(call, heartbeat_s), self._receive(call, silence_s))
+        finally:
+            call.cancel()
+
+    async def _register(self, call: Any) -> pb.Welcome:
+        number = 0 if self._ref is None else self._ref.incarnation.number
+        hello = Hello(
+            self._hello.info,
+            self._hello.address,
+            self._hello.boot_nonce,
+            number,
+            self._hello.pools,
+            self._load,
+            self._is_draining,
+        )
+        self._pools_changed = False
+        async with asyncio.timeout(CONNECT_S):
+            with contextlib.suppress(asyncio.InvalidStateError):
+                await call.write(pb.AgentMessage(register=convert.write_hello(hello)))
+            message = await call.read()
+        if message is EOF:
+            await raise_status(self._target, call)
+        if message.WhichOneof("kind") != "welcome":
+            raise ProtocolViolation(
+                f"coordinator {self._target} answered {message.WhichOneof('kind')!r} to a registration"
+            )
+        ref = convert.read_ref(message.welcome.ref)
+        if (ref.agent_id, ref.incarnation.boot_nonce) != (
+            self._hello.info.agent_id,
+            self._hello.boot_nonce,
+        ) or self._ref not in (None, ref):
+            raise ProtocolViolation(
+                f"coordinator {self._target} calls this agent {ref}, not {self._ref or self._hello.info.agent_id}"
+            )
+        if not (0 < message.welcome.heartbeat_ms <= 3_600_000 and 0 < message.welcome.dead_after_ms <= 3_600_000):
+            raise ProtocolViolation(f"coordinator {self._target} asks for impossible heartbeats")
+        self._ref = ref
+        self._last_error = None
+        self._backoff.reset()
+        self._connected(True)
+        if self._registered is not None and not self._registered.done():
+            self._registered.set_result(ref)
+        return message.welcome  # type: ignore[no-any-return]
+
+    async def _send(self, call: Any, heartbeat_s: float) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(heartbeat_s):
+                    await self._wake.wait()
+            self._wake.clear()
+            if self._leaving:
+                await call.write(pb.AgentMessage(deregister=pb.Deregister()))
+                await call.done_writing()
+                return
+            if self._pools_changed:
+                self._pools_changed = False
+                await call.write(
+                    pb.AgentMessage(update_pools=pb.UpdatePools(pools=convert.write_pools(self._hello.pools)))
+                )
+            beat = pb.Heartbeat(load=convert.write_load(self._load), is_draining=self._is_draining)
+            await call.write(pb.AgentMessage(heartbeat=beat))
+
+    async def _receive(self, call: Any, silence_s: float) -> None:
+        while True:
+            async with asyncio.timeout(silence_s):
+                message = await call.read()
+            if message is EOF:
+                if self._leaving:
+                    return
+                await raise_status(self._target, call)
+            match message.WhichOneof("kind"):
+                case "membership":
+                    membership = self._mirror.apply(
+                        convert.read_change(message.membership), is_last=message.membership.is_last
+                    )
+                    if membership is not None:
+                        tell(self._on_membership, membership)
+                case "drain":
+                    self._is_draining = True
+                    tell(self._on_drain, message.drain.reason[:REASON_BYTES_MAX])
+                case "stopping":
+                    raise CoordinatorUnavailable(f"coordinator {self._target} is stopping")
+                case kind:
+                    raise ProtocolViolation(f"coordinator {self._target} sent {kind!r} inside a session")

@@ -1,0 +1,319 @@
+"""Between the wire's messages and the values of ``kvxfer.types``: the one place where bytes from a peer become trusted.
+Must never know who sent them or what they are for.
+
+Every ``read_*`` is total: a value, or ProtocolViolation that names the field. Every bound of a list or a string
+stands here by name. ``write_*`` takes our own values; InvalidArgument if one of them would be refused at the other end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from kvxfer._pb import control_pb2 as pb
+from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.protocol.directory import Change, Hello
+from kvxfer.types import (
+    AgentRef,
+    CompatibilityRecord,
+    DataAddress,
+    Exposure,
+    Incarnation,
+    Load,
+    Member,
+    PoolRecord,
+    Role,
+    WorkerInfo,
+    check_agent_id,
+)
+
+PROTOCOL_VERSION = 1
+POOLS_MAX = 64
+TEXT_BYTES_MAX = 1024
+COUNT_MAX = (1 << 53) - 1
+NUMBER_MAX = (1 << 63) - 1
+PART_MEMBERS_MAX = 32
+"""Members in one part of a membership update."""
+MESSAGE_BYTES_MAX = 32 << 20
+"""No message is larger: PART_MEMBERS_MAX members of POOLS_MAX pools with all texts at their bound stay below."""
+
+_ROLES = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE, Role.BOTH: pb.ROLE_BOTH}
+_EXPOSURES = {Exposure.POOL: pb.EXPOSURE_POOL, Exposure.GRANT: pb.EXPOSURE_GRANT}
+_ROLES_BACK = {number: role for role, number in _ROLES.items()}
+_EXPOSURES_BACK = {number: exposure for exposure, number in _EXPOSURES.items()}
+_RECORD_FIELDS = tuple(field.name for field in dataclasses.fields(CompatibilityRecord))
+_LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Load))
+
+Value = TypeVar("Value")
+Message = TypeVar("Message")
+
+
+def _count(name: str, value: int, *, minimum: int = 0, maximum: int = COUNT_MAX) -> int:
+    if not minimum <= value <= maximum:
+        raise ProtocolViolation(f"{name} must be {minimum} to {maximum}, not {value}")
+    return value
+
+
+def _text(name: str, value: str) -> str:
+    if len(value.encode()) > TEXT_BYTES_MAX:
+        raise ProtocolViolation(f"{name} exceeds TEXT_BYTES_MAX={TEXT_BYTES_MAX} bytes")
+    if any(ord(character) < 32 for character in value):
+        raise ProtocolViolation(f"{name} has control characters")
+    return value
+
+
+def _raw(name: str, value: bytes, *lengths: int) -> bytes:
+    if len(value) not in lengths:
+        raise ProtocolViolation(f"{name} must be {' or '.join(map(str, lengths))} bytes, not {len(value)}")
+    return value
+
+
+def _required(name: str, holder: pb.Member | pb.AgentRef | pb.PoolRecord | pb.Register, field: str) -> None:
+    if not holder.HasField(field):
+        raise ProtocolViolation(f"{name} lacks {field}")
+
+
+def read_agent_id(value: str) -> str:
+    try:
+        return check_agent_id(value)
+    except InvalidArgument as error:
+        raise ProtocolViolation(str(error)) from None
+
+
+def read_incarnation(message: pb.Incarnation) -> Incarnation:
+    """Any number from 0 up; 0 stands for *none yet* where the caller allows it."""
+    return Incarnation(
+        _count("incarnation.number", message.number, maximum=NUMBER_MAX),
+        _raw("incarnation.boot_nonce", message.boot_nonce, 16),
+    )
+
+
+def write_incarnation(value: Incarnation) -> pb.Incarnation:
+    return pb.Incarnation(number=value.number, boot_nonce=value.boot_nonce)
+
+
+def read_ref(message: pb.AgentRef) -> AgentRef:
+    _required("agent ref", message, "incarnation")
+    _count("incarnation.number", message.incarnation.number, minimum=1, maximum=NUMBER_MAX)
+    return AgentRef(read_agent_id(message.agent_id), read_incarnation(message.incarnation))
+
+
+def write_ref(value: AgentRef) -> pb.AgentRef:
+    return pb.AgentRef(agent_id=value.agent_id, incarnation=write_incarnation(value.incarnation))
+
+
+def read_record(message: pb.CompatibilityRecord) -> CompatibilityRecord:
+    values: dict[str, str | int] = {}
+    for name in _RECORD_FIELDS:
+        value = getattr(message, name)
+        values[name] = _text(f"record.{name}", value) if isinstance(value, str) else _count(f"record.{name}", value)
+    return CompatibilityRecord(**values)  # type: ignore[arg-type]
+
+
+def write_record(value: CompatibilityRecord) -> pb.CompatibilityRecord:
+    return pb.CompatibilityRecord(**{name: getattr(value, name) for name in _RECORD_FIELDS})
+
+
+def read_pool(message: pb.PoolRecord) -> PoolRecord:
+    _required("pool", message, "record")
+    exposure = _EXPOSURES_BACK.get(message.exposure)
+    if exposure is None:
+        raise ProtocolViolation(f"pool.exposure {message.exposure} is unknown")
+    return PoolRecord(
+        message.pool_id,
+        read_record(message.record),
+        _count("pool.block_count", message.block_count, minimum=1),
+        _count("pool.block_bytes", message.block_bytes, minimum=1),
+        exposure,
+        message.is_shareable,
+    )
+
+
+def write_pool(value: PoolRecord) -> pb.PoolRecord:
+    return pb.PoolRecord(
+        pool_id=value.pool_id,
+        record=write_record(value.record),
+        block_count=value.block_count,
+        block_bytes=value.block_bytes,
+        exposure=_EXPOSURES[value.exposure],
+        is_shareable=value.is_shareable,
+    )
+
+
+def read_pools(messages: Iterable[pb.PoolRecord]) -> tuple[PoolRecord, ...]:
+    """At most POOLS_MAX pools with distinct ids."""
+    found = list(messages)
+    if len(found) > POOLS_MAX:
+        raise ProtocolViolation(f"an agent may have at most POOLS_MAX={POOLS_MAX} pools, not {len(found)}")
+    pools = tuple(map(read_pool, found))
+    if len({pool.pool_id for pool in pools}) != len(pools):
+        raise ProtocolViolation("pool ids of one agent must differ")
+    return pools
+
+
+def write_pools(values: Iterable[PoolRecord]) -> list[pb.PoolRecord]:
+    return _checked(lambda: [write_pool(value) for value in values], read_pools)
+
+
+def read_address(message: pb.DataAddress) -> DataAddress:
+    return DataAddress(
+        _text("address.tcp_host", message.tcp_host),
+        _count("address.tcp_port", message.tcp_port, maximum=65535),
+        _text("address.unix_path", message.unix_path),
+        _text("address.host_id", message.host_id),
+    )
+
+
+def write_address(value: DataAddress) -> pb.DataAddress:
+    return pb.DataAddress(
+        tcp_host=value.tcp_host, tcp_port=value.tcp_port, unix_path=value.unix_path, host_id=value.host_id
+    )
+
+
+def read_load(message: pb.Load) -> Load:
+    return Load(**{name: _count(f"load.{name}", getattr(message, name)) for name in _LOAD_FIELDS})
+
+
+def write_load(value: Load) -> pb.Load:
+    """A load beyond the wire's bounds is clipped: a wrong count must not end an agent's session."""
+    return pb.Load(**{name: min(max(int(getattr(value, name)), 0), COUNT_MAX) for name in _LOAD_FIELDS})
+
+
+def read_info(message: pb.WorkerInfo) -> WorkerInfo:
+    role = _ROLES_BACK.get(message.role)
+    if role is None:
+        raise ProtocolViolation(f"info.role {message.role} is unknown")
+    return WorkerInfo(
+        read_agent_id(message.agent_id),
+        role,
+        _text("info.model", message.model),
+        _text("info.http_url", message.http_url),
+        _count("info.max_context_tokens", message.max_context_tokens),
+        message.block_tokens,
+        _text("info.dialect", message.dialect),
+    )
+
+
+def write_info(value: WorkerInfo) -> pb.WorkerInfo:
+    return pb.WorkerInfo(
+        agent_id=value.agent_id,
+        role=_ROLES[value.role],
+        model=value.model,
+        http_url=value.http_url,
+        max_context_tokens=value.max_context_tokens,
+        block_tokens=value.block_tokens,
+        dialect=value.dialect,
+    )
+
+
+def read_member(message: pb.Member) -> Member:
+    _required("member", message, "ref")
+    _required("member", message, "info")
+    member = Member(
+        read_ref(message.ref),
+        read_info(message.info),
+        read_address(message.address),
+        read_pools(message.pools),
+        read_load(message.load),
+        message.is_suspect,
+        message.is_draining,
+        _raw("member.session_key", message.session_key, 0, 32),
+    )
+    if member.ref.agent_id != member.info.agent_id:
+        raise ProtocolViolation(f"member {member.ref} has the info of {member.info.agent_id!r}")
+    return member
+
+
+def write_member(value: Member, session_key: bytes) -> pb.Member:
+    return pb.Member(
+        ref=write_ref(value.ref),
+        info=write_info(value.info),
+        address=write_address(value.address),
+        pools=[write_pool(pool) for pool in value.pools],
+        load=write_load(value.load),
+        is_suspect=value.is_suspect,
+        is_draining=value.is_draining,
+        session_key=session_key,
+    )
+
+
+def read_hello(message: pb.Register) -> Hello:
+    """What an agent registers, still unjudged."""
+    if message.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolViolation(
+            f"protocol_version {message.protocol_version} is not {PROTOCOL_VERSION}, the only one spoken here"
+        )
+    for field in ("info", "address", "incarnation"):
+        _required("register", message, field)
+    incarnation = read_incarnation(message.incarnation)
+    return Hello(
+        read_info(message.info),
+        read_address(message.address),
+        incarnation.boot_nonce,
+        incarnation.number,
+        read_pools(message.pools),
+        read_load(message.load),
+        message.is_draining,
+    )
+
+
+def write_hello(value: Hello) -> pb.Register:
+    """Raises InvalidArgument if the coordinator would call it a violation."""
+
+    def build() -> pb.Register:
+        return pb.Register(
+            protocol_version=PROTOCOL_VERSION,
+            info=write_info(value.info),
+            address=write_address(value.address),
+            pools=[write_pool(pool) for pool in value.pools],
+            load=write_load(value.load),
+            is_draining=value.is_draining,
+            incarnation=pb.Incarnation(number=value.number, boot_nonce=value.boot_nonce),
+        )
+
+    return _checked(build, read_hello)
+
+
+def read_change(message: pb.MembershipUpdate) -> Change:
+    """One part of an update; ``message.is_last`` says whether it is the last."""
+    return Change(
+        _raw("update.epoch", message.epoch, 16),
+        _count("update.revision", message.revision),
+        message.is_whole,
+        message.is_settled,
+        tuple(map(read_member, message.members)),
+        tuple(map(read_ref, message.gone)),
+    )
+
+
+def write_change(
+    change: Change, *, next_within_ms: int, key_of: Callable[[AgentRef], bytes]
+) -> list[pb.MembershipUpdate]:
+    """The update in parts of at most PART_MEMBERS_MAX members; ``key_of`` gives the receiver's session key with a
+    member.
+    """
+    members = [write_member(member, key_of(member.ref)) for member in change.members]
+    parts = [members[start : start + PART_MEMBERS_MAX] for start in range(0, len(members), PART_MEMBERS_MAX)] or [[]]
+    return [
+        pb.MembershipUpdate(
+            epoch=change.epoch,
+            revision=change.revision,
+            is_whole=change.is_whole,
+            is_settled=change.is_settled,
+            is_last=index == len(parts),
+            members=part,
+            gone=map(write_ref, change.gone) if index == len(parts) else (),
+            next_within_ms=next_within_ms,
+        )
+        for index, part in enumerate(parts, start=1)
+    ]
+
+
+def _checked(build: Callable[[], Message], read: Callable[[Message], Value]) -> Message:
+    try:
+        message = build()
+        read(message)
+    except (ProtocolViolation, ValueError, TypeError, KeyError) as error:
+        raise InvalidArgument(f"cannot be registered: {error}") from None
+    return message

@@ -1,0 +1,166 @@
+"""What every client of the coordinator shares: how a channel is opened, how a failed call becomes one of our errors,
+how long to wait before the next try. Must never know which call it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+from grpc.aio import EOF as EOF  # type: ignore[attr-defined]
+
+from kvxfer.errors import (
+    AuthenticationFailed,
+    CoordinatorUnavailable,
+    InvalidArgument,
+    KvxferError,
+    Overloaded,
+    PeerError,
+    ProtocolViolation,
+    Refused,
+    from_code,
+)
+from kvxfer.rpc.convert import MESSAGE_BYTES_MAX
+
+CODE_KEY = "kvxfer-code"
+"""Trailing metadata that carries an error's stable code."""
+CONNECT_S = 5.0
+"""How long one attempt may take until the coordinator's first answer."""
+RECEIVER_SAYS_S = 1.0
+REASON_BYTES_MAX = 1024
+
+Argument = TypeVar("Argument")
+
+ChannelOptions = Sequence[tuple[str, Any]]
+
+CHANNEL_OPTIONS: ChannelOptions = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),
+)
+
+_BY_STATUS: dict[grpc.StatusCode, Callable[[str], PeerError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationFailed,
+    grpc.StatusCode.FAILED_PRECONDITION: Refused,
+    grpc.StatusCode.INVALID_ARGUMENT: ProtocolViolation,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNIMPLEMENTED: ProtocolViolation,
+}
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """A channel with our bounds and keepalive.
+
+    One attempt, one channel: gRPC's own slow reconnect backoff stays out of it.
+    """
+    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+
+def credentials(token: bytes) -> tuple[tuple[str, str], ...]:
+    """Call metadata that proves membership of the cluster. Raises InvalidArgument for a token no header can carry."""
+    if any(not 0x21 <= byte <= 0x7E for byte in token):
+        raise InvalidArgument("a cluster token has only printable ASCII characters, without spaces")
+    return (("authorization", f"Bearer {token.decode('ascii')}"),)
+
+
+def error_from_status(target: str, status: grpc.StatusCode, details: str, code: str | None) -> KvxferError:
+    """The exception for a call that ended with ``status``; ``code`` is the stable code from the trailing metadata."""
+    details = details[:REASON_BYTES_MAX]
+    if status is grpc.StatusCode.UNAUTHENTICATED:
+        return AuthenticationFailed(
+            f"the coordinator at {target} did not accept this cluster token; "
+            "every process of a cluster reads the same token file (KVXFER_TOKEN_FILE)"
+        )
+    if code is not None:
+        return from_code(code, f"coordinator {target}: {details}")
+    make = _BY_STATUS.get(status)
+    if make is not None:
+        return make(f"coordinator {target}: {details}")
+    return CoordinatorUnavailable(f"coordinator {target}: {status.name.lower()}: {details}")
+
+
+def error_from_exception(target: str, error: BaseException) -> KvxferError:
+    """The exception for whatever a gRPC call raised."""
+    if isinstance(error, KvxferError):
+        return error
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error_from_status(target, error.code(), error.details() or "", _code_in(error.trailing_metadata()))
+    if isinstance(error, TimeoutError):
+        return CoordinatorUnavailable(f"coordinator {target} did not answer in time")
+    return CoordinatorUnavailable(f"coordinator {target}: {type(error).__name__}: {error}")
+
+
+def _code_in(trailing: Any) -> str | None:
+    """The stable code in a call's trailing metadata, if the coordinator put one there."""
+    return next((value for key, value in trailing or () if key == CODE_KEY and isinstance(value, str)), None)
+
+
+async def raise_status(target: str, call: Any) -> NoReturn:
+    """Raise the error with which a finished (or failing) streaming call ended."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            status, details, trailing = await call.code(), await call.details(), await call.trailing_metadata()
+    except TimeoutError as error:
+        raise error_from_exception(target, error) from None
+    if status is grpc.StatusCode.OK:
+        raise CoordinatorUnavailable(f"coordinator {target} ended the stream")
+    raise error_from_status(target, status, details or "", _code_in(trailing))
+
+
+async def both_ways(send: Coroutine[Any, Any, None], receive: Coroutine[Any, Any, None]) -> None:
+    """Run both halves of a stream until the receiving one ends; its error is the one that knows the reason.
+
+    A sender that failed gives the receiver RECEIVER_SAYS_S to name the reason before its own error counts.
+    """
+    sender, receiver = asyncio.create_task(send), asyncio.create_task(receive)
+    try:
+        await asyncio.wait((sender, receiver), return_when=asyncio.FIRST_COMPLETED)
+        if sender.done() and not receiver.done():
+            has_failed = sender.exception() is not None
+            await asyncio.wait((receiver,), timeout=RECEIVER_SAYS_S if has_failed else None)
+        await (receiver if receiver.done() else sender)
+    finally:
+        sender.cancel()
+        receiver.cancel()
+        await asyncio.gather(sender, receiver, return_exceptions=True)
+
+
+def tell(callback: Callable[[Argument], None] | None, value: Argument) -> None:
+    """Call an owner's callback; what it raises goes to the loop's exception handler, never into the connection."""
+    if callback is None:
+        return
+    try:
+        callback(value)
+    except Exception as error:
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": f"a callback of the coordinator client raised: {error!r}", "exception": error}
+        )
+
+
+class Backoff:
+    """Waits that double from ``first_s`` to ``max_s``, each drawn evenly between half of it and the whole."""
+
+    def __init__(self, source: random.Random, *, first_s: float = 0.1, max_s: float = 1.0) -> None:
+        """``max_s`` stays below the time in which a restarted coordinator expects everybody back."""
+        self._source = source
+        self._first_s = first_s
+        self._max_s = max_s
+        self._next_s = first_s
+
+    def next_s(self) -> float:
+        whole_s = self._next_s
+        self._next_s = min(whole_s * 2, self._max_s)
+        return whole_s * (0.5 + 0.5 * self._source.random())
+
+    def reset(self) -> None:
+        self._next_s = self._first_s

@@ -1,0 +1,78 @@
+"""The cluster token: a file that every process of a cluster reads. Decides who may make it and which file is too open;
+must never know what is proved with it.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import secrets
+
+from kvxfer.errors import ConfigError
+
+TOKEN_FILE_VARIABLE = "KVXFER_TOKEN_FILE"
+TOKEN_BYTES_MAX = 4096
+_TOKEN = re.compile(rb"[\x21-\x7e]{16,4096}")
+
+
+def default_token_path() -> pathlib.Path:
+    """``$KVXFER_TOKEN_FILE``, else ``$XDG_STATE_HOME/kvxfer/cluster-token``, else the same under ``~/.local/state``."""
+    named = os.environ.get(TOKEN_FILE_VARIABLE)
+    if named:
+        return pathlib.Path(named)
+    state = os.environ.get("XDG_STATE_HOME")
+    return (pathlib.Path(state) if state else pathlib.Path.home() / ".local" / "state") / "kvxfer" / "cluster-token"
+
+
+def load_token(path: str | os.PathLike[str]) -> bytes:
+    """The token in an existing file: 16 to 4096 printable ASCII characters without spaces, surrounding white space
+    removed.
+
+    Raises ConfigError if it cannot be read, is no token, or may be read by others.
+    """
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(TOKEN_BYTES_MAX + 2).strip()
+    except OSError as error:
+        raise ConfigError(f"cluster token file {os.fspath(path)}: {error.strerror}") from None
+    others = 0o077 if status.st_uid == os.geteuid() else 0o007
+    if status.st_mode & others:
+        raise ConfigError(
+            f"cluster token file {os.fspath(path)} may be read by others (mode {status.st_mode & 0o777:04o}); "
+            "chmod 600 it"
+        )
+    if _TOKEN.fullmatch(text) is None:
+        raise ConfigError(
+            f"cluster token file {os.fspath(path)} must hold 16 to {TOKEN_BYTES_MAX} printable characters "
+            "without spaces"
+        )
+    return text
+
+
+def load_or_create_token(path: str | os.PathLike[str]) -> bytes:
+    """The token in ``path``; a missing file is made first (mode 0600, 32 random bytes as hex). Of several makers at
+    once, one wins and all get its token.
+
+    Raises ConfigError as :func:`load_token`, or if the file cannot be made.
+    """
+    target = pathlib.Path(path)
+    if not target.exists():
+        draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+        try:
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(secrets.token_hex(32).encode() + b"\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.link(draft, target)
+            except FileExistsError:
+                pass
+            finally:
+                os.unlink(draft)
+        except OSError as error:
+            raise ConfigError(f"cluster token file {target} cannot be made: {error.strerror}") from None
+    return load_token(target)

@@ -1,0 +1,278 @@
+"""The directory against a plain dict, with receivers of every speed, and across restarts of the coordinator."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvxfer.errors import Overloaded, Refused
+from kvxfer.protocol.directory import NO_LOAD, Change, Directory, LifeEnded
+from kvxfer.protocol.mirror import Mirror
+from kvxfer.types import AgentRef, Incarnation, Load, Member, Membership, PoolRecord
+
+from .test_directory import DEAD_NS, LIMITS, MS, NONCES, SUSPECT_NS, hello, pool
+
+AGENTS = ("a", "b", "c")
+
+
+@dataclasses.dataclass
+class ModelLife:
+    """What the plain model knows of one life."""
+
+    nonce: bytes
+    number: int
+    stream: int | None
+    beat_ns: int
+    is_suspect: bool = False
+    is_draining: bool = False
+    load: Load = NO_LOAD
+    pools: tuple[PoolRecord, ...] = ()
+
+
+class Receiver:
+    """Someone behind a mirror; checks that it hears of each ended life once."""
+
+    def __init__(self, seed: int) -> None:
+        self.mirror = Mirror()
+        self.random = random.Random(seed)
+        self.revision: int | None = None
+        self.with_load = bool(seed % 2)
+        self.present: set[AgentRef] = set()
+        self.told: collections.Counter[AgentRef] = collections.Counter()
+        self.view = Membership(0)
+
+    def catch_up(self, directory: Directory, deaths: collections.Counter[AgentRef]) -> None:
+        change = directory.change_since(self.revision, with_load=self.with_load)
+        before = set(self.present)
+        cut = self.random.randint(0, len(change.members))
+        head = dataclasses.replace(change, members=change.members[:cut], gone=())
+        assert self.mirror.apply(head, is_last=False) is None
+        view = self.mirror.apply(dataclasses.replace(change, members=change.members[cut:]))
+        self.revision = change.revision
+        if view is None:
+            return
+        self.view = view
+        self.present = {member.ref for member in view.members}
+        assert len(set(view.gone)) == len(view.gone)
+        assert before - self.present <= set(view.gone), "a life vanished without a word"
+        self.check_gone(before, view, change)
+        self.told.update(view.gone)
+        assert self.told <= deaths, "a life ended more often for a receiver than it did"
+
+    def check_gone(self, before: set[AgentRef], view: Membership, change: Change) -> None:
+        """Whoever is gone was here, or was born and died between two updates; whoever is gone and here came back."""
+        for ref in view.gone:
+            assert ref in before or ref in change.gone
+            if ref in self.present:
+                assert ref in change.gone
+
+
+class DirectoryAgainstDict(RuleBasedStateMachine):
+    """Every rule acts on the machine and on a dict, and compares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_ns = 0
+        self.counter = 0
+        self.epoch = 0
+        self.lives: dict[str, ModelLife] = {}
+        self.deaths: collections.Counter[AgentRef] = collections.Counter()
+        self.receivers = [Receiver(seed) for seed in range(4)]
+        self.pairs: list[tuple[str, bytes, int]] = []
+        self.streams: list[int] = []
+        self.start()
+
+    def start(self) -> None:
+        for agent_id in list(self.lives):
+            self.ended(agent_id)
+        self.epoch += 1
+        self.started_ns = self.now_ns
+        self.directory = Directory(
+            LIMITS,
+            self.now_ns,
+            epoch=bytes([self.epoch % 256]) * 16,
+            first_revision=self.counter,
+            members_max=2,
+            gone_max=3,
+        )
+        self.streams = []
+        for receiver in self.receivers:
+            receiver.revision = None
+
+    def ended(self, agent_id: str) -> None:
+        life = self.lives.pop(agent_id)
+        self.deaths[AgentRef(agent_id, Incarnation(life.number, life.nonce))] += 1
+
+    @rule(agent_id=st.sampled_from(AGENTS), nonce=st.sampled_from(NONCES))
+    def register_fresh(self, agent_id: str, nonce: bytes) -> None:
+        self.counter += 1
+        self.register(agent_id, nonce, 0)
+
+    @precondition(lambda self: self.pairs)
+    @rule(data=st.data())
+    def register_again(self, data: st.DataObject) -> None:
+        self.register(*data.draw(st.sampled_from(self.pairs)))
+
+    def register(self, agent_id: str, nonce: bytes, number: int) -> None:
+        current = self.lives.get(agent_id)
+        is_same = current is not None and current.nonce == nonce
+        if current is None:
+            is_allowed = len(self.lives) < 2
+        elif is_same:
+            is_allowed = number in (0, current.number)
+        elif number:
+            is_allowed = number > current.number
+        else:
+            is_allowed = (current.is_suspect or current.stream is None) and self.counter > current.number
+        offer = hello(agent_id, nonce, number)
+        if not is_allowed:
+            with pytest.raises(Overloaded if current is None else Refused):
+                self.directory.register(offer, fresh_number=self.counter or 1, now_ns=self.now_ns)
+            return
+        registration = self.directory.register(offer, fresh_number=self.counter or 1, now_ns=self.now_ns)
+        got = registration.ref.incarnation.number
+        assert got == (current.number if is_same and current else number or self.counter)
+        life = ModelLife(nonce, got, registration.stream, self.now_ns)
+        if is_same and current:
+            life.is_draining = current.is_draining
+        elif current:
+            self.ended(agent_id)
+        self.lives[agent_id] = life
+        self.pairs.append((agent_id, nonce, got))
+        self.streams.append(registration.stream)
+
+    def speaker(self, stream: int) -> str | None:
+        return next((name for name, life in self.lives.items() if life.stream == stream), None)
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data(), queued=st.integers(0, 2), drains=st.booleans())
+    def heartbeat(self, data: st.DataObject, queued: int, drains: bool) -> None:
+        stream = data.draw(st.sampled_from(self.streams))
+        name, load = self.speaker(stream), Load(queued_requests=queued)
+        if name is None:
+            with pytest.raises(Refused):
+                self.directory.heartbeat(stream, load, is_draining=drains, now_ns=self.now_ns)
+            return
+        assert self.directory.heartbeat(stream, load, is_draining=drains, now_ns=self.now_ns) == ()
+        life = self.lives[name]
+        life.beat_ns, life.is_suspect, life.load = self.now_ns, False, load
+        life.is_draining |= drains
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data(), count=st.integers(0, 2))
+    def update_pools(self, data: st.DataObject, count: int) -> None:
+        stream, pools = data.draw(st.sampled_from(self.streams)), tuple(map(pool, range(count)))
+        name = self.speaker(stream)
+        if name is None:
+            with pytest.raises(Refused):
+                self.directory.update_pools(stream, pools, now_ns=self.now_ns)
+            return
+        self.directory.update_pools(stream, pools, now_ns=self.now_ns)
+        life = self.lives[name]
+        life.beat_ns, life.is_suspect, life.pools = self.now_ns, False, pools
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def cut(self, data: st.DataObject) -> None:
+        stream = data.draw(st.sampled_from(self.streams))
+        self.directory.stream_ended(stream, now_ns=self.now_ns)
+        if name := self.speaker(stream):
+            self.lives[name].stream = None
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def deregister(self, data: st.DataObject) -> None:
+        stream = data.draw(st.sampled_from(self.streams))
+        name = self.speaker(stream)
+        if name is None:
+            with pytest.raises(Refused):
+                self.directory.deregister(stream, now_ns=self.now_ns)
+            return
+        self.directory.deregister(stream, now_ns=self.now_ns)
+        self.ended(name)
+
+    @rule(agent_id=st.sampled_from(AGENTS))
+    def drain(self, agent_id: str) -> None:
+        if agent_id not in self.lives:
+            with pytest.raises(Refused):
+                self.directory.drain(agent_id, "", now_ns=self.now_ns)
+            return
+        self.directory.drain(agent_id, "", now_ns=self.now_ns)
+        self.lives[agent_id].is_draining = True
+
+    @rule(steps=st.integers(1, 8))
+    def pass_time(self, steps: int) -> None:
+        for _ in range(steps):
+            self.now_ns += 250 * MS
+            lost = {effect.ref.agent_id for effect in self.directory.tick(self.now_ns) if isinstance(effect, LifeEnded)}
+            silence = {name: self.now_ns - life.beat_ns for name, life in self.lives.items()}
+            assert lost == {name for name, age_ns in silence.items() if age_ns >= DEAD_NS}
+            for name in lost:
+                self.ended(name)
+            for name, life in self.lives.items():
+                life.is_suspect |= silence[name] >= SUSPECT_NS and life.stream is not None
+
+    @rule()
+    def restart_coordinator(self) -> None:
+        self.start()
+
+    @rule(index=st.integers(0, 3))
+    def catch_up(self, index: int) -> None:
+        self.receivers[index].catch_up(self.directory, self.deaths)
+
+    @rule(index=st.integers(0, 3))
+    def reconnect(self, index: int) -> None:
+        self.receivers[index].revision = None
+
+    def expected(self) -> dict[str, tuple[Any, ...]]:
+        return {
+            name: (life.nonce, life.number, life.is_suspect or life.stream is None, life.is_draining, life.pools)
+            for name, life in self.lives.items()
+        }
+
+    def seen(self, members: tuple[Member, ...]) -> dict[str, tuple[Any, ...]]:
+        return {
+            member.ref.agent_id: (
+                member.ref.incarnation.boot_nonce,
+                member.ref.incarnation.number,
+                member.is_suspect,
+                member.is_draining,
+                member.pools,
+            )
+            for member in members
+        }
+
+    @invariant()
+    def the_directory_equals_the_dict(self) -> None:
+        members = self.directory.change_since(None).members
+        assert self.seen(members) == self.expected()
+        assert len(self.directory._liveness) == len(self.lives)
+        assert {member.ref.agent_id: member.load for member in members} == {
+            name: life.load for name, life in self.lives.items()
+        }
+
+    @invariant()
+    def receivers_see_the_truth_and_nothing_too_early(self) -> None:
+        assert self.directory.is_settled == (self.now_ns - self.started_ns >= DEAD_NS)
+        for receiver in self.receivers:
+            if receiver.revision != self.directory.revision:
+                continue
+            seen = self.seen(receiver.view.members)
+            missing = {name: seen[name] for name in seen if name not in self.expected()}
+            assert {name: seen[name] for name in seen if name not in missing} == self.expected()
+            assert not (self.directory.is_settled and missing)
+            if receiver.with_load:
+                assert {m.ref.agent_id: m.load for m in receiver.view.members if m.ref.agent_id not in missing} == {
+                    name: life.load for name, life in self.lives.items()
+                }
+
+
+TestDirectoryAgainstDict = DirectoryAgainstDict.TestCase
+TestDirectoryAgainstDict.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)

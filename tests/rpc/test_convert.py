@@ -1,0 +1,132 @@
+"""What is written is read back equal; what is out of bounds is refused on both sides."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer._pb import control_pb2 as pb
+from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.protocol.directory import Change, Hello
+from kvxfer.rpc import convert
+from kvxfer.types import (
+    AgentRef,
+    CompatibilityRecord,
+    DataAddress,
+    Exposure,
+    Incarnation,
+    Load,
+    Member,
+    PoolRecord,
+    Role,
+    WorkerInfo,
+)
+
+texts = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=60)
+counts = st.integers(0, convert.COUNT_MAX)
+small = st.integers(0, 2**32 - 1)
+agent_ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
+nonces = st.binary(min_size=16, max_size=16)
+incarnations = st.builds(Incarnation, st.integers(1, convert.NUMBER_MAX), nonces)
+refs = st.builds(AgentRef, agent_ids, incarnations)
+records = st.builds(
+    CompatibilityRecord,
+    **{field.name: small if field.type == "int" else texts for field in dataclasses.fields(CompatibilityRecord)},
+)
+pools = st.lists(
+    st.builds(
+        PoolRecord,
+        small,
+        records,
+        st.integers(1, 2**50),
+        st.integers(1, 2**50),
+        st.sampled_from(Exposure),
+        st.booleans(),
+    ),
+    max_size=4,
+    unique_by=lambda pool: pool.pool_id,
+).map(tuple)
+addresses = st.builds(DataAddress, texts, st.integers(0, 65535), texts, texts)
+loads = st.builds(Load, counts, counts, counts, counts, counts)
+infos = st.builds(WorkerInfo, agent_ids, st.sampled_from(Role), texts, texts, counts, small, texts)
+hellos = st.builds(Hello, infos, addresses, nonces, st.integers(0, convert.NUMBER_MAX), pools, loads, st.booleans())
+members = st.builds(
+    lambda ref, info, *rest: Member(ref, dataclasses.replace(info, agent_id=ref.agent_id), *rest),
+    refs,
+    infos,
+    addresses,
+    pools,
+    loads,
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@given(hellos)
+def test_a_hello_survives_the_wire(hello: Hello) -> None:
+    raw = convert.write_hello(hello).SerializeToString()
+    assert convert.read_hello(pb.Register.FromString(raw)) == hello
+
+
+@given(st.lists(members, max_size=5), st.lists(refs, max_size=3), st.booleans(), st.booleans())
+def test_a_change_survives_the_wire_in_parts(
+    found: list[Member], gone: list[AgentRef], is_whole: bool, is_settled: bool
+) -> None:
+    change = Change(bytes(16), 7, is_whole, is_settled, tuple(found * 20), tuple(gone))
+    parts = convert.write_change(change, next_within_ms=1000, key_of=lambda ref: ref.incarnation.boot_nonce * 2)
+    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert all(len(part.members) <= convert.PART_MEMBERS_MAX for part in parts)
+    read = [convert.read_change(pb.MembershipUpdate.FromString(part.SerializeToString())) for part in parts]
+    keyed = [dataclasses.replace(member, session_key=member.ref.incarnation.boot_nonce * 2) for member in found * 20]
+    assert [member for part in read for member in part.members] == keyed
+    assert [ref for part in read for ref in part.gone] == gone
+    assert {(part.revision, part.is_whole, part.is_settled) for part in read} == {(7, is_whole, is_settled)}
+
+
+def test_the_largest_part_fits_the_largest_message() -> None:
+    """A bound on lists and texts is worth something only if their product is within the bound on messages."""
+    text = "\u20ac" * (convert.TEXT_BYTES_MAX // 3)
+    record = CompatibilityRecord(text, text, text, text, 1 << 31, 1 << 31, 1 << 31, 1 << 31, text, text, text, text)
+    full = tuple(PoolRecord(n, record, 1 << 52, 1 << 52, Exposure.POOL, True) for n in range(convert.POOLS_MAX))
+    ref = AgentRef("a" * 64, Incarnation(1 << 62, bytes(16)))
+    info = WorkerInfo("a" * 64, Role.BOTH, text, text, 1 << 52, 1 << 31, text)
+    member = Member(ref, info, DataAddress(text, 65535, text, text), full)
+    part = convert.write_change(
+        Change(bytes(16), 1, True, True, (member,) * convert.PART_MEMBERS_MAX),
+        next_within_ms=1,
+        key_of=lambda _: bytes(32),
+    )[0]
+    assert part.ByteSize() <= convert.MESSAGE_BYTES_MAX
+    hello = convert.write_hello(Hello(info, member.address, bytes(16), 1, full))
+    assert pb.AgentMessage(register=hello).ByteSize() <= 2 << 20
+
+
+def test_every_field_of_a_record_travels() -> None:
+    assert {field.name for field in dataclasses.fields(CompatibilityRecord)} == {
+        field.name for field in pb.CompatibilityRecord.DESCRIPTOR.fields
+    }
+    assert {field.name for field in dataclasses.fields(Load)} == {field.name for field in pb.Load.DESCRIPTOR.fields}
+
+
+def test_our_own_values_are_checked_before_they_are_sent() -> None:
+    info = WorkerInfo("p0", Role.BOTH, "m" * 2000, "")
+    with pytest.raises(InvalidArgument, match=r"cannot be registered: info\.model"):
+        convert.write_hello(Hello(info, DataAddress("", 0, "", ""), bytes(16)))
+    with pytest.raises(InvalidArgument, match="cannot be registered"):
+        convert.write_hello(Hello(WorkerInfo("p0", Role.BOTH, "\ud800", ""), DataAddress("", 0, "", ""), bytes(16)))
+    assert convert.read_load(convert.write_load(Load(-5, 1 << 60))) == Load(0, convert.COUNT_MAX)
+
+
+def test_a_member_must_have_its_own_info() -> None:
+    ref = pb.AgentRef(agent_id="a", incarnation=pb.Incarnation(number=1, boot_nonce=bytes(16)))
+    message = pb.Member(ref=ref, info=pb.WorkerInfo(agent_id="b", role=pb.ROLE_BOTH))
+    with pytest.raises(ProtocolViolation, match="has the info of 'b'"):
+        convert.read_member(message)
+    message.info.agent_id = "a"
+    assert convert.read_member(message).ref.agent_id == "a"
+    message.session_key = bytes(31)
+    with pytest.raises(ProtocolViolation, match="session_key must be 0 or 32 bytes"):
+        convert.read_member(message)

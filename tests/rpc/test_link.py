@@ -1,0 +1,78 @@
+"""Failed calls become errors of our tree, and waits grow within their bound."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import grpc
+import pytest
+
+from kvxfer import errors
+from kvxfer.rpc.link import Backoff, both_ways, credentials, error_from_exception, error_from_status
+
+
+@pytest.mark.parametrize("status", grpc.StatusCode)
+def test_every_status_has_an_error(status: grpc.StatusCode) -> None:
+    error = error_from_status("host:1", status, "why" * 2000, None)
+    assert isinstance(error, errors.KvxferError)
+    assert "host:1" in str(error)
+    assert len(str(error)) < 1200
+
+
+def test_the_stable_code_wins_over_the_status() -> None:
+    error = error_from_status("h:1", grpc.StatusCode.UNKNOWN, "x", "incompatible")
+    assert isinstance(error, errors.Incompatible)
+    assert isinstance(error_from_status("h:1", grpc.StatusCode.UNKNOWN, "x", None), errors.CoordinatorUnavailable)
+    assert "unknown error code 'new'" in str(error_from_status("h:1", grpc.StatusCode.UNKNOWN, "x", "new"))
+
+
+def test_any_exception_has_an_error() -> None:
+    named = errors.Refused("no")
+    assert error_from_exception("h:1", named) is named
+    assert "did not answer in time" in str(error_from_exception("h:1", TimeoutError()))
+    assert "ZeroDivisionError" in str(error_from_exception("h:1", ZeroDivisionError()))
+
+
+def test_waits_double_jittered_up_to_their_bound_and_start_again() -> None:
+    backoff = Backoff(random.Random(1), first_s=0.1, max_s=1.0)
+    for whole_s in (0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
+        assert whole_s / 2 <= backoff.next_s() <= whole_s
+    backoff.reset()
+    assert backoff.next_s() <= 0.1
+
+
+@pytest.mark.parametrize("token", [b"with space", b"\n", b"\xff"])
+def test_a_token_no_header_can_carry_is_refused(token: bytes) -> None:
+    with pytest.raises(errors.InvalidArgument):
+        credentials(token)
+
+
+async def test_the_receiver_names_the_reason_even_if_the_sender_fails_first() -> None:
+    async def send() -> None:
+        raise asyncio.InvalidStateError("RPC already finished")
+
+    async def receive() -> None:
+        await asyncio.sleep(0.05)
+        raise errors.Refused("the reason")
+
+    with pytest.raises(errors.Refused, match="the reason"):
+        await both_ways(send(), receive())
+
+
+async def test_a_failed_sender_counts_if_the_receiver_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.rpc.link.RECEIVER_SAYS_S", 0.05)
+    was_cancelled = asyncio.Event()
+
+    async def send() -> None:
+        raise ZeroDivisionError
+
+    async def receive() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            was_cancelled.set()
+
+    with pytest.raises(ZeroDivisionError):
+        await both_ways(send(), receive())
+    assert was_cancelled.is_set()
