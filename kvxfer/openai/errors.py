@@ -1,0 +1,98 @@
+"""What a failure looks like over HTTP: OpenAI's error object plus ``retryable``, and the status that goes with it.
+
+Decides the body and the status for an exception of kvxfer's tree; it must never know which server is answering,
+and never puts a traceback or an internal address into a message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvxfer.errors import (
+    Closed,
+    DeadlineExceeded,
+    InvalidArgument,
+    KvxferError,
+    LimitExceeded,
+    NoWorker,
+    Overloaded,
+    TransportError,
+)
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+
+_STATUS: tuple[tuple[type[KvxferError], int], ...] = (
+    (InvalidArgument, 400),
+    (Overloaded, 503),
+    (NoWorker, 503),
+    (Closed, 503),
+    (LimitExceeded, 503),
+    (DeadlineExceeded, 504),
+    (TransportError, 502),
+)
+
+
+class RequestError(InvalidArgument):
+    """A client's request is wrong. ``param`` names the field (dotted path, or None for the whole body).
+
+    ``status`` is 4xx; ``error_code`` stands in the body's ``code`` (``invalid_argument`` unless a client
+    may want to tell it apart, such as ``model_not_found`` or ``context_length_exceeded``).
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, status: int = 400, error_code: str = InvalidArgument.code
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+        self.error_code = error_code
+
+
+def status_for(error: BaseException) -> int:
+    """The HTTP status of an error; anything that is not a KvxferError is a 500."""
+    if isinstance(error, RequestError):
+        return error.status
+    for kind, status in _STATUS:
+        if isinstance(error, kind):
+            return status
+    return 500
+
+
+def error_body(
+    error: BaseException | str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    kind: str | None = None,
+    retryable: bool | None = None,
+) -> dict[str, Any]:
+    """``{"error": {"message", "type", "param", "code", "retryable"}}`` for an exception or a plain message.
+
+    Keywords override what the exception says. An exception from outside kvxfer's tree is an internal error whose
+    text stays in the log: the client sees only its class name.
+    """
+    if isinstance(error, str):
+        message = error
+    elif isinstance(error, KvxferError):
+        message = str(error) or error.code
+        retryable = error.retryable if retryable is None else retryable
+    else:
+        message = f"internal error ({type(error).__name__})"
+    if isinstance(error, RequestError):
+        param = error.param if param is None else param
+        code = code or error.error_code
+    elif isinstance(error, KvxferError):
+        code = code or error.code
+    if kind is None:
+        is_client_fault = not isinstance(error, str) and 400 <= status_for(error) < 500
+        kind = INVALID_REQUEST if is_client_fault else SERVER_ERROR
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": param,
+            "code": code or KvxferError.code,
+            "retryable": bool(retryable),
+        }
+    }

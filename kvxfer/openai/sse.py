@@ -1,0 +1,92 @@
+"""Server-sent events both ways: encode one event, and cut a byte stream into whole events.
+
+The decoder keeps each event's own bytes, so that a relay can pass them on unchanged and never forwards half an
+event; it must never know what the events mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from kvxfer.errors import ProtocolViolation
+
+CONTENT_TYPE = "text/event-stream"
+DONE = b"data: [DONE]\n\n"
+EVENT_BYTES_MAX = 1 << 20
+
+
+def encode_event(obj: Any) -> bytes:
+    """One ``data:`` event with ``obj`` as compact JSON (pure ASCII, so no line break can appear inside)."""
+    return b"data: " + json.dumps(obj, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One event: ``raw`` with its closing blank line, ``data`` the joined data lines (empty for a comment)."""
+
+    raw: bytes
+    data: bytes
+
+    @property
+    def is_done(self) -> bool:
+        return self.data == b"[DONE]"
+
+    def json(self) -> Any:
+        """The data as JSON; raise ProtocolViolation if it is not."""
+        try:
+            return json.loads(self.data)
+        except (ValueError, RecursionError):
+            raise ProtocolViolation("event data is not JSON") from None
+
+
+class EventDecoder:
+    """Incremental splitter: bytes in, whole events out. Lines end with LF, CRLF or CR."""
+
+    def __init__(self, *, event_bytes_max: int = EVENT_BYTES_MAX) -> None:
+        self._event_bytes_max = event_bytes_max
+        self._buffer = bytearray()
+        self._line_start = 0
+        self._scan = 0
+        self._data: list[bytes] = []
+
+    @property
+    def has_partial_event(self) -> bool:
+        """Whether bytes of an unfinished event are held; blank lines alone are not an event."""
+        return bool(self._buffer.strip(b"\r\n"))
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """Take the next bytes, return the events they complete; raise ProtocolViolation if one grows past its bound."""
+        self._buffer += chunk
+        events: list[Event] = []
+        while (line := self._next_line()) is not None:
+            if line:
+                name, _, value = line.partition(b":")
+                if name == b"data":
+                    self._data.append(value[1:] if value.startswith(b" ") else value)
+                continue
+            events.append(Event(raw=bytes(self._buffer[: self._line_start]), data=b"\n".join(self._data)))
+            del self._buffer[: self._line_start]
+            self._line_start = self._scan = 0
+            self._data = []
+        if len(self._buffer) > self._event_bytes_max:
+            raise ProtocolViolation(f"an event is longer than event_bytes_max {self._event_bytes_max}")
+        return [event for event in events if event.raw.strip(b"\r\n")]
+
+    def _next_line(self) -> bytes | None:
+        buffer = self._buffer
+        ends = [at for at in (buffer.find(b"\n", self._scan), buffer.find(b"\r", self._scan)) if at >= 0]
+        if not ends:
+            self._scan = len(buffer)
+            return None
+        end = min(ends)
+        width = 1
+        if buffer[end] == 0x0D:
+            if end + 1 == len(buffer):
+                self._scan = end
+                return None
+            width = 2 if buffer[end + 1] == 0x0A else 1
+        line = bytes(buffer[self._line_start : end])
+        self._line_start = self._scan = end + width
+        return line

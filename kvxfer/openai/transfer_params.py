@@ -1,0 +1,95 @@
+"""``kv_transfer_params``: the one object the router adds to both legs, in the ``kvxfer`` dialect.
+
+Written here once, so that the router that builds it and the worker that parses it cannot drift apart; it decides
+nothing about a transfer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.openai.errors import RequestError
+from kvxfer.types import TransferId, check_agent_id
+
+PARAM = "kv_transfer_params"
+ATTEMPT_MAX = 1 << 16
+
+
+class Part(enum.StrEnum):
+    """Which half of the request a leg asks for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferEnd:
+    """One end of a transfer: the agent, how many ranks it has, and its HTTP base URL."""
+
+    agent_id: str
+    ranks: int = 1
+    address: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferParams:
+    """Who sends the prompt's KV cache to whom, under which transfer id."""
+
+    transfer_id: TransferId
+    attempt: int
+    role: Part
+    source: TransferEnd
+    destination: TransferEnd
+    first_token: str = "decode"
+
+    def to_json(self) -> dict[str, Any]:
+        """The object as it stands in the request body."""
+        return {
+            "transfer_id": str(self.transfer_id),
+            "attempt": self.attempt,
+            "role": self.role.value,
+            "source": dataclasses.asdict(self.source),
+            "destination": dataclasses.asdict(self.destination),
+            "first_token": self.first_token,
+        }
+
+
+def parse_transfer_params(values: dict[str, Any]) -> TransferParams:
+    """Parse what :meth:`TransferParams.to_json` wrote; raise RequestError that names the field.
+
+    Extra fields are ignored.
+    """
+    try:
+        transfer_id = TransferId.from_hex(values.get("transfer_id", ""))
+    except InvalidArgument as error:
+        raise RequestError(str(error), param=f"{PARAM}.transfer_id") from None
+    attempt = values.get("attempt", 1)
+    if type(attempt) is not int or not 1 <= attempt <= ATTEMPT_MAX:
+        raise RequestError(f"attempt must be 1 to {ATTEMPT_MAX}", param=f"{PARAM}.attempt")
+    role = values.get("role")
+    if role not in tuple(Part):
+        raise RequestError("role must be 'prefill' or 'decode'", param=f"{PARAM}.role")
+    first_token = values.get("first_token", "decode")
+    if first_token != "decode":
+        raise RequestError("first_token must be 'decode'", param=f"{PARAM}.first_token")
+    source, destination = _parse_end(values, "source"), _parse_end(values, "destination")
+    return TransferParams(transfer_id, attempt, Part(role), source, destination, first_token)
+
+
+def _parse_end(values: dict[str, Any], name: str) -> TransferEnd:
+    end = values.get(name)
+    if not isinstance(end, dict):
+        raise RequestError(f"{name} must be an object", param=f"{PARAM}.{name}")
+    try:
+        agent_id = check_agent_id(end.get("agent_id", ""))
+    except InvalidArgument as error:
+        raise RequestError(str(error), param=f"{PARAM}.{name}.agent_id") from None
+    ranks, address = end.get("ranks", 1), end.get("address", "")
+    if type(ranks) is not int or ranks != 1:
+        raise RequestError("ranks must be 1", param=f"{PARAM}.{name}.ranks")
+    if not isinstance(address, str):
+        raise RequestError("address must be a string", param=f"{PARAM}.{name}.address")
+    return TransferEnd(agent_id, ranks, address)

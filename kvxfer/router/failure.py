@@ -1,0 +1,141 @@
+"""How a leg can fail, as a value: what the client would be told, and what the router may still do about it.
+
+Decides whether a failure is the client's, the worker's or the wire's; it must never know which attempt it belongs to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from typing import Any
+
+from kvxfer.errors import DeadlineExceeded, KvxferError, Overloaded, PeerGone, ProtocolViolation
+from kvxfer.openai.errors import INVALID_REQUEST, SERVER_ERROR, error_body, status_for
+
+TOO_MANY = 429
+UNAVAILABLE = 503
+
+
+class FailureKind(enum.StrEnum):
+    """What went wrong with a leg."""
+
+    UNREACHABLE = "unreachable"
+    """The connection was refused or could not be made: the worker never saw the request."""
+    LOST = "lost"
+    """The connection broke, or the answer ended too early: the worker died, or left."""
+    GONE = "gone"
+    """The coordinator says that this life of the worker ended."""
+    REFUSED = "refused"
+    """The worker's own 4xx: the request is at fault, and no other worker would take it."""
+    OVERLOADED = "overloaded"
+    """The worker answered that it takes nothing now."""
+    ERROR = "error"
+    """The worker answered an error of its own."""
+    MALFORMED = "malformed"
+    """The worker answered something that is not the protocol."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """One leg's failure: ``status`` and ``body`` are what the client gets where nothing else is tried."""
+
+    kind: FailureKind
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def code(self) -> str:
+        return str(self.body["error"]["code"])
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether even the same worker may succeed when asked again."""
+        return bool(self.body["error"]["retryable"])
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the client is to be told at once: another worker would say the same."""
+        return self.kind is FailureKind.REFUSED
+
+    @property
+    def is_worker_out_of_reach(self) -> bool:
+        return self.kind in (FailureKind.UNREACHABLE, FailureKind.LOST, FailureKind.GONE)
+
+
+def from_error(kind: FailureKind, error: KvxferError) -> Failure:
+    """A failure that the router noticed itself."""
+    return Failure(kind, status_for(error), error_body(error))
+
+
+def unreachable(what: str) -> Failure:
+    return from_error(FailureKind.UNREACHABLE, PeerGone(f"the {what} worker cannot be reached"))
+
+
+def lost(what: str) -> Failure:
+    return from_error(FailureKind.LOST, PeerGone(f"the {what} worker was lost before it was done"))
+
+
+def gone(what: str) -> Failure:
+    return from_error(FailureKind.GONE, PeerGone(f"the {what} worker is gone"))
+
+
+def slow(what: str) -> Failure:
+    return from_error(FailureKind.LOST, DeadlineExceeded(f"the {what} worker did not answer in time"))
+
+
+def malformed(what: str, reason: str) -> Failure:
+    return from_error(FailureKind.MALFORMED, ProtocolViolation(f"the {what} worker's answer is malformed: {reason}"))
+
+
+def from_answer(what: str, status: int, content: bytes) -> Failure:
+    """The failure that a worker's own HTTP answer (not a 200) stands for; its error object is kept as it is."""
+    body = _error_object(content)
+    is_busy = status == TOO_MANY or (status == UNAVAILABLE and (body is None or body["error"]["retryable"]))
+    if is_busy and body is None:
+        body = error_body(Overloaded(f"the {what} worker takes no more requests"))
+    if is_busy and body is not None:
+        body["error"]["retryable"] = True
+        return Failure(FailureKind.OVERLOADED, UNAVAILABLE, body)
+    if 400 <= status < 500:
+        if body is None:
+            body = error_body(f"the {what} worker refused the request ({status})", kind=INVALID_REQUEST, code="refused")
+        kind = FailureKind.ERROR if body["error"]["retryable"] else FailureKind.REFUSED
+        return Failure(kind, status, body)
+    if body is None:
+        body = error_body(f"the {what} worker answered {status}")
+    return Failure(FailureKind.ERROR, status if 500 <= status < 600 else 502, body)
+
+
+def from_event(what: str, content: bytes) -> Failure | None:
+    """The failure that an event of a stream stands for, or None where it is no error event."""
+    if b'"error"' not in content:
+        return None
+    body = _error_object(content)
+    if body is None:
+        return None
+    if body["error"]["type"] == INVALID_REQUEST:
+        return Failure(FailureKind.REFUSED, 400, body)
+    if body["error"]["code"] == Overloaded.code:
+        return Failure(FailureKind.OVERLOADED, UNAVAILABLE, body)
+    return Failure(FailureKind.ERROR, 500, body)
+
+
+def _error_object(content: bytes) -> dict[str, Any] | None:
+    """OpenAI's error object out of a worker's bytes, made whole; None where there is none."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return None
+    param = error.get("param")
+    whole = {
+        **error,
+        "type": str(error.get("type") or SERVER_ERROR),
+        "param": param if isinstance(param, str) else None,
+        "code": str(error.get("code") or KvxferError.code),
+        "retryable": error.get("retryable") is True,
+    }
+    return {"error": whole}

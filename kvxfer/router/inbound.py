@@ -1,0 +1,38 @@
+"""A client's request as the router carries it: read once, never changed, the same for every attempt."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvxfer.openai.schemas import AnyRequest, CompletionRequest
+from kvxfer.openai.transfer_params import PARAM, TransferParams
+from kvxfer.policy.disagg import estimate_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Inbound:
+    """``values`` is the client's own JSON object; ``leg_headers`` are what both legs get."""
+
+    path: str
+    values: dict[str, Any]
+    parsed: AnyRequest
+    leg_headers: Mapping[str, str]
+    request_id: str
+    arrived_s: float
+
+    def prompt_tokens(self) -> tuple[int, bool]:
+        """About how many tokens the prompt has, and whether that is exact."""
+        if isinstance(self.parsed, CompletionRequest):
+            prompt = self.parsed.prompt
+            return (estimate_tokens(len(prompt)), False) if isinstance(prompt, str) else (len(prompt), True)
+        return estimate_tokens(sum(len(message.content or "") for message in self.parsed.messages)), False
+
+    def content(self, params: TransferParams | None) -> bytes:
+        """The body of one leg: the client's own, with ``params`` in place of any that the client sent."""
+        values = {name: value for name, value in self.values.items() if name != PARAM}
+        if params is not None:
+            values[PARAM] = params.to_json()
+        return json.dumps(values, separators=(",", ":"), allow_nan=False).encode("ascii")

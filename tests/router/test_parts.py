@@ -1,0 +1,219 @@
+"""The router's parts on their own: the view of the workers, keys, headers, options, failures, the server's start."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import pathlib
+import socket
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router_fakes import FakeWorker, eventually, free_port
+
+from kvxfer.errors import ConfigError
+from kvxfer.openai.errors import RequestError
+from kvxfer.policy.backoff import Backoff
+from kvxfer.router import failure, headers
+from kvxfer.router.auth import ApiKeys
+from kvxfer.router.failure import FailureKind
+from kvxfer.router.options import RouterOptions
+from kvxfer.router.server import serve
+from kvxfer.router.workers import Part, Workers
+from kvxfer.types import Incarnation, Membership
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_an_unreachable_worker_is_aside_for_longer_each_time_until_it_answers() -> None:
+    clock = Clock()
+    workers = Workers(aside=Backoff(base_s=1.0, cap_s=4.0), now=clock, draw=lambda: 0.0)
+    member = FakeWorker("d0").member
+    workers.put_aside(member.ref)
+    assert not workers.is_aside(member.ref)
+    workers.update(Membership(1, (member,)))
+    for wait_s in (1.0, 2.0, 4.0, 4.0):
+        workers.put_aside(member.ref)
+        workers.put_aside(member.ref)
+        assert [candidate.is_aside for candidate in workers.candidates()] == [True]
+        clock.now_s += wait_s - 0.01
+        assert workers.is_aside(member.ref)
+        clock.now_s += 0.02
+        assert not workers.is_aside(member.ref)
+    workers.reached(member.ref)
+    workers.put_aside(member.ref)
+    clock.now_s += 1.01
+    assert not workers.is_aside(member.ref)
+
+
+async def test_another_life_of_a_worker_starts_afresh() -> None:
+    workers = Workers()
+    fake = FakeWorker("d0")
+    old = fake.member
+    workers.update(Membership(1, (old,)))
+    workers.put_aside(old.ref)
+    with workers.working(old.ref, Part.DECODE), workers.watching(old.ref) as ended:
+        assert workers.candidates()[0].decode_inflight == 1
+        fake.incarnation = Incarnation(10_000, bytes(16))
+        workers.update(Membership(2, (fake.member,), (old.ref,)))
+        assert ended.is_set()
+        [candidate] = workers.candidates()
+        assert (candidate.is_aside, candidate.decode_inflight) == (False, 0)
+        assert workers.inflight() == {("d0", "decode"): 1, ("d0", "prefill"): 0}
+    assert workers.statistics().inflight == 0
+    with workers.watching(old.ref) as ended:
+        assert ended.is_set()
+
+
+async def test_suspicions_of_a_lost_coordinator_only_push_a_worker_back() -> None:
+    workers = Workers()
+    known, suspect = FakeWorker("d0").member, dataclasses.replace(FakeWorker("d1").member, is_suspect=True)
+
+    def seen() -> list[tuple[bool, bool]]:
+        return [(candidate.member.is_suspect, candidate.is_aside) for candidate in workers.candidates()]
+
+    workers.is_connected = True
+    workers.update(Membership(1, (known, suspect)))
+    assert seen() == [(False, False), (True, False)]
+    workers.is_connected = False
+    assert seen() == [(False, False), (False, True)]
+    workers.update(Membership(2, (suspect,), (known.ref,)))
+    assert seen() == [(False, False)]
+
+
+async def test_an_unchanged_membership_ends_nobody() -> None:
+    workers = Workers()
+    member = FakeWorker("d0").member
+    workers.update(Membership(1, (member,)))
+    with workers.watching(member.ref) as ended:
+        workers.update(Membership(2, (member,)))
+        assert not ended.is_set()
+    assert workers.models() == ("tiny",)
+    assert repr(workers) == "Workers(revision=2, members=1, is_connected=False)"
+
+
+def test_keys_come_from_a_file(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\nkey-number-one\n\n  key-number-two \n")
+    keys = ApiKeys.from_file(str(path))
+    keys.check("Bearer key-number-two")
+    keys.check("bearer key-number-one")
+    for wrong in (None, "", "Bearer", "Bearer # ours", "Bearer key", "Basic key-number-one", "Bearer \u00e4"):
+        with pytest.raises(RequestError) as caught:
+            keys.check(wrong)
+        assert caught.value.status == 401
+    assert "key-number" not in repr(keys)
+    for content in ("", "# none\n", "x" * 2000):
+        path.write_text(content)
+        with pytest.raises(ConfigError):
+            ApiKeys.from_file(str(path))
+    with pytest.raises(ConfigError, match="cannot read"):
+        ApiKeys.from_file(str(tmp_path / "missing"))
+
+
+def test_headers_are_kept_only_where_they_make_sense() -> None:
+    assert headers.request_id("abc-1") == "abc-1"
+    for wrong in (None, "", "a b", "x" * 129, "a\n", "\u00e4"):
+        assert headers.request_id(wrong).startswith("req-")
+    trace = f"00-{'1' * 32}-{'2' * 16}-00"
+    kept = headers.leg_headers({"traceparent": trace}, request_id="r", forwards_authorization=True)
+    assert kept["traceparent"] == trace
+    for wrong in ("", "nonsense", f"00-{'0' * 32}-{'2' * 16}-00"):
+        made = headers.leg_headers(
+            {"traceparent": wrong, "tracestate": "a=b", "authorization": "Bearer x"},
+            request_id="r",
+            forwards_authorization=False,
+        )
+        assert made["traceparent"] != wrong
+        assert "tracestate" not in made
+        assert "authorization" not in made
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"port": 70000},
+        {"local_prefill": "maybe"},
+        {"on_prefill_failure": "panic"},
+        {"min_remote_prefill_tokens": -1},
+        {"max_inflight": 0},
+        {"attempts_max": 0},
+        {"request_timeout_s": 0},
+        {"max_body_bytes": 0},
+        {"aside_base_s": 20.0},
+        {"host": "0.0.0.0"},
+        {"host": "example.org"},
+    ],
+)
+def test_options_are_checked_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        RouterOptions(**wrong)  # type: ignore[arg-type]
+    assert RouterOptions(host="0.0.0.0", insecure=True).allows_local_prefill
+
+
+def test_what_a_workers_answer_means() -> None:
+    def body(code: str, retryable: bool) -> bytes:
+        return json.dumps({"error": {"message": "m", "code": code, "retryable": retryable}}).encode()
+
+    cases = {
+        (400, body("invalid_argument", False)): (FailureKind.REFUSED, 400, "invalid_argument", False),
+        (404, b""): (FailureKind.REFUSED, 404, "refused", False),
+        (409, body("blocks_busy", True)): (FailureKind.ERROR, 409, "blocks_busy", True),
+        (429, b"slow down"): (FailureKind.OVERLOADED, 503, "overloaded", True),
+        (503, body("overloaded", True)): (FailureKind.OVERLOADED, 503, "overloaded", True),
+        (503, body("closed", False)): (FailureKind.ERROR, 503, "closed", False),
+        (500, b"<html>"): (FailureKind.ERROR, 500, "internal", False),
+        (302, b""): (FailureKind.ERROR, 502, "internal", False),
+    }
+    for (status, content), (kind, told, code, retryable) in cases.items():
+        found = failure.from_answer("decode", status, content)
+        assert (found.kind, found.status, found.code, found.is_retryable) == (kind, told, code, retryable)
+
+
+@given(st.integers(100, 599), st.binary(max_size=40) | st.just(b'{"error": {"message": "m", "code": []}}'))
+def test_any_answer_of_a_worker_means_something(status: int, content: bytes) -> None:
+    found = failure.from_answer("prefill", status, content)
+    assert set(found.body["error"]) >= {"message", "type", "param", "code", "retryable"}
+    assert 400 <= found.status < 600
+
+
+async def test_a_router_without_a_coordinator_starts_and_says_so(tmp_path: pathlib.Path) -> None:
+    stop = asyncio.Event()
+    lines: list[dict[str, object]] = []
+    options = RouterOptions(coordinator=f"127.0.0.1:{free_port()}", token_file=str(tmp_path / "token"))
+    task = asyncio.create_task(serve(options, on_ready=lines.append, stop=stop))
+    await eventually(lambda: bool(lines) or task.done())
+    line = lines[0]
+    assert line["event"] == "ready"
+    assert line["role"] == "router"
+    async with httpx.AsyncClient(base_url=str(line["http_url"]), trust_env=False) as client:
+        health = (await client.get("/health")).json()
+        assert health["coordinator_connected"] is False
+        assert health["is_ready"] is False
+        answer = await client.post("/v1/completions", json={"model": "m", "prompt": "x"})
+        assert answer.status_code == 503
+    stop.set()
+    await asyncio.wait_for(task, 10.0)
+    host, _, port = str(line["address"]).rpartition(":")
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind((host, int(port)))
+
+
+async def test_a_taken_port_is_one_sentence(tmp_path: pathlib.Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        options = RouterOptions(coordinator="127.0.0.1:1", port=port, token_file=str(tmp_path / "token"))
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await serve(options, on_ready=lambda line: None, stop=asyncio.Event())
