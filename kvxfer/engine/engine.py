@@ -1,0 +1,143 @@
+"""The engine: a thread that computes, and the calls that reach it from the event loop.
+
+It decides how requests go in and events come out between the two, and how the thread ends. It must never know what a
+step does (that is the executor's) nor of HTTP; nothing that takes long runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvxfer.engine.executor import Executor
+from kvxfer.engine.generation import Generation
+from kvxfer.engine.remote import AgentLike, BlockExchange
+from kvxfer.engine.request import Event, Request, Sequence
+from kvxfer.errors import Closed, KvxferError, TransferCancelled
+
+_log = logging.getLogger(__name__)
+
+DRAIN_S = 5.0
+"""How long a stopping engine waits for its pulls to drain."""
+
+
+class Engine:
+    """Continuous batching over one model and one pool, on a thread of its own.
+
+    Methods are called on the loop that called :meth:`start`, which owns the agent too. Without an ``agent`` only LOCAL
+    requests are taken.
+    """
+
+    def __init__(self, executor: Executor, *, agent: AgentLike | None = None, agent_pool: Any = None) -> None:
+        self.executor = executor
+        self.failure: BaseException | None = None
+        """Why the engine thread died, if it did."""
+        self.failed = asyncio.Event()
+        self._agent = agent
+        self._agent_pool = agent_pool
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvxfer-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stepped = asyncio.Event()
+        self._is_accepting = False
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.executor.model.name!r} {self.executor.scheduler!r}>"
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether :meth:`submit` takes requests."""
+        return self._is_accepting and self.failure is None
+
+    def start(self) -> None:
+        """Start the engine thread."""
+        self._loop = asyncio.get_running_loop()
+        if self._agent is not None:
+            self.executor.join(BlockExchange(self._agent, self._agent_pool, self._loop, self._inbox.put))
+        self._is_accepting = True
+        self._thread.start()
+
+    def submit(self, request: Request) -> Generation:
+        """Take a request in. Raises Closed when stopping; every other error comes out of the generation."""
+        if not self.is_accepting:
+            raise Closed("this worker is shutting down" if self.failure is None else "this worker's engine has failed")
+        sequence = Sequence(request, submitted_s=time.monotonic())
+        generation = Generation(sequence, self._abort_soon)
+        self._inbox.put(functools.partial(self.executor.add, sequence, generation))
+        return generation
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more requests, let the running finish for ``grace_s``, abort the rest, and end the thread."""
+        self._is_accepting = False
+        await self._wait_empty(grace_s)
+        self._inbox.put(functools.partial(self.executor.abort_all, Closed("this worker is shutting down")))
+        await self._wait_empty(DRAIN_S)
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, DRAIN_S)
+        await asyncio.sleep(0)
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Run ``command`` on the engine thread, between two steps. From any thread."""
+        self._inbox.put(command)
+
+    def _abort_soon(self, sequence: Sequence) -> None:
+        error = TransferCancelled("the client went away")
+        self._inbox.put(functools.partial(self.executor.abort, sequence, error))
+
+    async def _wait_empty(self, timeout_s: float) -> None:
+        end_s = time.monotonic() + timeout_s
+        while self._thread.is_alive() and not (self._inbox.empty() and self.executor.scheduler.is_empty):
+            self._stepped.clear()
+            try:
+                await asyncio.wait_for(self._stepped.wait(), end_s - time.monotonic())
+            except TimeoutError:
+                return
+
+    def _run(self) -> None:
+        try:
+            has_work = False
+            while self._take_commands(has_work):
+                has_work = self.executor.step()
+                self._deliver()
+                if not self._is_accepting:
+                    self._on_loop(self._stepped.set)
+        except BaseException as error:
+            _log.exception("the engine thread failed")
+            self.failure = error
+            self.executor.fail_owners(KvxferError(f"the engine failed: {error!r}"))
+            self._on_loop(self.failed.set)
+        self._deliver()
+        self._on_loop(self._stepped.set)
+
+    def _take_commands(self, has_work: bool) -> bool:
+        """Run what came in, waiting for it when there is nothing to compute; False at the end."""
+        while True:
+            try:
+                command = self._inbox.get(block=not has_work)
+            except queue.Empty:
+                self._deliver()
+                return True
+            if command is None:
+                return False
+            command()
+            has_work = True
+
+    def _deliver(self) -> None:
+        events = self.executor.take_events()
+        if events:
+            self._on_loop(functools.partial(_put, events))
+
+    def _on_loop(self, call: Callable[[], object]) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call)
+
+
+def _put(events: list[tuple[Generation, Event]]) -> None:
+    for generation, event in events:
+        generation.put(event)

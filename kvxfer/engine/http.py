@@ -1,0 +1,185 @@
+"""The worker's HTTP face: OpenAI's routes, the prefill leg, and what operators read.
+
+It decides statuses and what a broken stream looks like. It must never know how an answer is computed; the engine's
+thread does that, and tokenising runs on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from kvxfer.engine.answer import AnswerShape
+from kvxfer.engine.connection import ClientGone, EventStream, read_body, while_connected
+from kvxfer.engine.engine import Engine
+from kvxfer.engine.generation import Generation
+from kvxfer.engine.intake import Asked, Intake
+from kvxfer.engine.request import Delta, Leg
+from kvxfer.errors import Closed, KvxferError
+from kvxfer.openai.errors import INVALID_REQUEST, error_body, status_for
+from kvxfer.openai.sse import DONE, encode_event
+
+_log = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+CLIENT_GONE_STATUS = 499
+RETRY_AFTER_STATUS = frozenset({503})
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+class WorkerHttp:
+    """Serves one engine. ``statistics`` and ``render_metrics`` are what the two operator routes show."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        intake: Intake,
+        *,
+        max_body_bytes: int,
+        statistics: Callable[[], dict[str, Any]],
+        render_metrics: Callable[[], bytes],
+    ) -> None:
+        self._engine = engine
+        self._intake = intake
+        self._max_body_bytes = max_body_bytes
+        self._statistics = statistics
+        self._render_metrics = render_metrics
+        self._tokenising = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvxfer-tokenise")
+        self._started_unix_s = int(time.time())
+
+    def close(self) -> None:
+        """Let go of the tokenising thread."""
+        self._tokenising.shutdown(wait=False, cancel_futures=True)
+
+    def app(self) -> FastAPI:
+        """The ASGI application."""
+        app = FastAPI(title="kvxfer worker", openapi_url=None, docs_url=None, redoc_url=None)
+
+        @app.exception_handler(KvxferError)
+        async def on_kvxfer_error(request: Request, error: KvxferError) -> Response:
+            return _error_response(error)
+
+        @app.exception_handler(HTTPException)
+        async def on_http_error(request: Request, error: HTTPException) -> Response:
+            body = error_body(
+                f"{request.method} {request.url.path}: {error.detail}", kind=INVALID_REQUEST, code="usage"
+            )
+            return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+        @app.post("/v1/completions")
+        async def completions(request: Request) -> Response:
+            return await self._serve(request, self._intake.completion)
+
+        @app.post("/v1/chat/completions")
+        async def chat_completions(request: Request) -> Response:
+            return await self._serve(request, self._intake.chat)
+
+        @app.get("/v1/models")
+        async def models() -> dict[str, Any]:
+            model = self._engine.executor.model
+            entry = {"id": model.name, "object": "model", "created": self._started_unix_s, "owned_by": "kvxfer"}
+            return {"object": "list", "data": [{**entry, "max_model_len": model.context_tokens}]}
+
+        @app.get("/health")
+        async def health() -> dict[str, str]:
+            if not self._engine.is_accepting:
+                raise Closed("this worker takes no requests")
+            return {"status": "ok"}
+
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            return PlainTextResponse(self._render_metrics(), media_type=CONTENT_TYPE_LATEST)
+
+        @app.get("/statistics")
+        async def statistics() -> dict[str, Any]:
+            return self._statistics()
+
+        digests = self._engine.executor.digests
+        if digests is not None:
+
+            @app.get("/debug/block-digests")
+            async def block_digests() -> dict[str, Any]:
+                return digests.as_dict()
+
+        return app
+
+    async def _serve(self, request: Request, read: Callable[[bytes, str], Asked]) -> Response:
+        received = request.headers.get(REQUEST_ID, "")
+        request_id = received if _REQUEST_ID.fullmatch(received) else f"req-{secrets.token_hex(16)}"
+        body = await read_body(request, self._max_body_bytes)
+        asked = await asyncio.get_running_loop().run_in_executor(self._tokenising, read, body, request_id)
+        shape = AnswerShape(asked, self._engine.executor.model.name)
+        headers = {REQUEST_ID: request_id}
+        generation = self._engine.submit(asked.request)
+        try:
+            if asked.request.leg is Leg.PREFILL:
+                work = self._prefill(generation, asked, shape)
+                return JSONResponse(await while_connected(request.receive, work), headers=headers)
+            if not asked.is_stream:
+                answer = await while_connected(request.receive, _collect(generation, shape))
+                return JSONResponse(answer, headers=headers)
+            first = await while_connected(request.receive, _next(generation))
+        except ClientGone:
+            generation.abort()
+            _log.info("the client left", extra={"request_id": request_id})
+            return Response(status_code=CLIENT_GONE_STATUS)
+        except BaseException:
+            generation.abort()
+            raise
+        return EventStream(_events(generation, first, shape), on_end=generation.abort, headers=headers)
+
+    async def _prefill(self, generation: Generation, asked: Asked, shape: AnswerShape) -> dict[str, Any]:
+        outcome = await generation.wait_prefilled()
+        remote = asked.request.remote
+        return shape.prefilled(outcome, "" if remote is None else str(remote.transfer_id))
+
+
+async def _next(generation: Generation) -> Delta:
+    return await anext(generation)
+
+
+async def _collect(generation: Generation, shape: AnswerShape) -> dict[str, Any]:
+    texts: list[str] = []
+    token_ids: list[int] = []
+    finish_reason = ""
+    async for delta in generation:
+        texts.append(delta.text)
+        token_ids += delta.token_ids
+        finish_reason = delta.finish_reason or finish_reason
+    return shape.whole("".join(texts), token_ids, finish_reason, generation.outcome)
+
+
+async def _events(generation: Generation, first: Delta, shape: AnswerShape) -> AsyncGenerator[bytes, None]:
+    """The stream after its first delta came; an error in it is its last event, without an end mark."""
+    try:
+        for chunk in (*shape.first(), *shape.piece(first)):
+            yield encode_event(chunk)
+        finish_reason = first.finish_reason
+        async for delta in generation:
+            for chunk in shape.piece(delta):
+                yield encode_event(chunk)
+            finish_reason = delta.finish_reason or finish_reason
+        for chunk in shape.last(finish_reason or "stop", generation.outcome):
+            yield encode_event(chunk)
+        yield DONE
+    except KvxferError as error:
+        yield encode_event(error_body(error))
+
+
+def _error_response(error: KvxferError) -> Response:
+    status = status_for(error)
+    headers = {"retry-after": "1"} if status in RETRY_AFTER_STATUS else {}
+    if status == 413:
+        headers["connection"] = "close"
+    return JSONResponse(error_body(error), status_code=status, headers=headers)

@@ -1,0 +1,78 @@
+"""The worker's registry of Prometheus metrics, with the engine's own; the agent adds its. Counts, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvxfer.engine.executor import Executor
+
+TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def collect(self) -> Iterable[Metric]:
+        pool, queue = self._executor.pool.statistics(), self._executor.scheduler.statistics()
+        counters = self._executor.counters
+        blocks = GaugeMetricFamily(
+            "kvxfer_engine_blocks", "KV blocks by state, as the engine sees them", labels=("state",)
+        )
+        for state in ("free", "cached", "used"):
+            blocks.add_metric((state,), getattr(pool, state))
+        yield blocks
+        sequences = GaugeMetricFamily("kvxfer_engine_sequences", "Requests in the engine, by phase", labels=("phase",))
+        for phase in ("waiting", "pulling", "computing", "holding"):
+            sequences.add_metric((phase,), getattr(queue, phase))
+        yield sequences
+        yield CounterMetricFamily("kvxfer_engine_steps", "Forward passes", value=counters.steps)
+        tokens = CounterMetricFamily("kvxfer_engine_tokens", "Tokens computed, by kind", labels=("kind",))
+        tokens.add_metric(("prefill",), counters.prefill_tokens)
+        tokens.add_metric(("decode",), counters.decode_tokens)
+        yield tokens
+        yield CounterMetricFamily(
+            "kvxfer_engine_preemptions", "Requests that lost their blocks", value=queue.preemptions
+        )
+        yield CounterMetricFamily(
+            "kvxfer_engine_cache_hit_blocks", "Blocks found in the prefix cache", value=pool.hit_blocks
+        )
+        yield CounterMetricFamily("kvxfer_engine_evicted_blocks", "Cached blocks given up", value=pool.evicted_blocks)
+        requests = CounterMetricFamily(
+            "kvxfer_engine_requests", "Requests that ended, by leg and error code", labels=("leg", "code")
+        )
+        for labels, count in sorted(counters.requests.copy().items()):
+            requests.add_metric(labels, count)
+        yield requests
+        failures = CounterMetricFamily(
+            "kvxfer_engine_transfer_failures", "Pulls that failed, by error code", labels=("code",)
+        )
+        for code, count in sorted(counters.remote_failures.copy().items()):
+            failures.add_metric((code,), count)
+        yield failures
+
+
+class EngineMetrics:
+    """All metrics of one worker."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.ttft = Histogram(
+            "kvxfer_engine_ttft_seconds",
+            "Arrival of a request at this worker to its first token",
+            buckets=TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+
+    def watch(self, executor: Executor) -> None:
+        """Read ``executor`` at every scrape."""
+        self.registry.register(_EngineCollector(executor))
+
+    def render(self) -> bytes:
+        """The text exposition of everything."""
+        return generate_latest(self.registry)

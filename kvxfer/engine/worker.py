@@ -1,0 +1,232 @@
+"""A worker as a running process: binds, loads the model, joins the cluster, serves, and stops in order.
+
+It decides the order of starting and stopping: a worker registers only once it can serve, and leaves only after the
+blocks it promised are given back. It must never know what a request is. Nothing is printed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from kvxfer.engine.block_digests import BlockDigests
+from kvxfer.engine.engine import Engine
+from kvxfer.engine.executor import Executor
+from kvxfer.engine.http import WorkerHttp
+from kvxfer.engine.intake import Intake
+from kvxfer.engine.metrics import EngineMetrics
+from kvxfer.engine.model import LoadedModel
+from kvxfer.engine.model_store import resolve
+from kvxfer.engine.options import WorkerOptions
+from kvxfer.engine.runner import Runner
+from kvxfer.engine.statistics import worker_statistics
+from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.observe import hide
+from kvxfer.types import WorkerInfo
+
+if TYPE_CHECKING:
+    from kvxfer.agent import Agent, Pool
+
+_log = logging.getLogger(__name__)
+
+BACKLOG = 512
+Ready = Callable[[dict[str, Any]], None]
+
+
+async def serve(options: WorkerOptions, *, on_ready: Ready, stop: asyncio.Event) -> None:
+    """Run a worker until ``stop`` is set. ``on_ready`` gets the ready line as an object, once it serves and is known.
+
+    Raises ConfigError for a taken port, a model that cannot be had or a bad token file, and what entering the agent
+    raises (AuthenticationFailed, CoordinatorUnavailable, Refused).
+    """
+    threads = options.thread_count()
+    with listening(options.host, options.port) as listener:
+        model = await asyncio.to_thread(_load, options, threads)
+        torch.set_num_threads(threads)
+        agent_id = options.new_agent_id()
+        url = f"http://{_shown(options.advertise_host or options.host)}:{listener.getsockname()[1]}"
+        info = WorkerInfo(
+            agent_id=agent_id,
+            role=options.role,
+            model=model.name,
+            http_url=url,
+            max_context_tokens=model.context_tokens,
+            block_tokens=options.block_tokens,
+        )
+        metrics = EngineMetrics()
+        agent = _make_agent(options, info, metrics.registry) if options.coordinator else None
+        await _serve_model(options, model, info, agent, metrics, listener, on_ready=on_ready, stop=stop)
+
+
+async def _serve_model(
+    options: WorkerOptions,
+    model: LoadedModel,
+    info: WorkerInfo,
+    agent: Agent | None,
+    metrics: EngineMetrics,
+    listener: socket.socket,
+    *,
+    on_ready: Ready,
+    stop: asyncio.Event,
+) -> None:
+    block_bytes = model.block_bytes(options.block_tokens)
+    count = options.block_count(block_bytes)
+    pool: Pool | None = None
+    storage: torch.Tensor | None = None
+    if agent is not None:
+        if model.device.type != "cpu":
+            raise ConfigError(
+                "a pool that is transferred must lie in host memory: use --device cpu, or no --coordinator"
+            )
+        pool = agent.allocate_pool(model.record(options.block_tokens), block_count=count, block_bytes=block_bytes)
+        storage = torch.from_numpy(pool.array)
+    runner = Runner(model, storage, block_count=count, block_tokens=options.block_tokens)
+    executor = Executor(
+        model,
+        runner,
+        options.limits(),
+        on_transfer_failure=options.on_transfer_failure,
+        digests=BlockDigests(runner.storage, model.layers) if options.record_block_digests else None,
+        on_ttft=metrics.ttft.observe,
+    )
+    metrics.watch(executor)
+    engine = Engine(executor, agent=agent, agent_pool=pool)
+    capacity = count * options.block_tokens
+    intake = Intake(model, role=options.role, agent_id=info.agent_id, capacity_tokens=capacity)
+    http = WorkerHttp(
+        engine,
+        intake,
+        max_body_bytes=options.max_body_bytes,
+        statistics=lambda: worker_statistics(info, executor, agent),
+        render_metrics=metrics.render,
+    )
+    engine.start()
+    try:
+        async with _serving(http, listener), contextlib.AsyncExitStack() as stack:
+            if agent is not None:
+                await stack.enter_async_context(agent)
+            stack.push_async_callback(engine.stop, options.shutdown_grace_s)
+            on_ready(_ready_line(options, info, listener))
+            await _first_of(stop.wait(), engine.failed.wait())
+            if agent is not None:
+                agent.set_draining()
+    finally:
+        await engine.stop(0.0)
+        http.close()
+    if engine.failure is not None:
+        raise KvxferError(f"the engine failed: {engine.failure!r}")
+
+
+def _load(options: WorkerOptions, threads: int) -> LoadedModel:
+    torch.set_num_threads(threads)
+    path = resolve(options.model)
+    name = options.served_model_name or (None if Path(options.model).expanduser().is_dir() else options.model)
+    model = LoadedModel.load(path, name=name, dtype=options.dtype, device=options.device)
+    model.record(options.block_tokens)
+    return model
+
+
+def _make_agent(options: WorkerOptions, info: WorkerInfo, registry: CollectorRegistry) -> Agent:
+    from kvxfer.agent import Agent
+    from kvxfer.rpc import default_token_path, load_or_create_token
+
+    token = load_or_create_token(options.token_file or default_token_path())
+    hide(token)
+    return Agent(info, coordinator=options.coordinator, token=token, config=options.agent_config(), registry=registry)
+
+
+async def _first_of(*waits: Any) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _serving(http: WorkerHttp, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve HTTP within the block."""
+    server = _Server(
+        uvicorn.Config(
+            http.app(),
+            lifespan="off",
+            ws="none",
+            http="h11",
+            loop="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    running = asyncio.create_task(server.serve(sockets=[listener]), name="kvxfer worker http")
+    try:
+        await _first_of(server.listens.wait(), asyncio.shield(running))
+        yield
+    finally:
+        server.should_exit = True
+        await running
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens, and leaves signals alone: they belong to whoever sets ``stop``."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.listens.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A bound TCP socket; raise ConfigError that says why there is none."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+            stack.pop_all()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _ready_line(options: WorkerOptions, info: WorkerInfo, listener: socket.socket) -> dict[str, Any]:
+    return {
+        "event": "ready",
+        "role": str(options.role),
+        "address": f"{_shown(options.host)}:{listener.getsockname()[1]}",
+        "http_url": info.http_url,
+        "pid": os.getpid(),
+        "agent_id": info.agent_id,
+        "model": info.model,
+    }

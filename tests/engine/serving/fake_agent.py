@@ -1,0 +1,301 @@
+"""An in-process stand-in for ``kvxfer.Agent``: real bytes between real pools, and knobs for what may go wrong.
+
+It watches the engine's side of the safety rule: announced blocks must not change while their grant lives, a block must
+not be pulled into twice at once nor granted while it is pulled into. Breaches are collected in ``World.breaches``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+
+from kvxfer.errors import BlocksBusy, GrantExpired, GrantGone, GrantRevoked, KvxferError, PeerGone, TransferCancelled
+from kvxfer.types import CompatibilityRecord, GrantState, Lane, Load, TransferId
+
+POISON = 0xA5
+
+
+class World:
+    """All fake agents of one test, on one loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.lock = threading.RLock()
+        self.agents: dict[str, FakeAgent] = {}
+        self.grants: dict[TransferId, FakeGrant] = {}
+        self.changed = asyncio.Event()
+        self.breaches: list[str] = []
+        self.pull_errors: dict[TransferId, KvxferError] = {}
+        """A pull under this id copies its first block, then fails so."""
+        self.expire_at_grant: set[TransferId] = set()
+        """A grant of this id expires as soon as it is made."""
+        self.pull_wait_s = 30.0
+        self.drains = asyncio.Event()
+        """Failed transfers drain only while this is set."""
+        self.drains.set()
+        self.pulls_started = 0
+
+    def touch(self) -> None:
+        self.loop.call_soon_threadsafe(self.changed.set)
+
+    def expire(self, transfer_id: TransferId) -> None:
+        self.grants[transfer_id].end(GrantState.EXPIRED)
+
+    @property
+    def granted(self) -> int:
+        return sum(1 for grant in self.grants.values() if grant.state is GrantState.ALIVE)
+
+
+class FakePool:
+    def __init__(self, block_count: int, block_bytes: int) -> None:
+        self.block_count = block_count
+        self.block_bytes = block_bytes
+        self.array = np.full((block_count, block_bytes), POISON, dtype=np.uint8)
+        self.reserved: set[int] = set()
+
+    def digest(self, blocks: list[int]) -> str:
+        return hashlib.blake2b(self.array[blocks].tobytes()).hexdigest()
+
+
+class FakeGrant:
+    def __init__(self, world: World, pool: FakePool, blocks: list[int], transfer_id: TransferId, reader: str) -> None:
+        self.world = world
+        self.pool = pool
+        self.blocks = blocks
+        self.transfer_id = transfer_id
+        self.reader = reader
+        self.state = GrantState.ALIVE
+        self.ready_blocks = 0
+        self.is_complete = False
+        self.seen: list[str] = []
+        self.callbacks: list[Callable[[GrantState], None]] = []
+
+    def ready(self, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
+        with self.world.lock:
+            if self.state is not GrantState.ALIVE:
+                raise GrantExpired("ended") if self.state is GrantState.EXPIRED else GrantRevoked("ended")
+            assert self.ready_blocks <= blocks <= len(self.blocks), "ready is cumulative and bounded"
+            assert not complete or blocks == len(self.blocks)
+            self.seen += [self.pool.digest([block]) for block in self.blocks[self.ready_blocks : blocks]]
+            self.ready_blocks = blocks
+            self.is_complete = complete
+        self.world.touch()
+
+    def end(self, state: GrantState) -> GrantState:
+        with self.world.lock:
+            if self.state is not GrantState.ALIVE:
+                return self.state
+            if [self.pool.digest([block]) for block in self.blocks[: self.ready_blocks]] != self.seen:
+                self.world.breaches.append(f"a granted block of {self.transfer_id} changed")
+            self.state = state
+        self.world.loop.call_soon_threadsafe(self._notify)
+        self.world.touch()
+        return state
+
+    def revoke(self, reason: str = "") -> GrantState:
+        return self.end(GrantState.REVOKED)
+
+    def release(self) -> GrantState:
+        return self.end(GrantState.RELEASED)
+
+    def on_ended(self, callback: Callable[[GrantState], None]) -> None:
+        assert asyncio.get_running_loop() is self.world.loop
+        self.callbacks.append(callback)
+        if self.state is not GrantState.ALIVE:
+            self._notify()
+
+    def _notify(self) -> None:
+        callbacks, self.callbacks = self.callbacks, []
+        for callback in callbacks:
+            callback(self.state)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeResult:
+    transfer_id: TransferId
+    lane: Lane
+    lane_reason: str
+    blocks: int
+    bytes: int
+    seconds: dict[str, float]
+    bytes_before_complete: int
+    attempts: int = 1
+
+
+class FakeTransfer:
+    def __init__(self, world: World, pool: FakePool, blocks: list[int], transfer_id: TransferId, first: int) -> None:
+        self.world = world
+        self.pool = pool
+        self.blocks = blocks
+        self.transfer_id = transfer_id
+        self.first = first
+        self.is_cancelled = False
+        self.is_drained = asyncio.Event()
+        self.task = asyncio.create_task(self._run())
+
+    def __await__(self) -> Generator[Any, None, FakeResult]:
+        return self.task.__await__()
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.world.touch()
+
+    async def wait_drained(self) -> None:
+        await self.is_drained.wait()
+
+    async def _run(self) -> FakeResult:
+        try:
+            result = await self._pull()
+        except BaseException:
+            self.drain_task = asyncio.create_task(self._drain_later())
+            raise
+        self._drain()
+        return result
+
+    async def _pull(self) -> FakeResult:
+        world, early = self.world, 0
+        error = world.pull_errors.get(self.transfer_id)
+        end_s = world.loop.time() + world.pull_wait_s
+        done = 0
+        while True:
+            with world.lock:
+                if self.is_cancelled:
+                    raise TransferCancelled("cancelled")
+                grant = world.grants.get(self.transfer_id)
+                if grant is not None:
+                    if grant.state is GrantState.EXPIRED:
+                        raise GrantExpired("the grant expired")
+                    if grant.state is not GrantState.ALIVE:
+                        raise GrantRevoked(f"the grant is {grant.state.name}")
+                    last = min(grant.ready_blocks, self.first + len(self.blocks)) if not error else self.first + 1
+                    for position in range(self.first + done, min(last, grant.ready_blocks)):
+                        self.pool.array[self.blocks[done]] = grant.pool.array[grant.blocks[position]]
+                        done += 1
+                        early += 0 if grant.is_complete else self.pool.block_bytes
+                    if error is not None and done:
+                        raise error
+                    if grant.is_complete and done == len(self.blocks):
+                        break
+                elif world.loop.time() > end_s:
+                    raise PeerGone("no grant came")
+            world.changed.clear()
+            try:
+                await asyncio.wait_for(world.changed.wait(), 0.05)
+            except TimeoutError:
+                continue
+        await asyncio.sleep(0)
+        if self.is_cancelled:
+            raise TransferCancelled("cancelled")
+        if grant.end(GrantState.RELEASED) is not GrantState.RELEASED:
+            raise GrantGone("the grant ended before the confirm")
+        size = done * self.pool.block_bytes
+        seconds = {"queue": 0.0, "plan": 0.0, "wire": 0.001, "confirm": 0.0}
+        return FakeResult(self.transfer_id, Lane.MEMORY, "fake", done, size, seconds, early)
+
+    async def _drain_later(self) -> None:
+        await self.world.drains.wait()
+        self._drain()
+
+    def _drain(self) -> None:
+        self.pool.reserved -= set(self.blocks)
+        self.is_drained.set()
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeStatistics:
+    reserved: int
+    granted: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"pools": [{"reserved": self.reserved, "granted": self.granted, "quarantined": 0}]}
+
+
+class FakeAgent:
+    def __init__(self, world: World, agent_id: str) -> None:
+        self.world = world
+        self.agent_id = agent_id
+        self.loads: list[Load] = []
+        self.transfers: list[FakeTransfer] = []
+        self.pool: FakePool | None = None
+        self.is_entered = False
+        world.agents[agent_id] = self
+
+    async def __aenter__(self) -> FakeAgent:
+        self.is_entered = True
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.is_entered = False
+
+    def set_draining(self) -> None:
+        self.is_draining = True
+
+    def allocate_pool(self, record: CompatibilityRecord, *, block_count: int, block_bytes: int) -> FakePool:
+        self.pool = FakePool(block_count, block_bytes)
+        return self.pool
+
+    def statistics(self) -> FakeStatistics:
+        grants = [grant for grant in self.world.grants.values() if grant.pool is self.pool]
+        alive = {block for grant in grants if grant.state is GrantState.ALIVE for block in grant.blocks}
+        return FakeStatistics(len(self.pool.reserved) if self.pool else 0, len(alive))
+
+    def load(self, load: Load) -> None:
+        self.loads = [load]
+
+    def grant(
+        self,
+        pool: FakePool,
+        blocks: np.ndarray,
+        *,
+        transfer_id: TransferId,
+        reader: str | None = None,
+        ready_blocks: int = 0,
+        ttl_s: float | None = None,
+    ) -> FakeGrant:
+        assert blocks.dtype == np.uint32
+        assert len(blocks)
+        assert reader is not None
+        with self.world.lock:
+            if pool.reserved & set(blocks.tolist()):
+                self.world.breaches.append("a block was granted while it is pulled into")
+                raise BlocksBusy("reserved")
+            assert transfer_id not in self.world.grants, "a retry is a new transfer id"
+            grant = FakeGrant(self.world, pool, blocks.tolist(), transfer_id, reader)
+            self.world.grants[transfer_id] = grant
+        grant.ready(ready_blocks)
+        if transfer_id in self.world.expire_at_grant:
+            grant.end(GrantState.EXPIRED)
+        return grant
+
+    def pull(
+        self,
+        pool: FakePool,
+        blocks: np.ndarray,
+        *,
+        transfer_id: TransferId,
+        source: str,
+        first: int = 0,
+        deadline_s: float | None = None,
+        lanes: Any = None,
+    ) -> FakeTransfer:
+        assert blocks.dtype == np.uint32
+        assert len(blocks)
+        assert asyncio.get_running_loop() is self.world.loop
+        self.world.pulls_started += 1
+        if source not in self.world.agents:
+            raise PeerGone(f"no agent {source}")
+        taken = set(blocks.tolist())
+        if len(taken) != len(blocks) or pool.reserved & taken:
+            self.world.breaches.append("a block is pulled into twice")
+            raise BlocksBusy("reserved")
+        pool.reserved |= taken
+        pool.array[blocks] = POISON
+        transfer = FakeTransfer(self.world, pool, blocks.tolist(), transfer_id, first)
+        self.transfers.append(transfer)
+        return transfer

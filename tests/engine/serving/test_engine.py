@@ -1,0 +1,396 @@
+"""The engine over the tiny model: alone against transformers, and P with D joined by a fake agent that copies bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+
+import pytest
+from engine_harness import answer, greedy, legs, make_prompt, new_id, prefill, reference, running
+from fake_agent import World
+
+from kvxfer.engine.request import FailurePolicy, Leg, Remote, Request
+from kvxfer.engine.sampling import SamplingParams
+from kvxfer.errors import Closed, KvxferError, Overloaded, PeerGone, TransportError
+from kvxfer.types import GrantState
+
+LENGTHS = (1, 15, 16, 17, 33, 200)
+COUNT = 24
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 37, 4096])
+async def test_local_answers_equal_transformers(tiny_model, chunk_tokens):
+    async with running(tiny_model, None, "both", chunk_tokens=chunk_tokens, max_batch_tokens=4096) as worker:
+        for length in LENGTHS:
+            prompt = make_prompt(length)
+            tokens, _, outcome = await answer(worker.engine, Request("r", prompt, greedy(COUNT)))
+            assert tokens == reference(tiny_model, prompt, COUNT)
+            assert (outcome.prompt_tokens, outcome.completion_tokens) == (length, COUNT)
+
+
+async def test_a_repeated_prompt_comes_from_the_prefix_cache(tiny_model):
+    async with running(tiny_model, None, "both") as worker:
+        prompt = make_prompt(65)
+        first, _, cold = await answer(worker.engine, Request("r", prompt, greedy(COUNT)))
+        second, _, warm = await answer(worker.engine, Request("r", prompt, greedy(COUNT)))
+        assert first == second
+        assert (cold.cached_tokens, warm.cached_tokens) == (0, 64)
+        longer = prompt + tuple(first) + make_prompt(9)
+        third, _, grown = await answer(worker.engine, Request("r", longer, greedy(COUNT)))
+        assert grown.cached_tokens == 80, "generated blocks are cached too"
+        assert third == reference(tiny_model, longer, COUNT)
+
+
+@pytest.mark.parametrize("chunk_tokens", [32, 4096])
+async def test_prefill_and_decode_equal_local(tiny_model, chunk_tokens):
+    world = World()
+    limits = {"chunk_tokens": chunk_tokens, "max_batch_tokens": 4096}
+    async with (
+        running(tiny_model, world, "p", digests=True, **limits) as p,
+        running(tiny_model, world, "d", digests=True) as d,
+    ):
+        for length in LENGTHS:
+            prompt = make_prompt(length)
+            prefill_leg, decode_leg = legs(prompt, greedy(COUNT))
+            done, (tokens, _, outcome) = await asyncio.gather(
+                prefill(p.engine, prefill_leg), answer(d.engine, decode_leg)
+            )
+            assert tokens == reference(tiny_model, prompt, COUNT)
+            assert done.prompt_tokens == length
+            report = outcome.report
+            assert report.failure is None
+            assert report.prefill == ("local" if length == 1 else "remote")
+            assert report.blocks_moved == -(-(length - 1) // 16)
+            assert report.bytes_moved == report.blocks_moved * p.pool.block_bytes
+            if length == 200:
+                assert report.bytes_before_prefill_end == (0 if chunk_tokens == 4096 else 12 * p.pool.block_bytes)
+            if length > 1:
+                name = str(prefill_leg.remote.transfer_id)
+                source = p.digests.as_dict()[f"{name}/source"]
+                destination = d.digests.as_dict()[f"{name}/destination"]
+                assert source["blocks"] == destination["blocks"]
+                assert len(source["blocks"]) == report.blocks_moved
+                assert len(source["blocks"][0]) == tiny_model.layers
+    assert not world.breaches
+    assert world.granted == 0
+
+
+async def test_one_corrupted_block_shows_in_the_digests_and_in_the_answer(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "p", digests=True) as p, running(tiny_model, world, "d", digests=True) as d:
+        prompt = make_prompt(100)
+        prefill_leg, decode_leg = legs(prompt, greedy(COUNT))
+        transfer_id = prefill_leg.remote.transfer_id
+        await prefill(p.engine, prefill_leg)
+        grant = world.grants[transfer_id]
+        p.pool.array[grant.blocks[2]].view("float32")[:] *= -1
+        tokens, _, _ = await answer(d.engine, decode_leg)
+        source = p.digests.as_dict()[f"{transfer_id}/source"]["blocks"]
+        destination = d.digests.as_dict()[f"{transfer_id}/destination"]["blocks"]
+        assert [at for at in range(7) if source[at] != destination[at]] == [2]
+        assert tokens != reference(tiny_model, prompt, COUNT)
+    assert world.breaches, "the fake notices the change of a granted block"
+
+
+async def test_the_second_turn_pulls_only_the_tail(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "p", digests=True) as p, running(tiny_model, world, "d", digests=True) as d:
+        prompt = make_prompt(70)
+        prefill_leg, decode_leg = legs(prompt, greedy(COUNT))
+        _, (tokens, _, _) = await asyncio.gather(prefill(p.engine, prefill_leg), answer(d.engine, decode_leg))
+        longer = prompt + tuple(tokens) + make_prompt(40, seed=1)
+        prefill_leg, decode_leg = legs(longer, greedy(COUNT))
+        done, (tokens, _, outcome) = await asyncio.gather(prefill(p.engine, prefill_leg), answer(d.engine, decode_leg))
+        assert tokens == reference(tiny_model, longer, COUNT)
+        assert done.cached_tokens == 64
+        assert outcome.cached_tokens == 80
+        assert outcome.report.blocks_moved == 9 - 5
+        name = str(prefill_leg.remote.transfer_id)
+        destination = d.digests.as_dict()[f"{name}/destination"]
+        assert destination["first"] == 5
+        assert p.digests.as_dict()[f"{name}/source"]["blocks"][5:] == destination["blocks"]
+    assert not world.breaches
+
+
+async def test_a_wholly_cached_prompt_still_pulls_a_block_and_releases_the_grant(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d") as d:
+        prompt = make_prompt(65)
+        for _ in range(2):
+            prefill_leg, decode_leg = legs(prompt, greedy(4))
+            done, (tokens, _, outcome) = await asyncio.gather(
+                prefill(p.engine, prefill_leg), answer(d.engine, decode_leg)
+            )
+            assert tokens == reference(tiny_model, prompt, 4)
+        assert done.cached_tokens == 64
+        assert outcome.report.blocks_moved == 1
+        await p.check_idle()
+    assert world.granted == 0
+
+
+async def test_eight_at_once(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "p", chunk_tokens=32) as p, running(tiny_model, world, "d") as d:
+        prompts = [make_prompt(length, seed) for seed, length in enumerate((1, 15, 16, 17, 33, 90, 120, 200))]
+        pairs = [legs(prompt, greedy(COUNT)) for prompt in prompts]
+        answers = await asyncio.gather(
+            *(answer(d.engine, decode_leg) for _, decode_leg in pairs),
+            *(prefill(p.engine, prefill_leg) for prefill_leg, _ in pairs),
+        )
+        for prompt, (tokens, _, _) in zip(prompts, answers, strict=False):
+            assert tokens == reference(tiny_model, prompt, COUNT)
+    assert not world.breaches
+
+
+async def test_a_failed_pull_is_recomputed_in_other_blocks_until_drained(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d") as d:
+        prompt = make_prompt(100)
+        prefill_leg, decode_leg = legs(prompt, greedy(COUNT))
+        world.pull_errors[decode_leg.remote.transfer_id] = PeerGone("killed")
+        world.drains.clear()
+        _, (tokens, _, outcome) = await asyncio.gather(prefill(p.engine, prefill_leg), answer(d.engine, decode_leg))
+        assert tokens == reference(tiny_model, prompt, COUNT)
+        assert outcome.report.prefill == "local"
+        assert outcome.report.failure == "peer_gone"
+        assert d.executor.pool.statistics().used == 7, "quarantined until drained"
+        world.drains.set()
+        await d.check_idle()
+        world.expire(decode_leg.remote.transfer_id)
+        await p.check_idle()
+    assert not world.breaches
+
+
+async def test_a_failed_pull_fails_the_request_where_the_policy_says_so(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "d", on_transfer_failure=FailurePolicy.FAIL) as d:
+        request = Request("r", make_prompt(50), greedy(4), Leg.DECODE, Remote(new_id(), "nobody"))
+        with pytest.raises(PeerGone):
+            await answer(d.engine, request)
+
+
+async def test_a_grant_that_expired_before_the_pull_is_recomputed(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "p", chunk_tokens=16) as p, running(tiny_model, world, "d") as d:
+        prompt = make_prompt(150)
+        prefill_leg, decode_leg = legs(prompt, greedy(COUNT))
+        await prefill(p.engine, prefill_leg)
+        world.expire(prefill_leg.remote.transfer_id)
+        await p.check_idle()
+        reuse, _, _ = await answer(p.engine, Request("other", make_prompt(500), greedy(4)))
+        assert reuse
+        tokens, _, outcome = await answer(d.engine, decode_leg)
+        assert tokens == reference(tiny_model, prompt, COUNT)
+        assert outcome.report.failure == "grant_expired"
+
+
+async def test_a_grant_that_expires_while_its_prompt_is_computed_ends_the_leg(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "p", chunk_tokens=16) as p:
+        prefill_leg, _ = legs(make_prompt(300), greedy(4))
+        world.expire_at_grant.add(prefill_leg.remote.transfer_id)
+        with pytest.raises(KvxferError) as caught:
+            await prefill(p.engine, prefill_leg)
+        assert caught.value.code in ("grant_expired", "grant_revoked")
+
+
+async def test_blocks_stay_until_the_grant_ends(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "p") as p:
+        prefill_leg, _ = legs(make_prompt(100), greedy(4))
+        await prefill(p.engine, prefill_leg)
+        await asyncio.sleep(0.1)
+        assert p.executor.pool.statistics().used == 7
+        world.expire(prefill_leg.remote.transfer_id)
+
+
+async def test_the_pool_grows_over_and_the_youngest_recomputes(tiny_model):
+    async with running(tiny_model, None, "both", blocks=12) as worker:
+        prompts = [make_prompt(30, seed) for seed in range(4)]
+        answers = await asyncio.gather(
+            *(answer(worker.engine, Request(f"r{at}", prompt, greedy(60))) for at, prompt in enumerate(prompts))
+        )
+        for prompt, (tokens, _, _) in zip(prompts, answers, strict=True):
+            assert tokens == reference(tiny_model, prompt, 60)
+        assert worker.executor.scheduler.statistics().preemptions > 0
+
+
+async def test_preempting_a_prefill_leg_revokes_its_grant_first(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "p", blocks=16, chunk_tokens=16, max_batch_tokens=17, max_running=8) as p:
+        local = asyncio.create_task(answer(p.engine, Request("local", make_prompt(30), greedy(100))))
+        await asyncio.sleep(0.05)
+        prefill_leg, _ = legs(make_prompt(200), greedy(4))
+        outcome = await asyncio.gather(prefill(p.engine, prefill_leg), return_exceptions=True)
+        tokens, _, _ = await local
+        assert tokens == reference(tiny_model, make_prompt(30), 100)
+        grant = world.grants[prefill_leg.remote.transfer_id]
+        if isinstance(outcome[0], Overloaded):
+            assert grant.state is GrantState.REVOKED
+        grant.end(GrantState.EXPIRED)
+    assert not world.breaches
+
+
+async def test_a_full_queue_is_overloaded(tiny_model):
+    async with running(tiny_model, None, "both", blocks=8, max_waiting=2, max_running=1) as worker:
+        runs = [answer(worker.engine, Request(f"r{at}", make_prompt(20), greedy(60))) for at in range(6)]
+        outcomes = await asyncio.gather(*runs, return_exceptions=True)
+        assert sum(isinstance(outcome, Overloaded) for outcome in outcomes) >= 2
+        assert any(isinstance(outcome, tuple) for outcome in outcomes)
+
+
+async def test_the_reader_of_a_leg_that_never_began_does_not_wait(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "p", blocks=16, max_waiting=1) as p, running(tiny_model, world, "d") as d:
+        prompts = [make_prompt(200, seed) for seed in range(6)]
+        pairs = [legs(prompt, greedy(4)) for prompt in prompts]
+        async with asyncio.timeout(world.pull_wait_s / 2):
+            done = await asyncio.gather(
+                *(prefill(p.engine, prefill_leg) for prefill_leg, _ in pairs),
+                *(answer(d.engine, decode_leg) for _, decode_leg in pairs),
+                return_exceptions=True,
+            )
+        assert sum(isinstance(outcome, Overloaded) for outcome in done[:6]) >= 3
+        for prompt, (tokens, _, outcome) in zip(prompts, done[6:], strict=True):
+            assert tokens == reference(tiny_model, prompt, 4)
+            assert outcome.report.failure in (None, "grant_revoked")
+    assert not world.breaches
+
+
+async def test_aborts_at_any_moment_give_every_block_back(tiny_model):
+    world = World()
+    rng = random.Random(7)
+    async with (
+        running(tiny_model, world, "p", chunk_tokens=16) as p,
+        running(tiny_model, world, "d", chunk_tokens=16) as d,
+    ):
+        for step in range(40):
+            prompt = make_prompt(rng.choice((1, 17, 33, 200)), seed=step)
+            prefill_leg, decode_leg = legs(prompt, greedy(40))
+            if rng.random() < 0.2:
+                world.pull_errors[decode_leg.remote.transfer_id] = TransportError("broken")
+            tasks = [
+                asyncio.create_task(prefill(p.engine, prefill_leg)),
+                asyncio.create_task(answer(d.engine, decode_leg)),
+            ]
+            await asyncio.sleep(rng.choice((0, 0.001, 0.005, 0.02, 0.05)))
+            rng.shuffle(tasks)
+            for task in tasks:
+                task.cancel()
+                if rng.random() < 0.5:
+                    await asyncio.sleep(0.001)
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await d.check_idle()
+        for transfer_id in list(world.grants):
+            world.expire(transfer_id)
+        await p.check_idle()
+        prompt = make_prompt(77)
+        tokens, _, _ = await answer(d.engine, Request("after", prompt, greedy(8)))
+        assert tokens == reference(tiny_model, prompt, 8)
+    assert not world.breaches
+
+
+async def test_stop_lets_the_running_finish_and_refuses_the_new(tiny_model):
+    async with running(tiny_model, None, "both") as worker:
+        run = asyncio.create_task(answer(worker.engine, Request("r", make_prompt(20), greedy(COUNT))))
+        await asyncio.sleep(0)
+        stop = asyncio.create_task(worker.engine.stop(20.0))
+        await asyncio.sleep(0)
+        with pytest.raises(Closed):
+            worker.engine.submit(Request("late", make_prompt(20), greedy(4)))
+        tokens, _, _ = await run
+        assert tokens == reference(tiny_model, make_prompt(20), COUNT)
+        await stop
+
+
+async def test_stop_aborts_what_outlives_the_grace(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "d") as d:
+        _, decode_leg = legs(make_prompt(50), greedy(4))
+        world.agents["p"] = world.agents["d"]
+        run = asyncio.create_task(answer(d.engine, decode_leg))
+        long = asyncio.create_task(answer(d.engine, Request("r", make_prompt(20), greedy(900))))
+        await asyncio.sleep(0.05)
+        await d.engine.stop(0.0)
+        for task in (run, long):
+            with pytest.raises(Closed):
+                await task
+
+
+async def test_stop_strings_seeds_and_lengths(tiny_model):
+    async with running(tiny_model, None, "both") as worker:
+        prompt = make_prompt(20)
+        _, text, _ = await answer(worker.engine, Request("r", prompt, greedy(40)))
+        stop = text[10:13]
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop=(stop,))
+        tokens, cut, outcome = await answer(worker.engine, Request("r", prompt, params))
+        assert cut == text[: text.index(stop)]
+        assert len(tokens) < 40
+        assert outcome.completion_tokens == len(tokens)
+        params = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=20, ignore_eos=True)
+        runs = await asyncio.gather(*(answer(worker.engine, Request("r", prompt, params)) for _ in range(3)))
+        assert runs[0][0] == runs[1][0] == runs[2][0]
+
+
+async def test_without_an_agent_remote_legs_are_refused(tiny_model):
+    async with running(tiny_model, None, "both") as worker:
+        with pytest.raises(KvxferError, match="no agent"):
+            await prefill(worker.engine, legs(make_prompt(20), greedy(4))[0])
+
+
+async def test_a_pulled_sequence_waits_its_turn_with_its_blocks(tiny_model):
+    world = World()
+    limits = {"max_running": 2, "max_batch_tokens": 64, "chunk_tokens": 64}
+    async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d", **limits) as d:
+        prompts = [make_prompt(40, seed) for seed in range(6)]
+        pairs = [legs(prompt, greedy(COUNT)) for prompt in prompts]
+        answers = await asyncio.gather(
+            *(answer(d.engine, decode_leg) for _, decode_leg in pairs),
+            *(prefill(p.engine, prefill_leg) for prefill_leg, _ in pairs),
+        )
+        for prompt, (tokens, _, outcome) in zip(prompts, answers, strict=False):
+            assert tokens == reference(tiny_model, prompt, COUNT)
+            assert outcome.report.prefill == "remote"
+    assert not world.breaches
+
+
+async def test_a_failed_forward_pass_ends_its_requests_and_nobody_elses(tiny_model, monkeypatch):
+    world = World()
+    async with running(tiny_model, world, "p") as p:
+        forward = p.executor.runner.forward
+        threads = set()
+
+        def broken(chunks):
+            threads.add(threading.current_thread().name)
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(p.executor.runner, "forward", broken)
+        prefill_leg, _ = legs(make_prompt(40), greedy(4))
+        with pytest.raises(KvxferError, match="out of memory"):
+            await prefill(p.engine, prefill_leg)
+        assert world.grants[prefill_leg.remote.transfer_id].state is GrantState.REVOKED
+        with pytest.raises(KvxferError, match="out of memory"):
+            await answer(p.engine, Request("r", make_prompt(20), greedy(4)))
+        monkeypatch.setattr(p.executor.runner, "forward", forward)
+        tokens, _, _ = await answer(p.engine, Request("r", make_prompt(40), greedy(4)))
+        assert tokens == reference(tiny_model, make_prompt(40), 4)
+        assert threads == {"kvxfer-engine"}, "never on the event loop"
+
+
+async def test_a_dead_engine_thread_answers_everyone_and_refuses_the_next(tiny_model, monkeypatch):
+    with contextlib.suppress(AssertionError):
+        async with running(tiny_model, None, "both") as worker:
+            run = asyncio.create_task(answer(worker.engine, Request("r", make_prompt(20), greedy(900))))
+            await asyncio.sleep(0.05)
+            monkeypatch.setattr(worker.executor.scheduler, "plan", lambda: 1 / 0)
+            with pytest.raises(KvxferError, match="the engine failed"):
+                await run
+            await asyncio.wait_for(worker.engine.failed.wait(), 5)
+            with pytest.raises(Closed):
+                worker.engine.submit(Request("late", make_prompt(20), greedy(4)))
+            await worker.engine.stop(5.0)
+            failure = worker.engine.failure
+            raise AssertionError("the harness would complain about blocks that the dead engine keeps")
+    assert isinstance(failure, ZeroDivisionError)
