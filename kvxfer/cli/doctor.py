@@ -1,0 +1,198 @@
+"""``kvxfer doctor``: which lanes this machine has, why not the others, and what limits it sets.
+
+Decides by trying: each check does the thing that the lane would do, on a throw-away object. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import asyncio
+import ctypes
+import dataclasses
+import fcntl
+import importlib
+import importlib.metadata
+import mmap
+import os
+import platform
+import resource
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvxfer import __version__
+from kvxfer.cli.console import size, table
+from kvxfer.cli.flags import print_json_line
+from kvxfer.errors import ConfigError, KvxferError
+
+F_ADD_SEALS = 1033
+SEALS = 0x0002 | 0x0004 | 0x0010
+"""SHRINK, GROW and FUTURE_WRITE: what the ``mapped`` lane puts on a pool."""
+NOT_HERE = "not in this version"
+PACKAGES = ("numpy", "grpcio", "protobuf", "prometheus-client", "fastapi", "httpx", "torch", "transformers", "gguf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``is_ok`` None: neither good nor bad, worth knowing."""
+
+    section: str
+    name: str
+    is_ok: bool | None
+    detail: str
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="also try to reach this coordinator")
+    parser.add_argument("--timeout-s", type=float, default=3.0, metavar="SECONDS", help="for reaching it (default: 3)")
+
+
+def run(args: argparse.Namespace) -> int:
+    findings = [*lanes(), *host(), *versions()]
+    if args.coordinator:
+        findings.append(asyncio.run(_coordinator(args.coordinator, args.timeout_s)))
+    if args.json:
+        print_json_line({"kvxfer": __version__, "findings": [dataclasses.asdict(finding) for finding in findings]})
+    else:
+        print(_report(findings))
+    broken = [f for f in findings if f.is_ok is False and f.section in ("core", "coordinator")]
+    return 1 if broken or not any(f.is_ok for f in findings if f.section == "lanes") else 0
+
+
+def _report(findings: list[Finding]) -> str:
+    marks = {True: "yes", False: "no", None: ""}
+    parts = []
+    for section in dict.fromkeys(finding.section for finding in findings):
+        rows = [[f.name, marks[f.is_ok], f.detail] for f in findings if f.section == section]
+        parts.append(f"{section}\n{table(rows)}")
+    return "\n\n".join(parts)
+
+
+def lanes() -> list[Finding]:
+    """The native core and every lane: usable or not, and why."""
+    core = _tried("core", "native core", _native_core)
+    found = [core]
+    for name, check in (("mapped", _mapped), ("stream", _stream)):
+        finding = _tried("lanes", name, check)
+        if finding.is_ok and not core.is_ok:
+            finding = Finding("lanes", name, False, "the native core does not load")
+        found.append(finding)
+    found.append(Finding("lanes", "cma", False, NOT_HERE))
+    found.append(Finding("lanes", "ucx", False, NOT_HERE))
+    return found
+
+
+def _tried(section: str, name: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(section, name, True, check())
+    except (OSError, ImportError, KvxferError) as error:
+        return Finding(section, name, False, " ".join(str(error).split()))
+
+
+def _native_core() -> str:
+    return f"loads from {importlib.import_module('kvxfer._native._core').__file__}"
+
+
+def _mapped() -> str:
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("this Python has no memfd_create")
+    descriptor = os.memfd_create("kvxfer-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        with mmap.mmap(descriptor, mmap.PAGESIZE):
+            try:
+                fcntl.fcntl(descriptor, F_ADD_SEALS, SEALS)
+            except OSError as error:
+                raise ConfigError(f"memfd seals are refused ({error.strerror}); they need Linux 5.1 or newer") from None
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
+        with ours, theirs:
+            descriptors = array.array("i", [descriptor])
+            ours.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+            _, received, _, _ = socket.recv_fds(theirs, 1, 1)
+            for copy in received:
+                os.close(copy)
+            if not received:
+                raise ConfigError("descriptors do not pass over Unix sockets here")
+    finally:
+        os.close(descriptor)
+    return "sealed shared memory, descriptors over Unix sockets: same host, pools that kvxfer allocates"
+
+
+def _stream() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=2):
+        pass
+    return "TCP: any host; authenticates, does not encrypt"
+
+
+def host() -> list[Finding]:
+    """Limits and settings of the host that change what the lanes can do."""
+    cores = len(os.sched_getaffinity(0))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = [
+        Finding("host", "kernel", None, f"{platform.system()} {platform.release()} {platform.machine()}"),
+        Finding("host", "cores", None, f"{cores} usable of {os.cpu_count()}"),
+        Finding("host", "memory", None, f"{size(free)} free of {size(total)}"),
+        Finding("host", "open files", files[0] >= 1024, f"{_limit(files[0])}, up to {_limit(files[1])} (ulimit -n)"),
+        Finding("host", "locked memory", None, f"{_bytes(locked[0])} (ulimit -l); RDMA needs the pools' size"),
+    ]
+    for name, file, advice in (
+        ("huge pages, private", "enabled", "pools in private memory use them where this says always or madvise"),
+        ("huge pages, shared", "shmem_enabled", "for mapped pools: echo advise, as root, into this file"),
+    ):
+        path = Path("/sys/kernel/mm/transparent_hugepage") / file
+        chosen = _chosen(path)
+        is_on = None if chosen is None else chosen not in ("never", "deny")
+        found.append(Finding("host", name, is_on, f"{path} is {chosen or 'not there'}; {advice}"))
+    return found
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def _bytes(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else size(value)
+
+
+def _chosen(path: Path) -> str | None:
+    try:
+        words = path.read_text().split()
+    except OSError:
+        return None
+    return next((word.strip("[]") for word in words if word.startswith("[")), None)
+
+
+def versions() -> list[Finding]:
+    """What is installed; a missing package of an extra is no fault."""
+    found = [
+        Finding("versions", "kvxfer", None, __version__),
+        Finding("versions", "python", None, sys.version.split()[0]),
+        Finding("versions", "libc", None, " ".join(platform.libc_ver()) or str(ctypes.CDLL(None))),
+    ]
+    for package in PACKAGES:
+        try:
+            found.append(Finding("versions", package, None, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            found.append(Finding("versions", package, None, "not installed"))
+    return found
+
+
+async def _coordinator(address: str, timeout_s: float) -> Finding:
+    import grpc
+
+    channel: Any = grpc.aio.insecure_channel(address)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await channel.channel_ready()
+    except TimeoutError:
+        return Finding("coordinator", address, False, f"not reachable within {timeout_s:g} s")
+    finally:
+        await channel.close()
+    return Finding("coordinator", address, True, "accepts connections")

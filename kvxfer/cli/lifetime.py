@@ -1,0 +1,76 @@
+"""When a service process ends: SIGINT, SIGTERM, or the death of the process that started it.
+
+Decides nothing about what a service does while stopping; it sets one event, and forces the end on a second SIGINT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+from kvxfer.errors import ConfigError
+
+PARENT_GRACE_S = 15.0
+"""An orphan that did not stop by itself within this time is ended hard."""
+_PR_SET_PDEATHSIG = 1
+
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """Set ``stop`` on SIGINT and SIGTERM; a second SIGINT ends the process at once with code 130. Call on the loop."""
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        if stop.is_set():
+            print("kvxfer: interrupted twice, ending at once", file=sys.stderr, flush=True)
+            os._exit(130)
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel send SIGTERM when the parent dies; raise ConfigError where ``parent_pid`` is not the parent.
+
+    To be called before the service loads anything: SIGTERM's default action ends a process that is not ready yet.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        raise ConfigError(f"process {parent_pid}, with which this one should live, is not its parent or is gone")
+
+
+def watch_parent(parent_pid: int, stop: asyncio.Event) -> None:
+    """Set ``stop`` when the parent is gone, and end the process if it is still there ``PARENT_GRACE_S`` later."""
+    loop = asyncio.get_running_loop()
+
+    def wait() -> None:
+        _wait_gone(parent_pid)
+        loop.call_soon_threadsafe(stop.set)
+        time.sleep(PARENT_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="kvxfer-parent", daemon=True).start()
+
+
+def _wait_gone(pid: int) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except OSError:
+        while os.getppid() == pid:
+            time.sleep(1.0)
+        return
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        while os.getppid() == pid and not poller.poll(60_000):
+            pass
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,133 @@
+"""The whole service on one machine: coordinator, workers, router, each its own process on loopback.
+
+Decides who is started with which flags, in which order, and when the whole is ready: not before the router sees every
+worker. What people are shown of it is the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from kvxfer.cli.flags import to_flags
+from kvxfer.cli.supervise import Child, ChildSpec, Supervisor
+from kvxfer.config import check_positive
+from kvxfer.errors import ConfigError, DeadlineExceeded
+
+POLL_S = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class StackOptions:
+    """How the whole service is laid out on this machine."""
+
+    model: str = dataclasses.field(
+        default="smollm2-135m-instruct",
+        metadata={"help": "name of a known model, hub id, or directory of a Llama-family model"},
+    )
+    prefill: int = dataclasses.field(default=1, metadata={"help": "prefill workers", "metavar": "N"})
+    decode: int = dataclasses.field(default=1, metadata={"help": "decode workers", "metavar": "N"})
+    port: int = dataclasses.field(default=8000, metadata={"help": "the router's port on 127.0.0.1; 0 picks a free one"})
+    threads: int = dataclasses.field(
+        default=0,
+        metadata={"help": "compute threads of each worker; 0 shares the cores out", "metavar": "N"},
+    )
+    token_file: str = dataclasses.field(
+        default="", metadata={"help": "cluster token (0600, made where missing); empty takes the default path"}
+    )
+    timeout_s: float = dataclasses.field(
+        default=180.0, metadata={"help": "how long one process may take to become ready", "metavar": "SECONDS"}
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prefill <= 64:
+            raise ConfigError(f"prefill must be 0 to 64, not {self.prefill}")
+        check_positive("decode", self.decode, maximum=64)
+        check_positive("timeout_s", self.timeout_s, maximum=86400)
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port must be 0 to 65535, not {self.port}")
+        if self.threads < 0:
+            raise ConfigError(f"threads must be 0 or more, not {self.threads}")
+
+
+def names(options: StackOptions) -> list[str]:
+    """Names of the processes, in the order in which they are started."""
+    workers = [f"prefill-{n}" for n in range(options.prefill)] + [f"decode-{n}" for n in range(options.decode)]
+    return ["coordinator", *workers, "router"]
+
+
+def threads_each(options: StackOptions, workers: int) -> int:
+    """Compute threads of one of ``workers`` workers: the asked number, or an equal share of the cores we may use."""
+    return options.threads or max(1, len(os.sched_getaffinity(0)) // workers)
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Environment that keeps numeric libraries to ``threads`` threads and off the network."""
+    count = str(threads)
+    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def worker_spec(name: str, role: str, model: pathlib.Path | str, threads: int, **flags: Any) -> ChildSpec:
+    """A worker child; ``flags`` are more fields of WorkerOptions."""
+    values = {"role": role, "model": str(model), "threads": threads, "port": 0, **flags}
+    return ChildSpec(name, ["worker", *to_flags(values), "--log-level=info"], worker_environment(threads))
+
+
+async def start(
+    supervisor: Supervisor,
+    options: StackOptions,
+    model: pathlib.Path | str,
+    *,
+    router_flags: dict[str, Any] | None = None,
+) -> Child:
+    """Start everything and return the router's child once the router sees every worker.
+
+    Raises what :meth:`Supervisor.start` raises, and DeadlineExceeded where the workers do not show up at the router.
+    """
+    shared: dict[str, Any] = {"token_file": options.token_file or None}
+    coordinator = await supervisor.start(
+        ChildSpec("coordinator", ["coordinator", *to_flags({"port": 0, **shared})]), timeout_s=options.timeout_s
+    )
+    shared["coordinator"] = coordinator.address
+    worker_names = names(options)[1:-1]
+    threads = threads_each(options, len(worker_names))
+    specs = [
+        worker_spec(name, name.partition("-")[0], model, threads, agent_id=name, **shared) for name in worker_names
+    ]
+    await _all([supervisor.start(spec, timeout_s=options.timeout_s) for spec in specs])
+    router_values = {"port": options.port, **shared, **(router_flags or {})}
+    router = await supervisor.start(
+        ChildSpec("router", ["router", *to_flags(router_values)]), timeout_s=options.timeout_s
+    )
+    await _wait_workers(router, len(worker_names), timeout_s=30.0)
+    return router
+
+
+async def _all(starts: list[Coroutine[Any, Any, Child]]) -> None:
+    """Run all of them at once; the first failure cancels the others and is the one that is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for start_one in starts:
+                group.create_task(start_one)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+async def _wait_workers(router: Child, count: int, *, timeout_s: float) -> None:
+    import httpx
+
+    deadline_s = time.monotonic() + timeout_s
+    async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
+        while True:
+            answer = await client.get(f"{router.http_url}/v1/workers")
+            seen = len(answer.json().get("data", [])) if answer.status_code == 200 else 0
+            if seen >= count:
+                return
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"the router saw {seen} of {count} workers within {timeout_s:g} s")
+            await asyncio.sleep(POLL_S)

@@ -1,0 +1,190 @@
+"""Child processes of one command: started, watched, and stopped in order; none outlives this process.
+
+Decides when a child counts as ready (its JSON line came) or lost (it ended unasked). It must never know what the
+children do for each other: which ones there are, and with which flags, is the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvxfer.errors import ConfigError, DeadlineExceeded, KvxferError
+
+STOP_GRACE_S = 15.0
+"""A child that has not ended this long after SIGTERM is killed."""
+TAIL_LINES = 40
+LINE_BYTES_MAX = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class ChildSpec:
+    """One child: its name on screen, the words after ``kvxfer``, and additions to its environment."""
+
+    name: str
+    words: Sequence[str]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Child:
+    """A started child. ``ready`` is its ready line once that came; ``tail`` the end of what it wrote to stderr."""
+
+    spec: ChildSpec
+    process: asyncio.subprocess.Process
+    started_s: float
+    ready: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ready_after_s: float = 0.0
+    tail: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
+    is_stopping: bool = False
+
+    @property
+    def address(self) -> str:
+        return str(self.ready.get("address") or "")
+
+    @property
+    def http_url(self) -> str:
+        return str(self.ready.get("http_url") or "")
+
+    def ending(self) -> str:
+        """How the process ended, in words; it must have ended."""
+        code = self.process.returncode
+        assert code is not None
+        if code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with code {code}"
+
+
+class Supervisor:
+    """Owns the children. Use as an async context manager: leaving it stops every child, newest first.
+
+    ``on_ready(child)`` and ``on_lost(child)`` are called on the loop; ``on_line(name, line)`` with each stderr line.
+    """
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str] = (sys.executable, "-P", "-m", "kvxfer.cli"),
+        on_ready: Callable[[Child], None] = lambda child: None,
+        on_lost: Callable[[Child], None] = lambda child: None,
+        on_line: Callable[[str, str], None] = lambda name, line: None,
+    ) -> None:
+        self._command = command
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._on_line = on_line
+        self._children: list[Child] = []
+        self._tasks: dict[int, list[asyncio.Task[None]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Supervisor children={[child.spec.name for child in self._children]}>"
+
+    async def __aenter__(self) -> Supervisor:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for child in reversed(list(self._children)):
+            await self.stop(child)
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        return tuple(self._children)
+
+    async def start(self, spec: ChildSpec, *, timeout_s: float) -> Child:
+        """Start a child and wait for its ready line.
+
+        Raises ConfigError where the child ended with code 2, KvxferError where it ended otherwise, both with the
+        child's own last words; DeadlineExceeded after ``timeout_s``, when the child has been stopped.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *(*self._command, *spec.words, f"--exit-with-parent={os.getpid()}"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **spec.environment},
+            limit=LINE_BYTES_MAX,
+            start_new_session=True,
+        )
+        child = Child(spec, process, time.monotonic())
+        self._children.append(child)
+        is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks[id(child)] = [
+            asyncio.create_task(self._read_stdout(child, is_ready)),
+            asyncio.create_task(self._read_stderr(child)),
+            asyncio.create_task(self._watch(child, is_ready)),
+        ]
+        try:
+            async with asyncio.timeout(timeout_s):
+                await is_ready
+        except TimeoutError:
+            await self.stop(child)
+            last = f"; its last words: {child.tail[-1]}" if child.tail else ""
+            raise DeadlineExceeded(f"{spec.name} was not ready within {timeout_s:g} s{last}") from None
+        except BaseException:
+            await self.stop(child)
+            raise
+        self._on_ready(child)
+        return child
+
+    async def stop(self, child: Child) -> None:
+        """End a child: SIGTERM, then SIGKILL after ``STOP_GRACE_S``. Repeats are harmless."""
+        if child not in self._children:
+            return
+        child.is_stopping = True
+        if child.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.terminate()
+            try:
+                async with asyncio.timeout(STOP_GRACE_S):
+                    await child.process.wait()
+            except TimeoutError:
+                self._on_line(child.spec.name, f"did not stop within {STOP_GRACE_S:g} s and was killed")
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.kill()
+                await child.process.wait()
+        await asyncio.gather(*self._tasks.pop(id(child), []), return_exceptions=True)
+        if child in self._children:
+            self._children.remove(child)
+
+    async def _read_stdout(self, child: Child, is_ready: asyncio.Future[None]) -> None:
+        assert child.process.stdout is not None
+        async for raw in child.process.stdout:
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                line = None
+            if isinstance(line, dict) and line.get("event") == "ready" and not is_ready.done():
+                child.ready = line
+                child.ready_after_s = time.monotonic() - child.started_s
+                is_ready.set_result(None)
+
+    async def _read_stderr(self, child: Child) -> None:
+        assert child.process.stderr is not None
+        async for raw in child.process.stderr:
+            line = raw.decode(errors="replace").rstrip()
+            child.tail.append(line)
+            self._on_line(child.spec.name, line)
+
+    async def _watch(self, child: Child, is_ready: asyncio.Future[None]) -> None:
+        await child.process.wait()
+        if not is_ready.done():
+            await self._tasks[id(child)][1]
+            is_ready.set_exception(_failed_start(child))
+        elif not child.is_stopping:
+            self._on_lost(child)
+
+
+def _failed_start(child: Child) -> KvxferError:
+    words = next((line for line in reversed(child.tail) if line.startswith("kvxfer")), None)
+    why = words.removeprefix("kvxfer: ") if words else f"it {child.ending()}"
+    message = f"{child.spec.name} could not start: {why}"
+    return ConfigError(message) if child.process.returncode == 2 else KvxferError(message)

@@ -1,0 +1,94 @@
+"""Log lines: their looks, and what they must not show."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from kvxfer import observe
+from kvxfer.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("kvxfer")
+    before = (list(root.handlers), root.level, ours.level)
+    yield
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
+    observe._hidden_values.clear()
+
+
+def logged(style: str, level: str = "info", **fields: object) -> str:
+    stream = io.StringIO()
+    observe.configure_logging(level=level, style=style, stream=stream)
+    logging.getLogger("kvxfer.router").warning("worker lost", extra=fields)
+    return stream.getvalue()
+
+
+def test_text() -> None:
+    line = logged("text", agent_id="decode-0", why="it is gone")
+    assert line.endswith('WARNING router: worker lost agent_id=decode-0 why="it is gone"\n')
+
+
+def test_json() -> None:
+    entry = json.loads(logged("json", agent_id="decode-0"))
+    assert entry["message"] == "worker lost"
+    assert entry["level"] == "warning"
+    assert entry["agent_id"] == "decode-0"
+
+
+@pytest.mark.parametrize("style", observe.STYLES)
+def test_secrets_are_hidden(style: str) -> None:
+    observe.hide(b"0123456789abcdef0123")
+    line = logged(
+        style,
+        cluster_token="abc",
+        session_key="def",
+        note="key 30313233343536373839616263646566" + "30313233 or 0123456789abcdef0123",
+        header="Bearer sk-verysecret",
+        prompt_tokens=12,
+    )
+    for secret in ("abc", "def", "sk-verysecret"):
+        assert secret not in line.replace("[hidden]", "")
+    assert "12" in line
+
+
+def test_level() -> None:
+    assert logged("text", level="error") == ""
+
+
+def test_wrong_settings() -> None:
+    with pytest.raises(ConfigError, match="log level"):
+        observe.configure_logging(level="loud")
+    with pytest.raises(ConfigError, match="log style"):
+        observe.configure_logging(style="xml")
+
+
+def test_spans() -> None:
+    seen: list[observe.Span] = []
+    with observe.span("nobody listens"):
+        pass
+    with observe.spans_to(seen.append):
+        with observe.span("wire", lane="mapped") as attributes:
+            attributes["bytes"] = 5
+        with pytest.raises(KeyError), observe.span("plan"):
+            raise KeyError("x")
+    assert [(span.name, dict(span.attributes), span.error) for span in seen] == [
+        ("wire", {"lane": "mapped", "bytes": 5}, None),
+        ("plan", {}, "KeyError"),
+    ]
+    assert all(span.duration_ns >= 0 for span in seen)
+
+
+def test_traceparent() -> None:
+    received = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    following = observe.next_traceparent(received)
+    assert following.split("-")[1] == received.split("-")[1]
+    assert following != received
+    assert observe.next_traceparent("nonsense").startswith("00-")

@@ -1,0 +1,114 @@
+"""The supervisor against children that behave, fail, vanish, and will not stop; and its own sudden death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvxfer.cli import supervise
+from kvxfer.cli.supervise import Child, ChildSpec, Supervisor
+from kvxfer.errors import ConfigError, DeadlineExceeded, KvxferError
+
+FAKE = (sys.executable, str(pathlib.Path(__file__).with_name("fake_service.py")))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "\nState:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_text()
+
+
+async def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.02)
+
+
+async def test_ready_and_stopped_in_reverse_order() -> None:
+    lines: list[tuple[str, str]] = []
+    ready: list[str] = []
+    async with Supervisor(
+        command=FAKE, on_line=lambda *line: lines.append(line), on_ready=lambda child: ready.append(child.spec.name)
+    ) as supervisor:
+        first = await supervisor.start(ChildSpec("first", ["well"]), timeout_s=30)
+        second = await supervisor.start(ChildSpec("second", ["well"]), timeout_s=30)
+        assert first.address == "127.0.0.1:1"
+        assert first.ready["pid"] == first.process.pid
+        assert len(supervisor.children) == 2
+    assert ready == ["first", "second"]
+    assert [name for name, line in lines if line == "stopped well"] == ["second", "first"]
+    assert (first.process.returncode, second.process.returncode) == (0, 0)
+
+
+async def test_bad_configuration_is_told_in_the_childs_words() -> None:
+    async with Supervisor(command=FAKE) as supervisor:
+        with pytest.raises(ConfigError, match=r"^worker could not start: port 1 is taken$"):
+            await supervisor.start(ChildSpec("worker", ["config"]), timeout_s=30)
+        assert supervisor.children == ()
+
+
+async def test_crash_at_start() -> None:
+    async with Supervisor(command=FAKE) as supervisor:
+        with pytest.raises(KvxferError, match="it ended with code 3") as caught:
+            await supervisor.start(ChildSpec("worker", ["crash"]), timeout_s=30)
+    assert not isinstance(caught.value, ConfigError)
+
+
+async def test_never_ready() -> None:
+    async with Supervisor(command=FAKE) as supervisor:
+        with pytest.raises(DeadlineExceeded, match=r"worker was not ready within 0\.5 s"):
+            await supervisor.start(ChildSpec("worker", ["silent"]), timeout_s=0.5)
+        assert supervisor.children == ()
+
+
+async def test_lost_child_is_reported_and_others_stay() -> None:
+    lost: list[Child] = []
+    async with Supervisor(command=FAKE, on_lost=lost.append) as supervisor:
+        first = await supervisor.start(ChildSpec("first", ["well"]), timeout_s=30)
+        second = await supervisor.start(ChildSpec("second", ["well"]), timeout_s=30)
+        first.process.kill()
+        await wait_until(lambda: lost)
+        assert lost == [first]
+        assert first.ending() == "was ended by SIGKILL"
+        assert second.process.returncode is None
+    assert lost == [first]
+
+
+async def test_child_that_will_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "STOP_GRACE_S", 0.3)
+    lines: list[str] = []
+    async with Supervisor(command=FAKE, on_line=lambda name, line: lines.append(line)) as supervisor:
+        child = await supervisor.start(ChildSpec("worker", ["stubborn"]), timeout_s=30)
+    assert child.process.returncode == -signal.SIGKILL
+    assert lines == ["did not stop within 0.3 s and was killed"]
+
+
+def test_children_die_with_a_killed_supervisor() -> None:
+    source = (
+        "import asyncio, sys\n"
+        "from kvxfer.cli.supervise import ChildSpec, Supervisor\n"
+        "async def main():\n"
+        f"    async with Supervisor(command={FAKE!r}) as supervisor:\n"
+        "        child = await supervisor.start(ChildSpec('worker', ['well']), timeout_s=30)\n"
+        "        print(child.process.pid, flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process:
+        pid = int(process.stdout.readline())
+        assert is_running(pid)
+        process.kill()
+    asyncio.run(wait_until(lambda: not is_running(pid)))
