@@ -1,0 +1,158 @@
+"""The Dockerfile and the compose file, read: every command, flag, port, path, variable and extra they name exists."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import shlex
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+
+from kvxfer import cli
+from kvxfer.cli import services
+from kvxfer.cli.flags import options_from
+from kvxfer.engine import model_store
+from kvxfer.types import check_agent_id
+
+pytestmark = pytest.mark.checkout
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+DOCKERFILE = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
+ROLES = ("coordinator", "prefill", "decode", "router")
+
+
+def instructions(name: str) -> list[str]:
+    return re.findall(rf"^{name}\s+(.+)$", DOCKERFILE, re.MULTILINE)
+
+
+def parsed(service: str) -> Any:
+    words = SERVICES[service]["command"]
+    return cli.build_parser(words[0]).parse_args(words)
+
+
+def options(service: str) -> Any:
+    args = parsed(service)
+    return options_from(services.options_class(args.command), args)
+
+
+def docker_variables() -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S+)", " ".join(instructions("ENV"))))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_command_parses(service: str) -> None:
+    assert parsed(service).command == SERVICES[service]["command"][0]
+
+
+@pytest.mark.parametrize("service", ROLES)
+def test_options_are_accepted(service: str) -> None:
+    found = options(service)
+    assert found.host == "0.0.0.0"
+    assert found.insecure
+    assert found.token_file == "/run/secrets/cluster_token"
+
+
+def test_roles() -> None:
+    assert set(SERVICES) == {*ROLES, "model"}
+    for role in ("prefill", "decode"):
+        found = options(role)
+        assert str(found.role) == role
+        assert check_agent_id(found.agent_id) == role
+        assert found.advertise_host == role
+        assert found.model in (model_store.DEFAULT_MODEL, model_store.TINY_MODEL)
+        assert found.model == SERVICES["model"]["command"][1]
+
+
+def test_addresses_name_services_and_their_ports() -> None:
+    for service in ("prefill", "decode", "router"):
+        host, _, port = options(service).coordinator.rpartition(":")
+        assert host in SERVICES
+        assert int(port) == options(host).port
+    assert parsed_doctor(SERVICES["coordinator"]["healthcheck"]["test"]).endswith(f":{options('coordinator').port}")
+
+
+def parsed_doctor(test: list[str]) -> str:
+    assert test[:2] == ["CMD", "kvxfer"]
+    return str(cli.build_parser(test[2]).parse_args(test[2:]).coordinator)
+
+
+def test_only_the_router_is_published_and_only_on_loopback() -> None:
+    assert {name for name, service in SERVICES.items() if service.get("ports")} == {"router"}
+    (published,) = SERVICES["router"]["ports"]
+    host, _, inner = published.split(":")
+    assert host == "127.0.0.1"
+    assert int(inner) == options("router").port
+    assert COMPOSE["networks"]["cluster"]["internal"] is True
+    for service in ("coordinator", "prefill", "decode"):
+        assert SERVICES[service]["networks"] == ["cluster"]
+
+
+def test_the_token_is_a_secret_that_only_our_user_reads() -> None:
+    (uid,) = re.findall(r"useradd --uid (\d+)", DOCKERFILE)
+    for service in ROLES:
+        (secret,) = SERVICES[service]["secrets"]
+        assert secret["source"] in COMPOSE["secrets"]
+        assert options(service).token_file == f"/run/secrets/{secret['target']}"
+        assert (secret["uid"], secret["mode"]) == (uid, 0o400)
+    text = (ROOT / "deploy" / "compose.yaml").read_text()
+    assert f"export {COMPOSE['secrets']['cluster_token']['environment']}=" in text
+
+
+def test_what_compose_names_exists() -> None:
+    for service in SERVICES.values():
+        assert set(service["networks"]) <= set(COMPOSE["networks"])
+        assert set(service.get("depends_on", ())) <= set(SERVICES)
+        for mount in service.get("volumes", ()):
+            volume, _, target = mount.partition(":")
+            assert volume in COMPOSE["volumes"]
+            assert target == docker_variables()["XDG_CACHE_HOME"]
+    build = SERVICES["model"]["build"]
+    context = (ROOT / "deploy" / build["context"]).resolve()
+    assert (context / build["dockerfile"]).is_file()
+    assert {service["image"] for service in SERVICES.values()} == {"kvxfer:latest"}
+
+
+def test_workers_and_router_listen_where_the_health_check_asks() -> None:
+    (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)/health", " ".join(instructions("HEALTHCHECK")))
+    assert instructions("EXPOSE") == [port]
+    for service in ("prefill", "decode", "router"):
+        assert "healthcheck" not in SERVICES[service]
+        assert options(service).port == int(port)
+
+
+def test_image_runs_the_command_as_nobody_special() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert instructions("ENTRYPOINT") == ['["kvxfer"]']
+    assert "kvxfer" in scripts
+    assert instructions("USER") == ["kvxfer"]
+    assert re.search(r"useradd .*\bkvxfer\b", DOCKERFILE)
+
+
+def test_image_installs_extras_that_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r"kvxfer-\*\.whl\)\[([\w,]+)\]", DOCKERFILE)
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+
+
+def test_image_is_built_from_what_the_context_holds() -> None:
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert all((ROOT / name).exists() for name in kept)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"pyproject.toml", "constraints.txt", "kvxfer", project["readme"], *project["license-files"]} <= set(kept)
+    stages = set(re.findall(r"^FROM \S+ AS (\w+)", DOCKERFILE, re.MULTILINE))
+    assert set(re.findall(r"from=(\w+)", DOCKERFILE)) <= stages
+    declared = {name.partition("=")[0] for name in instructions("ARG")}
+    used = set(re.findall(r"\$\{(\w+)", DOCKERFILE))
+    assert used <= declared
+
+
+def test_image_directories_are_ours() -> None:
+    made = next(text for text in instructions("RUN") if "install --directory" in text)
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        assert docker_variables()[name] in shlex.split(made)
+    assert instructions("VOLUME") == [f'["{docker_variables()["XDG_CACHE_HOME"]}"]']
