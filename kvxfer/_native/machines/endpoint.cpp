@@ -21,6 +21,7 @@ void Endpoint::peer_dead(const AgentRef& peer, Nanos now, Effects& out) {
     current->second.source_dead(now, out);
     settle(current, now, out);
   }
+  given_up_.erase(peer);
   grants_.reader_dead(peer, now, out);
   notifier_.peer_dead(peer, out);
   std::vector<SessionId> sessions;
@@ -133,6 +134,7 @@ SessionId Endpoint::accepted(SessionKind kind, const Bytes32& nonce, Nanos now, 
 
 void Endpoint::dial_failed(const AgentRef& peer, SessionKind kind, Code code, const std::string& text, Nanos now, Effects& out) {
   dialing_.erase({peer, kind});
+  if (const auto next = dialing_.lower_bound({peer, SessionKind{}}); next == dialing_.end() || next->first != peer) given_up_.erase(peer);
   for (auto it = transfers_.begin(); it != transfers_.end();) {
     const auto current = it++;
     Transfer& transfer = current->second;
@@ -193,6 +195,10 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
     attach(session, transfer, now);
     transfer.session_up(id, now, out);
     settle(current, now, out);
+  }
+  if (const auto given_up = given_up_.find(peer); given_up != given_up_.end()) {
+    for (const TransferId& transfer : given_up->second) out.push_back(SendFrame{id, Release{transfer}});
+    given_up_.erase(given_up);
   }
   notifier_.flush(peer, id, true, now, out);
 }
@@ -329,6 +335,17 @@ void Endpoint::attach(Session& session, const Transfer& transfer, Nanos now) {
   session.transfers.insert(transfer.id());
 }
 
+// A transfer that ended without a session could not release its grant. Where a session to the source is up, or about to be,
+// it is told that way; where none can be had, the grant's own expiry ends it.
+void Endpoint::give_up_grant(const Transfer& transfer, Effects& out) {
+  if (transfer.session() != 0 || transfer.state() == TransferState::Committed || !knows(transfer.source())) return;
+  if (const SessionId session = find_up(transfer.source(), std::nullopt)) {
+    out.push_back(SendFrame{session, Release{transfer.id()}});
+  } else if (const auto next = dialing_.lower_bound({transfer.source(), SessionKind{}}); next != dialing_.end() && next->first == transfer.source()) {
+    given_up_[transfer.source()].push_back(transfer.id());
+  }
+}
+
 // After every event of a transfer: connect it where it needs that, remember when to look again, forget it when it is over.
 void Endpoint::settle(Transfers::iterator it, Nanos now, Effects& out) {
   Transfer& transfer = it->second;
@@ -339,6 +356,7 @@ void Endpoint::settle(Transfers::iterator it, Nanos now, Effects& out) {
     wake_of_.erase(old);
   }
   if (transfer.is_over()) {
+    give_up_grant(transfer, out);
     finished_[id] = transfer.state();
     finished_order_.push_back(id);
     if (finished_order_.size() > limits_.finished_max) {

@@ -121,6 +121,7 @@ class Endpoint {
   static void attach(Session& session, const Transfer& transfer, Nanos now);
   void connect(Transfer& transfer, Nanos now, Effects& out);
   void settle(Transfers::iterator it, Nanos now, Effects& out);
+  void give_up_grant(const Transfer& transfer, Effects& out);
   bool is_source(const AgentRef& peer, const Transfer& transfer) const;
 
   AgentRef self_;
@@ -132,6 +133,7 @@ class Endpoint {
   std::map<SessionId, Session> sessions_;
   SessionId next_session_ = 1;
   std::set<std::pair<AgentRef, SessionKind>> dialing_;
+  std::map<AgentRef, std::vector<TransferId>> given_up_;  // ended while their session was being dialed: release when it is up
   Transfers transfers_;
   std::set<std::pair<Nanos, TransferId>> wakes_;
   std::map<TransferId, Nanos> wake_of_;

@@ -244,7 +244,9 @@ void GrantTable::on_release(const AgentRef& peer, const TransferId& id, Nanos no
   if (found != grants_.end()) {
     Grant& grant = found->second;
     lapse(grant, now, out);
-    if (grant.reader && *grant.reader == peer) finish(grant, GrantEvent::Release, out);
+    // The named reader may give a grant up before it ever asked for a block of it.
+    const bool is_reader = grant.reader ? *grant.reader == peer : !grant.reader_id.empty() && grant.reader_id == peer.agent_id;
+    if (is_reader) finish(grant, GrantEvent::Release, out);
     return;
   }
   const auto range = waiting_.equal_range(id);
@@ -268,8 +270,9 @@ void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {
   Grant& grant = found->second;
   if (!grant.reader || *grant.reader != peer || renew.seq <= grant.renew_seq) return;
   if (has_bug(Bug::renew_revives) && !is_alive(grant, now)) {
+    if (grant.state != GrantState::Alive) ++counts_.alive;
     grant.state = GrantState::Alive;
-    grant.expiry = now + limits_.ttl_ns;
+    set_expiry(grant, now + limits_.ttl_ns);
     return;
   }
   if (!is_alive(grant, now)) return;

@@ -7,6 +7,7 @@ namespace {
 
 constexpr Nanos kDialBackoff = 20 * kMillisecond;
 constexpr Nanos kDialBackoffMax = 500 * kMillisecond;
+constexpr Nanos kRenewGapMin = 10 * kMillisecond;
 constexpr uint32_t kSilencesMax = 4;
 
 }  // namespace
@@ -102,7 +103,9 @@ void Transfer::session_lost(Nanos now, Effects&) {
 
 void Transfer::dial_failed(Code code, const std::string& text, Nanos now, Effects& out) {
   if (is_final(state_) || session_ != 0) return;
-  if (session_kind(lane()) == SessionKind::Unix) return next_lane(text, now, out);  // not there for us: no use in waiting
+  // A Unix socket that is not there for us stays away; an owner that does not know us yet will hear of us.
+  const bool is_closed_to_us = session_kind(lane()) == SessionKind::Unix && code != Code::unauthenticated;
+  if (is_closed_to_us && (code == Code::no_lane || lane_ + 1 < spec_.lanes.size())) return next_lane(text, now, out);
   unreachable_code_ = code == Code::unauthenticated ? code : Code::peer_gone;
   unreachable_text_ = ": " + text;
   if (now - unreachable_since_ >= limits_.reconnect_ns) return fail(unreachable_code_, "cannot reach the source" + unreachable_text_, now, out);
@@ -130,7 +133,9 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
     return fail(Code::refused, "the grant has " + std::to_string(ready.total) + " blocks, fewer than were asked for", now, out);
   }
   move(TransferEvent::Heard);
-  if (!is_granted_ || renew_at_ == kNever) renew_at_ = now + Nanos{ready.ttl_ms} * kMillisecond / 3;
+  const Nanos left = Nanos{ready.ttl_ms} * kMillisecond;
+  source_ttl_ = std::max(source_ttl_, left);
+  renew_at_ = std::min(is_granted_ ? renew_at_ : kNever, now + left / 3);
   is_granted_ = true;
   is_complete_ = is_complete_ || ready.complete;
   remote_pool_ = ready.pool;
@@ -284,7 +289,7 @@ void Transfer::tick(Nanos now, Effects& out) {
     return;
   }
   if (is_granted_ && now >= renew_at_) {
-    renew_at_ = now + limits_.ttl_ns / 3;
+    renew_at_ = now + std::max(std::min(limits_.ttl_ns, source_ttl_) / 3, kRenewGapMin);
     send(Renew{spec_.id, ++renew_seq_, static_cast<uint32_t>(limits_.ttl_ns / kMillisecond)}, out);
   }
   if (reading_ == 0 && now - heard_at_ >= patience()) {

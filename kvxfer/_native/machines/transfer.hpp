@@ -130,6 +130,7 @@ class Transfer {
   bool is_given_back_ = false;
   uint32_t before_complete_ = 0;
   uint32_t renew_seq_ = 0;
+  Nanos source_ttl_ = 0;            // the longest rest of the grant's life that was told: the source may grant for less than we ask
   uint32_t dials_failed_ = 0;
   Code unreachable_code_ = Code::peer_gone;  // of the last dial that failed
   std::string unreachable_text_;

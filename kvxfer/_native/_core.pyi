@@ -1,0 +1,1124 @@
+"""
+kvxfer's native core. Bad calls and failures raise the exceptions of kvxfer.errors.
+"""
+
+from collections.abc import Sequence
+import enum
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+
+class Lane(enum.Enum):
+    MAPPED = 1
+
+    STREAM = 2
+
+    MEMORY = 3
+
+class SessionKind(enum.Enum):
+    TCP = 1
+
+    UNIX = 2
+
+    MEMORY = 3
+
+class GrantState(enum.IntEnum):
+    ALIVE = 0
+
+    RELEASED = 1
+
+    EXPIRED = 2
+
+    REVOKED = 3
+
+    READER_GONE = 4
+
+class GrantEvent(enum.Enum):
+    READY = 0
+
+    PULL = 1
+
+    CONFIRM = 2
+
+    RENEW = 3
+
+    RELEASE = 4
+
+    REVOKE = 5
+
+    EXPIRE = 6
+
+    READER_DEAD = 7
+
+class TransferState(enum.IntEnum):
+    CONNECTING = 0
+
+    WAITING = 1
+
+    READING = 2
+
+    CONFIRMING = 3
+
+    COMMITTED = 4
+
+    FAILED = 5
+
+    CANCELLED = 6
+
+class TransferEvent(enum.Enum):
+    SESSION_UP = 0
+
+    SESSION_UP_LANDED = 1
+
+    HEARD = 2
+
+    LANDED = 3
+
+    LANDED_ALL = 4
+
+    SESSION_LOST = 5
+
+    VERDICT_OK = 6
+
+    FAIL = 7
+
+    CANCEL = 8
+
+class HelloStep(enum.Enum):
+    DIAL = 1
+
+    ACCEPT = 2
+
+    PROVE = 3
+
+class NotifKind(enum.Enum):
+    DELIVER = 1
+
+    ACK = 2
+
+class PingKind(enum.Enum):
+    ASK = 1
+
+    ANSWER = 2
+
+class Code(enum.Enum):
+    ok = 0
+
+    internal = 1
+
+    invalid_argument = 2
+
+    blocks_busy = 3
+
+    limit_exceeded = 4
+
+    closed = 5
+
+    incompatible = 6
+
+    refused = 7
+
+    unauthenticated = 8
+
+    protocol = 9
+
+    overloaded = 10
+
+    transport = 11
+
+    peer_gone = 12
+
+    deadline = 13
+
+    no_lane = 14
+
+    grant_expired = 15
+
+    grant_revoked = 16
+
+    grant_released = 17
+
+    grant_unknown = 18
+
+    checksum = 19
+
+    cancelled = 20
+
+class AgentRef:
+    """One life of one agent."""
+
+    def __init__(self, agent_id: str, number: int, boot_nonce: bytes) -> None: ...
+
+    @property
+    def agent_id(self) -> str: ...
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def boot_nonce(self) -> bytes: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def __lt__(self, arg: AgentRef, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Hello:
+    def __init__(self, step: HelloStep, agent: AgentRef, peer: AgentRef, nonce: bytes, mac: bytes) -> None: ...
+
+    @property
+    def step(self) -> HelloStep: ...
+
+    @property
+    def agent(self) -> AgentRef: ...
+
+    @property
+    def peer(self) -> AgentRef: ...
+
+    @property
+    def nonce(self) -> bytes: ...
+
+    @property
+    def mac(self) -> bytes: ...
+
+class Pull:
+    def __init__(self, id: bytes, attempt: int, nonce: int, lane: Lane, first: int, count: int, block_bytes: int, digest: bytes, wait_ms: int) -> None: ...
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def nonce(self) -> int: ...
+
+    @property
+    def lane(self) -> Lane: ...
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def digest(self) -> bytes: ...
+
+    @property
+    def wait_ms(self) -> int: ...
+
+class Push:
+    def __init__(self, id: bytes, count: int) -> None: ...
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def count(self) -> int: ...
+
+class Ready:
+    def __init__(self, id: bytes, attempt: int, seq: int, blocks: int, layers: int, total: int, complete: bool, ttl_ms: int, pool: int, ids_first: int, ids: Sequence[int]) -> None: ...
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def seq(self) -> int: ...
+
+    @property
+    def blocks(self) -> int: ...
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def complete(self) -> bool: ...
+
+    @property
+    def ttl_ms(self) -> int: ...
+
+    @property
+    def pool(self) -> int: ...
+
+    @property
+    def ids_first(self) -> int: ...
+
+    @property
+    def ids(self) -> list[int]: ...
+
+class Data:
+    def __init__(self, id: bytes, attempt: int, first: int, count: int, complete: bool, payload_bytes: int) -> None: ...
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def complete(self) -> bool: ...
+
+    @property
+    def payload_bytes(self) -> int: ...
+
+class Confirm:
+    def __init__(self, id: bytes, nonce: int) -> None: ...
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def nonce(self) -> int: ...
+
+class Verdict:
+    def __init__(self, id: bytes, nonce: int, code: Code) -> None: ...
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def nonce(self) -> int: ...
+
+    @property
+    def code(self) -> Code: ...
+
+class Release:
+    def __init__(self, id: bytes) -> None: ...
+
+    @property
+    def id(self) -> bytes: ...
+
+class Renew:
+    def __init__(self, id: bytes, seq: int, ttl_ms: int) -> None: ...
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def seq(self) -> int: ...
+
+    @property
+    def ttl_ms(self) -> int: ...
+
+class Revoke:
+    def __init__(self, id: bytes, code: Code) -> None: ...
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def code(self) -> Code: ...
+
+class Cancel:
+    def __init__(self, id: bytes, attempt: int) -> None: ...
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+class Notif:
+    def __init__(self, kind: NotifKind, seq: int, oldest: int, payload: bytes) -> None: ...
+
+    @property
+    def kind(self) -> NotifKind: ...
+
+    @property
+    def seq(self) -> int: ...
+
+    @property
+    def oldest(self) -> int: ...
+
+    @property
+    def payload(self) -> bytes: ...
+
+class Ping:
+    def __init__(self, kind: PingKind, token: int) -> None: ...
+
+    @property
+    def kind(self) -> PingKind: ...
+
+    @property
+    def token(self) -> int: ...
+
+class ErrorFrame:
+    def __init__(self, id: bytes, attempt: int, code: Code, text: bytes) -> None: ...
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def code(self) -> Code: ...
+
+    @property
+    def text(self) -> bytes:
+        """Bytes: a peer may send anything."""
+
+class Map:
+    def __init__(self, pool: int, region_bytes: int, block_count: int, segments: Sequence[tuple[int, int, int]]) -> None: ...
+
+    @property
+    def pool(self) -> int: ...
+
+    @property
+    def region_bytes(self) -> int: ...
+
+    @property
+    def block_count(self) -> int: ...
+
+    @property
+    def segments(self) -> list[tuple[int, int, int]]: ...
+
+def encode(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map) -> bytes:
+    """The bytes of a frame, DATA's payload excluded."""
+
+def kind_name(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map) -> str: ...
+
+class Decoder:
+    """
+    Bytes in, in any cut; frames out, or ProtocolViolation once and for ever.
+    """
+
+    def __init__(self) -> None: ...
+
+    def feed(self, data: bytes) -> None: ...
+
+    def next(self) -> Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map | None: ...
+
+    @property
+    def payload_pending(self) -> int: ...
+
+    def take_payload(self, max: int) -> bytes: ...
+
+    @property
+    def buffered(self) -> int: ...
+
+class Dial:
+    @property
+    def peer(self) -> AgentRef: ...
+
+    @property
+    def kind(self) -> SessionKind: ...
+
+class Hangup:
+    @property
+    def session(self) -> int: ...
+
+    @property
+    def code(self) -> Code: ...
+
+    @property
+    def text(self) -> str: ...
+
+class SendFrame:
+    @property
+    def session(self) -> int: ...
+
+    @property
+    def frame(self) -> Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map: ...
+
+class SendMap:
+    @property
+    def session(self) -> int: ...
+
+    @property
+    def pool(self) -> int: ...
+
+class SendData:
+    @property
+    def session(self) -> int: ...
+
+    @property
+    def frame(self) -> Data: ...
+
+    @property
+    def pool(self) -> int: ...
+
+    @property
+    def blocks(self) -> list[int]: ...
+
+class ReadBlocks:
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def session(self) -> int: ...
+
+    @property
+    def remote_pool(self) -> int: ...
+
+    @property
+    def from_blocks(self) -> list[int]: ...
+
+    @property
+    def pool(self) -> int: ...
+
+    @property
+    def to_blocks(self) -> list[int]: ...
+
+class GrantEnded:
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def state(self) -> GrantState: ...
+
+class TransferProgress:
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def state(self) -> TransferState: ...
+
+    @property
+    def done(self) -> int: ...
+
+    @property
+    def total(self) -> int: ...
+
+class TransferFinal:
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def state(self) -> TransferState: ...
+
+    @property
+    def code(self) -> Code: ...
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def lane(self) -> Lane: ...
+
+    @property
+    def lane_notes(self) -> str: ...
+
+    @property
+    def attempts(self) -> int: ...
+
+    @property
+    def blocks_done(self) -> int: ...
+
+    @property
+    def blocks_before_complete(self) -> int: ...
+
+    @property
+    def queue_ns(self) -> int: ...
+
+    @property
+    def wire_ns(self) -> int: ...
+
+    @property
+    def confirm_ns(self) -> int: ...
+
+class TransferDrained:
+    @property
+    def id(self) -> bytes: ...
+
+class NotifReceived:
+    @property
+    def sender(self) -> AgentRef: ...
+
+    @property
+    def seq(self) -> int: ...
+
+    @property
+    def payload(self) -> bytes: ...
+
+class NotifDelivered:
+    @property
+    def receiver(self) -> AgentRef: ...
+
+    @property
+    def seq(self) -> int: ...
+
+class NotifFailed:
+    @property
+    def receiver(self) -> AgentRef: ...
+
+    @property
+    def seq(self) -> int: ...
+
+    @property
+    def code(self) -> Code: ...
+
+class SessionUp:
+    @property
+    def session(self) -> int: ...
+
+    @property
+    def peer(self) -> AgentRef: ...
+
+    @property
+    def kind(self) -> SessionKind: ...
+
+class PoolInfo:
+    def __init__(self, id: int, block_count: int, block_bytes: int, digest: bytes, is_shareable: bool) -> None: ...
+
+class Ledger:
+    def __init__(self, info: PoolInfo) -> None: ...
+
+    def grant(self, blocks: Sequence[int]) -> None: ...
+
+    def end_grant(self, blocks: Sequence[int]) -> None: ...
+
+    def reserve(self, blocks: Sequence[int]) -> None: ...
+
+    def quarantine(self, blocks: Sequence[int]) -> None: ...
+
+    def give_back(self, blocks: Sequence[int]) -> None: ...
+
+    def is_reserved(self, block: int) -> bool: ...
+
+    def is_granted(self, block: int) -> bool: ...
+
+    @property
+    def granted_count(self) -> int: ...
+
+    @property
+    def reserved_count(self) -> int: ...
+
+    @property
+    def quarantined_count(self) -> int: ...
+
+class GrantLimits:
+    def __init__(self) -> None: ...
+
+    @property
+    def grants_max(self) -> int: ...
+
+    @grants_max.setter
+    def grants_max(self, arg: int, /) -> None: ...
+
+    @property
+    def tombstones_max(self) -> int: ...
+
+    @tombstones_max.setter
+    def tombstones_max(self, arg: int, /) -> None: ...
+
+    @property
+    def waiting_max(self) -> int: ...
+
+    @waiting_max.setter
+    def waiting_max(self, arg: int, /) -> None: ...
+
+    @property
+    def ttl_ns(self) -> int: ...
+
+    @ttl_ns.setter
+    def ttl_ns(self, arg: int, /) -> None: ...
+
+    @property
+    def life_max_ns(self) -> int: ...
+
+    @life_max_ns.setter
+    def life_max_ns(self, arg: int, /) -> None: ...
+
+    @property
+    def wait_max_ns(self) -> int: ...
+
+    @wait_max_ns.setter
+    def wait_max_ns(self, arg: int, /) -> None: ...
+
+    @property
+    def data_bytes_max(self) -> int: ...
+
+    @data_bytes_max.setter
+    def data_bytes_max(self, arg: int, /) -> None: ...
+
+class TransferLimits:
+    def __init__(self) -> None: ...
+
+    @property
+    def stall_ns(self) -> int: ...
+
+    @stall_ns.setter
+    def stall_ns(self, arg: int, /) -> None: ...
+
+    @property
+    def reconnect_ns(self) -> int: ...
+
+    @reconnect_ns.setter
+    def reconnect_ns(self, arg: int, /) -> None: ...
+
+    @property
+    def ttl_ns(self) -> int: ...
+
+    @ttl_ns.setter
+    def ttl_ns(self, arg: int, /) -> None: ...
+
+    @property
+    def wait_ms(self) -> int: ...
+
+    @wait_ms.setter
+    def wait_ms(self, arg: int, /) -> None: ...
+
+    @property
+    def read_bytes_max(self) -> int: ...
+
+    @read_bytes_max.setter
+    def read_bytes_max(self, arg: int, /) -> None: ...
+
+class EndpointLimits:
+    def __init__(self) -> None: ...
+
+    @property
+    def grants(self) -> GrantLimits: ...
+
+    @grants.setter
+    def grants(self, arg: GrantLimits, /) -> None: ...
+
+    @property
+    def transfers(self) -> TransferLimits: ...
+
+    @transfers.setter
+    def transfers(self, arg: TransferLimits, /) -> None: ...
+
+    @property
+    def transfers_max(self) -> int: ...
+
+    @transfers_max.setter
+    def transfers_max(self, arg: int, /) -> None: ...
+
+    @property
+    def finished_max(self) -> int: ...
+
+    @finished_max.setter
+    def finished_max(self, arg: int, /) -> None: ...
+
+    @property
+    def sessions_max(self) -> int: ...
+
+    @sessions_max.setter
+    def sessions_max(self, arg: int, /) -> None: ...
+
+    @property
+    def notifications_max(self) -> int: ...
+
+    @notifications_max.setter
+    def notifications_max(self, arg: int, /) -> None: ...
+
+    @property
+    def notification_bytes_max(self) -> int: ...
+
+    @notification_bytes_max.setter
+    def notification_bytes_max(self, arg: int, /) -> None: ...
+
+    @property
+    def handshake_ns(self) -> int: ...
+
+    @handshake_ns.setter
+    def handshake_ns(self, arg: int, /) -> None: ...
+
+class GrantCounts:
+    @property
+    def alive(self) -> int: ...
+
+    @property
+    def waiting_pulls(self) -> int: ...
+
+    @property
+    def released(self) -> int: ...
+
+    @property
+    def expired(self) -> int: ...
+
+    @property
+    def revoked(self) -> int: ...
+
+    @property
+    def reader_gone(self) -> int: ...
+
+    @property
+    def verdicts_ok(self) -> int: ...
+
+    @property
+    def verdicts_refused(self) -> int: ...
+
+class PoolCounts:
+    @property
+    def pool(self) -> int: ...
+
+    @property
+    def blocks(self) -> int: ...
+
+    @property
+    def granted(self) -> int: ...
+
+    @property
+    def reserved(self) -> int: ...
+
+    @property
+    def quarantined(self) -> int: ...
+
+class EndpointCounts:
+    @property
+    def grants(self) -> GrantCounts: ...
+
+    @property
+    def pools(self) -> list[PoolCounts]: ...
+
+    @property
+    def transfers_live(self) -> int: ...
+
+    @property
+    def transfers_draining(self) -> int: ...
+
+    @property
+    def sessions_up(self) -> int: ...
+
+    @property
+    def sessions_opening(self) -> int: ...
+
+    @property
+    def peers(self) -> int: ...
+
+    @property
+    def notifications_pending(self) -> int: ...
+
+class GrantTable:
+    def __init__(self, limits: GrantLimits) -> None: ...
+
+    def grant(self, id: bytes, ledger: Ledger, blocks: Sequence[int], reader: str, ttl_ns: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def end(self, id: bytes, event: GrantEvent, now_ns: int) -> tuple[GrantState, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
+
+    def state(self, id: bytes, now_ns: int) -> GrantState | None: ...
+
+    def on_pull(self, session: int, peer: AgentRef, pull: Pull, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def on_confirm(self, session: int, peer: AgentRef, confirm: Confirm, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def on_release(self, peer: AgentRef, id: bytes, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def on_renew(self, peer: AgentRef, renew: Renew, now_ns: int) -> None: ...
+
+    def on_cancel(self, session: int, cancel: Cancel) -> None: ...
+
+    def data_sent(self, session: int, id: bytes, attempt: int, count: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def session_closed(self, session: int) -> None: ...
+
+    def reader_dead(self, reader: AgentRef, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def tick(self, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def next_deadline(self) -> int: ...
+
+    def counts(self) -> GrantCounts: ...
+
+def grant_transitions() -> list[tuple[GrantState, GrantEvent, GrantState | None]]: ...
+
+def transfer_transitions() -> list[tuple[TransferState, TransferEvent, TransferState | None]]: ...
+
+class Landing:
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def pool(self) -> int: ...
+
+    @property
+    def blocks(self) -> list[int]: ...
+
+class Endpoint:
+    """
+    All machines of one agent. Every method that can cause effects returns them, last.
+    """
+
+    def __init__(self, agent: AgentRef, limits: EndpointLimits) -> None: ...
+
+    @property
+    def agent(self) -> AgentRef: ...
+
+    def set_peer(self, peer: AgentRef, key: bytes, control: SessionKind) -> None: ...
+
+    def peer_dead(self, peer: AgentRef, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def knows(self, peer: AgentRef) -> bool: ...
+
+    def add_pool(self, info: PoolInfo) -> None: ...
+
+    def remove_pool(self, pool: int) -> None: ...
+
+    def grant(self, id: bytes, pool: int, blocks: Sequence[int], reader: str, ttl_ns: int, ready_blocks: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def end_grant(self, id: bytes, event: GrantEvent, now_ns: int) -> tuple[GrantState, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
+
+    def grant_state(self, id: bytes, now_ns: int) -> GrantState | None: ...
+
+    def pull(self, id: bytes, source: AgentRef, pool: int, blocks: Sequence[int], first: int, lanes: Sequence[Lane], deadline_ns: int, nonce_seed: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def cancel(self, id: bytes, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def transfer_state(self, id: bytes) -> TransferState | None: ...
+
+    def notify(self, to: AgentRef, payload: bytes, now_ns: int) -> tuple[int, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
+
+    def dialed(self, peer: AgentRef, kind: SessionKind, nonce: bytes, now_ns: int) -> tuple[int, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
+
+    def dial_failed(self, peer: AgentRef, kind: SessionKind, code: Code, text: str, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def accepted(self, kind: SessionKind, nonce: bytes, now_ns: int) -> tuple[int, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
+
+    def closed(self, session: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def heard(self, session: int, now_ns: int) -> None: ...
+
+    def on_frame(self, session: int, frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def data_sent(self, session: int, id: bytes, attempt: int, count: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def data_arrives(self, session: int, data: Data, now_ns: int) -> Landing: ...
+
+    def is_landing(self, id: bytes, token: int) -> bool: ...
+
+    def read_landed(self, id: bytes, token: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def read_stopped(self, id: bytes, token: int, code: Code, text: str, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def tick(self, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def next_deadline(self) -> int: ...
+
+    def counts(self) -> EndpointCounts: ...
+
+WIRE_VERSION: int = 1
+
+BODY_MAX: int = 524288
+
+NEVER_NS: int = 9223372036854775807
+
+def sha256(message: bytes) -> bytes: ...
+
+def hmac_sha256(key: bytes, message: bytes) -> bytes: ...
+
+class SessionRefused:
+    """
+    A session that never came up, and why; `peer` is None where nobody had said who dials.
+    """
+
+    @property
+    def peer(self) -> AgentRef | None: ...
+
+    @property
+    def kind(self) -> SessionKind: ...
+
+    @property
+    def code(self) -> Code: ...
+
+    @property
+    def text(self) -> str: ...
+
+class CoreFailed:
+    """
+    The IO thread met an internal error and is gone: nothing is read or written any more, every call raises.
+    """
+
+    @property
+    def text(self) -> str: ...
+
+class CoreStatistics:
+    """
+    What a core has done; `connections` and `sessions_*` (but refused) are of this moment, the rest only grows.
+    """
+
+    @property
+    def bytes_mapped(self) -> int:
+        """Copied out of peers' mapped pools."""
+
+    @property
+    def bytes_streamed_in(self) -> int: ...
+
+    @property
+    def bytes_streamed_out(self) -> int: ...
+
+    @property
+    def bytes_discarded(self) -> int:
+        """Payload that came for reads that were over."""
+
+    @property
+    def frames_in(self) -> int: ...
+
+    @property
+    def frames_out(self) -> int: ...
+
+    @property
+    def wakeups(self) -> int:
+        """Times that the IO thread looked at its sockets."""
+
+    @property
+    def connections(self) -> int: ...
+
+    @property
+    def sessions_tcp(self) -> int: ...
+
+    @property
+    def sessions_unix(self) -> int: ...
+
+    @property
+    def sessions_refused(self) -> int: ...
+
+    @property
+    def dials(self) -> int: ...
+
+    @property
+    def dials_failed(self) -> int: ...
+
+    @property
+    def mappings(self) -> int: ...
+
+    @property
+    def mappings_refused(self) -> int: ...
+
+class Region:
+    """
+    Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It lives as long as this object, a view of its buffer or a
+    pool over it. `numpy.frombuffer(region, dtype=numpy.uint8)` is a writable view.
+    """
+
+    def __init__(self, nbytes: int, *, populate: bool = True) -> None:
+        """
+        `populate` makes every page resident now, so that memory that is not there is missed here.
+        """
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def fileno(self) -> int:
+        """The memfd, which stays the region's: for a look from another process."""
+
+class Core:
+    """
+    One agent's sockets, mappings and machines, on one native thread that needs no GIL. Every method is thread-safe. Times are
+    nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). What happened is told through `fileno()` and `drain()`.
+    """
+
+    def __init__(self, agent: AgentRef, limits: EndpointLimits, *, bind_host: str, bind_port: int, unix_path: str) -> None:
+        """
+        `bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).
+        """
+
+    def start(self) -> None:
+        """
+        Listen and start the thread. Raises TransportError where a socket cannot be bound.
+        """
+
+    def close(self) -> None:
+        """
+        Drop every session and join the thread. Idempotent; afterwards only `drain` and what merely looks may be called.
+        """
+
+    @property
+    def agent(self) -> AgentRef: ...
+
+    @property
+    def tcp_port(self) -> int:
+        """The port that the core listens on; 0 before start."""
+
+    @property
+    def unix_path(self) -> str: ...
+
+    def fileno(self) -> int:
+        """
+        An eventfd, readable while `drain` has something to give. Valid as long as the object.
+        """
+
+    def drain(self) -> list[GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp | SessionRefused | CoreFailed]:
+        """
+        What happened since the last call, in order; of a transfer's progress only the newest. Never blocks.
+        """
+
+    def add_pool(self, info: PoolInfo, region: Region, segments: Sequence[tuple[int, int, int]]) -> None:
+        """
+        Blocks in memory made by kvxfer. A segment is (offset, stride, length): block b has `length` bytes at `offset + b * stride`; the
+        lengths add up to `block_bytes`. Raises InvalidArgument where a block would leave the region.
+        """
+
+    def add_foreign_pool(self, info: PoolInfo, address: int, nbytes: int, owner: object | None, segments: Sequence[tuple[int, int, int]]) -> None:
+        """
+        Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable.
+        """
+
+    def remove_pool(self, pool: int) -> None:
+        """
+        Raises BlocksBusy while a block is granted, reserved or quarantined. When it returns, the memory is not touched any more.
+        """
+
+    def set_peer(self, peer: AgentRef, key: bytes, *, tcp_host: str, tcp_port: int, unix_path: str) -> None:
+        """
+        How to reach and to prove one life of an agent. `key`: 32 bytes. `tcp_host` is a numeric address; `unix_path` is empty where the
+        peer is on another host. Called again, it replaces what was said.
+        """
+
+    def peer_dead(self, peer: AgentRef) -> None: ...
+
+    def grant(self, id: bytes, pool: int, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, reader: str, ttl_ns: int, ready_blocks: int = 0) -> None:
+        """
+        `reader` is an agent id, or empty: the first authenticated reader that presents `id`.
+        """
+
+    def ready(self, id: bytes, blocks: int, *, layers: int = 0, complete: bool = False) -> None: ...
+
+    def end_grant(self, id: bytes, event: GrantEvent) -> GrantState:
+        """
+        `event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten.
+        """
+
+    def grant_state(self, id: bytes) -> GrantState | None: ...
+
+    def pull(self, id: bytes, source: AgentRef, pool: int, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, first: int = 0, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807) -> None:
+        """
+        Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The blocks are the core's until
+        TransferDrained is told.
+        """
+
+    def cancel(self, id: bytes) -> None: ...
+
+    def transfer_state(self, id: bytes) -> TransferState | None: ...
+
+    def notify(self, to: AgentRef, payload: bytes) -> int:
+        """
+        Returns the notification's number, which NotifDelivered or NotifFailed will name.
+        """
+
+    def counts(self) -> EndpointCounts: ...
+
+    def statistics(self) -> CoreStatistics: ...

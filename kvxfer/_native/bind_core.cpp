@@ -1,0 +1,224 @@
+// The core as Python sees it. Every call that takes the endpoint's mutex lets go of the GIL first; the owners of foreign
+// memory are kept here, because nothing below may touch a Python object.
+#include <nanobind/ndarray.h>
+
+#include "bind_casters.hpp"
+#include "core/core.hpp"
+
+namespace kvxfer {
+namespace {
+
+using BlockArray = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using SegmentTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
+
+std::vector<uint32_t> to_blocks(const BlockArray& array) { return {array.data(), array.data() + array.size()}; }
+
+std::vector<Segment> to_segments(const std::vector<SegmentTuple>& tuples) {
+  std::vector<Segment> segments;
+  for (const auto& [offset, stride, length] : tuples) segments.push_back({offset, stride, length});
+  return segments;
+}
+
+template <class F>
+auto without_gil(F&& call) {
+  nb::gil_scoped_release release;
+  return call();
+}
+
+class PyCore {
+ public:
+  PyCore(AgentRef self, EndpointLimits limits, CoreAddress address) : core_(std::move(self), limits, std::move(address)) {}
+  ~PyCore() { close(); }
+
+  Core& core() { return core_; }
+
+  template <class F>
+  auto act(F&& call) {
+    return without_gil([&] { return core_.shared().act(std::forward<F>(call)); });
+  }
+
+  void add_foreign_pool(const PoolInfo& info, uint64_t address, uint64_t bytes, nb::object owner, const std::vector<SegmentTuple>& segments) {
+    without_gil([&] { core_.add_pool(info, reinterpret_cast<uint8_t*>(address), bytes, to_segments(segments)); });
+    owners_[info.id] = std::move(owner);
+  }
+  void remove_pool(uint32_t pool) {
+    without_gil([&] { core_.shared().remove_pool(pool); });
+    owners_.erase(pool);
+  }
+  void close() {
+    without_gil([&] { core_.close(); });
+    const std::map<uint32_t, nb::object> owners = std::exchange(owners_, {});  // whatever their end runs finds them gone
+  }
+
+ private:
+  Core core_;
+  std::map<uint32_t, nb::object> owners_;
+};
+
+// A share of a region that can be dropped without the GIL, which nanobind's own shared pointers cannot.
+struct PyRegion {
+  std::shared_ptr<Region> region;
+};
+
+int region_buffer(PyObject* object, Py_buffer* view, int flags) {
+  const Region& region = *nb::inst_ptr<PyRegion>(nb::handle(object))->region;
+  return PyBuffer_FillInfo(view, object, region.address(), static_cast<Py_ssize_t>(region.bytes()), 0, flags);
+}
+
+PyType_Slot region_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(region_buffer)}, {0, nullptr}};
+
+void bind_events(nb::module_& m) {
+  nb::class_<SessionRefused>(m, "SessionRefused", "A session that never came up, and why; `peer` is None where nobody had said who dials.")
+      .def_ro("peer", &SessionRefused::peer).def_ro("kind", &SessionRefused::kind).def_ro("code", &SessionRefused::code)
+      .def_ro("text", &SessionRefused::text);
+  nb::class_<CoreFailed>(m, "CoreFailed", "The IO thread met an internal error and is gone: nothing is read or written any more, every call raises.")
+      .def_ro("text", &CoreFailed::text);
+}
+
+
+struct CoreStatistics {
+  uint64_t bytes_mapped, bytes_streamed_in, bytes_streamed_out, bytes_discarded;
+  uint64_t frames_in, frames_out, wakeups;
+  uint64_t connections, sessions_tcp, sessions_unix, sessions_refused, dials, dials_failed;
+  uint64_t mappings, mappings_refused;
+};
+
+void bind_statistics(nb::module_& m) {
+  using S = CoreStatistics;
+  nb::class_<S>(m, "CoreStatistics", "What a core has done; `connections` and `sessions_*` (but refused) are of this moment, the rest only grows.")
+      .def_ro("bytes_mapped", &S::bytes_mapped, "Copied out of peers' mapped pools.")
+      .def_ro("bytes_streamed_in", &S::bytes_streamed_in)
+      .def_ro("bytes_streamed_out", &S::bytes_streamed_out)
+      .def_ro("bytes_discarded", &S::bytes_discarded, "Payload that came for reads that were over.")
+      .def_ro("frames_in", &S::frames_in)
+      .def_ro("frames_out", &S::frames_out)
+      .def_ro("wakeups", &S::wakeups, "Times that the IO thread looked at its sockets.")
+      .def_ro("connections", &S::connections)
+      .def_ro("sessions_tcp", &S::sessions_tcp)
+      .def_ro("sessions_unix", &S::sessions_unix)
+      .def_ro("sessions_refused", &S::sessions_refused)
+      .def_ro("dials", &S::dials)
+      .def_ro("dials_failed", &S::dials_failed)
+      .def_ro("mappings", &S::mappings)
+      .def_ro("mappings_refused", &S::mappings_refused);
+}
+
+CoreStatistics snapshot(PyCore& self) {
+  const Statistics& s = self.core().statistics();
+  return {s.bytes_mapped.get(), s.bytes_streamed_in.get(), s.bytes_streamed_out.get(), s.bytes_discarded.get(), s.frames_in.get(),
+          s.frames_out.get(),   s.wakeups.get(),           s.connections.get(),        s.sessions_tcp.get(),    s.sessions_unix.get(),
+          s.sessions_refused.get(), s.dials.get(),         s.dials_failed.get(),       s.mappings.get(),        s.mappings_refused.get()};
+}
+
+void bind_region(nb::module_& m) {
+  nb::class_<PyRegion>(m, "Region", nb::type_slots(region_slots),
+                     "Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It lives as long as this object, a view of its buffer or a\n"
+                     "pool over it. `numpy.frombuffer(region, dtype=numpy.uint8)` is a writable view.")
+      .def("__init__",
+           [](PyRegion* self, uint64_t nbytes, bool populate) {
+             new (self) PyRegion{without_gil([&] { return std::make_shared<Region>(nbytes, populate); })};
+           },
+           nb::arg("nbytes"), nb::kw_only(), nb::arg("populate") = true,
+           "`populate` makes every page resident now, so that memory that is not there is missed here.")
+      .def_prop_ro("address", [](const PyRegion& r) { return reinterpret_cast<uintptr_t>(r.region->address()); })
+      .def_prop_ro("nbytes", [](const PyRegion& r) { return r.region->bytes(); })
+      .def("fileno", [](const PyRegion& r) { return r.region->fd(); }, "The memfd, which stays the region's: for a look from another process.");
+}
+
+void bind_core_class(nb::module_& m) {
+  nb::class_<PyCore>(m, "Core",
+                     "One agent's sockets, mappings and machines, on one native thread that needs no GIL. Every method is thread-safe. Times are\n"
+                     "nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). What happened is told through `fileno()` and `drain()`.")
+      .def("__init__",
+           [](PyCore* self, AgentRef agent, EndpointLimits limits, std::string bind_host, uint16_t bind_port, std::string unix_path) {
+             new (self) PyCore(std::move(agent), limits, CoreAddress{std::move(bind_host), bind_port, std::move(unix_path)});
+           },
+           nb::arg("agent"), nb::arg("limits"), nb::kw_only(), nb::arg("bind_host"), nb::arg("bind_port"), nb::arg("unix_path"),
+           "`bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).")
+      .def("start", [](PyCore& self) { without_gil([&] { self.core().start(); }); }, "Listen and start the thread. Raises TransportError where a socket cannot be bound.")
+      .def("close", &PyCore::close, "Drop every session and join the thread. Idempotent; afterwards only `drain` and what merely looks may be called.")
+      .def_prop_ro("agent", [](PyCore& self) { return self.core().shared().look([](const Endpoint& e) { return e.self(); }); })
+      .def_prop_ro("tcp_port", [](PyCore& self) { return self.core().tcp_port(); }, "The port that the core listens on; 0 before start.")
+      .def_prop_ro("unix_path", [](PyCore& self) { return self.core().unix_path(); })
+      .def("fileno", [](PyCore& self) { return self.core().shared().event_fd(); },
+           "An eventfd, readable while `drain` has something to give. Valid as long as the object.")
+      .def("drain", [](PyCore& self) { return without_gil([&] { return self.core().shared().take_events(); }); },
+           "What happened since the last call, in order; of a transfer's progress only the newest. Never blocks.")
+      .def("add_pool",
+           [](PyCore& self, const PoolInfo& info, const PyRegion& region, const std::vector<SegmentTuple>& segments) {
+             without_gil([&] { self.core().add_pool(info, region.region, to_segments(segments)); });
+           },
+           nb::arg("info"), nb::arg("region"), nb::arg("segments"),
+           "Blocks in memory made by kvxfer. A segment is (offset, stride, length): block b has `length` bytes at `offset + b * stride`; the\n"
+           "lengths add up to `block_bytes`. Raises InvalidArgument where a block would leave the region.")
+      .def("add_foreign_pool", &PyCore::add_foreign_pool, nb::arg("info"), nb::arg("address"), nb::arg("nbytes"), nb::arg("owner").none(), nb::arg("segments"),
+           "Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable.")
+      .def("remove_pool", &PyCore::remove_pool, nb::arg("pool"),
+           "Raises BlocksBusy while a block is granted, reserved or quarantined. When it returns, the memory is not touched any more.")
+      .def("set_peer",
+           [](PyCore& self, const AgentRef& peer, const Bytes32& key, std::string tcp_host, uint16_t tcp_port, std::string unix_path) {
+             without_gil([&] { self.core().shared().set_peer(peer, key, {std::move(tcp_host), tcp_port, std::move(unix_path)}); });
+           },
+           nb::arg("peer"), nb::arg("key"), nb::kw_only(), nb::arg("tcp_host"), nb::arg("tcp_port"), nb::arg("unix_path"),
+           "How to reach and to prove one life of an agent. `key`: 32 bytes. `tcp_host` is a numeric address; `unix_path` is empty where the\n"
+           "peer is on another host. Called again, it replaces what was said.")
+      .def("peer_dead", [](PyCore& self, const AgentRef& peer) { without_gil([&] { self.core().shared().peer_dead(peer); }); }, nb::arg("peer"))
+      .def("grant",
+           [](PyCore& self, const TransferId& id, uint32_t pool, const BlockArray& blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks) {
+             std::vector<uint32_t> list = to_blocks(blocks);
+             self.act([&](Endpoint& e, Nanos now, Effects& out) { e.grant(id, pool, std::move(list), reader, ttl_ns, ready_blocks, now, out); });
+           },
+           nb::arg("id"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("ready_blocks") = 0,
+           "`reader` is an agent id, or empty: the first authenticated reader that presents `id`.")
+      .def("ready",
+           [](PyCore& self, const TransferId& id, uint32_t blocks, uint32_t layers, bool complete) {
+             self.act([&](Endpoint& e, Nanos now, Effects& out) { e.ready(id, blocks, layers, complete, now, out); });
+           },
+           nb::arg("id"), nb::arg("blocks"), nb::kw_only(), nb::arg("layers") = 0, nb::arg("complete") = false)
+      .def("end_grant",
+           [](PyCore& self, const TransferId& id, GrantEvent event) {
+             return self.act([&](Endpoint& e, Nanos now, Effects& out) { return e.end_grant(id, event, now, out); });
+           },
+           nb::arg("id"), nb::arg("event"), "`event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten.")
+      .def("grant_state",
+           [](PyCore& self, const TransferId& id) {
+             return without_gil([&] { return self.core().shared().look([&](const Endpoint& e) { return e.grant_state(id, monotonic_now()); }); });
+           },
+           nb::arg("id"))
+      .def("pull",
+           [](PyCore& self, const TransferId& id, const AgentRef& source, uint32_t pool, const BlockArray& blocks, uint32_t first, std::vector<Lane> lanes,
+              Nanos deadline_ns) {
+             TransferSpec spec{id, source, to_blocks(blocks), first, std::move(lanes), deadline_ns, 0};
+             without_gil([&] { self.core().pull(pool, std::move(spec)); });
+           },
+           nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0, nb::arg("lanes"),
+           nb::arg("deadline_ns") = kNever,
+           "Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The blocks are the core's until\n"
+           "TransferDrained is told.")
+      .def("cancel",
+           [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos now, Effects& out) { e.cancel(id, now, out); }); }, nb::arg("id"))
+      .def("transfer_state",
+           [](PyCore& self, const TransferId& id) {
+             return without_gil([&] { return self.core().shared().look([&](const Endpoint& e) { return e.transfer_state(id); }); });
+           },
+           nb::arg("id"))
+      .def("notify",
+           [](PyCore& self, const AgentRef& to, const nb::bytes& payload) {
+             std::string text(view(payload));
+             return self.act([&](Endpoint& e, Nanos now, Effects& out) { return e.notify(to, std::move(text), now, out); });
+           },
+           nb::arg("to"), nb::arg("payload"), "Returns the notification's number, which NotifDelivered or NotifFailed will name.")
+      .def("counts", [](PyCore& self) { return without_gil([&] { return self.core().shared().look([](const Endpoint& e) { return e.counts(); }); }); })
+      .def("statistics", &snapshot);
+}
+
+}  // namespace
+
+void bind_core(nb::module_& m) {
+  bind_events(m);
+  bind_statistics(m);
+  bind_region(m);
+  bind_core_class(m);
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,125 @@
+#include "outbox.hpp"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+
+namespace kvxfer {
+namespace {
+
+constexpr size_t kIovecsMax = 1024;  // IOV_MAX
+constexpr size_t kSendBytesMax = 1 << 20;
+constexpr size_t kZerosBytes = 64 * 1024;
+
+uint8_t* zeros() {
+  static uint8_t bytes[kZerosBytes];
+  return bytes;
+}
+
+}  // namespace
+
+void Outbox::push(const Frame& frame) {
+  Item item;
+  item.bytes = encode(frame);
+  frame_bytes_ += item.bytes.size();
+  items_.push_back(std::move(item));
+  statistics_.frames_out.add();
+}
+
+void Outbox::push_map(const Map& map, std::shared_ptr<Region> region) {
+  push(map);
+  items_.back().region = std::move(region);
+}
+
+void Outbox::push_data(SendData send, std::shared_ptr<const Pool> pool) {
+  push(send.frame);
+  items_.back().payload = std::make_unique<OutgoingBlocks>(std::move(send), std::move(pool));
+}
+
+void Outbox::abandon_data() {
+  is_abandoned_ = true;
+  const auto is_unsent = [](const Item& item) { return item.payload && item.begin == 0; };
+  items_.erase(std::remove_if(items_.begin(), items_.end(), is_unsent), items_.end());
+}
+
+bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished) {
+  iovec vectors[kIovecsMax];
+  size_t count = 0, bytes = 0;
+  bool is_looking = false;
+  int passed_fd = -1;
+  for (Item& item : items_) {
+    if (count == kIovecsMax || bytes >= kSendBytesMax) break;
+    if (item.region && item.begin == 0) {
+      if (count != 0) break;  // a descriptor belongs to the first byte of a call
+      passed_fd = item.region->fd();
+    }
+    if (const size_t left = item.bytes.size() - item.begin; left != 0) {
+      vectors[count++] = {item.bytes.data() + item.begin, left};
+      bytes += left;
+    }
+    if (passed_fd >= 0) break;
+    if (!item.payload || item.payload->left == 0) continue;
+    if (count == kIovecsMax) break;
+    OutgoingBlocks& payload = *item.payload;
+    is_looking = !is_abandoned_ && shared.begin_send(payload.frame.id);
+    if (is_looking) {
+      count += payload.walk.gather(vectors + count, kIovecsMax - count, kSendBytesMax, bytes);
+    } else {
+      const size_t zero_bytes = static_cast<size_t>(std::min<uint64_t>(payload.left, kZerosBytes));
+      vectors[count++] = {zeros(), zero_bytes};
+      bytes += zero_bytes;
+    }
+    break;
+  }
+  sent_last_ = 0;
+  if (count == 0) return false;
+
+  msghdr message{};
+  message.msg_iov = vectors;
+  message.msg_iovlen = count;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  if (passed_fd >= 0) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(header), &passed_fd, sizeof passed_fd);
+  }
+  const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  const int error = errno;
+  if (is_looking) shared.end_send();
+  if (sent < 0) {
+    if (error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS) return false;
+    if (error == EINTR) return true;
+    throw Error(Code::transport, errno_text("sending failed", error));
+  }
+  sent_last_ = static_cast<size_t>(sent);
+  consume(sent_last_, finished);
+  return sent_last_ == bytes && !items_.empty();
+}
+
+void Outbox::consume(size_t bytes, std::vector<Data>& finished) {
+  while (!items_.empty()) {
+    Item& item = items_.front();
+    const size_t frame_part = std::min(bytes, item.bytes.size() - item.begin);
+    item.begin += frame_part;
+    bytes -= frame_part;
+    frame_bytes_ -= frame_part;
+    if (item.begin != item.bytes.size()) return;
+    if (item.payload) {
+      OutgoingBlocks& payload = *item.payload;
+      const size_t part = static_cast<size_t>(std::min<uint64_t>(bytes, payload.left));
+      payload.walk.advance(part);
+      payload.left -= part;
+      bytes -= part;
+      statistics_.bytes_streamed_out.add(part);
+      if (payload.left != 0) return;
+      finished.push_back(payload.frame);
+    }
+    items_.pop_front();
+  }
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,49 @@
+// What waits to go out on one connection, first in, first out: frames, frames with a descriptor, frames with blocks.
+//
+// Blocks are looked at only while their grant is alive, asked anew before every system call. What is left of a frame whose
+// grant ended meanwhile goes out as zeros: the peer was promised so many bytes, and will not be told that they are good.
+#pragma once
+
+#include <deque>
+
+#include "lanes/stream.hpp"
+#include "shared_endpoint.hpp"
+#include "statistics.hpp"
+
+namespace kvxfer {
+
+class Outbox {
+ public:
+  explicit Outbox(Statistics& statistics) : statistics_(statistics) {}
+
+  void push(const Frame& frame);
+  void push_map(const Map& map, std::shared_ptr<Region> region);
+  void push_data(SendData send, std::shared_ptr<const Pool> pool);
+  bool is_empty() const { return items_.empty(); }
+  size_t frame_bytes() const { return frame_bytes_; }  // queued, payload not counted
+  // No block is looked at any more; frames that have not begun and carry blocks are dropped.
+  void abandon_data();
+
+  // One system call. Returns whether the kernel may take more now; what it took the last byte of is appended to `finished`.
+  // Throws Error(transport).
+  bool send(int fd, SharedEndpoint& shared, std::vector<Data>& finished);
+  size_t sent_last() const { return sent_last_; }
+
+ private:
+  struct Item {
+    std::string bytes;
+    size_t begin = 0;
+    std::shared_ptr<Region> region;             // its descriptor goes with the first byte
+    std::unique_ptr<OutgoingBlocks> payload;
+  };
+
+  void consume(size_t bytes, std::vector<Data>& finished);
+
+  Statistics& statistics_;
+  std::deque<Item> items_;
+  size_t frame_bytes_ = 0;
+  size_t sent_last_ = 0;
+  bool is_abandoned_ = false;
+};
+
+}  // namespace kvxfer

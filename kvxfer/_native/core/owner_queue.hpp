@@ -1,0 +1,49 @@
+// What the owner of a core is told, in order, through one eventfd. Not thread-safe: the shared endpoint's mutex guards it,
+// but for signal(), which is called after the mutex was let go, so that who wakes does not run into it.
+#pragma once
+
+#include <unordered_map>
+
+#include "fd.hpp"
+#include "machines/effects.hpp"
+
+namespace kvxfer {
+
+struct SessionRefused {  // a session that never came up
+  std::optional<AgentRef> peer;  // unknown where nobody had said who dials
+  SessionKind kind;
+  Code code;
+  std::string text;
+};
+struct CoreFailed {  // the IO thread is gone
+  std::string text;
+};
+
+using OwnerEvent = std::variant<GrantEnded, TransferProgress, TransferFinal, TransferDrained, NotifReceived, NotifDelivered, NotifFailed,
+                                SessionUp, SessionRefused, CoreFailed>;
+
+class OwnerQueue {
+ public:
+  OwnerQueue();
+
+  int fd() const { return fd_.get(); }
+  // Returns whether the owner is to be signalled now. Of a transfer's progress only the newest is kept, and where nothing
+  // else is there its signal waits until due(): an owner woken for every chunk takes the core that moves the bytes.
+  bool push(OwnerEvent event, Nanos now);
+  Nanos due() const { return due_; }
+  bool is_due(Nanos now);  // true once
+  void signal();
+  std::vector<OwnerEvent> take();
+  // Payload bytes of notifications that nobody took yet.
+  size_t notification_bytes() const { return notification_bytes_; }
+
+ private:
+  Fd fd_;
+  std::vector<OwnerEvent> events_;
+  std::unordered_map<TransferId, size_t, TransferIdHash> progress_;  // where in events_
+  size_t notification_bytes_ = 0;
+  bool is_signalled_ = false;
+  Nanos due_ = kNever, progress_signalled_at_ = 0;
+};
+
+}  // namespace kvxfer

@@ -1,0 +1,26 @@
+// What the IO thread counts. Written by that thread alone, read by any.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace kvxfer {
+
+class Counter {
+ public:
+  void add(uint64_t amount = 1) { value_.fetch_add(amount, std::memory_order_relaxed); }
+  void subtract(uint64_t amount = 1) { value_.fetch_sub(amount, std::memory_order_relaxed); }
+  uint64_t get() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<uint64_t> value_{0};
+};
+
+struct Statistics {
+  Counter bytes_mapped, bytes_streamed_in, bytes_streamed_out, bytes_discarded;
+  Counter frames_in, frames_out, wakeups;
+  Counter connections, sessions_tcp, sessions_unix, sessions_refused, dials, dials_failed;
+  Counter mappings, mappings_refused;
+};
+
+}  // namespace kvxfer

@@ -1,0 +1,181 @@
+"""What a reader believes of a source that wants its memory mapped. The source here is written in Python, and lies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pathlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvxfer._native import _core as native
+
+NewId = Callable[[], bytes]
+KEY = b"k" * 32
+BLOCK, BLOCKS = 4096, 16
+BYTES = BLOCK * BLOCKS
+F_SEAL_FUTURE_WRITE = 0x0010
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+
+
+def memory(size: int = BYTES, seals: int = SEALS) -> int:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    os.pwrite(fd, b"\x5a" * size, 0)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+class LyingSource:
+    """The machines of a real source, with a MAP frame and descriptors of the test's choice."""
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        reader: native.AgentRef,
+        frame: native.Map | None,
+        descriptors: list[int],
+        ids: list[int] | None,
+    ) -> None:
+        self.ref = native.AgentRef("liar", 1, os.urandom(16))
+        self.endpoint = native.Endpoint(self.ref, native.EndpointLimits())
+        self.endpoint.set_peer(reader, KEY, native.SessionKind.UNIX)
+        self.endpoint.add_pool(native.PoolInfo(3, BLOCKS, BLOCK, b"d" * 32, True))
+        self.frame, self.descriptors, self.ids = frame, descriptors, ids
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(str(path))
+        self.listener.settimeout(10)
+        self.listener.listen()
+        self.thread = threading.Thread(target=self.serve)
+
+    def serve(self) -> None:
+        connection, _ = self.listener.accept()
+        with connection:
+            session, effects = self.endpoint.accepted(native.SessionKind.UNIX, os.urandom(32), 1)
+            decoder = native.Decoder()
+            now = 1
+            while True:
+                for effect in effects:
+                    self.perform(connection, effect)
+                effects = []
+                while (frame := decoder.next()) is None:
+                    try:
+                        data = connection.recv(65536)
+                    except ConnectionError:
+                        return
+                    if not data:
+                        return
+                    decoder.feed(data)
+                now += 1
+                effects = self.endpoint.on_frame(session, frame, now)
+
+    def perform(self, connection: socket.socket, effect: Any) -> None:
+        if isinstance(effect, native.SendFrame):
+            frame = effect.frame
+            if isinstance(frame, native.Ready) and self.ids is not None:
+                told = (frame.id, frame.attempt, frame.seq, frame.blocks, frame.layers, frame.total, frame.complete)
+                frame = native.Ready(*told, frame.ttl_ms, frame.pool, frame.ids_first, self.ids)
+            connection.sendall(native.encode(frame))
+        elif isinstance(effect, native.SendMap) and self.frame is not None:
+            data = native.encode(self.frame)
+            if self.descriptors:
+                socket.send_fds(connection, [data], self.descriptors)
+            else:
+                connection.sendall(data)
+
+    def close(self) -> None:
+        self.listener.close()
+        self.thread.join(10)
+        for fd in self.descriptors:
+            os.close(fd)
+
+
+@pytest.fixture
+def lie(nodes: Any, new_id: NewId, private_directories: pathlib.Path) -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """Pulls from a lying source; returns the reader and how its transfer ended."""
+    sources: list[LyingSource] = []
+
+    def pull(frame: native.Map | None, descriptors: list[int], ids: list[int] | None = None) -> tuple[Any, Any]:
+        d = nodes("reader", block_bytes=BLOCK, blocks=BLOCKS)
+        d.fill(0xEE)
+        path = private_directories / "sockets" / "liar"
+        source = LyingSource(path, d.ref, frame, descriptors, ids)
+        sources.append(source)
+        source.thread.start()
+        transfer = new_id()
+        source.endpoint.grant(transfer, 3, [1, 2], "", 10**11, 2, 1)
+        d.core.set_peer(source.ref, KEY, tcp_host="127.0.0.1", tcp_port=0, unix_path=str(path))
+        d.pull(transfer, source.ref, [4, 5], lanes=[native.Lane.MAPPED])
+        final = d.wait_drained(transfer)
+        d.core.close()
+        path.unlink()
+        return d, final
+
+    yield pull
+    for source in sources:
+        source.close()
+
+
+def plain(
+    region_bytes: int = BYTES, block_count: int = BLOCKS, segments: list[tuple[int, int, int]] | None = None
+) -> native.Map:
+    return native.Map(3, region_bytes, block_count, segments or [(0, BLOCK, BLOCK)])
+
+
+def test_an_honest_source(lie: Any) -> None:
+    d, final = lie(plain(), [memory()])
+    assert final.state == native.TransferState.COMMITTED
+    assert set(d.block(4) + d.block(5)) == {0x5A}
+    assert d.core.statistics().mappings == 1
+
+
+@pytest.mark.parametrize(
+    ("frame", "make", "why"),
+    [
+        (plain(), lambda: [memory(seals=0)], "not sealed"),
+        (plain(), lambda: [memory(seals=fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)], "not sealed"),
+        (plain(), lambda: [memory(seals=fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE)], "not sealed"),
+        (plain(), lambda: [os.open("/dev/null", os.O_RDONLY)], "not sealed"),
+        (plain(), lambda: [memory(BYTES - 1)], "smaller than it says"),
+        (plain(region_bytes=1 << 60), lambda: [memory()], "smaller than it says"),
+        (plain(region_bytes=0), lambda: [memory()], "smaller than it says"),
+        (plain(), list, "no descriptor"),
+        (None, list, "did not let its pool be mapped"),
+        (plain(block_count=BLOCKS + 1), lambda: [memory()], "leaves the region"),
+        (plain(segments=[(1, BLOCK, BLOCK)]), lambda: [memory()], "leaves the region"),
+        (plain(segments=[(2**64 - 4096, BLOCK, BLOCK)]), lambda: [memory()], "leaves the region"),
+        (plain(segments=[(0, 2**63, BLOCK)]), lambda: [memory()], "leaves the region"),
+        (plain(segments=[(0, 0, BLOCK)]), lambda: [memory()], "stride"),
+        (plain(segments=[(0, 4, 0)]), lambda: [memory()], "length"),
+        (plain(segments=[(0, 2048, 2048)]), lambda: [memory()], "another size"),
+        (native.Map(3, BYTES, 0, [(0, BLOCK, BLOCK)]), lambda: [memory()], "at least one block"),
+        (native.Map(4, BYTES, BLOCKS, [(0, BLOCK, BLOCK)]), lambda: [memory()], "did not let"),
+    ],
+)  # fmt: skip
+def test_a_lie_costs_the_lane(lie: Any, frame: native.Map | None, make: Callable[[], list[int]], why: str) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    descriptors = make()
+    d, final = lie(frame, descriptors)
+    assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.no_lane)
+    assert why in final.lane_notes
+    assert set(d.memory.tolist()) == {0xEE}
+    assert len(os.listdir("/proc/self/fd")) <= before + len(descriptors) + 5
+
+
+def test_blocks_outside_of_the_pool(lie: Any) -> None:
+    d, final = lie(plain(), [memory()], ids=[1, BLOCKS])
+    assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.no_lane)
+    assert "outside of its pool" in final.lane_notes
+    assert set(d.memory.tolist()) == {0xEE}
+
+
+def test_a_heap_of_descriptors(lie: Any) -> None:
+    """More descriptors than a MAP could want end the session; none stays open."""
+    descriptors = [memory() for _ in range(20)]
+    before = len(os.listdir("/proc/self/fd"))
+    _, final = lie(plain(), descriptors)
+    assert final.state == native.TransferState.FAILED
+    assert len(os.listdir("/proc/self/fd")) <= before + 5
