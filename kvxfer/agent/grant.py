@@ -1,0 +1,117 @@
+"""The owner's handle on one grant. Decides nothing: the transport judges; this only asks, and remembers how it ended.
+Must never know which request the blocks belong to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvxfer.errors import KvxferError
+from kvxfer.transport.base import Transport
+from kvxfer.types import GrantState, TransferId
+
+
+class Grant:
+    """Made by :meth:`Agent.grant`.
+
+    The promise: blocks announced by :meth:`ready` stay as they are until the grant has ended, and its owner frees or
+    overwrites blocks only after :attr:`state` left ALIVE. :meth:`ready`, :meth:`revoke`, :meth:`release`, :attr:`state`
+    and :meth:`on_ended` may be used from any thread.
+    """
+
+    def __init__(
+        self, transport: Transport, loop: asyncio.AbstractEventLoop, transfer_id: TransferId, blocks: int, reader: str
+    ) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._transfer_id = transfer_id
+        self._blocks = blocks
+        self._reader = reader
+        self._ended: GrantState | None = None
+        self._callbacks: list[Callable[[GrantState], None]] = []
+
+    @property
+    def transfer_id(self) -> TransferId:
+        return self._transfer_id
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are promised."""
+        return self._blocks
+
+    @property
+    def reader(self) -> str | None:
+        """The agent that may read, or ``None`` for the first that presents the transfer id."""
+        return self._reader or None
+
+    @property
+    def state(self) -> GrantState:
+        """Judged in this moment: an expired grant is EXPIRED before anybody was told."""
+        if self._ended is not None:
+            return self._ended
+        try:
+            state = self._transport.grant_state(self._transfer_id)
+        except KvxferError:  # the transport is gone: it will never confirm this grant to anybody
+            state = None
+        return GrantState.REVOKED if state is None else state
+
+    def ready(self, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
+        """The first ``blocks`` of the grant's blocks are written and stay as they are; cumulative. ``complete``: these
+        are all, and nothing is computed any more.
+
+        Raises GrantExpired, GrantRevoked or GrantReleased once it has ended, InvalidArgument for fewer than before or
+        more than granted.
+        """
+        self._transport.ready(self._transfer_id, blocks, layers=layers, complete=complete)
+
+    def revoke(self, reason: str = "") -> GrantState:
+        """Take the promise back. Once this returns the blocks may be overwritten: what was read of them meanwhile will
+        not be confirmed. Returns how the grant ended, which may have happened before.
+
+        ``reason`` is for people who read the log; the reader learns only that the grant was revoked.
+        """
+        return self._end(self._transport.revoke_grant)
+
+    def release(self) -> GrantState:
+        """End the grant because nobody needs it any more; otherwise as :meth:`revoke`."""
+        return self._end(self._transport.release_grant)
+
+    def on_ended(self, callback: Callable[[GrantState], None]) -> None:
+        """Call ``callback(state)`` on the agent's loop, exactly once: when the grant ends, or soon if it has."""
+        self._loop.call_soon_threadsafe(self._add_callback, callback)
+
+    async def wait_ended(self) -> GrantState:
+        """Wait on the agent's loop until the grant has ended; returns how."""
+        if self._ended is not None:
+            return self._ended
+        ended: asyncio.Future[GrantState] = asyncio.get_running_loop().create_future()
+        self._callbacks.append(lambda state: None if ended.done() else ended.set_result(state))
+        return await ended
+
+    def __repr__(self) -> str:
+        reader = self._reader or "whoever comes first"
+        return f"<Grant {self._transfer_id} of {self._blocks} blocks to {reader}, {self.state.name.lower()}>"
+
+    def _end(self, end: Callable[[TransferId], GrantState]) -> GrantState:
+        if self._ended is not None:
+            return self._ended
+        try:
+            return end(self._transfer_id)
+        except KvxferError:
+            return GrantState.REVOKED if self._ended is None else self._ended
+
+    def _add_callback(self, callback: Callable[[GrantState], None]) -> None:
+        if self._ended is None:
+            self._callbacks.append(callback)
+        else:
+            callback(self._ended)
+
+    def _settle(self, state: GrantState) -> None:
+        """The agent's: the grant ended. On the loop, once."""
+        if self._ended is not None:
+            return
+        self._ended = state
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            self._loop.call_soon(callback, state)

@@ -1,0 +1,106 @@
+"""An agent's Prometheus metrics, on a registry of its own or a given one. Counts what it is told and shows statistics
+when asked; must never decide anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvxfer.agent.statistics import AgentStatistics
+
+PHASES = ("queue", "plan", "wire", "confirm")
+SECONDS_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class AgentMetrics:
+    """Registered once in its registry; :meth:`close` takes it out again."""
+
+    def __init__(self, registry: CollectorRegistry, statistics: Callable[[], AgentStatistics]) -> None:
+        self.registry = registry
+        self._transfers = Counter(
+            "kvxfer_transfers",
+            "Finished transfers by lane and outcome: committed, or the error's code",
+            ["lane", "outcome"],
+            registry=registry,
+        )
+        self._bytes = Counter(
+            "kvxfer_transfer_bytes", "Bytes of committed transfers by lane", ["lane"], registry=registry
+        )
+        self._seconds = Histogram(
+            "kvxfer_transfer_seconds",
+            "Duration of committed transfers by phase: queue (until the first block was ready), plan, wire, confirm",
+            ["phase"],
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        for phase in PHASES:
+            self._seconds.labels(phase)
+        self._gauges = _StatisticsCollector(statistics)
+        registry.register(self._gauges)
+
+    def committed(self, lane: str, byte_count: int, seconds: Mapping[str, float]) -> None:
+        self._transfers.labels(lane, "committed").inc()
+        self._bytes.labels(lane).inc(byte_count)
+        for phase in PHASES:
+            self._seconds.labels(phase).observe(seconds[phase])
+
+    def failed(self, lane: str, code: str) -> None:
+        self._transfers.labels(lane, code).inc()
+
+    def close(self) -> None:
+        for collector in (self._transfers, self._bytes, self._seconds, self._gauges):
+            self.registry.unregister(collector)
+
+
+class _StatisticsCollector(Collector):
+    def __init__(self, statistics: Callable[[], AgentStatistics]) -> None:
+        self._statistics = statistics
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        now = self._statistics()
+        grants = GaugeMetricFamily("kvxfer_grants", "Grants alive now, and ended ones by state", labels=("state",))
+        for state, count in now.grants.by_state().items():
+            grants.add_metric((state.name.lower(),), count)
+        yield grants
+        blocks = GaugeMetricFamily("kvxfer_blocks", "Blocks that the agent holds, by state", labels=("pool", "state"))
+        total = GaugeMetricFamily("kvxfer_pool_blocks", "Blocks of a pool", labels=("pool",))
+        for pool in now.pools:
+            for name in ("reserved", "granted", "quarantined"):
+                blocks.add_metric((str(pool.pool_id), name), getattr(pool, name))
+            total.add_metric((str(pool.pool_id),), pool.blocks)
+        yield blocks
+        yield total
+        transfers = GaugeMetricFamily("kvxfer_transfers_active", "Transfers not over yet, by state", labels=("state",))
+        transfers.add_metric(("live",), now.transfers_live)
+        transfers.add_metric(("draining",), now.transfers_draining)
+        yield transfers
+        sessions = GaugeMetricFamily("kvxfer_sessions", "Sessions with peers, by state", labels=("state",))
+        sessions.add_metric(("up",), now.sessions.up)
+        sessions.add_metric(("opening",), now.sessions.opening)
+        yield sessions
+        yield CounterMetricFamily("kvxfer_sessions_refused", "Sessions that never came up", value=now.sessions.refused)
+        verdicts = CounterMetricFamily("kvxfer_verdicts", "Verdicts given as a source, by outcome", labels=("outcome",))
+        verdicts.add_metric(("ok",), now.grants.verdicts_ok)
+        verdicts.add_metric(("refused",), now.grants.verdicts_refused)
+        yield verdicts
+        notifications = CounterMetricFamily(
+            "kvxfer_notifications", "Notifications by what became of them", labels=("event",)
+        )
+        for event in ("sent", "delivered", "failed", "received", "dropped"):
+            notifications.add_metric((event,), getattr(now.notifications, event))
+        yield notifications
+        yield GaugeMetricFamily("kvxfer_peers", "Lives of other agents that are known", value=now.peers)
+        if now.is_coordinator_connected is not None:
+            yield GaugeMetricFamily(
+                "kvxfer_coordinator_connected",
+                "1 while the coordinator is heard",
+                value=float(now.is_coordinator_connected),
+            )

@@ -1,0 +1,87 @@
+"""One registered pool of one agent: its record, its memory, its shape. Decides nothing; must never know which blocks
+are in use (the owner's bookkeeping and the transport's ledger do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.transport.base import Region, check_segments
+from kvxfer.types import CompatibilityRecord, PoolRecord, Segment
+
+
+class Pool:
+    """Made by :meth:`Agent.allocate_pool` and :meth:`Agent.register_pool`; keeps its memory alive as long as it lives
+    itself.
+    """
+
+    def __init__(self, published: PoolRecord, region: Region, segments: Sequence[Segment]) -> None:
+        check_segments(
+            segments,
+            block_count=published.block_count,
+            block_bytes=published.block_bytes,
+            length_bytes=region.length_bytes,
+        )
+        self._published = published
+        self.region = region
+        self.segments = tuple(segments)
+
+    @property
+    def pool_id(self) -> int:
+        return self._published.pool_id
+
+    @property
+    def record(self) -> CompatibilityRecord:
+        return self._published.record
+
+    @property
+    def published(self) -> PoolRecord:
+        """The pool as other agents see it."""
+        return self._published
+
+    @property
+    def block_count(self) -> int:
+        return self._published.block_count
+
+    @property
+    def block_bytes(self) -> int:
+        return self._published.block_bytes
+
+    @property
+    def is_shareable(self) -> bool:
+        return self._published.is_shareable
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The memory that kvxfer allocated: uint8, shape [block_count, block_bytes].
+
+        Raises InvalidArgument for a registered pool: its memory is the caller's own.
+        """
+        owner = self.region.owner
+        if not self.is_shareable or not isinstance(owner, np.ndarray):
+            raise InvalidArgument("only a pool that kvxfer allocated has an array; this one's memory is the caller's")
+        return owner[: self.block_count * self.block_bytes].reshape(self.block_count, self.block_bytes)
+
+    def __repr__(self) -> str:
+        kind = "allocated" if self.is_shareable else "registered"
+        return f"<Pool {self.pool_id} {self.record.model}: {self.block_count} blocks of {self.block_bytes} B, {kind}>"
+
+
+def plan_segments(
+    block_count: int, length_bytes: int, segments: Sequence[Segment] | None
+) -> tuple[tuple[Segment, ...], int]:
+    """The segments of a pool and the bytes of one block; without ``segments``, block ``b`` is the ``b``-th of equal
+    parts of the memory. Raises InvalidArgument where that does not come out even.
+    """
+    if block_count < 1:
+        raise InvalidArgument(f"a pool needs at least one block, not {block_count}")
+    if segments is not None:
+        return tuple(segments), sum(segment.length_bytes for segment in segments)
+    block_bytes, rest = divmod(length_bytes, block_count)
+    if rest or not block_bytes:
+        raise InvalidArgument(f"{length_bytes} bytes do not divide into {block_count} equal blocks; give segments")
+    return (Segment(0, block_bytes, block_bytes),), block_bytes

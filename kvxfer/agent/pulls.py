@@ -1,0 +1,196 @@
+"""The pulls of one agent: finds the source of each, starts it on a lane that joins the two, and settles it when the
+transport says how it went. Decides which life and which of its pools a pull means; must never decide whether a transfer
+may commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+
+from kvxfer._native import _core
+from kvxfer.agent.books import Books
+from kvxfer.agent.metrics import AgentMetrics
+from kvxfer.agent.peers import Peers
+from kvxfer.agent.transfer import Transfer, TransferResult
+from kvxfer.errors import (
+    Incompatible,
+    InvalidArgument,
+    KvxferError,
+    LaneUnavailable,
+    TransferCancelled,
+    UsageError,
+)
+from kvxfer.policy.lanes import LaneEnd, choose_lanes, explain
+from kvxfer.protocol.handshake import check, compare
+from kvxfer.transport.base import Blocks, Transport
+from kvxfer.types import Lane, Member, PoolRecord, TransferId
+
+log = logging.getLogger("kvxfer.agent")
+
+MEMBERSHIP_WAIT_S = 2.0
+"""How long a pull waits for its source to become known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PullOrder:
+    """What was asked for. ``lanes``: allowed, best first. Blocks are uint32, shape [n]."""
+
+    transfer_id: TransferId
+    source: str
+    pool: PoolRecord
+    blocks: Blocks
+    first: int
+    lanes: tuple[Lane, ...]
+    deadline_s: float
+    started_s: float = dataclasses.field(default_factory=time.monotonic)
+
+
+class Pulls:
+    """Lives on the agent's loop."""
+
+    def __init__(self, transport: Transport, peers: Peers, books: Books, metrics: AgentMetrics) -> None:
+        self._transport = transport
+        self._peers = peers
+        self._books = books
+        self._metrics = metrics
+        self._transfers: dict[bytes, Transfer] = {}
+        self._searches: dict[bytes, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        """Transfers that have not drained."""
+        return len(self._transfers)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """The transfers that have not drained."""
+        return list(self._transfers.values())
+
+    @property
+    def searching(self) -> int:
+        """Transfers whose source is not known yet."""
+        return len(self._searches)
+
+    def start(self, order: PullOrder) -> Transfer:
+        """Start now, or as soon as the source is known. Raises UsageError's kinds; other errors end the transfer."""
+        loop = asyncio.get_running_loop()
+        key = order.transfer_id.raw
+        transfer = Transfer(
+            loop,
+            order.transfer_id,
+            order.source,
+            len(order.blocks),
+            order.pool.block_bytes,
+            cancel=self._cancel,
+            look=self._transport.transfer_state,
+        )
+        if self._transfers.setdefault(key, transfer) is not transfer:
+            raise InvalidArgument("this transfer id was used before; a retry needs a new one")
+        member = self._peers.find(order.source)
+        if member is None or not member.pools:
+            self._searches[key] = loop.create_task(self._search(transfer, order))
+            return transfer
+        try:
+            self._begin(transfer, order, member)
+        except UsageError:
+            del self._transfers[key]
+            raise
+        except KvxferError as error:
+            self._end(transfer, error)
+        return transfer
+
+    def handle(self, event: _core.TransferProgress | _core.TransferFinal | _core.TransferDrained) -> None:
+        transfer = self._transfers.get(event.id)
+        if transfer is None:
+            return
+        if isinstance(event, _core.TransferProgress):
+            transfer._moved(event)
+        elif isinstance(event, _core.TransferFinal):
+            self._count(transfer, transfer._finish(event))
+        else:
+            del self._transfers[event.id]
+            transfer._drain()
+
+    def cancel_all(self, error: KvxferError) -> None:
+        """Give every transfer up; they end with ``error``."""
+        for transfer in self.transfers:
+            transfer._end_with = error
+            with contextlib.suppress(KvxferError):  # a transport that is gone has nothing left to cancel
+                transfer.cancel()
+
+    def fail_all(self, error: KvxferError) -> None:
+        """The transport moves nothing any more: end what is still open."""
+        for search in self._searches.values():
+            search.cancel()
+        self._searches.clear()
+        for transfer in self.transfers:
+            if transfer.is_final:
+                transfer._drain()
+            else:
+                self._end(transfer, error)
+        self._transfers.clear()
+
+    async def _search(self, transfer: Transfer, order: PullOrder) -> None:
+        try:
+            wait_s = min(MEMBERSHIP_WAIT_S, order.deadline_s)
+            self._begin(transfer, order, await self._peers.wait(order.source, wait_s, with_pools=True))
+        except KvxferError as error:
+            self._end(transfer, error)
+        finally:
+            self._searches.pop(order.transfer_id.raw, None)
+
+    def _begin(self, transfer: Transfer, order: PullOrder, member: Member) -> None:
+        theirs = choose_pool(order.pool, member)
+        ours = LaneEnd(self._transport.address, order.pool)
+        lanes, reasons = choose_lanes(ours, LaneEnd(member.address, theirs), order.lanes)
+        if not lanes:
+            raise LaneUnavailable(f"no lane joins {self._transport.ref} and {member.ref}: {explain(None, reasons)}")
+        planned_s = time.monotonic() - order.started_s
+        self._transport.pull(
+            order.transfer_id,
+            member.ref,
+            order.pool.pool_id,
+            order.blocks,
+            first=order.first,
+            lanes=lanes,
+            deadline_s=max(order.deadline_s - planned_s, 0.001),
+        )
+        transfer._begin(member.ref, lanes, reasons, planned_s)
+
+    def _cancel(self, transfer: Transfer) -> None:
+        search = self._searches.pop(transfer.transfer_id.raw, None)
+        if search is None:
+            self._transport.cancel(transfer.transfer_id)
+            return
+        search.cancel()
+        cancelled = TransferCancelled(f"transfer {transfer.transfer_id} was cancelled")
+        self._end(transfer, transfer._end_with or cancelled)
+
+    def _end(self, transfer: Transfer, error: KvxferError) -> None:
+        """End a transfer that the transport does not have (any more)."""
+        self._transfers.pop(transfer.transfer_id.raw, None)
+        transfer._fail(error)
+        transfer._drain()
+        self._count(transfer, error)
+
+    def _count(self, transfer: Transfer, outcome: TransferResult | KvxferError) -> None:
+        if isinstance(outcome, TransferResult):
+            self._books.committed(outcome)
+            self._metrics.committed(outcome.lane.value, outcome.bytes, outcome.seconds)
+            return
+        log.info("%r ended: %s", transfer, outcome)
+        name = "none" if transfer.lane is None else transfer.lane.value
+        self._books.failed(name, outcome)
+        self._metrics.failed(name, outcome.code)
+
+
+def choose_pool(ours: PoolRecord, member: Member) -> PoolRecord:
+    """The pool of ``member`` that blocks of ours can come from; raises Incompatible, naming the field, if none can."""
+    if not member.pools:
+        raise Incompatible(f"agent {member.ref} has no pool")
+    nearest = min(member.pools, key=lambda theirs: len(compare(ours, theirs)))
+    check(ours, nearest)
+    return nearest

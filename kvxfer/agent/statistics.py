@@ -1,0 +1,93 @@
+"""What an agent says of itself at a moment: frozen counts that turn into JSON. Decides nothing; must never hold a
+reference to anything alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvxfer.agent.notifications import NotificationStatistics
+from kvxfer.types import GrantState, Lane
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolStatistics:
+    """Blocks of one pool. ``quarantined``: destination blocks of a transfer that is over and may still be written."""
+
+    pool_id: int
+    blocks: int
+    reserved: int
+    granted: int
+    quarantined: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GrantStatistics:
+    """Grants that are alive now; the other states count from the agent's start."""
+
+    alive: int = 0
+    released: int = 0
+    expired: int = 0
+    revoked: int = 0
+    reader_gone: int = 0
+    pulls_waiting: int = 0
+    """Pulls of peers that came before their grant."""
+    verdicts_ok: int = 0
+    verdicts_refused: int = 0
+
+    def by_state(self) -> dict[GrantState, int]:
+        return {state: int(getattr(self, state.name.lower())) for state in GrantState}
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionStatistics:
+    up: int = 0
+    opening: int = 0
+    refused: int = 0
+    """Sessions that never came up, by us or by the peer, since the start."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Quarantine:
+    """A transfer that is over and whose blocks are not back yet, and why."""
+
+    transfer_id: str
+    blocks: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentStatistics:
+    """Everything that one agent counts. ``outcomes``: finished transfers, by lane, then by ``committed`` or the error's
+    code (a transfer that never had a lane counts under ``none``). ``bytes``: of committed transfers.
+    """
+
+    agent: str
+    pools: tuple[PoolStatistics, ...]
+    grants: GrantStatistics
+    transfers_live: int
+    transfers_draining: int
+    outcomes: Mapping[str, Mapping[str, int]]
+    bytes: Mapping[Lane, int]
+    quarantines: tuple[Quarantine, ...]
+    sessions: SessionStatistics
+    notifications: NotificationStatistics
+    peers: int
+    is_coordinator_connected: bool | None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no block is reserved, granted or quarantined, and no transfer or grant is alive."""
+        blocks = sum(pool.reserved + pool.granted + pool.quarantined for pool in self.pools)
+        return blocks + self.grants.alive + self.transfers_live + self.transfers_draining == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        values = dataclasses.asdict(self)
+        values["pools"] = list(values["pools"])
+        values["quarantines"] = list(values["quarantines"])
+        values["bytes"] = {lane.value: count for lane, count in self.bytes.items()}
+        values["outcomes"] = {lane: dict(outcomes) for lane, outcomes in self.outcomes.items()}
+        return values

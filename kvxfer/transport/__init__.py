@@ -1,0 +1,24 @@
+"""Lanes and sessions behind one seam. Must never know the coordinator, asyncio or an engine."""
+
+from __future__ import annotations
+
+from kvxfer.transport.base import Blocks, Event, PoolCounts, Region, Transport, TransportCounts
+from kvxfer.transport.memory import MemoryBinding, MemoryTransport
+from kvxfer.transport.native import NativeBinding, NativeTransport
+from kvxfer.transport.network import Fate, MemoryNetwork, Passage
+
+__all__ = [
+    "Blocks",
+    "Event",
+    "Fate",
+    "MemoryBinding",
+    "MemoryNetwork",
+    "MemoryTransport",
+    "NativeBinding",
+    "NativeTransport",
+    "Passage",
+    "PoolCounts",
+    "Region",
+    "Transport",
+    "TransportCounts",
+]

@@ -1,0 +1,326 @@
+"""The seam between an agent and whatever moves its bytes: what a transport is asked, and what it reports.
+
+It decides the words of that conversation and nothing else; it must never know sockets, asyncio or a coordinator. A
+transport owns the machines of one agent (sessions, grants, transfers, notifications) and performs what they ask for.
+It is thread-safe; its calls return at once, and what happens later comes out of :meth:`Transport.drain` as the
+machines' own events, in order. Whoever waits for events waits for :meth:`Transport.fileno` to become readable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer._native import _core
+from kvxfer.clock import NS_PER_S
+from kvxfer.config import AgentConfig
+from kvxfer.errors import InvalidArgument
+from kvxfer.types import (
+    AgentRef,
+    DataAddress,
+    GrantState,
+    Incarnation,
+    Lane,
+    PoolRecord,
+    Segment,
+    TransferId,
+    TransferState,
+)
+
+Blocks: TypeAlias = npt.NDArray[np.uint32]
+
+Event: TypeAlias = (
+    _core.GrantEnded
+    | _core.TransferProgress
+    | _core.TransferFinal
+    | _core.TransferDrained
+    | _core.NotifReceived
+    | _core.NotifDelivered
+    | _core.NotifFailed
+    | _core.SessionUp
+    | _core.SessionRefused
+    | _core.CoreFailed
+)
+"""What :meth:`Transport.drain` returns. Ids of transfers are ``bytes`` of 16; :func:`read_ref` reads agents.
+
+CoreFailed is the last event of a transport: every later call raises, and nothing moves any more.
+"""
+
+SEGMENTS_MAX = 4096
+"""Segments of one pool; what one MAP frame can carry."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """One piece of host memory, and what keeps it there."""
+
+    address: int
+    length_bytes: int
+    owner: object = dataclasses.field(repr=False)
+    """Held as long as the region: the tensor, array or mapping that the address belongs to."""
+    shared: _core.Region | None = None
+    """The memory file behind it, where kvxfer allocated it so that readers may map it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolCounts:
+    """Blocks of one pool in the states that belong to the agent."""
+
+    pool_id: int
+    blocks: int
+    granted: int
+    reserved: int
+    quarantined: int
+
+    @property
+    def is_idle(self) -> bool:
+        return self.granted + self.reserved + self.quarantined == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TransportCounts:
+    """What the machines hold now, and (``grants_*`` but alive, ``verdicts_*``) what they decided so far."""
+
+    pools: tuple[PoolCounts, ...]
+    grants_alive: int
+    grants_released: int
+    grants_expired: int
+    grants_revoked: int
+    grants_reader_gone: int
+    pulls_waiting: int
+    verdicts_ok: int
+    verdicts_refused: int
+    transfers_live: int
+    transfers_draining: int
+    sessions_up: int
+    sessions_opening: int
+    peers: int
+    notifications_pending: int
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is promised, under way or waiting."""
+        return (
+            all(pool.is_idle for pool in self.pools)
+            and self.grants_alive + self.pulls_waiting + self.transfers_live + self.transfers_draining == 0
+        )
+
+
+class Transport(Protocol):
+    """The machines of one life of one agent, with a wire under them. All methods may be called from any thread.
+
+    After :meth:`close` every call raises Closed, but :meth:`close` itself, :meth:`drain` and :meth:`fileno`.
+    """
+
+    @property
+    def ref(self) -> AgentRef: ...
+    @property
+    def address(self) -> DataAddress:
+        """Where peers reach this transport."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while events wait; valid until :meth:`close`."""
+        ...
+
+    def drain(self) -> list[Event]:
+        """The events since the last call, oldest first; of a transfer's progress perhaps only the newest."""
+        ...
+
+    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment]) -> None:
+        """Register memory. The segments' lengths add up to ``block_bytes``. Raises InvalidArgument."""
+        ...
+
+    def remove_pool(self, pool_id: int) -> None:
+        """Forget a pool. Raises BlocksBusy while anything of it is granted, reserved or quarantined."""
+        ...
+
+    def set_peer(self, ref: AgentRef, address: DataAddress, key: bytes) -> None:
+        """Make one life of a peer known, or its address new. ``key``: the pair's 32 bytes."""
+        ...
+
+    def peer_dead(self, ref: AgentRef) -> None:
+        """The known death of exactly this life: its grants and transfers end, it is forgotten."""
+        ...
+
+    def grant(
+        self, transfer_id: TransferId, pool_id: int, blocks: Blocks, *, reader: str, ttl_s: float, ready_blocks: int
+    ) -> None:
+        """Promise ``blocks`` to the agent ``reader`` (empty: the first to ask).
+
+        Raises InvalidArgument, BlocksBusy, LimitExceeded, GrantReleased (the reader gave up before).
+        """
+        ...
+
+    def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
+        """Announce the first ``blocks`` blocks of a grant. Raises GrantGone's kinds and InvalidArgument."""
+        ...
+
+    def revoke_grant(self, transfer_id: TransferId) -> GrantState:
+        """End a grant; once this returns the blocks may be overwritten. Returns the state it ended in.
+
+        Raises GrantUnknown.
+        """
+        ...
+
+    def release_grant(self, transfer_id: TransferId) -> GrantState:
+        """End a grant that nobody needs any more; otherwise as :meth:`revoke_grant`."""
+        ...
+
+    def grant_state(self, transfer_id: TransferId) -> GrantState | None:
+        """The state judged now, or ``None`` for an id that was never granted here or is long forgotten."""
+        ...
+
+    def pull(
+        self,
+        transfer_id: TransferId,
+        source: AgentRef,
+        pool_id: int,
+        blocks: Blocks,
+        *,
+        first: int,
+        lanes: Sequence[Lane],
+        deadline_s: float,
+    ) -> None:
+        """Start to fill ``blocks`` from the grant's positions ``first...``; they are the transport's until
+        TransferDrained.
+
+        Raises InvalidArgument, BlocksBusy, LimitExceeded, PeerGone (that life is not known).
+        """
+        ...
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        """End a transfer, if it is not over; TransferFinal and TransferDrained follow."""
+        ...
+
+    def transfer_state(self, transfer_id: TransferId) -> TransferState | None:
+        """The state now, or ``None`` for an id that was never pulled here or is long forgotten."""
+        ...
+
+    def notify(self, to: AgentRef, payload: bytes) -> int:
+        """Send a small message; returns its number. Raises PeerGone, InvalidArgument, LimitExceeded."""
+        ...
+
+    def counts(self) -> TransportCounts: ...
+
+    def close(self) -> None:
+        """Hang up and end at once, without another event; after it returned no byte lands any more. Callable twice."""
+        ...
+
+
+class Binding(Protocol):
+    """A transport that has an address and no name yet: peers are told the address, and only then does the coordinator
+    give the agent its incarnation. Peers that connect meanwhile wait.
+    """
+
+    @property
+    def address(self) -> DataAddress: ...
+
+    def open(self, ref: AgentRef, config: AgentConfig) -> Transport:
+        """The transport of the life ``ref`` at this address; takes the binding over."""
+        ...
+
+    def close(self) -> None:
+        """Give the address back; nothing happens after :meth:`open`. Callable twice."""
+        ...
+
+
+def allocate_region(length_bytes: int) -> Region:
+    """Zeroed memory, all of it resident, that readers on this host can be let to map and that nobody else can change.
+
+    ``owner`` is a uint8 array over it. Raises InvalidArgument, and LimitExceeded where the host has not so much.
+    """
+    shared = _core.Region(length_bytes)
+    array = np.frombuffer(shared, dtype=np.uint8)  # type: ignore[call-overload]
+    return Region(shared.address, shared.nbytes, array, shared)
+
+
+def check_segments(segments: Sequence[Segment], *, block_count: int, block_bytes: int, length_bytes: int) -> None:
+    """Raise InvalidArgument unless the segments make up blocks of ``block_bytes`` and lie inside ``length_bytes``."""
+    if not 1 <= len(segments) <= SEGMENTS_MAX:
+        raise InvalidArgument(f"a pool has 1 to SEGMENTS_MAX={SEGMENTS_MAX} segments, not {len(segments)}")
+    total = sum(segment.length_bytes for segment in segments)
+    if total != block_bytes:
+        raise InvalidArgument(f"the segments of a block add up to {total} bytes, not block_bytes={block_bytes}")
+    for segment in segments:
+        end = segment.offset_bytes + (block_count - 1) * segment.stride_bytes + segment.length_bytes
+        if end > length_bytes:
+            raise InvalidArgument(
+                f"{segment} with {block_count} blocks ends at byte {end}, outside memory of {length_bytes} bytes"
+            )
+
+
+def as_blocks(blocks: npt.ArrayLike) -> Blocks:
+    """Block indices as a contiguous uint32 array of one dimension; raises InvalidArgument for anything else."""
+    array = np.asarray(blocks)
+    if array.ndim != 1 or array.size == 0:
+        raise InvalidArgument(f"blocks must be a non-empty list of indices, not of shape {array.shape}")
+    if array.dtype != np.uint32:
+        if not np.issubdtype(array.dtype, np.integer) or array.min() < 0 or array.max() > 0xFFFFFFFF:
+            raise InvalidArgument(f"block indices must be integers of 0 to {0xFFFFFFFF}")
+        array = array.astype(np.uint32)
+    return np.ascontiguousarray(array)
+
+
+def write_ref(ref: AgentRef) -> _core.AgentRef:
+    """The machines' own name of a life."""
+    return _core.AgentRef(ref.agent_id, ref.incarnation.number, ref.incarnation.boot_nonce)
+
+
+def read_ref(ref: _core.AgentRef) -> AgentRef:
+    return AgentRef(ref.agent_id, Incarnation(ref.number, ref.boot_nonce))
+
+
+LANES: dict[Lane, _core.Lane] = {
+    Lane.MAPPED: _core.Lane.MAPPED,
+    Lane.STREAM: _core.Lane.STREAM,
+    Lane.MEMORY: _core.Lane.MEMORY,
+}
+LANES_BACK: dict[_core.Lane, Lane] = {native: lane for lane, native in LANES.items()}
+
+
+def limits_from(config: AgentConfig) -> _core.EndpointLimits:
+    """An agent's settings as the machines take them."""
+    limits = _core.EndpointLimits()
+    grants, transfers = limits.grants, limits.transfers
+    grants.grants_max = grants.tombstones_max = config.grants_max
+    grants.waiting_max = config.pull_wait_count_max
+    grants.ttl_ns = round(config.grant_ttl_s * NS_PER_S)
+    grants.life_max_ns = round(config.grant_life_max_s * NS_PER_S)
+    grants.wait_max_ns = round(config.pull_wait_s * NS_PER_S)
+    transfers.ttl_ns = grants.ttl_ns
+    transfers.wait_ms = round(config.pull_wait_s * 1e3)
+    transfers.stall_ns = round(config.stall_s * NS_PER_S)
+    transfers.reconnect_ns = round(config.reconnect_s * NS_PER_S)
+    limits.grants, limits.transfers = grants, transfers
+    limits.transfers_max = limits.finished_max = config.transfers_max
+    limits.notifications_max = config.notifications_max
+    limits.notification_bytes_max = config.notification_bytes_max
+    return limits
+
+
+def counts_from(native: _core.EndpointCounts) -> TransportCounts:
+    grants = native.grants
+    return TransportCounts(
+        pools=tuple(
+            PoolCounts(pool.pool, pool.blocks, pool.granted, pool.reserved, pool.quarantined) for pool in native.pools
+        ),
+        grants_alive=grants.alive,
+        grants_released=grants.released,
+        grants_expired=grants.expired,
+        grants_revoked=grants.revoked,
+        grants_reader_gone=grants.reader_gone,
+        pulls_waiting=grants.waiting_pulls,
+        verdicts_ok=grants.verdicts_ok,
+        verdicts_refused=grants.verdicts_refused,
+        transfers_live=native.transfers_live,
+        transfers_draining=native.transfers_draining,
+        sessions_up=native.sessions_up,
+        sessions_opening=native.sessions_opening,
+        peers=native.peers,
+        notifications_pending=native.notifications_pending,
+    )

@@ -1,0 +1,403 @@
+"""The deterministic lane: the transport of agents of one process, over a :class:`MemoryNetwork`. Bytes are really
+copied between the registered buffers, by the same machines that production runs; no socket, thread or clock is needed.
+
+It decides how the machines' effects become actions of the network; it must never judge a grant or a transfer.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer._native import _core
+from kvxfer.clock import NS_PER_S
+from kvxfer.config import AgentConfig
+from kvxfer.errors import Closed, KvxferError
+from kvxfer.transport.base import (
+    LANES,
+    Blocks,
+    Event,
+    Region,
+    TransportCounts,
+    check_segments,
+    counts_from,
+    limits_from,
+    read_ref,
+    write_ref,
+)
+from kvxfer.transport.network import MemoryNetwork, Passage
+from kvxfer.types import AgentRef, DataAddress, GrantState, Lane, PoolRecord, Segment, TransferId, TransferState
+
+MEMORY = _core.SessionKind.MEMORY
+
+_Effect: TypeAlias = """(
+    Event | _core.Dial | _core.Hangup | _core.SendFrame | _core.SendMap | _core.SendData | _core.ReadBlocks
+)"""
+
+
+@dataclasses.dataclass
+class _Link:
+    """One end of a connection."""
+
+    peer: MemoryTransport
+    peer_session: int
+    decoder: _core.Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryBinding:
+    """A :class:`~kvxfer.transport.base.Binding` in a MemoryNetwork."""
+
+    network: MemoryNetwork
+
+    @property
+    def address(self) -> DataAddress:
+        return DataAddress("", 0, "", self.network.name)
+
+    def open(self, ref: AgentRef, config: AgentConfig) -> MemoryTransport:
+        return MemoryTransport(self.network, ref, config)
+
+    def close(self) -> None:
+        """Nothing is held before :meth:`open`."""
+
+
+class MemoryTransport:
+    """A :class:`~kvxfer.transport.base.Transport` in a MemoryNetwork."""
+
+    def __init__(
+        self, network: MemoryNetwork, ref: AgentRef, config: AgentConfig, limits: _core.EndpointLimits | None = None
+    ) -> None:
+        """``limits`` stands in for those that follow from ``config``."""
+        self.endpoint = _core.Endpoint(write_ref(ref), limits or limits_from(config))
+        self.links: dict[int, _Link] = {}
+        self._network = network
+        self._ref = ref
+        self._memories: dict[int, BlockMemory] = {}
+        self._events: collections.deque[Event] = collections.deque()
+        self._eventfd: int | None = None
+        self._is_closed = False
+        with network.lock:
+            network.join(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{len(self.links)} sessions"
+        return f"<MemoryTransport {self._ref} in {self._network.name}, {state}>"
+
+    @property
+    def ref(self) -> AgentRef:
+        return self._ref
+
+    @property
+    def address(self) -> DataAddress:
+        return MemoryBinding(self._network).address
+
+    def fileno(self) -> int:
+        with self._network.lock:
+            if self._eventfd is None:
+                self._check_open()
+                self._eventfd = os.eventfd(int(bool(self._events)), os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            return self._eventfd
+
+    def drain(self) -> list[Event]:
+        with self._network.lock:
+            events = list(self._events)
+            self._events.clear()
+            if self._eventfd is not None and events:
+                os.eventfd_read(self._eventfd)
+            return events
+
+    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment]) -> None:
+        with self._open() as endpoint:
+            memory = BlockMemory(pool, region, segments)
+            endpoint.add_pool(
+                _core.PoolInfo(pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), False)
+            )
+            self._memories[pool.pool_id] = memory
+
+    def remove_pool(self, pool_id: int) -> None:
+        with self._open() as endpoint:
+            endpoint.remove_pool(pool_id)
+            del self._memories[pool_id]
+
+    def set_peer(self, ref: AgentRef, address: DataAddress, key: bytes) -> None:
+        with self._open() as endpoint:
+            endpoint.set_peer(write_ref(ref), key, MEMORY)
+
+    def peer_dead(self, ref: AgentRef) -> None:
+        with self._open() as endpoint:
+            self.act(endpoint.peer_dead(write_ref(ref), self._network.now_ns))
+
+    def grant(
+        self, transfer_id: TransferId, pool_id: int, blocks: Blocks, *, reader: str, ttl_s: float, ready_blocks: int
+    ) -> None:
+        with self._open() as endpoint:
+            ttl_ns = round(ttl_s * NS_PER_S)
+            self.act(
+                endpoint.grant(
+                    transfer_id.raw, pool_id, blocks.tolist(), reader, ttl_ns, ready_blocks, self._network.now_ns
+                )
+            )
+
+    def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
+        with self._open() as endpoint:
+            self.act(endpoint.ready(transfer_id.raw, blocks, layers, complete, self._network.now_ns))
+
+    def revoke_grant(self, transfer_id: TransferId) -> GrantState:
+        return self._end_grant(transfer_id, _core.GrantEvent.REVOKE)
+
+    def release_grant(self, transfer_id: TransferId) -> GrantState:
+        return self._end_grant(transfer_id, _core.GrantEvent.RELEASE)
+
+    def grant_state(self, transfer_id: TransferId) -> GrantState | None:
+        with self._open() as endpoint:
+            state = endpoint.grant_state(transfer_id.raw, self._network.now_ns)
+            return None if state is None else GrantState(int(state))
+
+    def pull(
+        self,
+        transfer_id: TransferId,
+        source: AgentRef,
+        pool_id: int,
+        blocks: Blocks,
+        *,
+        first: int,
+        lanes: Sequence[Lane],
+        deadline_s: float,
+    ) -> None:
+        with self._open() as endpoint:
+            now_ns = self._network.now_ns
+            self.act(
+                endpoint.pull(
+                    transfer_id.raw,
+                    write_ref(source),
+                    pool_id,
+                    blocks.tolist(),
+                    first,
+                    [LANES[lane] for lane in lanes],
+                    now_ns + round(deadline_s * NS_PER_S),
+                    self._network.random.getrandbits(64),
+                    now_ns,
+                )
+            )
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        with self._open() as endpoint:
+            self.act(endpoint.cancel(transfer_id.raw, self._network.now_ns))
+
+    def transfer_state(self, transfer_id: TransferId) -> TransferState | None:
+        with self._open() as endpoint:
+            state = endpoint.transfer_state(transfer_id.raw)
+            return None if state is None else TransferState(int(state))
+
+    def notify(self, to: AgentRef, payload: bytes) -> int:
+        with self._open() as endpoint:
+            sequence, effects = endpoint.notify(write_ref(to), payload, self._network.now_ns)
+            self.act(effects)
+            return int(sequence)
+
+    def counts(self) -> TransportCounts:
+        with self._open() as endpoint:
+            return counts_from(endpoint.counts())
+
+    def close(self) -> None:
+        with self._network.lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._network.leave(self)
+            for session in list(self.links):
+                self.unlink(session)
+            self._memories.clear()
+            if self._eventfd is not None:
+                os.close(self._eventfd)
+                self._eventfd = None
+
+    # --- for the network; the lock is held ---
+
+    def tick(self) -> None:
+        self.act(self.endpoint.tick(self._network.now_ns))
+
+    def next_deadline(self) -> int:
+        return self.endpoint.next_deadline()
+
+    def unlink(self, session: int) -> None:
+        """Forget one end of a connection here; the other end hears of it later."""
+        link = self.links.pop(session, None)
+        if link is not None:
+            self._network.post(lambda: link.peer.lose(link.peer_session))
+
+    def lose(self, session: int) -> None:
+        if not self._is_closed and self.links.pop(session, None) is not None:
+            self.act(self.endpoint.closed(session, self._network.now_ns))
+
+    def act(self, effects: Sequence[_Effect]) -> None:
+        """Perform what the machines ask for, in order."""
+        for effect in effects:
+            if isinstance(effect, _core.SendFrame):
+                self._send(effect.session, effect.frame)
+            elif isinstance(effect, _core.ReadBlocks):
+                self._start_read(effect)
+            elif isinstance(effect, _core.Dial):
+                self._start_dial(effect)
+            elif isinstance(effect, _core.Hangup):
+                self.unlink(effect.session)
+            elif isinstance(effect, (_core.SendData, _core.SendMap)):
+                raise KvxferError(f"the memory lane was asked for {type(effect).__name__}")
+            else:
+                self._events.append(effect)
+                if self._eventfd is not None:
+                    os.eventfd_write(self._eventfd, 1)
+
+    def _end_grant(self, transfer_id: TransferId, event: _core.GrantEvent) -> GrantState:
+        with self._open() as endpoint:
+            state, effects = endpoint.end_grant(transfer_id.raw, event, self._network.now_ns)
+            self.act(effects)
+            return GrantState(int(state))
+
+    def _start_dial(self, effect: _core.Dial) -> None:
+        peer, kind = effect.peer, effect.kind
+
+        def fail(text: str = "the connection was lost") -> None:
+            if not self._is_closed:
+                now_ns = self._network.now_ns
+                self.act(self.endpoint.dial_failed(peer, kind, _core.Code.transport, text, now_ns))
+
+        def arrive() -> None:
+            if self._is_closed:
+                return
+            other = self._network.find(read_ref(peer))
+            if kind != MEMORY or other is None:
+                fail("that life is not in this network" if kind == MEMORY else "a memory network has no sockets")
+                return
+            nonces = [self._network.random.randbytes(32) for _ in range(2)]
+            mine, effects = self.endpoint.dialed(peer, kind, nonces[0], self._network.now_ns)
+            theirs, their_effects = other.endpoint.accepted(kind, nonces[1], self._network.now_ns)
+            self.links[mine] = _Link(other, theirs, _core.Decoder())
+            other.links[theirs] = _Link(self, mine, _core.Decoder())
+            self.act(effects)
+            other.act(their_effects)
+
+        passage = Passage(self._ref, read_ref(peer), "dial")
+        self._network.post(lambda: self._network.judge(passage, arrive, cut=fail, drop=fail))
+
+    def _send(self, session: int, frame: Any) -> None:
+        link = self.links.get(session)
+        if link is None:
+            return
+        data = _core.encode(frame)
+        passage = Passage(self._ref, link.peer.ref, _core.kind_name(frame))
+
+        def cut() -> None:
+            self.unlink(session)
+            if not self._is_closed:
+                self.act(self.endpoint.closed(session, self._network.now_ns))
+
+        self._network.post(
+            lambda: self._network.judge(passage, lambda: link.peer.receive(link.peer_session, data), cut=cut)
+        )
+
+    def receive(self, session: int, data: bytes) -> None:
+        """Bytes of a frame came in."""
+        link = self.links.get(session)
+        if self._is_closed or link is None:
+            return
+        link.decoder.feed(data)
+        frame = link.decoder.next()
+        if frame is not None:
+            self.act(self.endpoint.on_frame(session, frame, self._network.now_ns))
+
+    def _start_read(self, effect: _core.ReadBlocks) -> None:
+        link = self.links.get(effect.session)
+        reader, source = self._ref, link.peer.ref if link is not None else self._ref
+
+        def stop(text: str = "the connection was lost") -> None:
+            if not self._is_closed:
+                now_ns = self._network.now_ns
+                self.act(self.endpoint.read_stopped(effect.id, effect.token, _core.Code.transport, text, now_ns))
+
+        def arrive() -> None:
+            if self._is_closed:
+                return
+            if not self.endpoint.is_landing(effect.id, effect.token):
+                stop("the transfer is over")
+                return
+            remote = link.peer.memory(effect.remote_pool) if link is not None and effect.session in self.links else None
+            if remote is None:
+                stop("the source's memory is gone")
+                return
+            self._memories[effect.pool].write(effect.to_blocks, remote.read(effect.from_blocks))
+            self.act(self.endpoint.read_landed(effect.id, effect.token, self._network.now_ns))
+
+        passage = Passage(source, reader, "read")
+        self._network.post(lambda: self._network.judge(passage, arrive, cut=stop, drop=stop))
+
+    def memory(self, pool_id: int) -> BlockMemory | None:
+        """What a reader sees of a pool, while this life lasts."""
+        return None if self._is_closed else self._memories.get(pool_id)
+
+    def _open(self) -> _Open:
+        return _Open(self)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Closed(f"{self!r} was closed")
+
+
+class _Open:
+    """Holds the network's lock around a call on a transport that is open."""
+
+    def __init__(self, transport: MemoryTransport) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> _core.Endpoint:
+        self._transport._network.lock.acquire()
+        try:
+            self._transport._check_open()
+        except BaseException:
+            self._transport._network.lock.release()
+            raise
+        return self._transport.endpoint
+
+    def __exit__(self, *_: object) -> None:
+        self._transport._network.wake()
+        self._transport._network.lock.release()
+
+
+class BlockMemory:
+    """The blocks of one registered pool as bytes, whatever their segments."""
+
+    def __init__(self, pool: PoolRecord, region: Region, segments: Sequence[Segment]) -> None:
+        check_segments(
+            segments, block_count=pool.block_count, block_bytes=pool.block_bytes, length_bytes=region.length_bytes
+        )
+        self._owner = region.owner
+        flat = np.ctypeslib.as_array((ctypes.c_uint8 * region.length_bytes).from_address(region.address))
+        self._views = [
+            np.lib.stride_tricks.as_strided(
+                flat[segment.offset_bytes :],
+                shape=(pool.block_count, segment.length_bytes),
+                strides=(segment.stride_bytes, 1),
+            )
+            for segment in segments
+        ]
+
+    def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """The bytes of ``blocks``, shape [len(blocks), block_bytes], segments in order."""
+        index = np.asarray(blocks, dtype=np.int64)
+        return np.concatenate([view[index] for view in self._views], axis=1)
+
+    def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """The reverse of :meth:`read`."""
+        index = np.asarray(blocks, dtype=np.int64)
+        begin = 0
+        for view in self._views:
+            end = begin + view.shape[1]
+            view[index] = data[:, begin:end]
+            begin = end

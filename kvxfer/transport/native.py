@@ -1,0 +1,302 @@
+"""The native core as a transport: sockets, mappings and machines on one native thread.
+
+It decides where an agent listens (address, port, socket file) and how that is written down for peers; it must never
+know membership, futures or what a transfer is for.
+
+An agent's address must be published before its name is known, and the core needs its name to start. So a binding first
+takes the port without listening on it, which keeps it from everybody else (``SO_REUSEADDR`` lets exactly such a port be
+bound again), and the core listens there as soon as it has its name.
+
+The ``host_id`` tells peers whether a Unix socket and a mapping can join us: they need the same kernel (the boot id) and
+the same user (the core checks the peer's uid). Containers of one host share both and may still not see each other's
+files: then the dial fails at once and the next lane is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import pathlib
+import secrets
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Sequence
+
+from kvxfer._native import _core
+from kvxfer.clock import NS_PER_S
+from kvxfer.config import AgentConfig
+from kvxfer.errors import ConfigError
+from kvxfer.transport.base import (
+    LANES,
+    Blocks,
+    Event,
+    Region,
+    TransportCounts,
+    check_segments,
+    counts_from,
+    limits_from,
+    write_ref,
+)
+from kvxfer.types import (
+    AgentRef,
+    DataAddress,
+    Exposure,
+    GrantState,
+    Lane,
+    PoolRecord,
+    Segment,
+    TransferId,
+    TransferState,
+)
+
+SOCKET_PATH_MAX = 107
+"""Bytes of a Unix socket's path, by the kernel."""
+STALE_AFTER_S = 60.0
+"""A socket file that is older and that nobody listens on was left by a killed process."""
+
+
+class NativeBinding:
+    """A :class:`~kvxfer.transport.base.Binding` on this host."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        """Raises ConfigError: the port is taken, the host is not ours or not loopback, no place for the socket."""
+        self._held: socket.socket | None = None
+        host = _numeric(config.bind_host)
+        advertised = _numeric(config.advertise_host) if config.advertise_host else host
+        if not ipaddress.ip_address(host).is_loopback and not config.insecure:
+            raise ConfigError(
+                f"bind_host {config.bind_host!r} is not loopback, and the stream lane does not encrypt yet: "
+                "set insecure to accept that on a trusted network"
+            )
+        if ipaddress.ip_address(advertised).is_unspecified:
+            raise ConfigError(f"bind_host {config.bind_host!r} is no address that peers can dial: set advertise_host")
+        self._host = host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._held = socket.socket(family, socket.SOCK_STREAM)
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._held.bind((host, config.bind_port))
+            self._port = int(self._held.getsockname()[1])
+            self._socket_path, self._private_directory = _place_for_socket(config.runtime_dir)
+        except OSError as error:
+            self._held.close()
+            raise ConfigError(f"cannot listen on {host} port {config.bind_port}: {error.strerror}") from None
+        except BaseException:
+            self._held.close()
+            raise
+        self._address = DataAddress(advertised, self._port, str(self._socket_path), host_id())
+
+    @property
+    def address(self) -> DataAddress:
+        return self._address
+
+    def open(self, ref: AgentRef, config: AgentConfig) -> NativeTransport:
+        core = _core.Core(
+            write_ref(ref),
+            limits_from(config),
+            bind_host=self._host,
+            bind_port=self._port,
+            unix_path=str(self._socket_path),
+        )
+        core.start()
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+        return NativeTransport(core, ref, self)
+
+    def close(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+        with contextlib.suppress(OSError):
+            self._socket_path.unlink()
+        if self._private_directory is not None:
+            with contextlib.suppress(OSError):
+                self._private_directory.rmdir()
+
+    def __repr__(self) -> str:
+        return f"<NativeBinding {self._host}:{self._port} {self._socket_path}>"
+
+
+class NativeTransport:
+    """A :class:`~kvxfer.transport.base.Transport` over one native core."""
+
+    def __init__(self, core: _core.Core, ref: AgentRef, binding: NativeBinding) -> None:
+        """Takes a started core and what it is bound to over; both end with :meth:`close`."""
+        self.core = core
+        self._ref = ref
+        self._binding = binding
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        address = self._binding.address
+        state = "closed" if self._is_closed else f"{address.tcp_host}:{address.tcp_port}"
+        return f"<NativeTransport {self._ref} {state}>"
+
+    @property
+    def ref(self) -> AgentRef:
+        return self._ref
+
+    @property
+    def address(self) -> DataAddress:
+        return self._binding.address
+
+    def fileno(self) -> int:
+        return self.core.fileno()
+
+    def drain(self) -> list[Event]:
+        return self.core.drain()
+
+    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment]) -> None:
+        check_segments(
+            segments, block_count=pool.block_count, block_bytes=pool.block_bytes, length_bytes=region.length_bytes
+        )
+        is_shared = region.shared is not None and pool.is_shareable and pool.exposure is Exposure.POOL
+        info = _core.PoolInfo(pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), is_shared)
+        parts = [(segment.offset_bytes, segment.stride_bytes, segment.length_bytes) for segment in segments]
+        if region.shared is not None:
+            self.core.add_pool(info, region.shared, parts)
+        else:
+            self.core.add_foreign_pool(info, region.address, region.length_bytes, region.owner, parts)
+
+    def remove_pool(self, pool_id: int) -> None:
+        self.core.remove_pool(pool_id)
+
+    def set_peer(self, ref: AgentRef, address: DataAddress, key: bytes) -> None:
+        is_same_host = address.host_id == self.address.host_id
+        self.core.set_peer(
+            write_ref(ref),
+            key,
+            tcp_host=address.tcp_host,
+            tcp_port=address.tcp_port,
+            unix_path=address.unix_path if is_same_host else "",
+        )
+
+    def peer_dead(self, ref: AgentRef) -> None:
+        self.core.peer_dead(write_ref(ref))
+
+    def grant(
+        self, transfer_id: TransferId, pool_id: int, blocks: Blocks, *, reader: str, ttl_s: float, ready_blocks: int
+    ) -> None:
+        ttl_ns = round(ttl_s * NS_PER_S)
+        self.core.grant(transfer_id.raw, pool_id, blocks, reader=reader, ttl_ns=ttl_ns, ready_blocks=ready_blocks)
+
+    def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
+        self.core.ready(transfer_id.raw, blocks, layers=layers, complete=complete)
+
+    def revoke_grant(self, transfer_id: TransferId) -> GrantState:
+        return GrantState(int(self.core.end_grant(transfer_id.raw, _core.GrantEvent.REVOKE)))
+
+    def release_grant(self, transfer_id: TransferId) -> GrantState:
+        return GrantState(int(self.core.end_grant(transfer_id.raw, _core.GrantEvent.RELEASE)))
+
+    def grant_state(self, transfer_id: TransferId) -> GrantState | None:
+        state = self.core.grant_state(transfer_id.raw)
+        return None if state is None else GrantState(int(state))
+
+    def pull(
+        self,
+        transfer_id: TransferId,
+        source: AgentRef,
+        pool_id: int,
+        blocks: Blocks,
+        *,
+        first: int,
+        lanes: Sequence[Lane],
+        deadline_s: float,
+    ) -> None:
+        self.core.pull(
+            transfer_id.raw,
+            write_ref(source),
+            pool_id,
+            blocks,
+            first=first,
+            lanes=[LANES[lane] for lane in lanes],
+            deadline_ns=time.monotonic_ns() + round(deadline_s * NS_PER_S),
+        )
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        self.core.cancel(transfer_id.raw)
+
+    def transfer_state(self, transfer_id: TransferId) -> TransferState | None:
+        state = self.core.transfer_state(transfer_id.raw)
+        return None if state is None else TransferState(int(state))
+
+    def notify(self, to: AgentRef, payload: bytes) -> int:
+        return self.core.notify(write_ref(to), payload)
+
+    def counts(self) -> TransportCounts:
+        return counts_from(self.core.counts())
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.core.close()
+            self._binding.close()
+
+
+def host_id() -> str:
+    """This kernel's boot id and our uid: agents with an equal one can share memory."""
+    boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}:{os.geteuid()}"
+
+
+def _numeric(host: str) -> str:
+    """``host`` as the numeric address that peers are given: they need no resolver of ours."""
+    try:
+        return str(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        pass
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"host {host!r} cannot be resolved: {error.strerror}") from None
+
+
+def _place_for_socket(runtime_dir: str) -> tuple[pathlib.Path, pathlib.Path | None]:
+    """A free socket path in a directory that only we can enter, and the directory if it is to go with it."""
+    name = f"{secrets.token_hex(8)}.sock"
+    if runtime_dir:
+        directory = _make_private(pathlib.Path(runtime_dir).absolute())
+        if len(os.fsencode(directory / name)) > SOCKET_PATH_MAX:
+            raise ConfigError(f"runtime_dir {runtime_dir!r} is too long for a socket's path (SOCKET_PATH_MAX=107)")
+        return directory / name, None
+    user_directory = os.environ.get("XDG_RUNTIME_DIR", "")
+    if user_directory:
+        shared = pathlib.Path(user_directory, "kvxfer").absolute()
+        if len(os.fsencode(shared / name)) <= SOCKET_PATH_MAX:
+            with contextlib.suppress(ConfigError):
+                return _make_private(shared) / name, None
+    private = pathlib.Path(tempfile.mkdtemp(prefix="kvxfer-"))
+    if len(os.fsencode(private / name)) > SOCKET_PATH_MAX:
+        private.rmdir()
+        private = pathlib.Path(tempfile.mkdtemp(prefix="kvxfer-", dir="/tmp"))
+    return private / name, private
+
+
+def _make_private(directory: pathlib.Path) -> pathlib.Path:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise ConfigError(f"runtime directory {directory}: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(f"runtime directory {directory} must be ours alone: mode 0700, owned by uid {os.geteuid()}")
+    _sweep(directory)
+    return directory
+
+
+def _sweep(directory: pathlib.Path) -> None:
+    """Remove the socket files of processes that were killed."""
+    for path in directory.glob("*.sock"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < STALE_AFTER_S:
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.setblocking(False)
+                if probe.connect_ex(os.fsencode(path)) == errno.ECONNREFUSED:
+                    path.unlink()

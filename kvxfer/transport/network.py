@@ -1,0 +1,221 @@
+"""The network of the ``memory`` lane: a queue of what is on its way between the agents of one process.
+
+It decides when what was sent arrives, and in which order: everything in the order it was sent, one action at a
+:meth:`MemoryNetwork.step`, after ``latency_ns`` of the network's own clock. It must never look into what it carries.
+
+By default time is virtual: it stands still while actions are due, and jumps to the next deadline when none is. With a
+real clock the network can drive itself from an asyncio loop (:meth:`MemoryNetwork.drive`), so that agents live in it.
+Faults come from one hook, which sees everything that is about to arrive and says what becomes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import heapq
+import itertools
+import os
+import random
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvxfer._native import _core
+from kvxfer.clock import NS_PER_S, Clock
+from kvxfer.errors import InvalidArgument
+from kvxfer.policy.lanes import MEMORY_HOST
+from kvxfer.types import AgentRef
+
+if TYPE_CHECKING:
+    from kvxfer.transport.memory import MemoryTransport
+
+
+class Fate(enum.Enum):
+    """What becomes of something that is about to arrive. A dial or a read that is dropped or cut fails."""
+
+    ARRIVE = "arrive"
+    DROP = "drop"
+    TWICE = "twice"
+    """Frames only: a dial or a read arrives once."""
+    HOLD = "hold"
+    """Kept until :meth:`MemoryNetwork.release_held`."""
+    CUT = "cut"
+    """Lost together with the connection."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """Something about to arrive: ``what`` is ``dial``, ``read`` or a frame's name (``pull``, ``ready``, ...)."""
+
+    sender: AgentRef
+    receiver: AgentRef
+    what: str
+
+
+class MemoryNetwork:
+    """The agents of one process and what is on its way between them. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock | None = None,
+        seed: int = 0,
+        latency_ns: int = 0,
+        fault: Callable[[Passage], Fate] | None = None,
+    ) -> None:
+        """``clock``: a real one; without it time is virtual. ``seed`` draws nonces. ``fault`` decides each Passage."""
+        self.fault = fault
+        self.latency_ns = latency_ns
+        self.lock = threading.RLock()
+        self.random = random.Random(seed)
+        self.name = f"{MEMORY_HOST}{os.getpid()}-{next(_numbers)}"
+        self._clock = clock
+        self._virtual_ns = 0
+        self._transports: dict[AgentRef, MemoryTransport] = {}
+        self._queue: list[tuple[int, int, Callable[[], None]]] = []
+        self._sequence = itertools.count()
+        self._held: list[Callable[[], None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<MemoryNetwork {len(self._transports)} agents, {len(self._queue)} on the way>"
+
+    @property
+    def now_ns(self) -> int:
+        return self._virtual_ns if self._clock is None else self._clock.now_ns()
+
+    def step(self) -> bool:
+        """Do the one action that is due, or let the machines see the time; whether there was anything to do.
+
+        In virtual time, when nothing is due the clock jumps to the next moment at which something is.
+        """
+        with self.lock:
+            next_ns = self.next_ns()
+            if next_ns == _core.NEVER_NS:
+                return False
+            if next_ns > self.now_ns:
+                if self._clock is not None:
+                    return False
+                self._virtual_ns = next_ns
+            if self._queue and self._queue[0][0] <= self.now_ns:
+                heapq.heappop(self._queue)[2]()
+            else:
+                for transport in list(self._transports.values()):
+                    transport.tick()
+            return True
+
+    def run(self, until: Callable[[], bool], *, steps_max: int = 1_000_000) -> bool:
+        """Step until ``until()`` holds (then True), or nothing is left to do or ``steps_max`` is reached."""
+        for _ in range(steps_max):
+            if until():
+                return True
+            if not self.step():
+                break
+        return until()
+
+    def advance(self, duration_s: float) -> None:
+        """Let virtual time pass, doing all that falls due in it. Raises InvalidArgument on a real clock."""
+        if self._clock is not None:
+            raise InvalidArgument("time passes by itself in a network with a real clock")
+        end_ns = self._virtual_ns + round(duration_s * NS_PER_S)
+        while self.next_ns() <= end_ns:
+            self.step()
+        self._virtual_ns = end_ns
+
+    def next_ns(self) -> int:
+        """When there is something to do next, by the network's clock."""
+        with self.lock:
+            moments = [transport.next_deadline() for transport in self._transports.values()]
+            if self._queue:
+                moments.append(self._queue[0][0])
+            return min(moments, default=_core.NEVER_NS)
+
+    def release_held(self) -> None:
+        """Let everything arrive that the fault hook told to hold, in its order."""
+        with self.lock:
+            held, self._held = self._held, []
+            for action in held:
+                self.post(action)
+
+    def cut(self, one: AgentRef, other: AgentRef) -> None:
+        """Break every connection between the two lives, as a network does: what was on its way is lost."""
+        with self.lock:
+            transport = self._transports.get(one)
+            for session, link in list(transport.links.items()) if transport else ():
+                if link.peer.ref == other and transport is not None:
+                    transport.unlink(session)
+                    transport.act(transport.endpoint.closed(session, self.now_ns))
+
+    def drive(self) -> None:
+        """Run from the running asyncio loop from now on, until :meth:`stop`. Needs a real clock."""
+        if self._clock is None:
+            raise InvalidArgument("a network that a loop drives needs a real clock: time would jump to every deadline")
+        self._loop = asyncio.get_running_loop()
+        self.wake()
+
+    def stop(self) -> None:
+        with self.lock:
+            self._loop = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    # --- for the transports; the lock is held ---
+
+    def join(self, transport: MemoryTransport) -> None:
+        if transport.ref in self._transports:
+            raise InvalidArgument(f"{transport.ref} is in this network already")
+        self._transports[transport.ref] = transport
+
+    def leave(self, transport: MemoryTransport) -> None:
+        self._transports.pop(transport.ref, None)
+
+    def find(self, ref: AgentRef) -> MemoryTransport | None:
+        return self._transports.get(ref)
+
+    def post(self, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now_ns + self.latency_ns, next(self._sequence), action))
+        self.wake()
+
+    def judge(
+        self,
+        passage: Passage,
+        arrive: Callable[[], None],
+        *,
+        cut: Callable[[], None],
+        drop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Let ``arrive`` happen, or what the fault hook makes of it."""
+        fate = Fate.ARRIVE if self.fault is None else self.fault(passage)
+        if fate is Fate.CUT:
+            cut()
+        elif fate is Fate.DROP:
+            drop()
+        elif fate is Fate.HOLD:
+            self._held.append(arrive)
+        else:
+            arrive()
+            if fate is Fate.TWICE and passage.what not in ("dial", "read"):
+                arrive()
+
+    def wake(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._pump)
+
+    def _pump(self) -> None:
+        with self.lock:
+            while self.step():
+                pass
+            if self._loop is None:
+                return
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = None
+            next_ns = self.next_ns()
+            if next_ns != _core.NEVER_NS:
+                self._timer = self._loop.call_later(max(next_ns - self.now_ns, 0) / NS_PER_S, self._pump)
+
+
+_numbers = itertools.count()

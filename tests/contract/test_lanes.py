@@ -1,0 +1,30 @@
+"""The lane contract, on every lane there is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvxfer.testing.lane_contract import CHECKS
+from kvxfer.testing.lane_parties import LaneMaker, MemoryLaneMaker, NativeLaneMaker
+from kvxfer.types import Lane
+
+MAKERS: dict[str, Callable[[], LaneMaker]] = {
+    "memory": MemoryLaneMaker,
+    "mapped": functools.partial(NativeLaneMaker, Lane.MAPPED),
+    "stream": functools.partial(NativeLaneMaker, Lane.STREAM),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def maker(request: pytest.FixtureRequest) -> Iterator[LaneMaker]:
+    made = MAKERS[request.param]()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_contract(maker: LaneMaker, check: Callable[[LaneMaker], None]) -> None:
+    check(maker)

@@ -1,0 +1,77 @@
+"""Which lanes can join a pair, and what is said of the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvxfer.policy.lanes import LaneEnd, choose_lanes, explain
+from kvxfer.types import CompatibilityRecord, DataAddress, Exposure, Lane, PoolRecord
+
+RECORD = CompatibilityRecord("m", "c", "w", "f", 1, 1, 1, 1, "a", "p", "r", "b")
+POOL = PoolRecord(1, RECORD, 4, 64, Exposure.POOL, True)
+ADDRESS = DataAddress("127.0.0.1", 1, "/run/a.sock", "host:0")
+END = LaneEnd(ADDRESS, POOL)
+ALL = (Lane.MAPPED, Lane.STREAM)
+
+
+def end(**changes: object) -> LaneEnd:
+    address = {name: value for name, value in changes.items() if hasattr(ADDRESS, name)}
+    pool = {name: value for name, value in changes.items() if hasattr(POOL, name)}
+    return LaneEnd(dataclasses.replace(ADDRESS, **address), dataclasses.replace(POOL, **pool))
+
+
+def test_all_that_can() -> None:
+    lanes, reasons = choose_lanes(END, END, ALL)
+    assert lanes == ALL
+    assert set(reasons) == set(ALL)
+    assert choose_lanes(END, END, ALL[::-1])[0] == ALL[::-1]
+    assert explain(Lane.MAPPED, reasons) == "mapped: same host, source pool in shared memory"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "why"),
+    [
+        (END, end(host_id="host:1"), "another host"),
+        (end(host_id=""), end(host_id=""), "another host"),
+        (END, end(unix_path=""), "source listens on no Unix socket"),
+        (end(unix_path=""), END, "reader listens on no Unix socket"),
+        (END, end(exposure=Exposure.GRANT), "exposed by grant only"),
+        (END, end(is_shareable=False), "not allocated by kvxfer"),
+    ],
+)
+def test_why_not_mapped(ours: LaneEnd, theirs: LaneEnd, why: str) -> None:
+    lanes, reasons = choose_lanes(ours, theirs, ALL)
+    assert lanes == (Lane.STREAM,)
+    assert why in reasons[Lane.MAPPED]
+    assert explain(Lane.STREAM, reasons) == (
+        f"stream: the source is reached over TCP (not mapped: {reasons[Lane.MAPPED]})"
+    )
+
+
+def test_the_readers_own_pool_does_not_matter() -> None:
+    assert choose_lanes(end(is_shareable=False, exposure=Exposure.GRANT), END, ALL)[0] == ALL
+
+
+def test_nothing_joins() -> None:
+    lanes, reasons = choose_lanes(END, end(tcp_port=0, host_id="host:1"), (*ALL, Lane.MEMORY))
+    assert lanes == ()
+    text = explain(None, reasons)
+    for lane in (*ALL, Lane.MEMORY):
+        assert f"{lane.value}: " in text
+    assert explain(None, {}) == "no lane is allowed"
+
+
+def test_memory_needs_one_network() -> None:
+    one, other = end(host_id="memory:1-0", tcp_port=0), end(host_id="memory:1-1", tcp_port=0)
+    assert choose_lanes(one, one, (Lane.MEMORY,))[0] == (Lane.MEMORY,)
+    assert choose_lanes(one, other, (Lane.MEMORY,))[0] == ()
+    assert choose_lanes(END, END, (Lane.MEMORY,))[0] == ()
+
+
+def test_what_the_core_gave_up_is_told() -> None:
+    _, reasons = choose_lanes(END, END, ALL)
+    assert explain(Lane.STREAM, reasons, "connect: No such file") == (
+        "stream: the source is reached over TCP (not connect: No such file)"
+    )
