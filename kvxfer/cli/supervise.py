@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from kvxfer.errors import ConfigError, DeadlineExceeded, KvxferError
@@ -157,7 +157,7 @@ class Supervisor:
 
     async def _read_stdout(self, child: Child, is_ready: asyncio.Future[None]) -> None:
         assert child.process.stdout is not None
-        async for raw in child.process.stdout:
+        async for raw in _lines(child.process.stdout):
             try:
                 line = json.loads(raw)
             except ValueError:
@@ -169,7 +169,7 @@ class Supervisor:
 
     async def _read_stderr(self, child: Child) -> None:
         assert child.process.stderr is not None
-        async for raw in child.process.stderr:
+        async for raw in _lines(child.process.stderr):
             line = raw.decode(errors="replace").rstrip()
             child.tail.append(line)
             self._on_line(child.spec.name, line)
@@ -181,6 +181,20 @@ class Supervisor:
             is_ready.set_exception(_failed_start(child))
         elif not child.is_stopping:
             self._on_lost(child)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Line by line to the end. What is longer than LINE_BYTES_MAX is dropped: a pipe that nobody reads stops the
+    child that writes to it.
+    """
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:
+            continue
+        if not line:
+            return
+        yield line
 
 
 def _failed_start(child: Child) -> KvxferError:

@@ -107,7 +107,7 @@ class Executor:
         )
 
     def step(self) -> bool:
-        """Plan one step and run it; False when there was nothing to compute."""
+        """Plan one step and run it; False when another would find nothing new to do."""
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
             if sequence.phase is Phase.ENDED:
@@ -119,7 +119,8 @@ class Executor:
             self._forward(work)
         if self._exchange is not None:
             self._exchange.load(self.load())
-        return bool(work or plan.preempted)
+        # What was admitted may have ended at once (all of it cached, or its grant refused), and left room for others.
+        return bool(work or plan.preempted or plan.admitted)
 
     def _forward(self, work: list[Work]) -> None:
         chunks = [Chunk(item.token_ids, item.start, item.sequence.blocks, item.need_logits) for item in work]

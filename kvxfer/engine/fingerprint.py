@@ -1,4 +1,4 @@
-"""Fingerprints of a model's config and weights, for the compatibility record.
+"""Fingerprints of a model's config, tokenizer and weights, for the compatibility record.
 
 Decides when two workers' KV blocks mean the same thing. It must never look at where the files lie: the same model in
 another directory has the same fingerprints.
@@ -20,6 +20,23 @@ BOOKKEEPING = frozenset({
     "transformers_version", "use_cache",
 })
 """Config keys that say nothing about the KV of a token; the dtype is a field of its own in the record."""
+
+
+PROBE = (
+    "The  quick brown fox's 12,345.67 jumps\n\n\tover `x += 1` ALLCAPS_snake "
+    "\u00e9t\u00e9 e\u0301te\u0301 \u4f60\u597d \U0001f600 <|im_start|> </s>"
+)
+"""Text of many kinds: what it becomes shows merges, normaliser and special tokens, whatever version reads the files."""
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 over vocabulary, chat template and the tokens of :data:`PROBE`: 64 hex digits.
+
+    Each side of a transfer tokenises the prompt by itself; two that do it differently would give one prompt's KV to
+    another.
+    """
+    content = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, tokenizer.encode(PROBE, verbose=False)]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def config_fingerprint(config: dict[str, Any]) -> str:

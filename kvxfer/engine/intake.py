@@ -46,6 +46,7 @@ class Intake:
         parsed = parse_completion(body)
         self._check_model(parsed.model)
         if isinstance(parsed.prompt, str):
+            self._check_length(len(parsed.prompt), "prompt")
             tokens = self._model.encode(parsed.prompt)
         else:
             tokens = parsed.prompt
@@ -57,6 +58,7 @@ class Intake:
         """Read a body of ``/v1/chat/completions``. Raises what :meth:`completion` raises."""
         parsed = parse_chat(body)
         self._check_model(parsed.model)
+        self._check_length(sum(len(message.content or "") for message in parsed.messages), "messages")
         try:
             tokens = self._model.encode_chat([message.model_dump() for message in parsed.messages])
         except InvalidArgument as error:
@@ -67,6 +69,13 @@ class Intake:
         if name != self._model.name:
             message = f"model: {name!r} is not served here, {self._model.name!r} is"
             raise RequestError(message, param="model", error_code="model_not_found")
+
+    def _check_length(self, characters: int, field: str) -> None:
+        """Refuse what cannot fit before it is tokenised: a second a megabyte, in which nobody else's prompt is."""
+        if characters > self._model.longest_prompt_chars:
+            context = self._model.context_tokens
+            message = f"{field}: {characters} characters are more than the context of {context} tokens can hold"
+            raise RequestError(message, param=field, error_code=CONTEXT_LENGTH)
 
     def _asked(
         self,

@@ -6,7 +6,9 @@ or how the directory came to be: :mod:`kvxfer.engine.model_store` does that.
 
 from __future__ import annotations
 
+import copy
 import functools
+import hashlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,7 @@ import torch
 import transformers
 
 from kvxfer.engine.detokenizer import Detokenizer
-from kvxfer.engine.fingerprint import config_fingerprint, weights_fingerprint
+from kvxfer.engine.fingerprint import config_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from kvxfer.engine.model_store import check_config
 from kvxfer.errors import ConfigError, InvalidArgument
 from kvxfer.types import CompatibilityRecord
@@ -40,6 +42,9 @@ class LoadedModel:
         self.config = module.config
         self._config_json = dict(config_json)
         self._tokenizer_lock = threading.Lock()
+        # Decoding has a tokenizer of its own: the engine thread must not wait while a long prompt is encoded.
+        self._decoding_tokenizer = copy.deepcopy(tokenizer)
+        self._decoding_lock = threading.Lock()
 
     @classmethod
     def load(cls, path: Path | str, *, name: str | None = None, dtype: str = "float32",
@@ -83,6 +88,11 @@ class LoadedModel:
     @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
+
+    @functools.cached_property
+    def longest_prompt_chars(self) -> int:
+        """No longer text fits the context, whatever it says: as if every token were the longest of the vocabulary."""
+        return self.context_tokens * max(map(len, self.tokenizer.get_vocab()))
 
     @property
     def layers(self) -> int:
@@ -142,7 +152,10 @@ class LoadedModel:
 
     @functools.cached_property
     def config_fingerprint(self) -> str:
-        return config_fingerprint(self._config_json)
+        """Over everything but the weights that decides which KV a prompt's text becomes: config and tokenizer."""
+        with self._tokenizer_lock:
+            parts = config_fingerprint(self._config_json) + tokenizer_fingerprint(self.tokenizer)
+        return hashlib.sha256(parts.encode()).hexdigest()
 
     @functools.cached_property
     def weights_fingerprint(self) -> str:
@@ -171,8 +184,8 @@ class LoadedModel:
         return ids
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
-        """A new incremental decoder that shares this model's tokenizer safely with other threads."""
-        return Detokenizer(self.tokenizer, prompt_ids, lock=self._tokenizer_lock)
+        """A new incremental decoder. It never waits for :meth:`encode`, however long the text there."""
+        return Detokenizer(self._decoding_tokenizer, prompt_ids, lock=self._decoding_lock)
 
 
 def _first_line(error: BaseException) -> str:

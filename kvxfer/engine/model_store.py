@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -128,6 +129,21 @@ def storage_failure(what: str, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{what} failed: the disk is full"
     return f"{what} failed: {error.strerror or error}"
+
+
+@contextlib.contextmanager
+def storing() -> Iterator[None]:
+    """Write files within the block: safetensors reports a failed write as an error of its own, which leaves as the
+    OSError that it was.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found else errno.ENOSPC if "No space left" in str(error) else errno.EIO
+        raise OSError(number, os.strerror(number) if found else str(error)) from error
 
 
 def _is_complete(target: Path, source: str) -> bool:

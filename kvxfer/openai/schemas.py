@@ -83,6 +83,27 @@ def _refuse_logprobs(value: Any) -> Any:
     return value
 
 
+def _refuse_penalty(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != 0:
+        _wrong("penalties are not supported: leave it out, or send 0")
+    return value
+
+
+def _refuse_unless_empty(value: Any) -> Any:
+    if value not in ({}, [], ""):
+        _wrong("not supported: leave it out")
+    return value
+
+
+def _refuse_format(value: Any) -> Any:
+    if not isinstance(value, dict) or value.get("type") != "text":
+        _wrong('only {"type": "text"} is supported')
+    return value
+
+
+_Nothing = Annotated[Any, BeforeValidator(_refuse_unless_empty)]
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -124,6 +145,10 @@ class _Request(_Model):
     stream: bool = False
     stream_options: StreamOptions | None = None
     logprobs: Annotated[bool | int, BeforeValidator(_refuse_logprobs)] = False
+    presence_penalty: Annotated[float, BeforeValidator(_refuse_penalty)] = 0.0
+    frequency_penalty: Annotated[float, BeforeValidator(_refuse_penalty)] = 0.0
+    logit_bias: _Nothing = None
+    response_format: Annotated[Any, BeforeValidator(_refuse_format)] = None
     ignore_eos: bool = False
     user: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -140,6 +165,7 @@ class CompletionRequest(_Request):
     prompt: Annotated[str | list[int], BeforeValidator(_check_prompt)]
     best_of: int = Field(default=1, ge=1, le=1)
     echo: bool = False
+    suffix: _Nothing = None
 
     @model_validator(mode="after")
     def _no_echo(self) -> CompletionRequest:
@@ -159,6 +185,8 @@ class ChatCompletionRequest(_Request):
     messages: list[Message] = Field(min_length=1, max_length=MESSAGES_MAX)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=INTEGER_MAX)
     top_logprobs: Annotated[bool | int, BeforeValidator(_refuse_logprobs)] = 0
+    tools: _Nothing = None
+    functions: _Nothing = None
 
     @property
     def max_new_tokens(self) -> int | None:

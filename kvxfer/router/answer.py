@@ -5,6 +5,8 @@ Keeps the order of an HTTP answer (head, body, end) whatever happens above it; i
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +17,8 @@ from kvxfer.openai.sse import CONTENT_TYPE, encode_event
 from kvxfer.router import headers
 
 RETRY_AFTER_STATUS = (429, 503)
+SLOW_CLIENT_S = 1.0
+"""How long an answer that is given up waits for a client that does not read."""
 
 
 class Answer:
@@ -61,6 +65,14 @@ class Answer:
         elif not self.is_ended:
             await self._body(encode_event(body), more=True)
             await self._body(b"", more=False)
+
+    async def give_up(self, status: int, body: dict[str, Any]) -> None:
+        """As :meth:`fail`, for SLOW_CLIENT_S at most: a client that does not read keeps nobody waiting. What it has
+        not read by then it never will, so that its connection has to be closed.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SLOW_CLIENT_S):
+                await self.fail(status, body)
 
     async def _start(self, status: int, head: Mapping[str, str]) -> None:
         self.is_started = True

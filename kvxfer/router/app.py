@@ -99,7 +99,7 @@ def error_response(error: Exception) -> JSONResponse:
     """OpenAI's error object for an exception, with ``Retry-After`` where waiting helps."""
     status = status_for(error)
     extra = {headers.RETRY_AFTER: "1"} if status in RETRY_AFTER_STATUS else {}
-    if status == 413:
+    if status in (408, 413):
         extra["connection"] = "close"
     return JSONResponse(error_body(error), status_code=status, headers=extra)
 
@@ -211,7 +211,13 @@ def _outcome(error: BaseException) -> Outcome:
 
 async def _read(request: Request, path: str, room: Room, keys: ApiKeys, arrived_s: float) -> Inbound:
     """Read and check the body; raise RequestError, or ClientDisconnect if the client left meanwhile."""
-    values = load_object(await _read_body(request, room.options.max_body_bytes))
+    timeout_s = room.options.body_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            body = await _read_body(request, room.options.max_body_bytes)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within body_timeout_s {timeout_s:g}", status=408) from None
+    values = load_object(body)
     parsed = parse_chat(values) if path == CHAT else parse_completion(values)
     request_id: str = request.state.request_id
     return Inbound(

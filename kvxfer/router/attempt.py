@@ -5,7 +5,7 @@ Decides when the attempt is over:
 - a 4xx of either leg is the client's own and ends it;
 - D failing before anything was sent to the client ends it; the dispatcher may try again;
 - P failing is recorded and left to D, which notices through its agent and recomputes; only a P that *refused* the work
-  as overloaded ends it, because it never granted anything and D would wait in vain;
+  (overloaded, or shutting down) ends it, because it never granted anything and D would wait in vain;
 - D failing mid-stream ends the stream with one well-formed error event.
 
 It must never choose workers. When ``run`` returns or is cancelled, both legs are closed.
@@ -29,7 +29,7 @@ from kvxfer.openai.transfer_params import TransferEnd, TransferParams
 from kvxfer.policy.place import Placement
 from kvxfer.router import failure, headers
 from kvxfer.router.answer import Answer
-from kvxfer.router.failure import Failure, FailureKind
+from kvxfer.router.failure import Failure
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.legs import Answered, DecodeLeg, Leg, Prefilled, prefill
 from kvxfer.router.merge import has_account, merge_body, merge_event
@@ -129,7 +129,7 @@ class Attempt:
 
     def _ends_attempt(self, ended: Failure) -> bool:
         """Whether P's failure ends the attempt although D still waits."""
-        if ended.is_final or ended.kind is FailureKind.OVERLOADED:
+        if ended.is_final or ended.status == failure.UNAVAILABLE:
             return True
         return self._room.options.on_prefill_failure == "redispatch"
 

@@ -43,12 +43,13 @@ class Dispatcher:
 
     async def serve(self, inbound: Inbound, answer: Answer) -> Outcome:
         """Answer one request. Cancelling it ends both legs at once; it returns only when both are closed."""
+        left_s = self._room.options.request_timeout_s - (self._room.now() - inbound.arrived_s)
         try:
-            async with asyncio.timeout(self._room.options.request_timeout_s):
+            async with asyncio.timeout(left_s):
                 return await self._try(inbound, answer)
         except TimeoutError:
             error = DeadlineExceeded(f"request_timeout_s {self._room.options.request_timeout_s:g} passed")
-            await answer.fail(status_for(error), error_body(error))
+            await answer.give_up(status_for(error), error_body(error))
             return Outcome.TIMED_OUT
         except RequestError as error:
             await answer.fail(status_for(error), error_body(error))

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvxfer.openai.errors import RequestError
 from kvxfer.openai.schemas import AnyRequest, CompletionRequest
 from kvxfer.openai.transfer_params import PARAM, TransferParams
 from kvxfer.policy.disagg import estimate_tokens
@@ -31,8 +32,15 @@ class Inbound:
         return estimate_tokens(sum(len(message.content or "") for message in self.parsed.messages)), False
 
     def content(self, params: TransferParams | None) -> bytes:
-        """The body of one leg: the client's own, with ``params`` in place of any that the client sent."""
+        """The body of one leg: the client's own, with ``params`` in place of any that the client sent.
+
+        Raises RequestError for what could be read but cannot be written again: a number like 1e999, nesting at the
+        very limit.
+        """
         values = {name: value for name, value in self.values.items() if name != PARAM}
         if params is not None:
             values[PARAM] = params.to_json()
-        return json.dumps(values, separators=(",", ":"), allow_nan=False).encode("ascii")
+        try:
+            return json.dumps(values, separators=(",", ":"), allow_nan=False).encode("ascii")
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the body cannot be passed on as JSON: {error}") from None

@@ -8,7 +8,6 @@ know what the request is about. Nothing leaves here as an exception: the client 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -22,9 +21,6 @@ from kvxfer.router.metrics import Outcome
 from kvxfer.router.tasks import cancel_all, finish
 
 log = logging.getLogger("kvxfer.router")
-
-SLOW_CLIENT_S = 1.0
-"""How long a stopping router waits for a client that does not read."""
 
 Work = Callable[[Answer], Awaitable[Outcome]]
 
@@ -71,9 +67,7 @@ class Relay(Response):
 
 async def _say_stopping(answer: Answer) -> None:
     error = Closed("the router is stopping")
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(SLOW_CLIENT_S):
-            await answer.fail(status_for(error), error_body(error, retryable=True))
+    await answer.give_up(status_for(error), error_body(error, retryable=True))
 
 
 async def _wait_disconnect(receive: Receive) -> None:

@@ -33,6 +33,9 @@ def main() -> int:
     if mode == "crash":
         print("Traceback: something", file=sys.stderr)
         return 3
+    if mode == "talkative":
+        for stream in (sys.stderr, sys.stdout):
+            print("x" * (3 << 20), file=stream, flush=True)
     if mode == "silent":
         time.sleep(60)
     if mode == "stubborn":

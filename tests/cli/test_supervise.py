@@ -72,6 +72,13 @@ async def test_never_ready() -> None:
         assert supervisor.children == ()
 
 
+async def test_an_endless_line_does_not_stop_the_child_that_writes_it() -> None:
+    lines: list[str] = []
+    async with Supervisor(command=FAKE, on_line=lambda name, line: lines.append(line)) as supervisor:
+        await supervisor.start(ChildSpec("worker", ["talkative"]), timeout_s=20)
+    assert lines[-1] == "stopped well"
+
+
 async def test_lost_child_is_reported_and_others_stay() -> None:
     lost: list[Child] = []
     async with Supervisor(command=FAKE, on_lost=lost.append) as supervisor:

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -276,6 +277,31 @@ def test_what_makes_kv_differ_is_in_the_record(tiny_model: LoadedModel, tiny_pat
     assert len({record.digest() for record in records}) == 4
     assert records[3].rope != records[0].rope
     assert records[3].config_fingerprint != records[0].config_fingerprint
+
+
+def test_another_tokenizer_or_template_is_another_model(tiny_model: LoadedModel, copy: Path) -> None:
+    """Both sides tokenise by themselves: the same text must mean the same tokens, or KV goes to the wrong prompt."""
+    seen = {tiny_model.config_fingerprint}
+    retold = LoadedModel.load(copy)
+    retold.tokenizer.chat_template += " "
+    seen.add(retold.config_fingerprint)
+    split = LoadedModel.load(copy)
+    split.tokenizer.add_tokens(["quick"])
+    seen.add(split.config_fingerprint)
+    assert len(seen) == 3
+
+
+def test_decoding_does_not_wait_for_encoding(tiny_model: LoadedModel) -> None:
+    decoded: list[str] = []
+
+    def decode() -> None:
+        decoded.append(tiny_model.detokenizer().push(tiny_model.tokenizer.get_vocab()["a"]))
+
+    with tiny_model._tokenizer_lock:  # as `encode` holds it for the seconds that a long prompt takes
+        thread = threading.Thread(target=decode, daemon=True)
+        thread.start()
+        thread.join(10.0)
+    assert decoded == ["a"]
 
 
 def test_chat_goes_through_the_template(tiny_model: LoadedModel) -> None:

@@ -89,6 +89,11 @@ def test_message_parts_are_joined_and_only_an_assistant_may_be_silent() -> None:
         ({"stream_options": []}, "stream_options"),
         ({"logprobs": 3}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"logit_bias": {"5": -100}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"suffix": "end"}, "suffix"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"kv_transfer_params": []}, "kv_transfer_params"),
     ],
@@ -115,6 +120,8 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )
@@ -125,7 +132,17 @@ def test_a_wrong_chat_field_is_named(fields: dict[str, Any], param: str) -> None
 
 
 @pytest.mark.parametrize(
-    "accepted", [{"logprobs": False}, {"logprobs": 0}, {"echo": False}, {"stop": []}, {"stop": "a"}]
+    "accepted",
+    [
+        {"logprobs": False},
+        {"logprobs": 0},
+        {"echo": False},
+        {"stop": []},
+        {"stop": "a"},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "suffix": ""},
+        {"presence_penalty": None, "logit_bias": None, "response_format": None},
+        {"response_format": {"type": "text"}, "tools": []},
+    ],
 )
 def test_harmless_values_are_accepted(accepted: dict[str, Any]) -> None:
     parse_completion(encoded(TEXT, accepted))

@@ -295,6 +295,22 @@ async def test_a_prefiller_that_takes_nothing_starts_a_new_attempt() -> None:
         assert "kv_transfer_params" not in d.received[1].body
 
 
+async def test_a_prefiller_that_is_shutting_down_is_not_left_to_the_decoder() -> None:
+    """It granted nothing and never will: a decoder would wait at its agent for as long as a pull may wait."""
+    p, d = prefiller(), FakeWorker("d0")
+    p.failures = [failing(503, "closed", retryable=False)]
+    d.hold = asyncio.Event()
+    async with router_over(p, d) as router:
+        pending = asyncio.create_task(router.complete())
+        await asyncio.wait_for(d.arrived.wait(), 5.0)
+        await asyncio.wait_for(d.received[0].left.wait(), 5.0)
+        d.hold.set()
+        answer = await pending
+        assert answer.status_code == 200
+        assert answer.headers["x-kvxfer-prefill"] == "local"
+        assert len(p.received) == 1
+
+
 async def test_redispatch_starts_again_elsewhere_when_asked_to() -> None:
     p, other, d = prefiller("p0"), prefiller("p1"), FakeWorker("d0")
     p.always_fails = failing(500, "internal", retryable=False)
@@ -376,6 +392,50 @@ async def test_a_request_ends_at_its_time_limit() -> None:
         chunks = events((await router.complete(stream=True)).text)
         assert chunks[-1]["error"]["code"] == "deadline"
         await asyncio.wait_for(d.received[1].left.wait(), 5.0)
+
+
+async def test_a_body_that_cannot_be_passed_on_is_the_clients_fault() -> None:
+    d = FakeWorker("d0")
+    async with router_over(d) as router:
+        for extra in ("1e999", "[" * 900 + "]" * 900):
+            body = b'{"model": "tiny", "prompt": "hi", "extra": ' + extra.encode() + b"}"
+            answer = await router.client.post("/v1/completions", content=body)
+            assert answer.status_code in ((400,) if extra == "1e999" else (200, 400))
+            assert answer.status_code == 200 or answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_body_that_never_ends_gives_its_place_back() -> None:
+    d = FakeWorker("d0")
+    async with router_over(d, max_inflight=1, body_timeout_s=0.3) as router:
+        host, _, port = router.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        answer = await asyncio.wait_for(reader.read(), 5.0)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"body_timeout_s 0.3" in answer
+        assert (await router.complete()).status_code == 200
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_client_that_does_not_read_gives_its_place_back() -> None:
+    d = FakeWorker("d0")
+    d.tokens = ["x" * 100_000] * 500
+    async with router_over(d, max_inflight=1, request_timeout_s=0.5) as router:
+        host, _, port = router.url.removeprefix("http://").partition(":")
+        body = b'{"model": "tiny", "prompt": "hi", "stream": true}'
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await asyncio.wait_for(d.arrived.wait(), 5.0)
+        assert (await router.complete()).status_code == 503
+
+        async def is_idle() -> bool:
+            return (await router.client.get("/health")).json()["inflight"] == 0
+
+        await eventually(is_idle)
+        assert d.received[0].left.is_set()
+        writer.transport.abort()
 
 
 async def test_a_stopping_router_ends_streams_well_formed() -> None:

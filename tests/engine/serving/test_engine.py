@@ -394,3 +394,21 @@ async def test_a_dead_engine_thread_answers_everyone_and_refuses_the_next(tiny_m
             failure = worker.engine.failure
             raise AssertionError("the harness would complain about blocks that the dead engine keeps")
     assert isinstance(failure, ZeroDivisionError)
+
+
+async def test_prompts_that_are_all_cached_make_room_for_the_next_at_once(tiny_model):
+    """A step without a token to compute is a step too: whoever waits behind it must not wait for a grant to end."""
+    world = World()
+    async with running(tiny_model, world, "p", max_running=1) as p:
+        prompt = make_prompt(33)
+        await answer(p.engine, Request("warm", prompt, greedy(1)))
+        begun = threading.Event()
+        p.engine.call(lambda: begun.wait(10.0) and None)
+        asked = [legs(prompt, greedy(1))[0] for _ in range(4)]
+        waiting = [asyncio.create_task(prefill(p.engine, leg)) for leg in asked]
+        await asyncio.sleep(0.05)
+        begun.set()
+        done = await asyncio.wait_for(asyncio.gather(*waiting), 5.0)
+        assert [outcome.cached_tokens for outcome in done] == [32] * 4
+        for leg in asked:
+            world.grants[leg.remote.transfer_id].release()

@@ -19,6 +19,7 @@ from fake_agent import FakeAgent, World
 from worker_harness import body, params, serving
 
 from kvxfer.engine import worker as worker_module
+from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.options import WorkerOptions
 from kvxfer.engine.request import FailurePolicy
 from kvxfer.engine.runner import Runner
@@ -170,6 +171,20 @@ async def test_bad_bodies_and_routes(alone):
     answer = await alone.client.get("/v1/nothing")
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "usage"
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(alone, tiny_model, monkeypatch):
+    monkeypatch.setattr(LoadedModel, "encode", lambda *_: pytest.fail("tokenised"))
+    monkeypatch.setattr(LoadedModel, "encode_chat", lambda *_: pytest.fail("tokenised"))
+    text = "a" * (tiny_model.longest_prompt_chars + 1)
+    for path, field, value in (
+        ("/v1/completions", "prompt", text),
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": text}]),
+    ):
+        refused = await alone.client.post(path, json={"model": "tiny", field: value})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert (error["param"], error["code"]) == (field, "context_length_exceeded")
 
 
 async def test_a_body_too_long_is_refused(tiny_path):
