@@ -1,4 +1,4 @@
-"""Draws the two state tables of the native core into docs/safety.md, between its markers, from what the core itself says.
+"""Draws the two state tables of the native core into docs/safety.md, between its marks, from what the core says.
 
 python docs/make_state_diagrams.py           write
 python docs/make_state_diagrams.py --check   exit 1 where the page does not say what the core says

@@ -1,4 +1,5 @@
-"""Settings with their defaults, bounds and units. Every duration has its unit in its name; every bound is named in the error that enforces it."""
+"""Settings with their defaults, bounds and units. Every duration has its unit in its name; every bound is named in the
+error that enforces it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class AgentConfig:
     lanes: tuple[Lane, ...] = (Lane.MAPPED, Lane.STREAM)
     """Allowed lanes, best first."""
     runtime_dir: str = ""
-    """Directory (0700) for the Unix socket; empty picks ``$XDG_RUNTIME_DIR/kvxfer`` or a private temporary directory."""
+    """Directory (0700) for the Unix socket; empty picks ``$XDG_RUNTIME_DIR/kvxfer`` or a private temporary one."""
     grant_ttl_s: float = 10.0
     grant_life_max_s: float = 600.0
     """No renewal carries a grant past this age."""
@@ -49,10 +50,18 @@ class AgentConfig:
     def __post_init__(self) -> None:
         for name in ("grant_ttl_s", "grant_life_max_s", "pull_wait_s", "transfer_deadline_s", "stall_s", "reconnect_s"):
             check_positive(name, getattr(self, name), maximum=86400.0)
-        for name in ("pull_wait_count_max", "grants_max", "transfers_max", "notifications_max", "notification_bytes_max"):
+        for name in (
+            "pull_wait_count_max",
+            "grants_max",
+            "transfers_max",
+            "notifications_max",
+            "notification_bytes_max",
+        ):
             check_positive(name, getattr(self, name), maximum=1 << 24)
         if self.grant_ttl_s > self.grant_life_max_s:
-            raise ConfigError(f"grant_ttl_s {self.grant_ttl_s} must not exceed grant_life_max_s {self.grant_life_max_s}")
+            raise ConfigError(
+                f"grant_ttl_s {self.grant_ttl_s} must not exceed grant_life_max_s {self.grant_life_max_s}"
+            )
         if not self.lanes:
             raise ConfigError("lanes must name at least one lane")
         if not 0 <= self.bind_port < 65536:
@@ -75,5 +84,7 @@ class CoordinatorConfig:
             check_positive(name, getattr(self, name), maximum=3600.0)
         check_positive("members_max", self.members_max, maximum=1 << 20)
         if not self.heartbeat_s < self.suspect_after_s < self.dead_after_s:
-            raise ConfigError("heartbeat_s < suspect_after_s < dead_after_s must hold, "
-                              f"not {self.heartbeat_s}, {self.suspect_after_s}, {self.dead_after_s}")
+            raise ConfigError(
+                "heartbeat_s < suspect_after_s < dead_after_s must hold, "
+                f"not {self.heartbeat_s}, {self.suspect_after_s}, {self.dead_after_s}"
+            )

@@ -15,9 +15,14 @@ AGENT_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def check_agent_id(agent_id: str) -> str:
-    """Return ``agent_id``; raise InvalidArgument unless it is 1 to 64 of ``[A-Za-z0-9._-]``, starting with a letter or digit."""
+    """Return ``agent_id``.
+
+    Raise InvalidArgument unless it is 1 to 64 of ``[A-Za-z0-9._-]``, starting with a letter or digit.
+    """
     if not isinstance(agent_id, str) or AGENT_ID_PATTERN.fullmatch(agent_id) is None:
-        raise InvalidArgument(f"agent id {agent_id!r} must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or digit")
+        raise InvalidArgument(
+            f"agent id {agent_id!r} must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or digit"
+        )
     return agent_id
 
 
@@ -54,7 +59,9 @@ class Exposure(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Incarnation:
-    """One life of an agent: ``number`` comes from the coordinator and only grows, ``boot_nonce`` is 16 random bytes made at start.
+    """One life of an agent.
+
+    ``number`` comes from the coordinator and only grows; ``boot_nonce`` is 16 random bytes made at start.
 
     Compared for equality everywhere: a peer of another incarnation is another peer.
     """
@@ -144,7 +151,10 @@ class GrantState(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Where one part of every block lies: block ``b`` has ``length_bytes`` at ``offset_bytes + b * stride_bytes`` of the pool's region."""
+    """Where one part of every block lies.
+
+    Block ``b`` has ``length_bytes`` at ``offset_bytes + b * stride_bytes`` of the pool's region.
+    """
 
     offset_bytes: int
     stride_bytes: int

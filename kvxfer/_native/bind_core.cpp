@@ -164,12 +164,17 @@ void bind_core_class(nb::module_& m) {
            "peer is on another host. Called again, it replaces what was said.")
       .def("peer_dead", [](PyCore& self, const AgentRef& peer) { without_gil([&] { self.core().shared().peer_dead(peer); }); }, nb::arg("peer"))
       .def("grant",
-           [](PyCore& self, const TransferId& id, uint32_t pool, const BlockArray& blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks) {
+           [](PyCore& self, const TransferId& id, uint32_t pool, const BlockArray& blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,
+              const Bytes32& content) {
              std::vector<uint32_t> list = to_blocks(blocks);
-             self.act([&](Endpoint& e, Nanos now, Effects& out) { e.grant(id, pool, std::move(list), reader, ttl_ns, ready_blocks, now, out); });
+             self.act([&](Endpoint& e, Nanos now, Effects& out) { e.grant(id, pool, std::move(list), reader, ttl_ns, ready_blocks, now, out, content); });
            },
            nb::arg("id"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("ready_blocks") = 0,
-           "`reader` is an agent id, or empty: the first authenticated reader that presents `id`.")
+           nb::arg("content") = Bytes32{},
+           "`reader` is an agent id, or empty: the first authenticated reader that presents `id`. `content`: 32 bytes that say what the blocks\n"
+           "hold; a reader that says otherwise is refused. Zero says nothing.")
+      .def("decline", [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos, Effects& out) { e.decline(id, out); }); }, nb::arg("id"),
+           "The grant `id` will never be made here: whoever waits for it is told.")
       .def("ready",
            [](PyCore& self, const TransferId& id, uint32_t blocks, uint32_t layers, bool complete) {
              self.act([&](Endpoint& e, Nanos now, Effects& out) { e.ready(id, blocks, layers, complete, now, out); });
@@ -187,16 +192,21 @@ void bind_core_class(nb::module_& m) {
            nb::arg("id"))
       .def("pull",
            [](PyCore& self, const TransferId& id, const AgentRef& source, uint32_t pool, const BlockArray& blocks, uint32_t first, std::vector<Lane> lanes,
-              Nanos deadline_ns) {
-             TransferSpec spec{id, source, to_blocks(blocks), first, std::move(lanes), deadline_ns, 0};
+              Nanos deadline_ns, const Bytes32& content) {
+             TransferSpec spec{id, source, to_blocks(blocks), first, std::move(lanes), deadline_ns, 0, content};
              without_gil([&] { self.core().pull(pool, std::move(spec)); });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0, nb::arg("lanes"),
-           nb::arg("deadline_ns") = kNever,
+           nb::arg("deadline_ns") = kNever, nb::arg("content") = Bytes32{},
            "Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The blocks are the core's until\n"
            "TransferDrained is told.")
       .def("cancel",
            [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos now, Effects& out) { e.cancel(id, now, out); }); }, nb::arg("id"))
+      .def("give_up",
+           [](PyCore& self, const TransferId& id, const AgentRef& source) {
+             self.act([&](Endpoint& e, Nanos, Effects& out) { e.give_up(id, source, out); });
+           },
+           nb::arg("id"), nb::arg("source"), "`id` will never be pulled from `source`: lets it know, where it can be reached.")
       .def("transfer_state",
            [](PyCore& self, const TransferId& id) {
              return without_gil([&] { return self.core().shared().look([&](const Endpoint& e) { return e.transfer_state(id); }); });

@@ -87,11 +87,11 @@ void bind_frames(nb::module_& m) {
   nb::class_<Pull>(m, "Pull")
       .def("__init__",
            [](Pull* f, TransferId id, uint32_t attempt, uint64_t nonce, Lane lane, uint32_t first, uint32_t count, uint64_t block_bytes, Bytes32 digest,
-              uint32_t wait_ms) { new (f) Pull{id, attempt, nonce, lane, first, count, block_bytes, digest, wait_ms}; },
+              uint32_t wait_ms, Bytes32 content) { new (f) Pull{id, attempt, nonce, lane, first, count, block_bytes, digest, wait_ms, content}; },
            nb::arg("id"), nb::arg("attempt"), nb::arg("nonce"), nb::arg("lane"), nb::arg("first"), nb::arg("count"), nb::arg("block_bytes"),
-           nb::arg("digest"), nb::arg("wait_ms"))
+           nb::arg("digest"), nb::arg("wait_ms"), nb::arg("content") = Bytes32{})
       .def_ro("id", &Pull::id).def_ro("attempt", &Pull::attempt).def_ro("nonce", &Pull::nonce).def_ro("lane", &Pull::lane).def_ro("first", &Pull::first)
-      .def_ro("count", &Pull::count).def_ro("block_bytes", &Pull::block_bytes).def_ro("digest", &Pull::digest).def_ro("wait_ms", &Pull::wait_ms);
+      .def_ro("count", &Pull::count).def_ro("block_bytes", &Pull::block_bytes).def_ro("digest", &Pull::digest).def_ro("wait_ms", &Pull::wait_ms).def_ro("content", &Pull::content);
   nb::class_<Push>(m, "Push")
       .def("__init__", [](Push* f, TransferId id, uint32_t count) { new (f) Push{id, count}; }, nb::arg("id"), nb::arg("count"))
       .def_ro("id", &Push::id).def_ro("count", &Push::count);
@@ -236,10 +236,13 @@ void bind_tables(nb::module_& m) {
   nb::class_<GrantTable>(m, "GrantTable")
       .def(nb::init<GrantLimits>(), nb::arg("limits"))
       .def("grant",
-           [](GrantTable& t, TransferId id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, Nanos now_ns) {
-             return effects_of([&](Effects& out) { t.grant(id, ledger, std::move(blocks), reader, ttl_ns, now_ns, out); });
+           [](GrantTable& t, TransferId id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, Nanos now_ns,
+              const Bytes32& content) {
+             return effects_of([&](Effects& out) { t.grant(id, ledger, std::move(blocks), reader, ttl_ns, now_ns, out, content); });
            },
-           nb::arg("id"), nb::arg("ledger"), nb::arg("blocks"), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("now_ns"), nb::keep_alive<1, 3>())
+           nb::arg("id"), nb::arg("ledger"), nb::arg("blocks"), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("now_ns"),
+           nb::arg("content") = Bytes32{}, nb::keep_alive<1, 3>())
+      .def("decline", [](GrantTable& t, TransferId id) { return effects_of([&](Effects& out) { t.decline(id, out); }); }, nb::arg("id"))
       .def("ready",
            [](GrantTable& t, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns) {
              return effects_of([&](Effects& out) { t.ready(id, blocks, layers, complete, now_ns, out); });
@@ -321,8 +324,14 @@ void bind_endpoint(nb::module_& m) {
       .def("remove_pool", &Endpoint::remove_pool, nb::arg("pool"))
       .def("grant",
            [](Endpoint& e, TransferId id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,
-              Nanos now_ns) { return effects_of([&](Effects& out) { e.grant(id, pool, std::move(blocks), reader, ttl_ns, ready_blocks, now_ns, out); }); },
-           nb::arg("id"), nb::arg("pool"), nb::arg("blocks"), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("ready_blocks"), nb::arg("now_ns"))
+              Nanos now_ns, const Bytes32& content) {
+             return effects_of([&](Effects& out) { e.grant(id, pool, std::move(blocks), reader, ttl_ns, ready_blocks, now_ns, out, content); });
+           },
+           nb::arg("id"), nb::arg("pool"), nb::arg("blocks"), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("ready_blocks"), nb::arg("now_ns"),
+           nb::arg("content") = Bytes32{})
+      .def("decline", [](Endpoint& e, TransferId id) { return effects_of([&](Effects& out) { e.decline(id, out); }); }, nb::arg("id"))
+      .def("give_up", [](Endpoint& e, TransferId id, const AgentRef& source) { return effects_of([&](Effects& out) { e.give_up(id, source, out); }); },
+           nb::arg("id"), nb::arg("source"))
       .def("ready",
            [](Endpoint& e, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns) {
              return effects_of([&](Effects& out) { e.ready(id, blocks, layers, complete, now_ns, out); });
@@ -336,13 +345,13 @@ void bind_endpoint(nb::module_& m) {
       .def("grant_state", &Endpoint::grant_state, nb::arg("id"), nb::arg("now_ns"))
       .def("pull",
            [](Endpoint& e, TransferId id, const AgentRef& source, uint32_t pool, std::vector<uint32_t> blocks, uint32_t first, std::vector<Lane> lanes,
-              Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns) {
+              Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content) {
              return effects_of([&](Effects& out) {
-               e.pull(pool, TransferSpec{id, source, std::move(blocks), first, std::move(lanes), deadline_ns, nonce_seed}, now_ns, out);
+               e.pull(pool, TransferSpec{id, source, std::move(blocks), first, std::move(lanes), deadline_ns, nonce_seed, content}, now_ns, out);
              });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::arg("first"), nb::arg("lanes"), nb::arg("deadline_ns"),
-           nb::arg("nonce_seed"), nb::arg("now_ns"))
+           nb::arg("nonce_seed"), nb::arg("now_ns"), nb::arg("content") = Bytes32{})
       .def("cancel", [](Endpoint& e, TransferId id, Nanos now_ns) { return effects_of([&](Effects& out) { e.cancel(id, now_ns, out); }); },
            nb::arg("id"), nb::arg("now_ns"))
       .def("transfer_state", &Endpoint::transfer_state, nb::arg("id"))

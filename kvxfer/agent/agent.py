@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from kvxfer._native import _core
 from kvxfer.agent.books import Books
+from kvxfer.agent.enrolment import alone, open_session
 from kvxfer.agent.grant import Grant
+from kvxfer.agent.grants import Grants
 from kvxfer.agent.memory import region_of
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Delivery, Notification, Notifications
@@ -28,7 +29,7 @@ from kvxfer.agent.statistics import AgentStatistics
 from kvxfer.agent.transfer import Transfer
 from kvxfer.config import AgentConfig, check_positive
 from kvxfer.errors import Closed, InvalidArgument, KvxferError
-from kvxfer.transport.base import Binding, Event, Transport, allocate_region, as_blocks
+from kvxfer.transport.base import Binding, Event, Transport, allocate_region, as_blocks, as_content
 from kvxfer.transport.memory import MemoryBinding
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.network import MemoryNetwork
@@ -37,8 +38,6 @@ from kvxfer.types import (
     CompatibilityRecord,
     DataAddress,
     Exposure,
-    GrantState,
-    Incarnation,
     Lane,
     Load,
     Member,
@@ -80,9 +79,7 @@ class Agent:
         connect_s: float = 30.0,
     ) -> None:
         """``coordinator`` is ``host:port``, ``token`` the cluster's (default: the token file's). ``registry`` gets the
-        metrics. ``network`` puts the agent into an in-process network instead of on sockets. ``connect_s`` bounds
-        the wait for the coordinator when the context is entered.
-        """
+        metrics. ``network``: an in-process network instead of sockets. ``connect_s`` bounds the wait to register."""
         check_agent_id(info.agent_id)
         check_positive("connect_s", connect_s)
         self.info = info
@@ -96,7 +93,7 @@ class Agent:
         self._lanes = self.config.lanes if network is None else (Lane.MEMORY,)
         self._pools: dict[int, Pool] = {}
         self._next_pool_id = 1
-        self._grants: dict[bytes, Grant] = {}
+        self._grants: Grants | None = None
         self._load = Load()
         self._notifications = Notifications()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -131,6 +128,7 @@ class Agent:
         try:
             for pool in self._pools.values():
                 self._transport.add_pool(pool.published, pool.region, pool.segments)
+            self._grants = Grants(self._transport, self._loop)
             self._peers = Peers(self._transport)
             self._metrics = AgentMetrics(self.registry, self.statistics)
             self._pulls = Pulls(self._transport, self._peers, self._books, self._metrics)
@@ -206,9 +204,8 @@ class Agent:
         exposure: Exposure = Exposure.POOL,
     ) -> Pool:
         """A pool in memory made by kvxfer, zeroed, block ``b`` at ``b * block_bytes``: readers on this host can map it
-        (lane ``mapped``), unless ``exposure`` is GRANT or this agent's own lanes leave ``mapped`` out.
-
-        Raises LimitExceeded where the host has not so much memory.
+        (lane ``mapped``), unless ``exposure`` is GRANT or this agent's own lanes leave ``mapped`` out. Raises
+        LimitExceeded where the host has not so much memory.
         """
         if block_count < 1 or block_bytes < 1:
             raise InvalidArgument(f"a pool needs blocks and bytes, not {block_count} blocks of {block_bytes}")
@@ -259,33 +256,29 @@ class Agent:
         reader: str | None = None,
         ready_blocks: int = 0,
         ttl_s: float | None = None,
+        content: bytes | None = None,
     ) -> Grant:
         """Promise ``blocks`` of ``pool`` (uint32, shape [n]) to the agent ``reader`` (``None``: the first that presents
-        the transfer id), the first ``ready_blocks`` of them readable at once. From any thread.
+        the transfer id), the first ``ready_blocks`` of them readable at once. ``content`` (32 bytes, a
+        digest of the tokens, say): a reader that takes the blocks for something else is refused. From any thread.
 
         Raises InvalidArgument (an id used before, a block out of range), BlocksBusy, LimitExceeded, and GrantReleased
         if the reader gave the transfer up before.
         """
         self._check_own(pool)
-        transport, loop = self._open_transport(), self._loop
-        assert loop is not None
-        index = as_blocks(blocks)
-        grant = Grant(transport, loop, transfer_id, len(index), reader or "")
-        if self._grants.setdefault(transfer_id.raw, grant) is not grant:
-            raise InvalidArgument("this transfer id was used before; a retry needs a new one")
-        try:
-            transport.grant(
-                transfer_id,
-                pool.pool_id,
-                index,
-                reader=reader or "",
-                ttl_s=self.config.grant_ttl_s if ttl_s is None else ttl_s,
-                ready_blocks=ready_blocks,
-            )
-        except BaseException:
-            del self._grants[transfer_id.raw]
-            raise
-        return grant
+        return self._open_grants().make(
+            pool.pool_id,
+            as_blocks(blocks),
+            transfer_id=transfer_id,
+            reader=reader or "",
+            ready_blocks=ready_blocks,
+            ttl_s=self.config.grant_ttl_s if ttl_s is None else ttl_s,
+            content=as_content(content),
+        )
+
+    def decline(self, transfer_id: TransferId) -> None:
+        """This grant will never be made: its reader need not wait. From any thread. Raises InvalidArgument."""
+        self._open_grants().decline(transfer_id)
 
     # --- destination ---
 
@@ -299,9 +292,11 @@ class Agent:
         first: int = 0,
         deadline_s: float | None = None,
         lanes: Sequence[Lane] | None = None,
+        content: bytes | None = None,
     ) -> Transfer:
         """Fill ``blocks`` of ``pool``, in order, from positions ``first...`` of the grant ``transfer_id`` of the agent
-        ``source``; the grant may come later. The blocks belong to the agent from now until the transfer drained.
+        ``source``; the grant may come later. ``content`` is what the blocks are taken to hold;
+        a source that says otherwise refuses. The blocks belong to the agent from now until the transfer drained.
 
         A wrong call raises here: InvalidArgument, BlocksBusy, LimitExceeded. What goes wrong with the peer is raised by
         awaiting: Incompatible (names the field; not a byte moved), LaneUnavailable, PeerGone, CoordinatorUnavailable,
@@ -317,9 +312,18 @@ class Agent:
         if source == self.info.agent_id:
             raise InvalidArgument("an agent does not pull from itself")
         allowed = self._lanes if lanes is None else tuple(lanes)
-        order = PullOrder(transfer_id, source, pool.published, index, first, allowed, deadline_s)
+        order = PullOrder(transfer_id, source, pool.published, index, first, allowed, deadline_s, as_content(content))
         assert self._pulls is not None
         return self._pulls.start(order)
+
+    def give_up(self, transfer_id: TransferId, source: str) -> None:
+        """This id will never be pulled here: its source, if known, need not wait for the grant to expire.
+
+        Raises InvalidArgument for a transfer that has begun (cancel that).
+        """
+        transport, member = self._open_transport(), self._open_peers().find(source)
+        if member is not None:
+            transport.give_up(transfer_id, member.ref)
 
     # --- notifications ---
 
@@ -353,9 +357,7 @@ class Agent:
         transport = self._transport
         if transport is None or self._pump is None:
             return f"<Agent {self.info.agent_id} {'closed' if self._is_closing else 'not started'}>"
-        address = transport.address
-        where = f"{address.tcp_host}:{address.tcp_port}" if address.tcp_port else address.host_id
-        return f"<Agent {transport.ref} at {where}, {len(self._pools)} pools, {len(self.members())} peers>"
+        return f"<Agent {transport.ref}, {len(self._pools)} pools, {len(self.members())} peers>"
 
     # --- the end ---
 
@@ -380,11 +382,10 @@ class Agent:
             self._closed.set_result(None)
 
     async def _wind_down(self, error: KvxferError) -> None:
-        if self._pump is None or not self._pump.is_running or self._pulls is None:
+        if self._pump is None or not self._pump.is_running or self._pulls is None or self._grants is None:
             return
         self._pulls.cancel_all(error)
-        for grant in list(self._grants.values()):
-            grant.revoke("the agent closes")
+        self._grants.revoke_all("the agent closes")
         deadline_s = time.monotonic() + CLOSE_S
         while (self._pulls or self._grants) and self._pump.is_running and time.monotonic() < deadline_s:
             await asyncio.sleep(0.001)
@@ -409,31 +410,25 @@ class Agent:
         """Nothing moves any more: end everything that is still open."""
         if self._pulls is not None:
             self._pulls.fail_all(error)
-        for grant in list(self._grants.values()):
-            grant._settle(GrantState.REVOKED)
-        self._grants.clear()
+        if self._grants is not None:
+            self._grants.fail_all()
         self._notifications.close(error)
 
     # --- inside ---
 
     async def _register(self, address: DataAddress) -> AgentRef:
-        boot_nonce = secrets.token_bytes(16)
         if self._coordinator is None:
-            return AgentRef(self.info.agent_id, Incarnation(1, boot_nonce))
-        from kvxfer.rpc import CoordinatorSession, default_token_path, load_token
-
-        token = self._token if self._token is not None else load_token(default_token_path())
-        self._session = CoordinatorSession(
+            return alone(self.info.agent_id)
+        self._session = open_session(
             self._coordinator,
-            token,
-            boot_nonce,
+            self._token,
             self.info,
             address,
-            [pool.published for pool in self._pools.values()],
+            (pool.published for pool in self._pools.values()),
+            self._load,
             on_membership=self._on_membership,
             on_state=self._on_coordinator,
         )
-        self._session.set_load(self._load)
         return await self._session.start(self._connect_s)
 
     def _on_membership(self, membership: Membership) -> None:
@@ -475,6 +470,11 @@ class Agent:
             raise Closed(f"agent {self.info.agent_id} {'was closed' if self._is_closing else 'is not started'}")
         return self._transport
 
+    def _open_grants(self) -> Grants:
+        self._open_transport()
+        assert self._grants is not None
+        return self._grants
+
     def _open_peers(self) -> Peers:
         self._open_transport()
         assert self._peers is not None
@@ -485,8 +485,8 @@ class Agent:
             if self._pulls is not None:
                 self._pulls.handle(event)
         elif isinstance(event, _core.GrantEnded):
-            if (grant := self._grants.pop(event.id, None)) is not None:
-                grant._settle(GrantState(int(event.state)))
+            if self._grants is not None:
+                self._grants.handle(event)
         elif isinstance(event, (_core.NotifReceived, _core.NotifDelivered, _core.NotifFailed)):
             self._notifications.handle(event)
         elif isinstance(event, _core.SessionRefused):

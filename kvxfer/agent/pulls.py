@@ -26,7 +26,7 @@ from kvxfer.errors import (
 )
 from kvxfer.policy.lanes import LaneEnd, choose_lanes, explain
 from kvxfer.protocol.handshake import check, compare
-from kvxfer.transport.base import Blocks, Transport
+from kvxfer.transport.base import NO_CONTENT, Blocks, Transport
 from kvxfer.types import Lane, Member, PoolRecord, TransferId
 
 log = logging.getLogger("kvxfer.agent")
@@ -46,6 +46,7 @@ class PullOrder:
     first: int
     lanes: tuple[Lane, ...]
     deadline_s: float
+    content: bytes = NO_CONTENT
     started_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
@@ -157,6 +158,7 @@ class Pulls:
             first=order.first,
             lanes=lanes,
             deadline_s=max(order.deadline_s - planned_s, 0.001),
+            content=order.content,
         )
         transfer._begin(member.ref, lanes, reasons, planned_s)
 

@@ -95,8 +95,9 @@ class _Prefill:
             whole = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
             mixed.copy_(whole[0].transpose(0, 1))
         for first, last, seen, mask in self._tiles:
-            part = scaled_dot_product_attention(queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen],
-                                                attn_mask=mask, enable_gqa=True)
+            part = scaled_dot_product_attention(
+                queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, enable_gqa=True
+            )
             mixed[first:last].copy_(part[0].transpose(0, 1))
 
 

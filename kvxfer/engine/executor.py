@@ -209,6 +209,7 @@ class Executor:
                 sequence.grant = exchange.grant(
                     sequence.blocks,
                     remote,
+                    content=sequence.content,
                     ready_blocks=sequence.matched,
                     on_ended=functools.partial(self._grant_ended, sequence),
                 )
@@ -224,7 +225,8 @@ class Executor:
             on_drained=lambda: None,
         )
         self._pulls[sequence] = pull
-        exchange.start(pull, self._remote_blocks(sequence), remote, first=sequence.matched)
+        blocks = self._remote_blocks(sequence)
+        exchange.start(pull, blocks, remote, content=sequence.content, first=sequence.matched)
 
     def _announce(self, sequence: Sequence) -> None:
         """Tell the reader which blocks are final; after the last one, the prefill leg is answered."""
@@ -306,25 +308,15 @@ class Executor:
         self._aborted.discard(sequence)
 
     def _revoke(self, sequence: Sequence) -> None:
-        """Take back what was promised of a sequence's blocks; where nothing was yet, tell the reader not to wait."""
-        if sequence.leg is not Leg.PREFILL:
-            return
-        if sequence.grant is not None:
+        """Take back what was promised of a sequence's blocks; before anything was, tell the other side not to wait."""
+        if sequence.leg is Leg.PREFILL and sequence.grant is not None:
             sequence.grant.revoke("the request ended at the source")
-            return
-        exchange, remote = self._partners(sequence)
-        block = self._promisable_block()
-        if block is not None:
-            exchange.refuse(block, remote, "the request ended before its blocks were computed")
-
-    def _promisable_block(self) -> int | None:
-        """Any block that no pull is filling, or None."""
-        if self.pool.available:
-            blocks = self.pool.allocate(1)
-            self.pool.release(blocks)
-            return blocks[0]
-        promised = (sequence.blocks for sequence in self.scheduler.sequences() if sequence.leg is Leg.PREFILL)
-        return next((blocks[0] for blocks in promised if blocks), None)
+        elif sequence.leg is Leg.PREFILL:
+            exchange, remote = self._partners(sequence)
+            exchange.decline(remote)
+        elif sequence.leg is Leg.DECODE and not sequence.started_s:
+            exchange, remote = self._partners(sequence)
+            exchange.give_up(remote)
 
     def _remote_blocks(self, sequence: Sequence) -> list[int]:
         return sequence.blocks[sequence.matched : blocks_for(sequence.prompt_tokens - 1, self.pool.block_tokens)]

@@ -15,10 +15,18 @@ import torch
 
 COLUMNS = 512
 SAMPLES = 64
-BOOKKEEPING = frozenset({
-    "_attn_implementation", "_model_name_or_path", "_name_or_path", "dtype", "name_or_path", "torch_dtype",
-    "transformers_version", "use_cache",
-})
+BOOKKEEPING = frozenset(
+    {
+        "_attn_implementation",
+        "_model_name_or_path",
+        "_name_or_path",
+        "dtype",
+        "name_or_path",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
 """Config keys that say nothing about the KV of a token; the dtype is a field of its own in the record."""
 
 

@@ -47,8 +47,9 @@ class LoadedModel:
         self._decoding_lock = threading.Lock()
 
     @classmethod
-    def load(cls, path: Path | str, *, name: str | None = None, dtype: str = "float32",
-             device: str = "cpu") -> LoadedModel:
+    def load(
+        cls, path: Path | str, *, name: str | None = None, dtype: str = "float32", device: str = "cpu"
+    ) -> LoadedModel:
         """Load the Hugging Face directory ``path``; ``name`` defaults to the directory's name.
 
         Raises ConfigError, in one sentence, for a directory without a Llama-family model, broken or missing weights
@@ -68,7 +69,8 @@ class LoadedModel:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
             module, notes = transformers.LlamaForCausalLM.from_pretrained(
-                path, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True, output_loading_info=True)
+                path, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+            )
         except Exception as error:  # transformers raises whatever its parsers raise
             raise ConfigError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
         missing = sorted(notes["missing_keys"])
@@ -141,10 +143,19 @@ class LoadedModel:
     def record(self, block_tokens: int) -> CompatibilityRecord:
         """What another pool must have in common with a pool of this model and ``block_tokens``."""
         return CompatibilityRecord(
-            model=self.name, config_fingerprint=self.config_fingerprint, weights_fingerprint=self.weights_fingerprint,
-            dtype=self.dtype, layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim,
-            block_tokens=block_tokens, axes=AXES, packing="contiguous", rope=self._rope(),
-            attention_backend="kvxfer-sdpa")
+            model=self.name,
+            config_fingerprint=self.config_fingerprint,
+            weights_fingerprint=self.weights_fingerprint,
+            dtype=self.dtype,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            block_tokens=block_tokens,
+            axes=AXES,
+            packing="contiguous",
+            rope=self._rope(),
+            attention_backend="kvxfer-sdpa",
+        )
 
     def _rope(self) -> str:
         kept = {key: value for key, value in self.config.to_dict().items() if key.startswith("rope_")}

@@ -65,8 +65,10 @@ def resolve(model: str = DEFAULT_MODEL, *, cache_dir: Path | None = None, progre
         from kvxfer.engine import hub
 
         return hub.snapshot(model)
-    raise ConfigError(f"model {model!r} is neither {DEFAULT_MODEL!r} nor {TINY_MODEL!r} nor an existing directory "
-                      "nor a hub id like owner/name")
+    raise ConfigError(
+        f"model {model!r} is neither {DEFAULT_MODEL!r} nor {TINY_MODEL!r} nor an existing directory "
+        "nor a hub id like owner/name"
+    )
 
 
 def check_config(path: Path) -> dict[str, Any]:
@@ -87,13 +89,21 @@ def check_config(path: Path) -> dict[str, Any]:
         rope = config.get(key) or {}
         kind = rope.get("rope_type", rope.get("type"))
         if kind in LENGTH_BOUND_ROPES:
-            raise ConfigError(f"{path} uses {kind} RoPE, where a token's KV depends on the prompt's length: "
-                              "it can be neither cached nor moved")
+            raise ConfigError(
+                f"{path} uses {kind} RoPE, where a token's KV depends on the prompt's length: "
+                "it can be neither cached nor moved"
+            )
     return config
 
 
-def _built(model: str, source: str, space_bytes: int, build: Callable[[Path, Path, Progress], None],
-           cache_dir: Path | None, report: Progress) -> Path:
+def _built(
+    model: str,
+    source: str,
+    space_bytes: int,
+    build: Callable[[Path, Path, Progress], None],
+    cache_dir: Path | None,
+    report: Progress,
+) -> Path:
     """The directory of ``model`` in the cache, made by ``build(target, scratch, report)`` unless it is complete."""
     models = (cache_dir or default_cache_dir()) / "models"
     target = models / model
@@ -108,8 +118,10 @@ def _built(model: str, source: str, space_bytes: int, build: Callable[[Path, Pat
                 shutil.rmtree(stale, ignore_errors=True)
             free = shutil.disk_usage(models).free
             if free < space_bytes:
-                raise ConfigError(f"building {model} in {models} needs {space_bytes >> 20} MiB of free disk, "
-                                  f"{free >> 20} MiB are there")
+                raise ConfigError(
+                    f"building {model} in {models} needs {space_bytes >> 20} MiB of free disk, "
+                    f"{free >> 20} MiB are there"
+                )
             with tempfile.TemporaryDirectory(prefix=f".{model}.tmp-", dir=models) as scratch:
                 made = Path(scratch) / "model"
                 made.mkdir()
@@ -149,8 +161,10 @@ def storing() -> Iterator[None]:
 def _is_complete(target: Path, source: str) -> bool:
     try:
         marker = json.loads((target / MARKER).read_text("utf-8"))
-        return bool(marker["source"] == source
-                    and all((target / name).stat().st_size == size for name, size in marker["files"].items()))
+        return bool(
+            marker["source"] == source
+            and all((target / name).stat().st_size == size for name, size in marker["files"].items())
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 

@@ -166,8 +166,14 @@ class BlockPool:
     def statistics(self) -> PoolStatistics:
         """Counts as of now."""
         free, cached = len(self._free), len(self._evictable)
-        return PoolStatistics(free=free, cached=cached, used=self.block_count - free - cached, total=self.block_count,
-                              hit_blocks=self._hits, evicted_blocks=self._evictions)
+        return PoolStatistics(
+            free=free,
+            cached=cached,
+            used=self.block_count - free - cached,
+            total=self.block_count,
+            hit_blocks=self._hits,
+            evicted_blocks=self._evictions,
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free, cached and used partition the pool and the cache index is a bijection."""

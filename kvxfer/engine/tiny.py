@@ -24,9 +24,18 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def make_tiny_model(path: Path | str, *, layers: int = 2, hidden: int = 64, heads: int = 4, kv_heads: int = 2,
-                    vocab: int = 512, seed: int = 0, initializer_range: float = 0.2,
-                    max_position_embeddings: int = 2048) -> Path:
+def make_tiny_model(
+    path: Path | str,
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocab: int = 512,
+    seed: int = 0,
+    initializer_range: float = 0.2,
+    max_position_embeddings: int = 2048,
+) -> Path:
     """Write a Hugging Face directory to ``path`` (made if missing) and return it; equal arguments give an equal model.
 
     ``vocab`` is at least 259: all bytes and three special tokens; the tokenizer may use fewer tokens than that.
@@ -40,19 +49,37 @@ def make_tiny_model(path: Path | str, *, layers: int = 2, hidden: int = 64, head
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
     tokenizer.train_from_iterator([CORPUS], trainer)
     end_of_text, _, end_of_turn = SPECIAL_TOKENS
     wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=end_of_text, eos_token=end_of_turn, pad_token=end_of_text,
-        model_max_length=max_position_embeddings, clean_up_tokenization_spaces=False)
+        tokenizer_object=tokenizer,
+        bos_token=end_of_text,
+        eos_token=end_of_turn,
+        pad_token=end_of_text,
+        model_max_length=max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    )
     wrapped.chat_template = CHAT_TEMPLATE
     config = transformers.LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=hidden * 3, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=max_position_embeddings,
-        initializer_range=initializer_range, tie_word_embeddings=True, bos_token_id=wrapped.bos_token_id,
-        eos_token_id=wrapped.eos_token_id, pad_token_id=wrapped.pad_token_id)
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=hidden * 3,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=max_position_embeddings,
+        initializer_range=initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=wrapped.bos_token_id,
+        eos_token_id=wrapped.eos_token_id,
+        pad_token_id=wrapped.pad_token_id,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.LlamaForCausalLM(config)

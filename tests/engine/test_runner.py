@@ -76,8 +76,14 @@ def generate(runner: Runner, prompt: list[int], count: int, *, size: int | None 
 def reference(model: LoadedModel, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
     """Greedy tokens of transformers, and by how much each was preferred to the next best."""
     ids = torch.tensor([prompt])
-    config = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0,
-                                           output_logits=True, return_dict_in_generate=True)
+    config = transformers.GenerationConfig(
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     made = model.module.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     best = [step[0].topk(2).values for step in made.logits]
     return made.sequences[0, len(prompt) :].tolist(), [float(first - second) for first, second in best]
@@ -118,8 +124,10 @@ def test_eight_at_once_joining_at_different_times(tiny_model: LoadedModel) -> No
     runner = poisoned(tiny_model, 160)
     lengths = [1, 16, 17, 40, 41, 100, 250, 300]
     blocks = iter(random.Random(0).sample(range(160), 160))
-    waiting = [Run(prompt_of(tiny_model, length), [next(blocks) for _ in range(-(-(length + 24) // BLOCK))])
-               for length in lengths]
+    waiting = [
+        Run(prompt_of(tiny_model, length), [next(blocks) for _ in range(-(-(length + 24) // BLOCK))])
+        for length in lengths
+    ]
     running: list[Run] = []
     while waiting or any(len(one.tokens) < n + 12 for one, n in zip(running, lengths, strict=False)):
         if waiting:
@@ -195,17 +203,21 @@ def test_storage_from_outside_is_written_in_place(tiny_model: LoadedModel) -> No
     assert not np.delete(array, 3, axis=0).any()
 
 
-@pytest.mark.parametrize(("chunk", "words"), [
-    (Chunk([], 0, [0], True), "needs tokens"),
-    (Chunk([5], -1, [0], True), "start from 0"),
-    (Chunk([5], 2048, list(range(64)) * 3, True), "context of 2048"),
-    (Chunk([5], 16, [0], True), "do not hold 17"),
-    (Chunk([5], 0, [64], True), "outside 0 to 63"),
-    (Chunk([5], 0, [-1], True), "outside 0 to 63"),
-    (Chunk([512], 0, [0], True), "token id"),
-])
-def test_a_chunk_that_does_not_fit_is_refused_before_any_write(tiny_model: LoadedModel, chunk: Chunk,
-                                                               words: str) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "words"),
+    [
+        (Chunk([], 0, [0], True), "needs tokens"),
+        (Chunk([5], -1, [0], True), "start from 0"),
+        (Chunk([5], 2048, list(range(64)) * 3, True), "context of 2048"),
+        (Chunk([5], 16, [0], True), "do not hold 17"),
+        (Chunk([5], 0, [64], True), "outside 0 to 63"),
+        (Chunk([5], 0, [-1], True), "outside 0 to 63"),
+        (Chunk([512], 0, [0], True), "token id"),
+    ],
+)
+def test_a_chunk_that_does_not_fit_is_refused_before_any_write(
+    tiny_model: LoadedModel, chunk: Chunk, words: str
+) -> None:
     runner = poisoned(tiny_model)
     with pytest.raises(InvalidArgument, match=words):
         runner.forward([Chunk([5, 6], 0, [1], True), chunk])
@@ -214,9 +226,14 @@ def test_a_chunk_that_does_not_fit_is_refused_before_any_write(tiny_model: Loade
         runner.forward([])
 
 
-@pytest.mark.parametrize("storage", [
-    torch.zeros(4, 100, dtype=torch.uint8), torch.zeros(4, 8192), torch.zeros(8192, 4, dtype=torch.uint8).t(),
-])
+@pytest.mark.parametrize(
+    "storage",
+    [
+        torch.zeros(4, 100, dtype=torch.uint8),
+        torch.zeros(4, 8192),
+        torch.zeros(8192, 4, dtype=torch.uint8).t(),
+    ],
+)
 def test_storage_of_another_shape_is_refused(tiny_model: LoadedModel, storage: torch.Tensor) -> None:
     assert tiny_model.block_bytes(BLOCK) == 8192
     with pytest.raises(InvalidArgument, match="storage must be contiguous"):

@@ -68,10 +68,18 @@ def test_logits_that_are_not_finite_are_an_error(value: float, temperature: floa
         draws(torch.full((4,), value), 1, temperature=temperature)
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("temperature", -0.1), ("temperature", 2.1), ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.1),
-    ("max_tokens", 0), ("stop", ("",)),
-])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", math.nan),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("max_tokens", 0),
+        ("stop", ("",)),
+    ],
+)
 def test_params_out_of_range_are_named(field: str, value: object) -> None:
     with pytest.raises(InvalidArgument, match=field):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
@@ -83,10 +91,14 @@ def reference_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
-       cuts=st.lists(st.integers(0, 30), max_size=8))
-def test_stop_checker_ends_at_a_stop_string_wherever_the_pieces_break(text: str, stops: list[str],
-                                                                      cuts: list[int]) -> None:
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+)
+def test_stop_checker_ends_at_a_stop_string_wherever_the_pieces_break(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
     checker, sent, at = StopChecker(stops), "", 0
     for cut in [*sorted(cuts), len(text)]:
         sent += checker.push(text[at:cut])

@@ -15,7 +15,6 @@ constexpr size_t kReadBytesMax = 1 << 20;
 constexpr size_t kBudgetBytes = 4 << 20;  // of one connection in one round
 constexpr size_t kDescriptorsMax = 8;     // received and not yet claimed by a MAP
 constexpr size_t kMappingsMax = 64;
-constexpr int kLowWaterBytes = 128 * 1024;
 
 uint8_t* scratch() {  // the IO thread's; what is read into it is never looked at again
   static thread_local uint8_t bytes[256 * 1024];
@@ -40,18 +39,9 @@ Connection::~Connection() {
 void Connection::receive() {
   for (size_t budget = kBudgetBytes; budget != 0;) {
     const size_t got = is_closing() ? read_away() : decoder_.payload_pending() != 0 ? read_payload() : read_frames();
-    if (got == 0) break;
+    if (got == 0) return;
     budget -= std::min(budget, got);
   }
-  if (false) wait_for_more();
-}
-
-// Inside a payload the kernel may let a good deal of it come before it wakes us: fewer, larger reads.
-void Connection::wait_for_more() {
-  const int low_water = !is_closing() && decoder_.payload_pending() > kLowWaterBytes ? kLowWaterBytes : 1;
-  if (low_water == low_water_) return;
-  low_water_ = low_water;
-  ::setsockopt(fd_.get(), SOL_SOCKET, SO_RCVLOWAT, &low_water, sizeof low_water);
 }
 
 // Returns 0 where nothing is there just now.
@@ -217,7 +207,8 @@ void Connection::on_map(const Map& map) {
   try {
     if (kind_ != SessionKind::Unix) throw Error(Code::no_lane, "memory can be mapped over a Unix socket only");
     if (mappings_.size() >= kMappingsMax && mappings_.count(map.pool) == 0) throw Error(Code::no_lane, "the source maps too many pools");
-    slot.mapping = std::make_shared<const Mapping>(map, descriptor);
+    new_mappings_.push_back(std::make_shared<Mapping>(map, std::move(descriptor)));
+    slot.mapping = new_mappings_.back();
     statistics_.mappings.add();
   } catch (const Error& error) {
     slot.refusal = error.what();
@@ -225,6 +216,13 @@ void Connection::on_map(const Map& map) {
     if (mappings_.size() >= kMappingsMax) return;
   }
   mappings_[map.pool] = std::move(slot);
+}
+
+std::shared_ptr<Mapping> Connection::take_new_mapping() {
+  if (new_mappings_.empty()) return nullptr;
+  const std::shared_ptr<Mapping> mapping = std::move(new_mappings_.back());
+  new_mappings_.pop_back();
+  return mapping;
 }
 
 std::shared_ptr<const Mapping> Connection::mapping(uint32_t pool) const {
@@ -267,6 +265,7 @@ void Connection::begin_close(Nanos close_at) {
   stop_landing(Code::transport, "the session ended");
   outbox_.abandon_data();
   mappings_.clear();
+  new_mappings_.clear();
   close_at_ = close_at;
   session = 0;
 }

@@ -33,6 +33,8 @@ class Connection {
   void flush();
   // Sends `map` once a session, with the descriptor of its pool.
   void send_map(const Pool& pool);
+  // A mapping that came and was not yet taken from here, or nothing.
+  std::shared_ptr<Mapping> take_new_mapping();
   // The pool that the peer gave as `pool`; throws Error(no_lane) with the reason why there is none.
   std::shared_ptr<const Mapping> mapping(uint32_t pool) const;
   // No byte goes into the blocks of the read under way any more; with an id, only where it is of that transfer.
@@ -45,7 +47,6 @@ class Connection {
   uint32_t interest = 0;  // what epoll was last asked to watch
 
  private:
-  void wait_for_more();
   size_t read_frames();   // into the decoder; returns the bytes that came
   size_t read_payload();  // into blocks, or away
   size_t read_away();
@@ -71,11 +72,11 @@ class Connection {
   Outbox outbox_;
   std::unique_ptr<IncomingBlocks> landing_;
   std::deque<Fd> descriptors_;
+  std::vector<std::shared_ptr<Mapping>> new_mappings_;
   std::map<uint32_t, MappingSlot> mappings_;  // by the peer's pool id
   std::map<uint32_t, uint64_t> maps_sent_;    // own pool id to the serial of the pool that was sent
   bool is_up_ = false;
   bool is_shut_down_ = false;
-  int low_water_ = 1;
   Nanos close_at_ = 0;
 };
 

@@ -76,7 +76,8 @@ void IoThread::loop() {
     }
     // A deadline that a tick has just left in the past must not make this loop spin.
     if (until <= now) until = now + kMillisecond;
-    wait(!is_quiet || !copies_.empty() || !touched_.empty(), until);
+    const bool is_busy = !is_quiet || !copies_.empty() || !touched_.empty();
+    wait(is_busy || warm_some(), until);
   }
 }
 
@@ -108,6 +109,7 @@ void IoThread::on_ready(Key key, uint32_t events) {
   if ((events & ~static_cast<uint32_t>(EPOLLOUT)) == 0) return;  // what can go out is flushed with the rest
   try {
     found->second->receive();
+    while (const std::shared_ptr<Mapping> mapping = found->second->take_new_mapping()) warming_.push_back(mapping);
   } catch (const Error& error) {
     perform_now();  // its last frames may have said why it ends
     if (connections_.count(key) != 0) lose(key, error);
@@ -329,6 +331,15 @@ void IoThread::copy_some() {
       copies_.push_back(std::move(copy));
     }
   }
+}
+
+bool IoThread::warm_some() {
+  while (!warming_.empty()) {
+    const std::shared_ptr<Mapping> mapping = warming_.front().lock();
+    if (mapping && mapping->warm()) return true;
+    warming_.pop_front();
+  }
+  return false;
 }
 
 // --- rounds ---

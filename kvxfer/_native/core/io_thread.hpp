@@ -46,6 +46,7 @@ class IoThread {
   void stop_reads(const TransferId& id);
   void stop_copy(const CopyJob& copy, Code code, const std::string& text);
   void copy_some();
+  bool warm_some();  // true: there is more
 
   Connection* find(SessionId session);
   void touch(Key key) { touched_.push_back(key); }
@@ -66,6 +67,7 @@ class IoThread {
   std::unordered_map<SessionId, Key> by_session_;
   std::unordered_map<Key, Dialing> dialing_;
   std::deque<std::unique_ptr<CopyJob>> copies_;
+  std::deque<std::weak_ptr<Mapping>> warming_;
   std::vector<Key> touched_;
   Key next_key_ = 16;
   Nanos accept_again_at_ = kNever;  // listeners rest while there are no descriptors left

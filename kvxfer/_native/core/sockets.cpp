@@ -12,7 +12,7 @@ namespace kvxfer {
 namespace {
 
 constexpr int kBacklog = 512;
-constexpr int kLocalWindowBytes = 256 * 1024;
+constexpr int kLocalWindowBytes = 192 * 1024;
 
 struct Address {
   sockaddr_storage storage{};

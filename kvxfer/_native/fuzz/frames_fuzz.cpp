@@ -1,6 +1,7 @@
-// Feeds a decoder with what no peer should send: `kvxfer_fuzz SECONDS [SEED]`. Random bytes, mutated frames, frames cut at
-// every byte. Each must give frames or Error(protocol) and nothing else, and a frame that was accepted must encode again
-// to the very bytes it came from. Prints what was tried; exits 1 with the input where a rule is broken.
+// Feeds a decoder with what no peer should send: `kvxfer_fuzz SECONDS [SEED]`, a random seed where none is given. Random
+// bytes, mutated frames, frames cut at every byte. Each must give frames or Error(protocol) and nothing else, and a frame
+// that was accepted must encode again to the very bytes it came from. Prints what was tried; exits 1 with the input where a
+// rule is broken.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -162,7 +163,7 @@ void try_cut(Random& random, Counts& counts) {
 
 int main(int argc, char** argv) {
   const double seconds = argc > 1 ? std::atof(argv[1]) : 10;
-  const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : std::random_device{}();
   Random random(seed);
   Counts counts;
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);

@@ -6,23 +6,45 @@
 
 #include <algorithm>
 
-namespace kvxfer {
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
 
-Mapping::Mapping(const Map& map, const Fd& fd) : bytes_(map.region_bytes), block_count_(map.block_count) {
-  if (!fd) throw Error(Code::no_lane, "the source sent no descriptor with its pool");
-  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+namespace kvxfer {
+namespace {
+
+constexpr uint64_t kWarmBytes = 16 << 20;
+constexpr uint64_t kPageBytes = 4096;
+
+}  // namespace
+
+Mapping::Mapping(const Map& map, Fd fd) : fd_(std::move(fd)), bytes_(map.region_bytes), block_count_(map.block_count) {
+  if (!fd_) throw Error(Code::no_lane, "the source sent no descriptor with its pool");
+  const int seals = ::fcntl(fd_.get(), F_GET_SEALS);
   if (seals < 0 || (seals & required_seals()) != required_seals()) throw Error(Code::no_lane, "the source's memory is not sealed");
   struct stat status {};
-  if (::fstat(fd.get(), &status) != 0 || bytes_ == 0 || static_cast<uint64_t>(status.st_size) < bytes_) {
+  if (::fstat(fd_.get(), &status) != 0 || bytes_ == 0 || static_cast<uint64_t>(status.st_size) < bytes_) {
     throw Error(Code::no_lane, "the source's memory is smaller than it says");
   }
   block_bytes_ = check_segments(map.segments, block_count_, bytes_, 0, Code::no_lane);
-  void* mapped = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, fd.get(), 0);
+  void* mapped = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, fd_.get(), 0);
   if (mapped == MAP_FAILED) throw Error(Code::no_lane, errno_text("cannot map the source's memory"));
   ::madvise(mapped, bytes_, MADV_HUGEPAGE);
   ::madvise(mapped, bytes_, MADV_DONTDUMP);
-  ::madvise(mapped, bytes_, 22);
   layout_ = Layout{static_cast<uint8_t*>(mapped), map.segments};
+}
+
+bool Mapping::warm() {
+  const off_t data = fd_ ? ::lseek(fd_.get(), static_cast<off_t>(warm_), SEEK_DATA) : -1;
+  const auto begin = static_cast<uint64_t>(data) & ~(kPageBytes - 1);
+  if (data >= 0 && begin < bytes_) {
+    const off_t hole = ::lseek(fd_.get(), data, SEEK_HOLE);
+    const uint64_t end = std::min({hole < 0 ? bytes_ : static_cast<uint64_t>(hole), begin + kWarmBytes, bytes_});
+    warm_ = std::max(end, begin + 1);
+    if (::madvise(layout_.base + begin, end - begin, MADV_POPULATE_READ) == 0) return true;
+  }
+  fd_.reset();
+  return false;
 }
 
 Mapping::~Mapping() { ::munmap(layout_.base, bytes_); }

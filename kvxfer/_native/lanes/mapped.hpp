@@ -3,6 +3,9 @@
 // A descriptor from a peer is believed in nothing: it must carry the seals that keep its size and its contents out of
 // reach of surprise (see region.hpp), be as large as it claims, and hold every segment that is claimed to lie in it.
 // A copy runs in slices, and before each slice the endpoint says whether its blocks are still held.
+//
+// The first touch of a mapped page costs a fault, as much as the copy of it. Idle time is used to take those faults ahead,
+// and only for pages that the source has filled: looking at the others would make them.
 #pragma once
 
 #include "core/pool.hpp"
@@ -13,7 +16,7 @@ namespace kvxfer {
 class Mapping {
  public:
   // Throws Error(no_lane) with the reason.
-  Mapping(const Map& map, const Fd& fd);
+  Mapping(const Map& map, Fd fd);
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping();
@@ -21,8 +24,12 @@ class Mapping {
   const Layout& layout() const { return layout_; }
   uint32_t block_count() const { return block_count_; }
   uint64_t block_bytes() const { return block_bytes_; }
+  // Takes the faults of the next portion. False where none is left.
+  bool warm();
 
  private:
+  Fd fd_;  // until all is warm
+  uint64_t warm_ = 0;
   Layout layout_;
   uint64_t bytes_ = 0, block_bytes_ = 0;
   uint32_t block_count_ = 0;

@@ -52,9 +52,9 @@ void Endpoint::remove_pool(uint32_t pool) {
 }
 
 void Endpoint::grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
-                     uint32_t ready_blocks, Nanos now, Effects& out) {
+                     uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content) {
   if (ready_blocks > blocks.size()) throw Error(Code::invalid_argument, "more blocks are ready than the grant has");
-  grants_.grant(id, ledger(pool), std::move(blocks), reader, ttl_ns, now, out);
+  grants_.grant(id, ledger(pool), std::move(blocks), reader, ttl_ns, now, out, content);
   if (ready_blocks != 0) grants_.ready(id, ready_blocks, 0, false, now, out);
 }
 
@@ -84,6 +84,23 @@ void Endpoint::cancel(const TransferId& id, Nanos now, Effects& out) {
   if (it == transfers_.end()) return;
   it->second.cancel(now, out);
   settle(it, now, out);
+}
+
+void Endpoint::give_up(const TransferId& id, const AgentRef& source, Effects& out) {
+  if (transfers_.count(id) != 0 || finished_.count(id) != 0) throw Error(Code::invalid_argument, "this transfer has begun: cancel it");
+  if (const auto peer = peers_.find(source); peer != peers_.end() && find_up(source, std::nullopt) == 0) dial(source, peer->second.control, out);
+  tell_given_up(id, source, out);
+}
+
+// By the session that is up, or as soon as the one that is being dialed is.
+void Endpoint::tell_given_up(const TransferId& id, const AgentRef& source, Effects& out) {
+  if (!knows(source)) return;
+  if (const SessionId session = find_up(source, std::nullopt)) {
+    out.push_back(SendFrame{session, Release{id}});
+  } else if (const auto next = dialing_.lower_bound({source, SessionKind{}}); next != dialing_.end() && next->first == source) {
+    std::vector<TransferId>& ids = given_up_[source];
+    if (ids.size() < limits_.transfers_max) ids.push_back(id);
+  }
 }
 
 std::optional<TransferState> Endpoint::transfer_state(const TransferId& id) const {
@@ -335,17 +352,6 @@ void Endpoint::attach(Session& session, const Transfer& transfer, Nanos now) {
   session.transfers.insert(transfer.id());
 }
 
-// A transfer that ended without a session could not release its grant. Where a session to the source is up, or about to be,
-// it is told that way; where none can be had, the grant's own expiry ends it.
-void Endpoint::give_up_grant(const Transfer& transfer, Effects& out) {
-  if (transfer.session() != 0 || transfer.state() == TransferState::Committed || !knows(transfer.source())) return;
-  if (const SessionId session = find_up(transfer.source(), std::nullopt)) {
-    out.push_back(SendFrame{session, Release{transfer.id()}});
-  } else if (const auto next = dialing_.lower_bound({transfer.source(), SessionKind{}}); next != dialing_.end() && next->first == transfer.source()) {
-    given_up_[transfer.source()].push_back(transfer.id());
-  }
-}
-
 // After every event of a transfer: connect it where it needs that, remember when to look again, forget it when it is over.
 void Endpoint::settle(Transfers::iterator it, Nanos now, Effects& out) {
   Transfer& transfer = it->second;
@@ -356,7 +362,8 @@ void Endpoint::settle(Transfers::iterator it, Nanos now, Effects& out) {
     wake_of_.erase(old);
   }
   if (transfer.is_over()) {
-    give_up_grant(transfer, out);
+    // Without a session it could not release its grant; where none can be had either, the grant's own expiry ends it.
+    if (transfer.session() == 0 && transfer.state() != TransferState::Committed) tell_given_up(id, transfer.source(), out);
     finished_[id] = transfer.state();
     finished_order_.push_back(id);
     if (finished_order_.size() > limits_.finished_max) {

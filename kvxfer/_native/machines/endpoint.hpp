@@ -67,12 +67,15 @@ class Endpoint {
   void add_pool(const PoolInfo& info);
   void remove_pool(uint32_t pool);  // blocks_busy while anything is promised, reserved or quarantined
   void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
-             uint32_t ready_blocks, Nanos now, Effects& out);
+             uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content = {});
+  void decline(const TransferId& id, Effects& out) { grants_.decline(id, out); }
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out);
   GrantState end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out);
   std::optional<GrantState> grant_state(const TransferId& id, Nanos now) const { return grants_.state(id, now); }
   void pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out);
   void cancel(const TransferId& id, Nanos now, Effects& out);
+  // This agent will never pull `id` from `source`: lets the source know, where it can be reached.
+  void give_up(const TransferId& id, const AgentRef& source, Effects& out);
   std::optional<TransferState> transfer_state(const TransferId& id) const;
   uint64_t notify(const AgentRef& to, std::string payload, Nanos now, Effects& out);
 
@@ -121,7 +124,7 @@ class Endpoint {
   static void attach(Session& session, const Transfer& transfer, Nanos now);
   void connect(Transfer& transfer, Nanos now, Effects& out);
   void settle(Transfers::iterator it, Nanos now, Effects& out);
-  void give_up_grant(const Transfer& transfer, Effects& out);
+  void tell_given_up(const TransferId& id, const AgentRef& source, Effects& out);
   bool is_source(const AgentRef& peer, const Transfer& transfer) const;
 
   AgentRef self_;

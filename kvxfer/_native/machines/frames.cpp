@@ -124,6 +124,7 @@ struct BodyWriter {
     w.number(f.block_bytes);
     w.bytes(f.digest);
     w.number(f.wait_ms);
+    w.bytes(f.content);
   }
   void operator()(const Push& f) {
     w.id(f.id);
@@ -226,6 +227,7 @@ Frame read_body(uint8_t kind, Reader& r) {
       f.block_bytes = r.number<uint64_t>();
       f.digest = r.bytes<32>();
       f.wait_ms = r.number<uint32_t>();
+      f.content = r.bytes<32>();
       return f;
     }
     case 3: {

@@ -49,6 +49,7 @@ struct Pull {
   uint64_t block_bytes = 0;
   Bytes32 digest{};    // of the reader's compatibility record
   uint32_t wait_ms = 0;
+  Bytes32 content{};   // of what the reader takes the blocks to hold; zero: it does not say
 };
 // Source to destination: please pull under your offer.
 struct Push {

@@ -41,7 +41,7 @@ Code code_of(GrantState state) {
 }
 
 void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
-                       Nanos now, Effects& out) {
+                       Nanos now, Effects& out, const Bytes32& content) {
   if (ttl_ns <= 0 || ttl_ns > limits_.life_max_ns) throw Error(Code::invalid_argument, "grant ttl must be above 0 and at most the maximum life");
   if (blocks.empty()) throw Error(Code::invalid_argument, "a grant needs at least one block");
   if (const auto found = grants_.find(id); found != grants_.end()) {
@@ -58,6 +58,7 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
   grant.ledger = &ledger;
   grant.blocks = std::move(blocks);
   grant.reader_id = reader;
+  grant.content = content;
   grant.life_end = now + limits_.life_max_ns;
   ++counts_.alive;
   set_expiry(grant, now + ttl_ns);
@@ -67,6 +68,19 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
   const std::vector<std::pair<TransferId, Waiting>> waited(range.first, range.second);
   waiting_.erase(range.first, range.second);
   for (const auto& [_, w] : waited) accept(grant, w.session, w.peer, w.pull, now, out);
+}
+
+void GrantTable::decline(const TransferId& id, Effects& out) {
+  if (grants_.count(id) != 0) throw Error(Code::invalid_argument, "this transfer id has a grant, or had one");
+  Grant& grant = grants_[id];
+  grant.id = id;
+  grant.state = GrantState::Revoked;
+  const auto range = waiting_.equal_range(id);
+  for (auto it = range.first; it != range.second; ++it) {
+    refuse(it->second.session, it->second.pull, Code::grant_revoked, "the source will not make this grant", out);
+  }
+  waiting_.erase(range.first, range.second);
+  bury(id);
 }
 
 void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out) {
@@ -136,6 +150,9 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
   const PoolInfo& pool = grant.ledger->info();
   if (pull.digest != pool.digest || pull.block_bytes != pool.block_bytes) {
     return refuse(session, pull, Code::incompatible, "compatibility records of the two pools differ", out);
+  }
+  if (pull.content != grant.content && pull.content != Bytes32{} && grant.content != Bytes32{}) {
+    return refuse(session, pull, Code::incompatible, "content differs: the two sides do not mean the same tokens", out);
   }
   if (pull.count == 0 || uint64_t{pull.first} + pull.count > grant.blocks.size()) {
     return refuse(session, pull, Code::refused,
@@ -253,15 +270,15 @@ void GrantTable::on_release(const AgentRef& peer, const TransferId& id, Nanos no
   for (auto it = range.first; it != range.second; ++it) {
     if (it->second.peer != peer) continue;
     waiting_.erase(it);
-    if (waiting_.count(id) != 0) return;  // somebody else still wants it
-    Grant& grant = grants_[id];  // nobody will read it: the owner learns that when it comes to grant
-    grant.id = id;
-    grant.state = GrantState::Released;
-    grant.is_given_up = true;
-    grant.reader = peer;
-    bury(id);
-    return;
+    break;
   }
+  if (waiting_.count(id) != 0) return;  // somebody else still wants it
+  Grant& grant = grants_[id];           // nobody will read it: the owner learns that when it comes to grant
+  grant.id = id;
+  grant.state = GrantState::Released;
+  grant.is_given_up = true;
+  grant.reader = peer;
+  bury(id);
 }
 
 void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {

@@ -17,6 +17,9 @@
 // because it speaks of the moment it was given. Ended grants leave a tombstone, so that a late reader learns how it
 // ended and an id is never used twice.
 //
+// How blocks are laid out must be equal on both sides (the record's digest), and so must what they mean: the owner and the
+// reader may each say what the blocks hold (a digest of the tokens, say). Two that speak of different content do not meet.
+//
 // A pull may come before its grant: it waits, bounded in count and time. The first reader that presents the id binds
 // the grant to its exact incarnation; where the owner named an agent, nobody else can.
 #pragma once
@@ -62,7 +65,9 @@ class GrantTable {
   // Throws Error: invalid_argument (id used before, ttl), limit_exceeded, blocks_busy (from the ledger), grant_released
   // (the reader gave the transfer up before this grant was made).
   void grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, Nanos now,
-             Effects& out);
+             Effects& out, const Bytes32& content = {});
+  // The owner will never make this grant: whoever waits for it, or comes for it later, is told so (grant_revoked).
+  void decline(const TransferId& id, Effects& out);
   // The first `blocks` blocks are written and stay as they are. Cumulative: never less than before. Throws
   // Error(grant_*) once ended, grant_unknown, invalid_argument.
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out);
@@ -103,11 +108,12 @@ class GrantTable {
     Ledger* ledger = nullptr;
     std::vector<uint32_t> blocks;
     std::string reader_id;               // empty: the first to come
+    Bytes32 content{};                   // zero: the owner does not say
     std::optional<AgentRef> reader;      // bound
     Nanos expiry = 0, life_end = 0;
     uint32_t seq = 0, ready_blocks = 0, layers = 0, renew_seq = 0;
     bool is_complete = false;
-    bool is_given_up = false;            // released by a waiting reader before the grant was made
+    bool is_given_up = false;            // released by its reader before the grant was made
     uint32_t attempt = 0;                // the last one that was served; the reader counts from 1 over all its sessions
     std::optional<Reading> reading;
     std::vector<std::pair<uint64_t, Code>> verdicts;  // by nonce, oldest first

@@ -87,7 +87,7 @@ void Transfer::ask(Nanos now, Effects& out) {
   known_.clear();
   heard_at_ = now;
   const PoolInfo& pool = ledger_->info();
-  send(Pull{spec_.id, attempt_, attempt_nonce_, lane(), spec_.first + done_, total() - done_, pool.block_bytes, pool.digest, limits_.wait_ms}, out);
+  send(Pull{spec_.id, attempt_, attempt_nonce_, lane(), spec_.first + done_, total() - done_, pool.block_bytes, pool.digest, limits_.wait_ms, spec_.content}, out);
 }
 
 void Transfer::session_lost(Nanos now, Effects&) {

@@ -49,6 +49,7 @@ struct TransferSpec {
   std::vector<Lane> lanes;  // allowed, best first
   Nanos deadline = kNever;
   uint64_t nonce_seed = 0;  // random; nonces of this transfer are drawn from it
+  Bytes32 content{};        // of what the blocks are taken to hold; zero: not said
 };
 
 class Transfer {

@@ -15,7 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.errors import BlocksBusy, GrantExpired, GrantGone, GrantRevoked, KvxferError, PeerGone, TransferCancelled
+from kvxfer.errors import (
+    BlocksBusy,
+    GrantExpired,
+    GrantGone,
+    GrantRevoked,
+    Incompatible,
+    KvxferError,
+    PeerGone,
+    TransferCancelled,
+)
 from kvxfer.types import CompatibilityRecord, GrantState, Lane, Load, TransferId
 
 POISON = 0xA5
@@ -64,7 +73,16 @@ class FakePool:
 
 
 class FakeGrant:
-    def __init__(self, world: World, pool: FakePool, blocks: list[int], transfer_id: TransferId, reader: str) -> None:
+    def __init__(
+        self,
+        world: World,
+        pool: FakePool,
+        blocks: list[int],
+        transfer_id: TransferId,
+        reader: str,
+        content: bytes | None = None,
+    ) -> None:
+        self.content = content
         self.world = world
         self.pool = pool
         self.blocks = blocks
@@ -129,7 +147,16 @@ class FakeResult:
 
 
 class FakeTransfer:
-    def __init__(self, world: World, pool: FakePool, blocks: list[int], transfer_id: TransferId, first: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        pool: FakePool,
+        blocks: list[int],
+        transfer_id: TransferId,
+        first: int,
+        content: bytes | None = None,
+    ) -> None:
+        self.content = content
         self.world = world
         self.pool = pool
         self.blocks = blocks
@@ -169,6 +196,8 @@ class FakeTransfer:
                     raise TransferCancelled("cancelled")
                 grant = world.grants.get(self.transfer_id)
                 if grant is not None:
+                    if None not in (self.content, grant.content) and self.content != grant.content:
+                        raise Incompatible("content differs")
                     if grant.state is GrantState.EXPIRED:
                         raise GrantExpired("the grant expired")
                     if grant.state is not GrantState.ALIVE:
@@ -222,6 +251,7 @@ class FakeAgent:
         self.agent_id = agent_id
         self.loads: list[Load] = []
         self.transfers: list[FakeTransfer] = []
+        self.given_up: list[TransferId] = []
         self.pool: FakePool | None = None
         self.is_entered = False
         world.agents[agent_id] = self
@@ -257,6 +287,7 @@ class FakeAgent:
         reader: str | None = None,
         ready_blocks: int = 0,
         ttl_s: float | None = None,
+        content: bytes | None = None,
     ) -> FakeGrant:
         assert blocks.dtype == np.uint32
         assert len(blocks)
@@ -266,12 +297,24 @@ class FakeAgent:
                 self.world.breaches.append("a block was granted while it is pulled into")
                 raise BlocksBusy("reserved")
             assert transfer_id not in self.world.grants, "a retry is a new transfer id"
-            grant = FakeGrant(self.world, pool, blocks.tolist(), transfer_id, reader)
+            grant = FakeGrant(self.world, pool, blocks.tolist(), transfer_id, reader, content)
             self.world.grants[transfer_id] = grant
         grant.ready(ready_blocks)
         if transfer_id in self.world.expire_at_grant:
             grant.end(GrantState.EXPIRED)
         return grant
+
+    def decline(self, transfer_id: TransferId) -> None:
+        with self.world.lock:
+            assert transfer_id not in self.world.grants, "what was granted is revoked, not declined"
+            self.world.grants[transfer_id] = FakeGrant(self.world, FakePool(0, 1), [], transfer_id, "")
+        self.world.grants[transfer_id].end(GrantState.REVOKED)
+
+    def give_up(self, transfer_id: TransferId, source: str) -> None:
+        self.given_up.append(transfer_id)
+        grant = self.world.grants.get(transfer_id)
+        if grant is not None:
+            grant.end(GrantState.RELEASED)
 
     def pull(
         self,
@@ -283,6 +326,7 @@ class FakeAgent:
         first: int = 0,
         deadline_s: float | None = None,
         lanes: Any = None,
+        content: bytes | None = None,
     ) -> FakeTransfer:
         assert blocks.dtype == np.uint32
         assert len(blocks)
@@ -296,6 +340,6 @@ class FakeAgent:
             raise BlocksBusy("reserved")
         pool.reserved |= taken
         pool.array[blocks] = POISON
-        transfer = FakeTransfer(self.world, pool, blocks.tolist(), transfer_id, first)
+        transfer = FakeTransfer(self.world, pool, blocks.tolist(), transfer_id, first, content)
         self.transfers.append(transfer)
         return transfer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import threading
 
@@ -412,3 +413,35 @@ async def test_prompts_that_are_all_cached_make_room_for_the_next_at_once(tiny_m
         assert [outcome.cached_tokens for outcome in done] == [32] * 4
         for leg in asked:
             world.grants[leg.remote.transfer_id].release()
+
+
+async def test_two_sides_that_tokenised_differently_do_not_meet(tiny_model):
+    """A chat template that asks the clock, say: P's blocks are not those of D's prompt, however many there are."""
+    world = World()
+    async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d") as d:
+        ours, theirs = make_prompt(100), make_prompt(100, seed=1)
+        _, decode_leg = legs(ours, greedy(COUNT))
+        prefill_leg, _ = legs(theirs, greedy(COUNT))
+        prefill_leg = dataclasses.replace(
+            prefill_leg, remote=dataclasses.replace(prefill_leg.remote, transfer_id=decode_leg.remote.transfer_id)
+        )
+        _, (tokens, _, outcome) = await asyncio.gather(prefill(p.engine, prefill_leg), answer(d.engine, decode_leg))
+        assert tokens == reference(tiny_model, ours, COUNT)
+        assert outcome.report.failure == "incompatible"
+        world.grants[prefill_leg.remote.transfer_id].release()
+
+
+async def test_a_decode_leg_that_never_got_blocks_gives_its_grant_up(tiny_model):
+    world = World()
+    async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d", max_running=1) as d:
+        busy = asyncio.create_task(answer(d.engine, Request("busy", make_prompt(20), greedy(300))))
+        await asyncio.sleep(0.1)
+        prefill_leg, decode_leg = legs(make_prompt(40), greedy(4))
+        generation = d.engine.submit(decode_leg)
+        await prefill(p.engine, prefill_leg)
+        generation.abort()
+        async with asyncio.timeout(5):
+            while world.grants[decode_leg.remote.transfer_id].state is GrantState.ALIVE:
+                await asyncio.sleep(0.01)
+        assert world.grants[decode_leg.remote.transfer_id].state is GrantState.RELEASED
+        await busy

@@ -1,0 +1,47 @@
+"""How an agent gets its name: from the coordinator, which gives its life a number, or by itself where there is none.
+Decides nothing; must never know of pools' contents or transfers.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from kvxfer.types import AgentRef, DataAddress, Incarnation, Load, Membership, PoolRecord, WorkerInfo
+
+if TYPE_CHECKING:
+    from kvxfer.rpc import CoordinatorSession
+
+
+def alone(agent_id: str) -> AgentRef:
+    """A life that no coordinator numbered."""
+    return AgentRef(agent_id, Incarnation(1, secrets.token_bytes(16)))
+
+
+def open_session(
+    coordinator: str,
+    token: bytes | None,
+    info: WorkerInfo,
+    address: DataAddress,
+    pools: Iterable[PoolRecord],
+    load: Load,
+    *,
+    on_membership: Callable[[Membership], None],
+    on_state: Callable[[bool], None],
+) -> CoordinatorSession:
+    """A session for a new life, not started yet; without ``token`` the one at the default place. Raises ConfigError."""
+    from kvxfer.rpc import CoordinatorSession, default_token_path, load_token
+
+    session = CoordinatorSession(
+        coordinator,
+        token if token is not None else load_token(default_token_path()),
+        secrets.token_bytes(16),
+        info,
+        address,
+        list(pools),
+        on_membership=on_membership,
+        on_state=on_state,
+    )
+    session.set_load(load)
+    return session

@@ -1,0 +1,337 @@
+"""The grant table against a plain dictionary that knows only the essay: judged at the moment of the question, renewals
+idempotent, capped, and never reviving, verdicts remembered by nonce, ids never used twice, waiting pulls bounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvxfer._native import _core
+from kvxfer._native._core import GrantEvent, GrantState
+from kvxfer.errors import BlocksBusy, GrantGone, GrantReleased, InvalidArgument, KvxferError
+
+MS = 1_000_000
+TTL, LIFE_MAX, WAIT_MAX, WAITING_MAX = 1000 * MS, 3000 * MS, 500 * MS, 3
+BLOCKS = 8
+IDS = [bytes([n]) * 16 for n in range(3)]
+PEERS = [_core.AgentRef(name, number, bytes([number]) * 16) for name, number in (("d0", 1), ("d0", 2), ("d1", 3))]
+ids, peers, nonces = st.sampled_from(IDS), st.sampled_from(range(3)), st.integers(1, 4)
+CODES = {
+    GrantState.EXPIRED: "grant_expired",
+    GrantState.REVOKED: "grant_revoked",
+    GrantState.RELEASED: "grant_released",
+    GrantState.READER_GONE: "grant_released",
+}
+
+
+@dataclasses.dataclass
+class Model:
+    blocks: list[int]
+    reader_id: str
+    expiry: int
+    life_end: int
+    state: Any = GrantState.ALIVE
+    reader: Any = None
+    ready: int = 0
+    is_complete: bool = False
+    renew_seq: int = 0
+    attempt: int = 0
+    is_told: bool = False
+    """GrantEnded came."""
+    verdicts: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
+class GrantMachine(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        limits = _core.GrantLimits()
+        limits.ttl_ns, limits.life_max_ns, limits.wait_max_ns, limits.waiting_max = TTL, LIFE_MAX, WAIT_MAX, WAITING_MAX
+        self.table = _core.GrantTable(limits)
+        self.ledger = _core.Ledger(_core.PoolInfo(1, BLOCKS, 16, bytes(32), True))
+        self.now = 1
+        self.grants: dict[bytes, Model] = {}
+        self.waiting: dict[bytes, list[tuple[int, int]]] = {}
+        self.attempts = 0
+
+    # --- the model ---
+
+    def lapse(self, id_: bytes) -> None:
+        grant = self.grants[id_]
+        if grant.state == GrantState.ALIVE and self.now >= grant.expiry:
+            grant.state = GrantState.EXPIRED
+
+    def accept(self, id_: bytes, peer: int) -> str:
+        """What the reader is answered: a code, or READY."""
+        grant = self.grants[id_]
+        self.lapse(id_)
+        wanted = grant.reader is not None and grant.reader != peer
+        if wanted or (grant.reader is None and grant.reader_id not in ("", PEERS[peer].agent_id)):
+            return "refused"
+        if grant.state != GrantState.ALIVE:
+            return CODES[grant.state]
+        grant.reader = peer
+        return "ready"
+
+    def see(self, effects: list[Any], *, sent: list[tuple[int, str]] | None = None) -> None:
+        """Every GrantEnded is the first and tells the state; what was sent is exactly ``sent``: (session, code)."""
+        found = []
+        for effect in effects:
+            if isinstance(effect, _core.GrantEnded):
+                grant = self.grants[effect.id]
+                assert not grant.is_told
+                assert effect.state == grant.state != GrantState.ALIVE
+                grant.is_told = True
+            elif isinstance(effect, _core.SendFrame):
+                frame = effect.frame
+                if isinstance(frame, _core.Revoke):
+                    assert frame.code.name == CODES[self.grants[frame.id].state]
+                    continue
+                code = "ready" if isinstance(frame, _core.Ready) else frame.code.name
+                if isinstance(frame, _core.Ready):
+                    assert frame.blocks == self.grants[frame.id].ready
+                    assert (
+                        frame.ids == self.grants[frame.id].blocks[: min(frame.blocks, 1)][frame.ids_first :]
+                    )  # a pull asks for one
+                found.append((effect.session, code))
+            else:
+                raise AssertionError(effect)
+        if sent is not None:
+            assert found == sent
+
+    # --- rules ---
+
+    @rule(ns=st.integers(1, 800 * MS))
+    def time_passes(self, ns: int) -> None:
+        self.now += ns
+
+    @rule()
+    def tick(self) -> None:
+        over = [(id_, peer) for id_ in sorted(self.waiting) for peer, due in self.waiting[id_] if due <= self.now]
+        for id_ in self.grants:
+            self.lapse(id_)
+        self.see(self.table.tick(self.now), sent=[(peer + 1, "grant_unknown") for _, peer in over])
+        for id_, line in self.waiting.items():
+            self.waiting[id_] = [(peer, due) for peer, due in line if due > self.now]
+        assert all(grant.is_told for grant in self.grants.values() if grant.state != GrantState.ALIVE)
+        assert self.table.next_deadline() > self.now
+
+    @rule(
+        id_=ids,
+        blocks=st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=3, unique=True),
+        reader=st.sampled_from(["", "d0", "d1"]),
+        ttl=st.integers(1, LIFE_MAX),
+    )
+    def grant(self, id_: bytes, blocks: list[int], reader: str, ttl: int) -> None:
+        if id_ in self.grants:
+            error = InvalidArgument if self.grants[id_].blocks else GrantReleased
+            with pytest.raises(error):
+                self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
+            return
+        effects = self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
+        self.grants[id_] = Model(blocks, reader, self.now + ttl, self.now + LIFE_MAX)
+        waited = self.waiting.pop(id_, [])
+        self.see(effects, sent=[(peer + 1, self.accept(id_, peer)) for peer, _ in waited])
+
+    @rule(id_=ids, more=st.integers(0, 3), complete=st.booleans())
+    def ready(self, id_: bytes, more: int, complete: bool) -> None:
+        grant = self.grants.get(id_)
+        if grant is None or not grant.blocks:
+            with pytest.raises(GrantGone):
+                self.table.ready(id_, 1, 0, complete, self.now)
+            return
+        self.lapse(id_)
+        blocks = grant.ready + more
+        if grant.state != GrantState.ALIVE:
+            with pytest.raises(KvxferError) as caught:
+                self.table.ready(id_, blocks, 0, False, self.now)
+            assert caught.value.code == CODES[grant.state]
+        elif blocks > len(grant.blocks) or (complete and blocks != len(grant.blocks)) or grant.is_complete > complete:
+            with pytest.raises(InvalidArgument):
+                self.table.ready(id_, blocks, 0, complete, self.now)
+        else:
+            if grant.ready > 0:
+                with pytest.raises(InvalidArgument, match="takes back"):
+                    self.table.ready(id_, grant.ready - 1, 0, False, self.now)
+            grant.ready, grant.is_complete = blocks, complete
+            self.see(self.table.ready(id_, blocks, 0, complete, self.now))
+
+    @rule(id_=ids, event=st.sampled_from([GrantEvent.REVOKE, GrantEvent.RELEASE]))
+    def end(self, id_: bytes, event: Any) -> None:
+        grant = self.grants.get(id_)
+        if grant is None:
+            with pytest.raises(GrantGone):
+                self.table.end(id_, event, self.now)
+            return
+        self.lapse(id_)
+        if grant.state == GrantState.ALIVE:
+            grant.state = GrantState.REVOKED if event == GrantEvent.REVOKE else GrantState.RELEASED
+        state, effects = self.table.end(id_, event, self.now)
+        assert state == grant.state != GrantState.ALIVE
+        self.see(effects, sent=[])
+
+    @rule(id_=ids, peer=peers, wait_ms=st.sampled_from([0, 100, 10_000]), is_repeat=st.booleans())
+    def pull(self, id_: bytes, peer: int, wait_ms: int, is_repeat: bool) -> None:
+        grant = self.grants.get(id_)
+        self.attempts += 1
+        attempt = grant.attempt if grant is not None and is_repeat and grant.attempt else self.attempts
+        frame = _core.Pull(id_, attempt, 1, _core.Lane.MEMORY, 0, 1, 16, bytes(32), wait_ms)
+        session, answer = peer + 1, ""
+        line = self.waiting.get(id_, [])
+        if grant is not None:
+            answer = self.accept(id_, peer) if grant.blocks else self.given_up(grant, peer)
+            if answer == "ready":
+                answer, grant.attempt = ("ready", attempt) if attempt > grant.attempt else ("", grant.attempt)
+        elif wait_ms == 0:
+            answer = "grant_unknown"
+        elif peer not in [waiter for waiter, _ in line]:
+            if sum(map(len, self.waiting.values())) >= WAITING_MAX:
+                answer = "overloaded"
+            else:
+                self.waiting.setdefault(id_, []).append((peer, self.now + min(wait_ms * MS, WAIT_MAX)))
+        effects = self.table.on_pull(session, PEERS[peer], frame, self.now)
+        self.see(effects, sent=[(session, answer)] if answer else [])
+
+    def given_up(self, grant: Model, peer: int) -> str:
+        return "refused" if grant.reader != peer else "grant_released"
+
+    @rule(id_=ids, peer=peers, nonce=nonces)
+    def confirm(self, id_: bytes, peer: int, nonce: int) -> None:
+        grant, code = self.grants.get(id_), "grant_unknown"
+        if grant is not None:
+            self.lapse(id_)
+            code = "refused"
+            if grant.reader == peer:
+                now_code = "ok" if grant.state == GrantState.ALIVE else CODES[grant.state]
+                code = grant.verdicts.setdefault(nonce, now_code)
+        effects = self.table.on_confirm(peer + 1, PEERS[peer], _core.Confirm(id_, nonce), self.now)
+        self.see(effects, sent=[(peer + 1, code)])
+
+    @rule(id_=ids, peer=peers)
+    def release(self, id_: bytes, peer: int) -> None:
+        grant = self.grants.get(id_)
+        line = self.waiting.get(id_, [])
+        if grant is not None:
+            self.lapse(id_)
+            is_named = grant.reader is None and grant.reader_id == PEERS[peer].agent_id
+            if (grant.reader == peer or is_named) and grant.state == GrantState.ALIVE:
+                grant.state = GrantState.RELEASED
+        elif peer in [waiter for waiter, _ in line]:
+            self.waiting[id_] = [entry for entry in line if entry[0] != peer]
+            if not self.waiting[id_]:
+                self.grants[id_] = Model([], "", 0, 0, GrantState.RELEASED, peer, is_told=True)
+        self.see(self.table.on_release(PEERS[peer], id_, self.now), sent=[])
+
+    @rule(id_=ids, peer=peers, seq=st.integers(1, 6), ttl_ms=st.integers(1, 2000))
+    def renew(self, id_: bytes, peer: int, seq: int, ttl_ms: int) -> None:
+        grant = self.grants.get(id_)
+        if grant is not None and grant.reader == peer and seq > grant.renew_seq:
+            alive = grant.state == GrantState.ALIVE and self.now < grant.expiry
+            if alive:
+                grant.renew_seq = seq
+                grant.expiry = max(grant.expiry, min(self.now + min(ttl_ms * MS, TTL), grant.life_end))
+        assert self.table.on_renew(PEERS[peer], _core.Renew(id_, seq, ttl_ms), self.now) is None
+
+    @rule(peer=peers)
+    def reader_dead(self, peer: int) -> None:
+        self.waiting = {id_: [entry for entry in line if entry[0] != peer] for id_, line in self.waiting.items()}
+        for id_, grant in self.grants.items():
+            if grant.reader == peer:
+                self.lapse(id_)
+                if grant.state == GrantState.ALIVE:
+                    grant.state = GrantState.READER_GONE
+        self.see(self.table.reader_dead(PEERS[peer], self.now), sent=[])
+
+    @rule(peer=peers)
+    def session_closed(self, peer: int) -> None:
+        self.waiting = {id_: [entry for entry in line if entry[0] != peer] for id_, line in self.waiting.items()}
+        self.table.session_closed(peer + 1)
+
+    @rule(block=st.integers(0, BLOCKS - 1))
+    def a_granted_block_cannot_be_reserved(self, block: int) -> None:
+        if self.ledger.is_granted(block):
+            with pytest.raises(BlocksBusy):
+                self.ledger.reserve([block])
+
+    # --- always ---
+
+    @invariant()
+    def the_table_says_what_the_model_says(self) -> None:
+        for id_ in IDS:
+            grant = self.grants.get(id_)
+            state = self.table.state(id_, self.now)
+            if grant is None:
+                assert state is None
+            else:
+                is_over = grant.state == GrantState.ALIVE and self.now >= grant.expiry
+                assert state == (GrantState.EXPIRED if is_over else grant.state)
+                assert grant.expiry <= grant.life_end
+
+    @invariant()
+    def the_ledger_holds_what_has_not_been_told(self) -> None:
+        held = {block for grant in self.grants.values() if not grant.is_told for block in grant.blocks}
+        assert self.ledger.granted_count == len(held)
+        counts = self.table.counts()
+        assert counts.alive == sum(not grant.is_told for grant in self.grants.values())
+        assert counts.waiting_pulls == sum(map(len, self.waiting.values()))
+
+
+TestGrantTable = GrantMachine.TestCase
+TestGrantTable.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_tombstones_are_bounded() -> None:
+    limits = _core.GrantLimits()
+    limits.tombstones_max = 2
+    table, ledger = _core.GrantTable(limits), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
+    for id_ in IDS:
+        table.grant(id_, ledger, [0], "", TTL, 1)
+        table.end(id_, GrantEvent.REVOKE, 2)
+    assert [table.state(id_, 3) for id_ in IDS] == [None, GrantState.REVOKED, GrantState.REVOKED]
+
+
+def test_ready_on_an_expired_grant_does_not_swallow_its_end() -> None:
+    """An error drops the effects of its call: GrantEnded must come with the next, or the blocks are lost for ever."""
+    table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
+    table.grant(IDS[0], ledger, [0, 1], "", TTL, 1)
+    with pytest.raises(GrantGone):
+        table.ready(IDS[0], 1, 0, False, 1 + TTL)
+    ended = [effect for effect in table.tick(1 + TTL) if isinstance(effect, _core.GrantEnded)]
+    assert [effect.state for effect in ended] == [GrantState.EXPIRED]
+    assert ledger.granted_count == 0
+
+
+def test_a_repeated_pull_after_a_cancel_is_not_served_again() -> None:
+    """The attempt names one SendData chain: two chains of one name would count each other's bytes, and the verdict of
+    the second would come before its last byte was out.
+    """
+    limits = _core.GrantLimits()
+    limits.data_bytes_max = 16
+    table, ledger = _core.GrantTable(limits), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
+    table.grant(IDS[0], ledger, [0, 1], "", TTL, 1)
+    table.ready(IDS[0], 2, 0, True, 1)
+    pull = _core.Pull(IDS[0], 1, 7, _core.Lane.STREAM, 0, 2, 16, bytes(32), 0)
+    first = table.on_pull(1, PEERS[0], pull, 2)
+    assert any(isinstance(effect, _core.SendData) for effect in first)
+    table.on_cancel(1, _core.Cancel(IDS[0], 1))
+    assert table.on_pull(1, PEERS[0], pull, 3) == []
+    assert table.data_sent(1, IDS[0], 1, 1, 4) == []
+
+
+def test_verdict_trailer_waits_for_the_last_byte() -> None:
+    limits = _core.GrantLimits()
+    limits.data_bytes_max = 16
+    table, ledger = _core.GrantTable(limits), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
+    table.grant(IDS[0], ledger, [0, 1], "", TTL, 1)
+    table.ready(IDS[0], 2, 0, True, 1)
+    table.on_pull(1, PEERS[0], _core.Pull(IDS[0], 1, 7, _core.Lane.STREAM, 0, 2, 16, bytes(32), 0), 2)
+    frames = [type(effect).__name__ for effect in table.data_sent(1, IDS[0], 1, 1, 3)]
+    assert frames == ["SendData"]
+    (verdict,) = table.data_sent(1, IDS[0], 1, 1, 4)
+    assert verdict.frame.code == _core.Code.ok
+    assert verdict.frame.nonce == 7
