@@ -27,6 +27,7 @@ class Order:
     count: int
     lanes: tuple[Any, ...]
     deadline_ns: int
+    content: bytes
 
 
 class DestinationOwner:
@@ -42,7 +43,9 @@ class DestinationOwner:
         return len(self._free)
 
     def stop_queue(self) -> None:
+        process = self._process
         for order in self._queue:
+            process.perform(process.endpoint.give_up(order.id, order.source_ref))
             self._world.not_pulled(order.id)
         self._queue.clear()
 
@@ -57,7 +60,7 @@ class DestinationOwner:
         try:
             effects = process.endpoint.pull(
                 order.id, order.source_ref, POOL, blocks, order.first, list(order.lanes),
-                now + order.deadline_ns, process.rng.getrandbits(64), now,
+                now + order.deadline_ns, process.rng.getrandbits(64), now, order.content,
             )  # fmt: skip
         except KvxferError as error:
             self._world.log(f"{process!r} cannot pull {order.id.hex()[:6]}: {error.code}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvxfer.testing.clock import MS, US
 from kvxfer.testing.destination import Order
 from kvxfer.testing.faults import Kind, Phase
-from kvxfer.testing.source import Leg
+from kvxfer.testing.source import Leg, meaning
 
 if TYPE_CHECKING:
     from kvxfer.testing.process import Process
@@ -146,7 +146,8 @@ class Router:
         lanes = self._lanes()
         is_hurried = rng.random() < world.weights[Kind.DEADLINE]
         deadline = rng.randrange(2 * MS, 500 * MS) if is_hurried else 30_000 * MS
-        order = Order(id_, source, source.ref, request.first, request.blocks, lanes, deadline)
+        content = meaning(request.prompt) if rng.random() < 0.8 else bytes(32)
+        order = Order(id_, source, source.ref, request.first, request.blocks, lanes, deadline, content)
         if rng.random() < world.weights[Kind.SLOW_READ]:
             world.slow_down(id_, rng.choice((20, 100, 400, 1000)))
         if is_late:

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from kvxfer.testing.process import Process
 
 
+_QUEUE_MAX = 6
+
+
+def meaning(prompt: int) -> bytes:
+    """What the two sides must agree on: 32 bytes that name a prompt."""
+    return prompt.to_bytes(32, "big")
+
+
 @dataclasses.dataclass(frozen=True)
 class Leg:
     """What the router asks of a source: compute a prompt and grant it under an id."""
@@ -51,6 +59,8 @@ class SourceOwner:
         return len(self._free)
 
     def stop_queue(self) -> None:
+        for leg in self._queue:
+            self._decline(leg)
         self._queue.clear()
 
     def start(self, leg: Leg) -> None:
@@ -58,7 +68,10 @@ class SourceOwner:
         if self._share(leg):
             return
         if leg.blocks > len(self._free):
-            self._queue.append(leg)
+            if len(self._queue) < _QUEUE_MAX:
+                self._queue.append(leg)
+            else:
+                self._decline(leg)
             return
         prefill = _Prefill(leg, [self._free.pop() for _ in range(leg.blocks)])
         if self._grant(prefill, leg.id, leg.reader, leg.ttl_ns):
@@ -96,6 +109,15 @@ class SourceOwner:
         self._free += prefill.blocks
         self._process.afterwards(self._next)
 
+    def _decline(self, leg: Leg) -> None:
+        """It will never be granted: whoever waits for it is told."""
+        try:
+            effects = self._process.endpoint.decline(leg.id)
+        except KvxferError:  # its reader gave it up first, or it was granted before
+            return
+        self._world.log(f"{self._process!r} declines {leg.id.hex()[:6]}")
+        self._process.perform(effects)
+
     def _share(self, leg: Leg) -> bool:
         """Grant the blocks of a prefill that is held to one more reader; false where they are gone."""
         prefill = self._by_id.get(leg.shares)
@@ -109,7 +131,9 @@ class SourceOwner:
         process, options = self._process, self._world.options
         now, ready = process.clock.now, len(prefill.computed)
         try:
-            effects = process.endpoint.grant(id_, POOL, prefill.blocks, reader, ttl_ns, ready, now)
+            effects = process.endpoint.grant(
+                id_, POOL, prefill.blocks, reader, ttl_ns, ready, now, meaning(prefill.leg.prompt)
+            )
         except KvxferError as error:
             self._world.log(f"{process!r} cannot grant {id_.hex()[:6]}: {error.code}")
             return False

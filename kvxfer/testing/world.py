@@ -121,7 +121,7 @@ class World:
             process = slot.process
             assert process is not None
             process.resume()
-            if process.owner is not None:
+            if process.is_alive and process.owner is not None:
                 process.owner.stop_queue()
             if not process.is_alive and self.rng.random() < 0.5:
                 self.start(slot)

@@ -129,7 +129,9 @@ class GrantMachine(RuleBasedStateMachine):
     )
     def grant(self, id_: bytes, blocks: list[int], reader: str, ttl: int) -> None:
         if id_ in self.grants:
-            error = InvalidArgument if self.grants[id_].blocks else GrantReleased
+            model = self.grants[id_]
+            is_given_up = not model.blocks and model.state == GrantState.RELEASED
+            error = GrantReleased if is_given_up else InvalidArgument
             with pytest.raises(error):
                 self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
             return
@@ -198,7 +200,17 @@ class GrantMachine(RuleBasedStateMachine):
         self.see(effects, sent=[(session, answer)] if answer else [])
 
     def given_up(self, grant: Model, peer: int) -> str:
-        return "refused" if grant.reader != peer else "grant_released"
+        return "refused" if grant.reader not in (None, peer) else CODES[grant.state]
+
+    @rule(id_=ids)
+    def decline(self, id_: bytes) -> None:
+        if id_ in self.grants:
+            with pytest.raises(InvalidArgument):
+                self.table.decline(id_)
+            return
+        line = self.waiting.pop(id_, [])
+        self.see(self.table.decline(id_), sent=[(peer + 1, "grant_revoked") for peer, _ in line])
+        self.grants[id_] = Model([], "", 0, 0, GrantState.REVOKED, is_told=True)
 
     @rule(id_=ids, peer=peers, nonce=nonces)
     def confirm(self, id_: bytes, peer: int, nonce: int) -> None:
@@ -223,8 +235,8 @@ class GrantMachine(RuleBasedStateMachine):
                 grant.state = GrantState.RELEASED
         elif peer in [waiter for waiter, _ in line]:
             self.waiting[id_] = [entry for entry in line if entry[0] != peer]
-            if not self.waiting[id_]:
-                self.grants[id_] = Model([], "", 0, 0, GrantState.RELEASED, peer, is_told=True)
+        if grant is None and not self.waiting.get(id_):
+            self.grants[id_] = Model([], "", 0, 0, GrantState.RELEASED, peer, is_told=True)
         self.see(self.table.on_release(PEERS[peer], id_, self.now), sent=[])
 
     @rule(id_=ids, peer=peers, seq=st.integers(1, 6), ttl_ms=st.integers(1, 2000))

@@ -1,0 +1,109 @@
+"""The simulation on the production machines: 200 seeds hold every invariant, quiet worlds serve everybody, and the same
+seed is the same history.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxfer._native import _core
+from kvxfer.testing import Invariant, Options, Totals, world
+from kvxfer.testing.checkers import Violation
+from kvxfer.testing.clock import S
+from kvxfer.testing.faults import FRAME_KINDS, IMPOSSIBLE, REQUEST_KINDS, TIMED_KINDS, Kind
+from kvxfer.testing.sim import main, play_many
+
+SEEDS = 200
+
+
+@pytest.fixture(scope="module")
+def chaos() -> Totals:
+    batch = play_many(0, SEEDS, "core", Options(), jobs=1)
+    assert not batch.failures, "\n".join([*batch.failures[0].recent[-40:], str(batch.failures[0])])
+    return batch.totals
+
+
+def test_every_seed_holds_every_invariant(chaos: Totals) -> None:
+    assert chaos.seeds == SEEDS
+
+
+def test_machines_do_not_pass_by_failing_everything(chaos: Totals) -> None:
+    assert chaos.committed_share > 0.4
+    assert chaos.served > 0.5 * chaos.requests
+    assert set(chaos.lanes) == {"mapped", "memory", "stream"}
+
+
+def test_rest_comes_within_the_stated_bound(chaos: Totals) -> None:
+    assert chaos.rest_max_ns < Options().rest_ns < 25 * S
+
+
+def test_no_impossible_cell_was_struck(chaos: Totals) -> None:
+    assert chaos.impossible_cells() == []
+
+
+def test_almost_every_possible_cell_was_struck(chaos: Totals) -> None:
+    """All of them take 2,000 seeds (`make sim SEEDS=2000`); of the kinds, none may be asleep."""
+    assert len(chaos.empty_cells()) < 12
+    assert {kind for kind, _ in chaos.struck} == set(Kind)
+
+
+def test_cells_and_groups_are_whole() -> None:
+    acts = {Kind.PULL_BEFORE_GRANT, Kind.REGRANT}
+    assert set(FRAME_KINDS) | set(TIMED_KINDS) | set(REQUEST_KINDS) | acts == set(Kind)
+    assert all(IMPOSSIBLE.values())
+
+
+def test_quiet_worlds_serve_everybody() -> None:
+    batch = play_many(0, 40, "core", Options(has_faults=False), jobs=1)
+    assert not batch.failures, batch.failures[0]
+    totals = batch.totals
+    assert set(totals.finals) == {("COMMITTED", "ok")}
+    assert totals.served == totals.requests >= 40 * 20
+    assert totals.struck.total() == sum(n for (kind, _), n in totals.struck.items() if kind is Kind.PULL_BEFORE_GRANT)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 23, 41, 99])
+def test_same_seed_same_history(seed: int) -> None:
+    one, other = (world(seed, machines=_core).run() for _ in range(2))
+    assert one.digest == other.digest
+    assert one == other
+
+
+def test_other_seed_other_history() -> None:
+    assert len({world(seed, machines=_core).run().digest for seed in range(5)}) == 5
+
+
+def test_worlds_are_as_large_as_promised() -> None:
+    for seed in range(5):
+        run = world(seed, machines=_core)
+        assert sum(name.startswith("p") for name in run.slots) >= 2
+        assert sum(name.startswith("d") for name in run.slots) >= 2
+        assert run.run().requests >= 20
+
+
+def test_jobs_change_nothing() -> None:
+    one, two = (play_many(300, 60, "core", Options(), jobs=jobs).totals for jobs in (1, 2))
+    assert one == two
+
+
+def test_a_failing_seed_is_printed_and_replays(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvxfer.testing.checkers import Checkers
+
+    def broken(self: Checkers, life: int, id_: bytes) -> None:
+        raise Violation(Invariant.ONCE, "made up")
+
+    monkeypatch.setattr(Checkers, "drained", broken)
+    assert main(["--seeds", "3", "--jobs", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "seed 0: Violation: invariant 3 (once): made up" in printed
+    assert "replay: python -m kvxfer.testing.sim --replay 0\n" in printed
+    assert main(["--replay", "0"]) == 1
+    assert "made up" in capsys.readouterr().out
+
+
+def test_bad_machines_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--machines", "bugs:no_such_bug"]) == 2
+    assert main(["--machines", "rust"]) == 2
+    assert "no machines 'rust'" in capsys.readouterr().err
