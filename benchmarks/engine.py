@@ -64,20 +64,30 @@ class Bench:
     def run(self) -> None:
         first = self.tables[0]
         for size in (1000, 128):
-            self.compare(f"prefill of 1,000 tokens in chunks of {size}",
-                         lambda _, size=size: self.prefill(1000, size, first),
-                         lambda _: self.plain_prefill(1000))
+            self.compare(
+                f"prefill of 1,000 tokens in chunks of {size}",
+                lambda _, size=size: self.prefill(1000, size, first),
+                lambda _: self.plain_prefill(1000),
+            )
         for context in (100, 2000):
             self.prefill(context, 512, first)
             cache = self.plain_prefill(context)
-            self.compare(f"decode step at {context} tokens",
-                         lambda i, context=context: self.runner.forward([Chunk([5], context + i, first, True)]),
-                         lambda _, cache=cache: self.plain_step(cache))
+            self.compare(
+                f"decode step at {context} tokens",
+                lambda i, context=context: self.runner.forward([Chunk([5], context + i, first, True)]),
+                lambda _, cache=cache: self.plain_step(cache),
+            )
         for context in (100, 1000):
             for table in self.tables:
                 self.prefill(context, 512, table)
-            taken = [seconds(lambda i=i, context=context: self.runner.forward(
-                [Chunk([5], context + i, table, True) for table in self.tables])) for i in range(self.pairs)]
+            taken = [
+                seconds(
+                    lambda i=i, context=context: self.runner.forward(
+                        [Chunk([5], context + i, table, True) for table in self.tables]
+                    )
+                )
+                for i in range(self.pairs)
+            ]
             print(f"{f'decode step of 8 sequences at {context} tokens':42} {statistics.median(taken) * 1e3:8.1f} ms")
 
 
@@ -89,8 +99,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = LoadedModel.load(resolve(options.model))
-    print(f"{model.name} {model.dtype}, {options.threads} threads, torch {torch.__version__}, "
-          f"medians of {options.pairs} pairs")
+    print(
+        f"{model.name} {model.dtype}, {options.threads} threads, torch {torch.__version__}, "
+        f"medians of {options.pairs} pairs"
+    )
     Bench(model, options.pairs).run()
 
 

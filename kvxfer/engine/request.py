@@ -198,6 +198,8 @@ class Outcome:
             **dataclasses.asdict(self.report),
             "ttft_s": round(self.ttft_s, 6),
             "queue_s": round(self.queue_s, 6),
+            "total_s": round(self.total_s, 6),
+            "ended_unix_s": self.ended_unix_s,
             "cached_tokens": self.cached_tokens,
         }
 
