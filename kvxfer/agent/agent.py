@@ -209,8 +209,7 @@ class Agent:
         """
         if block_count < 1 or block_bytes < 1:
             raise InvalidArgument(f"a pool needs blocks and bytes, not {block_count} blocks of {block_bytes}")
-        if Lane.MAPPED not in self.config.lanes:
-            exposure = Exposure.GRANT
+        exposure = exposure if Lane.MAPPED in self.config.lanes else Exposure.GRANT
         region = allocate_region(block_count * block_bytes)
         segments = (Segment(0, block_bytes, block_bytes),)
         return self._add_pool(

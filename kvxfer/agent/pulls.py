@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import Mapping
 
 from kvxfer._native import _core
 from kvxfer.agent.books import Books
@@ -144,11 +145,11 @@ class Pulls:
             self._searches.pop(order.transfer_id.raw, None)
 
     def _begin(self, transfer: Transfer, order: PullOrder, member: Member) -> None:
-        theirs = choose_pool(order.pool, member)
-        ours = LaneEnd(self._transport.address, order.pool)
-        lanes, reasons = choose_lanes(ours, LaneEnd(member.address, theirs), order.lanes)
-        if not lanes:
-            raise LaneUnavailable(f"no lane joins {self._transport.ref} and {member.ref}: {explain(None, reasons)}")
+        try:
+            lanes, reasons = self._join(order, member)
+        except KvxferError:
+            self._transport.give_up(order.transfer_id, member.ref)
+            raise
         planned_s = time.monotonic() - order.started_s
         self._transport.pull(
             order.transfer_id,
@@ -161,6 +162,15 @@ class Pulls:
             content=order.content,
         )
         transfer._begin(member.ref, lanes, reasons, planned_s)
+
+    def _join(self, order: PullOrder, member: Member) -> tuple[tuple[Lane, ...], Mapping[Lane, str]]:
+        """The lanes that join the two pools, best first, and why not the others."""
+        theirs = choose_pool(order.pool, member)
+        ours = LaneEnd(self._transport.address, order.pool)
+        lanes, reasons = choose_lanes(ours, LaneEnd(member.address, theirs), order.lanes)
+        if not lanes:
+            raise LaneUnavailable(f"no lane joins {self._transport.ref} and {member.ref}: {explain(None, reasons)}")
+        return lanes, reasons
 
     def _cancel(self, transfer: Transfer) -> None:
         search = self._searches.pop(transfer.transfer_id.raw, None)

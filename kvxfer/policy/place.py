@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.errors import NoWorker
-from kvxfer.types import CompatibilityRecord, Member
+from kvxfer.types import CompatibilityRecord, Exposure, Member
 
 SHORTLIST = 8
 """Cheapest workers of each part whose pairs are compared; the cheapest of each host and kind of pools join them."""
@@ -69,7 +69,7 @@ def transfer_cost(source: Member, destination: Member) -> float:
     """What lies between two workers, in requests in flight; lower is nearer."""
     if not source.address.host_id or source.address.host_id != destination.address.host_id:
         return OTHER_HOST_COST
-    is_mapped = any(pool.is_shareable for pool in source.pools)
+    is_mapped = any(pool.is_shareable and pool.exposure is Exposure.POOL for pool in source.pools)
     return 0.0 if is_mapped else SAME_HOST_COST
 
 

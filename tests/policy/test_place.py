@@ -33,8 +33,17 @@ def pool(**changes: Any) -> PoolRecord:
 
 
 def worker(
-    name: str, role: Role, *, model: str = "m", host: str = "h", url: str = "http://x", load: Load = Load(),  # noqa: B008
-    pools: tuple[PoolRecord, ...] = (), suspect: bool = False, draining: bool = False, **candidate: Any,
+    name: str,
+    role: Role,
+    *,
+    model: str = "m",
+    host: str = "h",
+    url: str = "http://x",
+    load: Load = Load(),  # noqa: B008
+    pools: tuple[PoolRecord, ...] = (),
+    suspect: bool = False,
+    draining: bool = False,
+    **candidate: Any,
 ) -> Candidate:
     info = WorkerInfo(name, role, model, url)
     ref = AgentRef(name, Incarnation(1, bytes(16)))
@@ -66,18 +75,30 @@ NAMES = st.frozensets(st.integers(0, 40).map(lambda number: f"w{number}"), max_s
 
 @given(CANDIDATES, NAMES, NAMES, st.integers(0, 1 << 62), st.booleans(), st.booleans(), st.randoms())
 def test_a_placement_never_breaks_a_rule(
-    candidates: list[Candidate], excluded: frozenset[str], avoided: frozenset[str], tie: int, wants: bool, local: bool,
+    candidates: list[Candidate],
+    excluded: frozenset[str],
+    avoided: frozenset[str],
+    tie: int,
+    wants: bool,
+    local: bool,
     shuffle: Any,
 ) -> None:
     rules: dict[str, Any] = {
-        "model": "m", "tie_break": tie, "wants_remote_prefill": wants, "allows_local_prefill": local,
-        "excluded": excluded, "avoided": avoided,
+        "model": "m",
+        "tie_break": tie,
+        "wants_remote_prefill": wants,
+        "allows_local_prefill": local,
+        "excluded": excluded,
+        "avoided": avoided,
     }
     usable = {
         c.agent_id: c
         for c in candidates
-        if c.agent_id not in excluded and c.member.info.model == "m" and c.member.info.http_url
-        and not c.member.is_suspect and not c.member.is_draining
+        if c.agent_id not in excluded
+        and c.member.info.model == "m"
+        and c.member.info.http_url
+        and not c.member.is_suspect
+        and not c.member.is_draining
     }
     decoders = [c for c in usable.values() if c.member.info.role.can_decode]
     try:

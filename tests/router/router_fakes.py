@@ -197,8 +197,10 @@ class FakeWorker:
             yield b"data: " + json.dumps(self.first_event).encode() + b"\n\n"
             return
         if is_chat:
-            yield b'data: {"id":"x","object":"chunk","created":1,"model":"tiny","choices":[{"index":0,"delta":' \
+            yield (
+                b'data: {"id":"x","object":"chunk","created":1,"model":"tiny","choices":[{"index":0,"delta":'
                 b'{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+            )
         for number, token in enumerate(self.tokens):
             if number == self.cut_after:
                 yield b'data: {"id":"x","choi'
@@ -207,8 +209,13 @@ class FakeWorker:
         yield chunk(None, "stop", kvxfer=self._account(request))
         if (request.body.get("stream_options") or {}).get("include_usage"):
             usage = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
-            yield b"data: " + json.dumps({"id": "x", "object": "chunk", "created": 1, "model": self.model,
-                                          "choices": [], "usage": usage}).encode() + b"\n\n"
+            yield (
+                b"data: "
+                + json.dumps(
+                    {"id": "x", "object": "chunk", "created": 1, "model": self.model, "choices": [], "usage": usage}
+                ).encode()
+                + b"\n\n"
+            )
         if self.sends_done:
             yield b"data: [DONE]\n\n"
 

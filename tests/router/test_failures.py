@@ -203,7 +203,10 @@ async def test_a_stream_that_ends_without_done_is_broken_too() -> None:
 async def test_a_killed_decoder_process_ends_the_stream_well_formed_and_the_router_goes_on() -> None:
     script = pathlib.Path(__file__).with_name("router_fakes.py")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), "d-killed", stdout=asyncio.subprocess.PIPE,
+        sys.executable,
+        str(script),
+        "d-killed",
+        stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
@@ -352,9 +355,7 @@ async def test_a_client_that_leaves_takes_both_legs_with_it(when: str, is_stream
             await asyncio.wait({asking})
         await asyncio.wait_for(asyncio.gather(p.received[0].left.wait(), d.received[0].left.wait()), 5.0)
         assert time.monotonic() - left_s < 1.0
-        await router.wait_metric(
-            'kvxfer_router_requests_total{outcome="disconnected",route="/v1/completions"}', 1
-        )
+        await router.wait_metric('kvxfer_router_requests_total{outcome="disconnected",route="/v1/completions"}', 1)
         assert router.workers.statistics().inflight == 0
         assert (await router.client.get("/health")).json()["inflight"] == 0
 

@@ -440,8 +440,7 @@ async def test_a_decode_leg_that_never_got_blocks_gives_its_grant_up(tiny_model)
         generation = d.engine.submit(decode_leg)
         await prefill(p.engine, prefill_leg)
         generation.abort()
-        async with asyncio.timeout(5):
-            while world.grants[decode_leg.remote.transfer_id].state is GrantState.ALIVE:
-                await asyncio.sleep(0.01)
-        assert world.grants[decode_leg.remote.transfer_id].state is GrantState.RELEASED
+        ended = asyncio.get_running_loop().create_future()
+        world.grants[decode_leg.remote.transfer_id].on_ended(ended.set_result)
+        assert await asyncio.wait_for(ended, 5) is GrantState.RELEASED
         await busy
