@@ -19,7 +19,7 @@ REPORT = {
     "bytes_moved": 2_000_000,
     "bytes_before_prefill_end": 1_500_000,
     "lane": "mapped",
-    "lane_reason": "same host, shared pool",
+    "lane_reason": "mapped: same host, shared pool",
     "seconds": {"wire": 0.001},
     "prefill_s": 1.5,
 }

@@ -98,6 +98,7 @@ def served() -> Iterator[Served]:
 def chat(served: Served) -> httpx.Response:
     model = httpx.get(f"{served.url}/v1/models", timeout=30, trust_env=False).json()["data"][0]["id"]
     body = {"model": model, "messages": [{"role": "user", "content": "the quick brown fox"}], "max_tokens": 8}
+    body["temperature"] = 0
     return httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
 
 
