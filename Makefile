@@ -110,5 +110,6 @@ native: $(VENV)/.installed
 	@[ -f build/native/build.ninja ] || { echo "kvxfer: building the native core"; \
 	    $(CMAKE) -B build/native -DKVXFER_SEEDED_BUGS=ON >build/native.log 2>&1 || { cat build/native.log; exit 1; }; }
 	@$(WITH_TOOLS) cmake --build build/native >build/native.log 2>&1 || { cat build/native.log; exit 1; }
-	@$(WITH_TOOLS) cmake --install build/native --prefix . --component python >build/native.log
-	@$(WITH_TOOLS) cmake --install build/native --prefix . --component development >build/native.log
+	@for part in python development; do \
+	    $(WITH_TOOLS) cmake --install build/native --prefix . --component $$part >build/native.log 2>&1 || { \
+	        cat build/native.log; exit 1; }; done

@@ -13,7 +13,15 @@ from kvxfer.types import Lane
 def check_positive(name: str, value: float, *, maximum: float = math.inf) -> None:
     """Raise ConfigError unless ``0 < value <= maximum``."""
     if not 0 < value <= maximum:
-        raise ConfigError(f"{name} must be above 0 and at most {maximum:g}, not {value!r}")
+        at_most = "" if maximum == math.inf else f" and at most {maximum:.15g}"
+        raise ConfigError(f"{name} must be above 0{at_most}, not {value!r}")
+
+
+def check_address(name: str, value: str) -> None:
+    """Raise ConfigError unless ``value`` is ``host:port``."""
+    host, _, port = value.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ConfigError(f"{name} must be host:port, not {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)

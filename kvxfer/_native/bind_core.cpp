@@ -182,7 +182,7 @@ void bind_core_class(nb::module_& m) {
            nb::arg("id"), nb::arg("blocks"), nb::kw_only(), nb::arg("layers") = 0, nb::arg("complete") = false)
       .def("end_grant",
            [](PyCore& self, const TransferId& id, GrantEvent event) {
-             return self.act([&](Endpoint& e, Nanos now, Effects& out) { return e.end_grant(id, event, now, out); });
+             return without_gil([&] { return self.core().shared().end_grant(id, event); });
            },
            nb::arg("id"), nb::arg("event"), "`event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten.")
       .def("grant_state",

@@ -306,8 +306,6 @@ class Agent:
         self._open_transport()
         index = as_blocks(blocks)
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
-        if deadline_s <= 0 or first < 0:
-            raise InvalidArgument(f"deadline_s must be above 0 and first at least 0, not {deadline_s} and {first}")
         if source == self.info.agent_id:
             raise InvalidArgument("an agent does not pull from itself")
         allowed = self._lanes if lanes is None else tuple(lanes)

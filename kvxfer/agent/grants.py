@@ -51,7 +51,7 @@ class Grants:
                 content=content,
             )
         except BaseException:
-            del self._alive[transfer_id.raw]
+            self._alive.pop(transfer_id.raw, None)  # unless the end of the transport has settled it already
             raise
         return grant
 

@@ -27,13 +27,16 @@ from kvxfer.errors import (
 )
 from kvxfer.policy.lanes import LaneEnd, choose_lanes, explain
 from kvxfer.protocol.handshake import check, compare
-from kvxfer.transport.base import NO_CONTENT, Blocks, Transport
+from kvxfer.transport.base import DURATION_MAX_S, NO_CONTENT, Blocks, Transport
 from kvxfer.types import Lane, Member, PoolRecord, TransferId
 
 log = logging.getLogger("kvxfer.agent")
 
 MEMBERSHIP_WAIT_S = 2.0
 """How long a pull waits for its source to become known."""
+
+
+POSITION_MAX = 0xFFFFFFFF
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,13 @@ class PullOrder:
     deadline_s: float
     content: bytes = NO_CONTENT
     started_s: float = dataclasses.field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for numbers that no transport can take."""
+        if not 0 < self.deadline_s <= DURATION_MAX_S:
+            raise InvalidArgument(f"deadline_s must be above 0 and at most {DURATION_MAX_S:g}, not {self.deadline_s}")
+        if not 0 <= self.first <= POSITION_MAX:
+            raise InvalidArgument(f"first must be 0 to {POSITION_MAX}, not {self.first}")
 
 
 class Pulls:
@@ -142,7 +152,8 @@ class Pulls:
         except KvxferError as error:
             self._end(transfer, error)
         finally:
-            self._searches.pop(order.transfer_id.raw, None)
+            if self._searches.get(order.transfer_id.raw) is asyncio.current_task():
+                del self._searches[order.transfer_id.raw]
 
     def _begin(self, transfer: Transfer, order: PullOrder, member: Member) -> None:
         try:

@@ -38,6 +38,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         description="Move the KV cache of a prompt from the worker that computed it to the worker that uses it.",
         epilog="kvxfer COMMAND --help lists the flags of one command.",
     )
+    parser.add_argument("--version", action="version", version=f"kvxfer {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
         child = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")

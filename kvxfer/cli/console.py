@@ -65,9 +65,13 @@ class Checklist:
 
 
 class Progress:
-    """Callable ``(stage, done, total)``: a bar per stage on a terminal, a line per stage and 25 % elsewhere."""
+    """Callable ``(stage, done, total)``: a bar per stage on a terminal, a line per stage and 25 % elsewhere.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    ``of`` says on each line what it is that progresses.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, of: str = "") -> None:
+        self._of = f"{of}: " if of else ""
         self._stream = stream or sys.stderr
         self._is_terminal = self._stream.isatty()
         self._stage = ""
@@ -84,14 +88,15 @@ class Progress:
             quarter = int(share * 4)
             if is_new or quarter > self._quarter:
                 self._quarter = quarter
-                print(f"  {stage}: {share:.0%}" if total > 0 else f"  {stage}", file=self._stream, flush=True)
+                text = f"  {self._of}{stage}" + (f": {share:.0%}" if total > 0 else "")
+                print(text, file=self._stream, flush=True)
             return
         now_s = time.monotonic()
         if is_new or share >= 1.0 or now_s - self._drawn_s > 0.1:
             self._drawn_s = now_s
             filled = round(share * BAR_WIDTH)
             bar = "#" * filled + "." * (BAR_WIDTH - filled)
-            print(f"\r  {stage} [{bar}] {share:4.0%}\x1b[K", end="", file=self._stream, flush=True)
+            print(f"\r  {self._of}{stage} [{bar}] {share:4.0%}\x1b[K", end="", file=self._stream, flush=True)
 
     def close(self) -> None:
         """End the bar that is being drawn, if any."""

@@ -100,7 +100,6 @@ async def _demo(args: argparse.Namespace, options: DemoOptions) -> int:
 
 
 async def _both(options: DemoOptions, on_line: Any) -> int:
-    print("Starting a coordinator, workers and the router, each its own process:\n", flush=True)
     prompt = options.prompt or PROMPT
     async with running_stack(options, on_line=on_line, say=say) as (_, router, model):
         name = await served_model(router.http_url)

@@ -26,6 +26,7 @@ from typing import Any
 from kvxfer import __version__
 from kvxfer.cli.console import size, table
 from kvxfer.cli.flags import print_json_line
+from kvxfer.config import check_address, check_positive
 from kvxfer.errors import ConfigError, KvxferError
 
 F_ADD_SEALS = 1033
@@ -52,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_positive("timeout_s", args.timeout_s, maximum=86400)
+    if args.coordinator:
+        check_address("coordinator", args.coordinator)
     findings = [*lanes(), *host(), *versions()]
     if args.coordinator:
         findings.append(asyncio.run(_coordinator(args.coordinator, args.timeout_s)))

@@ -30,9 +30,10 @@ def run(args: argparse.Namespace) -> int:
         return _list(models)
     if args.remove is not None:
         return _remove(models, args.remove)
-    progress = Progress()
+    name = args.name or model_store.DEFAULT_MODEL
+    progress = Progress(of=name)
     try:
-        path = model_store.resolve(args.name or model_store.DEFAULT_MODEL, progress=progress)
+        path = model_store.resolve(name, progress=progress)
     finally:
         progress.close()
     print(table([["path", str(path)], ["size", size(_bytes_in(path))]], indent=""))

@@ -44,7 +44,10 @@ async def until_stopped(stop: asyncio.Event, work: Awaitable[ResultT]) -> Result
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        if task.done():
+            return task.result()
+        say("stopping")
+        return None
     finally:
         for pending in (task, stopped):
             pending.cancel()
@@ -55,7 +58,7 @@ async def resolve_model(model: str) -> Path:
     """The local directory of ``model``, fetched with progress on stderr where it is not there yet."""
     from kvxfer.engine import model_store
 
-    progress = Progress()
+    progress = Progress(of=model)
     try:
         return await asyncio.to_thread(model_store.resolve, model, progress=progress)
     finally:
@@ -70,7 +73,9 @@ async def running_stack(
     say: Callable[[str], None],
 ) -> AsyncIterator[tuple[Supervisor, Child, Path]]:
     """The whole service, shown while it becomes ready; yields the supervisor, the router and the model's directory."""
+    stack.check_port(options.port)
     model = await resolve_model(options.model)
+    print("Starting a coordinator, workers and the router, each its own process:\n", flush=True)
     checklist = Checklist(stack.names(options))
 
     def ready(child: Child) -> None:
@@ -127,10 +132,7 @@ async def _serve(args: argparse.Namespace, options: stack.StackOptions) -> int:
     async def stay_up() -> None:
         async with running_stack(options, on_line=print_to_stderr, say=say) as (_, router, _model):
             print(instructions(router.http_url, await served_model(router.http_url)), flush=True)
-            try:
-                await asyncio.Event().wait()
-            finally:
-                say("stopping")
+            await asyncio.Event().wait()
 
     await until_stopped(stop, stay_up())
     say("stopped")

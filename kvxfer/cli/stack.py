@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import os
 import pathlib
+import socket
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -53,6 +54,19 @@ class StackOptions:
             raise ConfigError(f"port must be 0 to 65535, not {self.port}")
         if self.threads < 0:
             raise ConfigError(f"threads must be 0 or more, not {self.threads}")
+
+
+def check_port(port: int) -> None:
+    """Raise ConfigError where the router's port is taken: better said before the workers load their models."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+            probe.listen(1)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on 127.0.0.1:{port}: {error.strerror}; --port names another one, 0 picks a free one"
+            ) from None
 
 
 def names(options: StackOptions) -> list[str]:

@@ -22,6 +22,8 @@ from kvxfer.errors import ConfigError, DeadlineExceeded, KvxferError
 
 STOP_GRACE_S = 15.0
 """A child that has not ended this long after SIGTERM is killed."""
+START_GRACE_S = 1.0
+"""The same for one that was not ready yet: loading a model cannot be broken off, and there is nothing to finish."""
 TAIL_LINES = 40
 LINE_BYTES_MAX = 1 << 20
 
@@ -136,7 +138,7 @@ class Supervisor:
         return child
 
     async def stop(self, child: Child) -> None:
-        """End a child: SIGTERM, then SIGKILL after ``STOP_GRACE_S``. Repeats are harmless."""
+        """End a child: SIGTERM, then SIGKILL after its grace. Repeats are harmless."""
         if child not in self._children:
             return
         child.is_stopping = True
@@ -144,10 +146,11 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 child.process.terminate()
             try:
-                async with asyncio.timeout(STOP_GRACE_S):
+                async with asyncio.timeout(STOP_GRACE_S if child.ready else START_GRACE_S):
                     await child.process.wait()
             except TimeoutError:
-                self._on_line(child.spec.name, f"did not stop within {STOP_GRACE_S:g} s and was killed")
+                if child.ready:
+                    self._on_line(child.spec.name, f"did not stop within {STOP_GRACE_S:g} s and was killed")
                 with contextlib.suppress(ProcessLookupError):
                     child.process.kill()
                 await child.process.wait()

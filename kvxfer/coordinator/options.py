@@ -62,8 +62,8 @@ class CoordinatorOptions:
         if not is_loopback(self.host) and not self.insecure:
             raise ConfigError(
                 f"host {self.host!r} is not loopback, and the coordinator cannot encrypt yet (mTLS comes in a later "
-                "version): its token and session keys would cross the network in the clear; set insecure to accept "
-                "that on a trusted network"
+                "version): its token and session keys would cross the network in the clear; --insecure accepts that, "
+                "for a network that you trust"
             )
         _ = self.config
 

@@ -8,7 +8,7 @@ import os
 import secrets
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_positive
+from kvxfer.config import AgentConfig, check_address, check_positive
 from kvxfer.engine.request import FailurePolicy
 from kvxfer.engine.scheduler import SchedulerLimits
 from kvxfer.errors import ConfigError
@@ -88,6 +88,8 @@ class WorkerOptions:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.agent_id:
             check_agent_id(self.agent_id)
+        if self.coordinator:
+            check_address("coordinator", self.coordinator)
         if not self.insecure and not _is_loopback(self.host):
             raise ConfigError(f"host {self.host!r} is not loopback: nothing is encrypted, so this needs --insecure")
         self.limits()

@@ -138,9 +138,9 @@ def _load(options: WorkerOptions, threads: int) -> LoadedModel:
 
 def _make_agent(options: WorkerOptions, info: WorkerInfo, registry: CollectorRegistry) -> Agent:
     from kvxfer.agent import Agent
-    from kvxfer.rpc import default_token_path, load_or_create_token
+    from kvxfer.rpc import member_token
 
-    token = load_or_create_token(options.token_file or default_token_path())
+    token = member_token(options.token_file)
     hide(token)
     return Agent(info, coordinator=options.coordinator, token=token, config=options.agent_config(), registry=registry)
 

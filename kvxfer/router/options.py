@@ -6,7 +6,7 @@ import dataclasses
 import ipaddress
 from typing import Any
 
-from kvxfer.config import check_positive
+from kvxfer.config import check_address, check_positive
 from kvxfer.errors import ConfigError
 
 LOCAL_PREFILL = ("on", "off")
@@ -49,6 +49,8 @@ class RouterOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be 0 to 65535, not {self.port}")
+        if self.coordinator:
+            check_address("coordinator", self.coordinator)
         if self.local_prefill not in LOCAL_PREFILL:
             raise ConfigError(f"local_prefill must be one of {', '.join(LOCAL_PREFILL)}, not {self.local_prefill!r}")
         if self.on_prefill_failure not in PREFILL_FAILURE:

@@ -26,7 +26,7 @@ from kvxfer.router.legs import new_client
 from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.workers import Workers
-from kvxfer.rpc import MembershipWatch, default_token_path, load_or_create_token
+from kvxfer.rpc import MembershipWatch, member_token
 
 BACKLOG = 2048
 FIRST_MEMBERSHIP_WAIT_S = 1.0
@@ -44,7 +44,7 @@ async def serve(options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event)
     if not options.coordinator:
         raise ConfigError("coordinator must be given as host:port")
     keys = ApiKeys.from_file(options.api_key_file) if options.api_key_file else ApiKeys()
-    token = load_or_create_token(options.token_file or default_token_path())
+    token = member_token(options.token_file)
     hide(token)
     workers = Workers(aside=Backoff(base_s=options.aside_base_s, cap_s=options.aside_cap_s))
 

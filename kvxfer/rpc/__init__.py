@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxfer.rpc.client import CoordinatorSession
-from kvxfer.rpc.token import default_token_path, load_or_create_token, load_token
+from kvxfer.rpc.token import default_token_path, load_or_create_token, load_token, member_token
 from kvxfer.rpc.watch import MembershipWatch, drain, list_members
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "list_members",
     "load_or_create_token",
     "load_token",
+    "member_token",
 ]

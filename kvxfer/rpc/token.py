@@ -76,3 +76,11 @@ def load_or_create_token(path: str | os.PathLike[str]) -> bytes:
         except OSError as error:
             raise ConfigError(f"cluster token file {target} cannot be made: {error.strerror}") from None
     return load_token(target)
+
+
+def member_token(path: str) -> bytes:
+    """The token of a worker or router. A file that was named must be there: one made by mistake would fit nobody.
+
+    Only the default place (``path`` empty) is filled where it is empty. Raises ConfigError as :func:`load_token`.
+    """
+    return load_token(pathlib.Path(path)) if path else load_or_create_token(default_token_path())

@@ -53,6 +53,8 @@ Event: TypeAlias = (
 CoreFailed is the last event of a transport: every later call raises, and nothing moves any more.
 """
 
+DURATION_MAX_S = 86400.0 * 365
+
 SEGMENTS_MAX = 4096
 """Segments of one pool; what one MAP frame can carry."""
 
@@ -258,6 +260,13 @@ def as_content(content: bytes | None) -> bytes:
     if not isinstance(content, bytes) or len(content) != len(NO_CONTENT):
         raise InvalidArgument(f"content must be {len(NO_CONTENT)} bytes")
     return content
+
+
+def as_nanoseconds(name: str, duration_s: float) -> int:
+    """A duration as the machines take it; raises InvalidArgument for one that is no time to wait for."""
+    if not abs(duration_s) <= DURATION_MAX_S:
+        raise InvalidArgument(f"{name} must be at most {DURATION_MAX_S:g}, not {duration_s}")
+    return round(duration_s * NS_PER_S)
 
 
 def allocate_region(length_bytes: int) -> Region:

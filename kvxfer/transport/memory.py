@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer._native import _core
-from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
 from kvxfer.errors import Closed, KvxferError
 from kvxfer.transport.base import (
@@ -27,6 +26,7 @@ from kvxfer.transport.base import (
     Event,
     Region,
     TransportCounts,
+    as_nanoseconds,
     check_segments,
     counts_from,
     limits_from,
@@ -147,7 +147,7 @@ class MemoryTransport:
         content: bytes = NO_CONTENT,
     ) -> None:
         with self._open() as endpoint:
-            ttl_ns, now_ns = round(ttl_s * NS_PER_S), self._network.now_ns
+            ttl_ns, now_ns = as_nanoseconds("ttl_s", ttl_s), self._network.now_ns
             self.act(
                 endpoint.grant(transfer_id.raw, pool_id, blocks.tolist(), reader, ttl_ns, ready_blocks, now_ns, content)
             )
@@ -193,7 +193,7 @@ class MemoryTransport:
                     blocks.tolist(),
                     first,
                     [LANES[lane] for lane in lanes],
-                    now_ns + round(deadline_s * NS_PER_S),
+                    now_ns + as_nanoseconds("deadline_s", deadline_s),
                     self._network.random.getrandbits(64),
                     now_ns,
                     content,

@@ -27,7 +27,6 @@ import time
 from collections.abc import Sequence
 
 from kvxfer._native import _core
-from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
 from kvxfer.errors import ConfigError
 from kvxfer.transport.base import (
@@ -37,6 +36,7 @@ from kvxfer.transport.base import (
     Event,
     Region,
     TransportCounts,
+    as_nanoseconds,
     check_segments,
     counts_from,
     limits_from,
@@ -196,7 +196,7 @@ class NativeTransport:
             pool_id,
             blocks,
             reader=reader,
-            ttl_ns=round(ttl_s * NS_PER_S),
+            ttl_ns=as_nanoseconds("ttl_s", ttl_s),
             ready_blocks=ready_blocks,
             content=content,
         )
@@ -237,7 +237,7 @@ class NativeTransport:
             first=first,
             content=content,
             lanes=[LANES[lane] for lane in lanes],
-            deadline_ns=time.monotonic_ns() + round(deadline_s * NS_PER_S),
+            deadline_ns=time.monotonic_ns() + as_nanoseconds("deadline_s", deadline_s),
         )
 
     def cancel(self, transfer_id: TransferId) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -345,3 +347,34 @@ async def test_settings_are_checked() -> None:
             await Agent(info("b"), config=config).__aenter__()
     with pytest.raises(Closed, match="not started"):
         _ = Agent(info("c")).ref
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"deadline_s": math.inf}, {"deadline_s": 1e12}, {"deadline_s": math.nan}, {"first": 1 << 33}]
+)
+async def test_a_pull_with_impossible_numbers_leaves_nothing_behind(pair: Pair, wrong: dict[str, Any]) -> None:
+    source, destination = pair
+    transfer_id = fresh_id()
+    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+        destination.pull(destination.pools[0], [0], transfer_id=transfer_id, source="source", **wrong)
+    with pytest.raises(InvalidArgument, match="ttl_s"):
+        source.grant(source.pools[0], [0], transfer_id=transfer_id, ttl_s=math.inf)
+    source.grant(source.pools[0], [0], transfer_id=transfer_id, reader="destination", ready_blocks=1)
+    await destination.pull(destination.pools[0], [0], transfer_id=transfer_id, source="source")
+
+
+async def test_a_search_that_was_cancelled_does_not_take_its_successor_along(pair: Pair) -> None:
+    destination = pair[1]
+    assert destination._peers is not None
+    destination._peers.coordinator_is(True)  # somebody may still say who "nobody" is
+    transfer_id, pool = fresh_id(), destination.pools[0]
+    first = destination.pull(pool, [0], transfer_id=transfer_id, source="nobody")
+    await asyncio.sleep(0)
+    first.cancel()
+    second = destination.pull(pool, [0], transfer_id=transfer_id, source="nobody")
+    await asyncio.sleep(0.01)
+    assert destination.statistics().transfers_live == 1
+    second.cancel()
+    with pytest.raises(TransferCancelled):
+        await asyncio.wait_for(second, 1.0)
+    await second.wait_drained()

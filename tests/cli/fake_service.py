@@ -38,6 +38,10 @@ def main() -> int:
             print("x" * (3 << 20), file=stream, flush=True)
     if mode == "silent":
         time.sleep(60)
+    if mode == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("loading", file=sys.stderr, flush=True)
+        time.sleep(60)
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print(json.dumps({"event": "ready"}), flush=True)

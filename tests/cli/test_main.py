@@ -26,6 +26,20 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvxfer {kvxfer.__version__}\n"
 
 
+def test_version_as_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"kvxfer {kvxfer.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["doctor", "router"])
+@pytest.mark.parametrize("address", ["nonsense", "host:", ":7400", "host:x", "host:70000"])
+def test_a_coordinator_is_host_and_port(command: str, address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, f"--coordinator={address}"]) == 2
+    assert capsys.readouterr().err == f"kvxfer: coordinator must be host:port, not {address!r}\n"
+
+
 @pytest.mark.parametrize("words", [[], ["nothing"], ["doctor", "--nothing"], ["coordinator", "--port", "x"]])
 def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

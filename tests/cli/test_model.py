@@ -93,5 +93,8 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
         progress("download", done, 100)
     progress("convert", 0, 0)
     progress.close()
+    progress = console.Progress(of="tiny")
+    progress("write", 1, 2)
     lines = capsys.readouterr().err.splitlines()
+    assert lines.pop() == "  tiny: write: 50%"
     assert lines == [*(f"  download: {share}%" for share in (0, 25, 50, 75, 100)), "  convert"]

@@ -101,6 +101,21 @@ async def test_child_that_will_not_stop_is_killed(monkeypatch: pytest.MonkeyPatc
     assert lines == ["did not stop within 0.3 s and was killed"]
 
 
+async def test_child_that_is_not_ready_yet_is_not_waited_for() -> None:
+    lines: list[str] = []
+    async with Supervisor(command=FAKE, on_line=lambda name, line: lines.append(line)) as supervisor:
+        starting = asyncio.create_task(supervisor.start(ChildSpec("worker", ["deaf"]), timeout_s=30))
+        await wait_until(lambda: "loading" in lines)
+        [child] = supervisor.children
+        starting.cancel()
+        began_s = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert time.monotonic() - began_s < 10.0
+    assert child.process.returncode == -signal.SIGKILL
+    assert lines == ["loading"]
+
+
 def test_children_die_with_a_killed_supervisor() -> None:
     source = (
         "import asyncio, sys\n"

@@ -249,3 +249,14 @@ def test_a_push_without_an_offer_is_refused() -> None:
     (session,) = [session for name, session in pair.peer_session if name == "b"]
     (answer,) = pair.ends["b"].on_frame(session, _core.Push(b"p" * 16, 3), pair.now)
     assert answer.frame.code == _core.Code.refused
+
+
+def test_the_reason_that_a_source_gives_can_always_be_shown() -> None:
+    pair = Pair()
+    pull(pair)
+    pair.pump()
+    said = _core.ErrorFrame(ID, 1, _core.Code.refused, b"\xff\n" * 6)
+    session = next(e.session for e in pair.take("b", _core.SessionUp))
+    pair.do("b", pair.ends["b"].on_frame(session, said, pair.now))
+    (final,) = pair.take("b", _core.TransferFinal)
+    assert (final.code, final.text) == (_core.Code.refused, "?" * 12)

@@ -167,3 +167,18 @@ def test_sessions_are_bounded() -> None:
     end = _core.Endpoint(ref("b"), limits)
     assert end.accepted(TCP, bytes(32), NOW)[1] == []
     assert hung_up(end.accepted(TCP, bytes(32), NOW)[1]) == "overloaded"
+
+
+def test_what_a_peer_says_can_always_be_shown() -> None:
+    """The owner reads the reason of an end as text, whatever bytes a peer took for one."""
+    meeting = Meeting()
+    said = _core.ErrorFrame(bytes(16), 0, _core.Code.refused, b"\xff\n" * 6)
+    (hangup,) = meeting.b.on_frame(meeting.acceptor, said, NOW)
+    assert hangup.text == "?" * 12
+
+    decoder = _core.Decoder()
+    hello = _core.encode(meeting.hello).replace(b"\x01\x00\x00\x00a", b"\x01\x00\x00\x00\xff", 1)
+    decoder.feed(hello)
+    meeting = Meeting()
+    effects = meeting.b.on_frame(meeting.acceptor, decoder.next(), NOW)
+    assert [e.text for e in effects if isinstance(e, _core.Hangup)] == ["agent ? is not known here in that life"]

@@ -23,6 +23,7 @@ from kvxfer.router.failure import FailureKind
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.server import serve
 from kvxfer.router.workers import Part, Workers
+from kvxfer.rpc import load_or_create_token
 from kvxfer.types import Incarnation, Membership
 
 
@@ -186,10 +187,16 @@ def test_any_answer_of_a_worker_means_something(status: int, content: bytes) -> 
     assert 400 <= found.status < 600
 
 
+def made_token(directory: pathlib.Path) -> str:
+    path = directory / "token"
+    load_or_create_token(path)
+    return str(path)
+
+
 async def test_a_router_without_a_coordinator_starts_and_says_so(tmp_path: pathlib.Path) -> None:
     stop = asyncio.Event()
     lines: list[dict[str, object]] = []
-    options = RouterOptions(coordinator=f"127.0.0.1:{free_port()}", token_file=str(tmp_path / "token"))
+    options = RouterOptions(coordinator=f"127.0.0.1:{free_port()}", token_file=made_token(tmp_path))
     task = asyncio.create_task(serve(options, on_ready=lines.append, stop=stop))
     await eventually(lambda: bool(lines) or task.done())
     line = lines[0]
@@ -214,6 +221,6 @@ async def test_a_taken_port_is_one_sentence(tmp_path: pathlib.Path) -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        options = RouterOptions(coordinator="127.0.0.1:1", port=port, token_file=str(tmp_path / "token"))
+        options = RouterOptions(coordinator="127.0.0.1:1", port=port, token_file=made_token(tmp_path))
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             await serve(options, on_ready=lambda line: None, stop=asyncio.Event())

@@ -9,7 +9,7 @@ import stat
 import pytest
 
 from kvxfer.errors import ConfigError
-from kvxfer.rpc import default_token_path, load_or_create_token, load_token
+from kvxfer.rpc import default_token_path, load_or_create_token, load_token, member_token
 
 
 def test_a_missing_token_is_made_private_and_stays(tmp_path: pathlib.Path) -> None:
@@ -72,3 +72,12 @@ def test_where_the_token_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.P
     assert default_token_path() == tmp_path / "s/kvxfer/cluster-token"
     monkeypatch.setenv("KVXFER_TOKEN_FILE", "/run/secrets/kvxfer")
     assert default_token_path() == pathlib.Path("/run/secrets/kvxfer")
+
+
+def test_a_named_file_is_only_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = tmp_path / "mistyped" / "token"
+    with pytest.raises(ConfigError, match="mistyped"):
+        member_token(str(named))
+    assert not named.parent.exists()
+    monkeypatch.setenv("KVXFER_TOKEN_FILE", str(tmp_path / "default"))
+    assert member_token("") == load_token(tmp_path / "default")

@@ -1,4 +1,4 @@
-"""The house's floors (DESIGN, section 5): a module imports only its own part and strictly lower floors."""
+"""The house's floors (docs/ARCHITECTURE.md): a module imports only its own part and strictly lower floors."""
 
 from __future__ import annotations
 

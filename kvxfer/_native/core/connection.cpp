@@ -15,6 +15,7 @@ constexpr size_t kReadBytesMax = 1 << 20;
 constexpr size_t kBudgetBytes = 4 << 20;  // of one connection in one round
 constexpr size_t kDescriptorsMax = 8;     // received and not yet claimed by a MAP
 constexpr size_t kMappingsMax = 64;
+constexpr size_t kUnprovenBytesMax = 4096;  // kept of a peer that has not proven itself: a HELLO has a few hundred
 
 uint8_t* scratch() {  // the IO thread's; what is read into it is never looked at again
   static thread_local uint8_t bytes[256 * 1024];
@@ -41,6 +42,7 @@ void Connection::receive() {
     const size_t got = is_closing() ? read_away() : decoder_.payload_pending() != 0 ? read_payload() : read_frames();
     if (got == 0) return;
     budget -= std::min(budget, got);
+    if (shared_.is_backed_up()) return;
   }
 }
 
@@ -61,6 +63,7 @@ size_t Connection::read_frames() {
   if (got == 0) return 0;
   decoder_.feed({reinterpret_cast<const char*>(staging), got});
   take_frames();
+  if (!is_up_ && decoder_.buffered() > kUnprovenBytesMax) throw Error(Code::protocol, "more than a HELLO before the session was proven");
   return got;
 }
 

@@ -21,7 +21,8 @@ class Core {
   ~Core() { close(); }
 
   void start();
-  // Joins the thread. Idempotent; calls beside it wait for the same end.
+  // Joins the thread. Idempotent; calls beside it wait for the same end. In a forked child, which has a copy of the memory
+  // and nothing else of the core, it leaves alone what is the parent's.
   void close();
 
   SharedEndpoint& shared() { return shared_; }
@@ -43,6 +44,7 @@ class Core {
   std::thread thread_;
   std::atomic<uint16_t> tcp_port_{0};
   bool is_bound_ = false;
+  pid_t owner_ = 0;  // the process that started it
 };
 
 }  // namespace kvxfer

@@ -199,6 +199,10 @@ void IoThread::dial_failed(const AgentRef& peer, SessionKind kind, Code code, co
 void IoThread::lose(Key key, const Error& error) {
   if (error.code() == Code::internal) throw error;
   Connection& connection = *connections_.at(key);
+  if (connection.is_closing()) {  // hung up on already, and now its peer is found to be gone or to talk nonsense
+    if (error.code() == Code::transport) remove(key);
+    return;
+  }
   const SessionId session = connection.session;
   connection.stop_landing(error.code() == Code::transport ? Code::transport : Code::protocol, error.what());
   if (session != 0) {

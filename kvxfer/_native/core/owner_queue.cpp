@@ -6,6 +6,8 @@ namespace kvxfer {
 namespace {
 
 constexpr Nanos kProgressPeriod = 5 * kMillisecond;
+constexpr size_t kNotificationEventBytes = 1024;  // so that empty notifications are bounded too
+constexpr size_t kRefusalsMax = 1024;             // anybody can cause them; they are counted elsewhere
 
 }  // namespace
 
@@ -25,7 +27,8 @@ bool OwnerQueue::push(OwnerEvent event, Nanos now) {
     }
     if (is_urgent && !is_signalled_) progress_signalled_at_ = now;
   } else {
-    if (const auto* notif = std::get_if<NotifReceived>(&event)) notification_bytes_ += notif->payload.size();
+    if (const auto* notif = std::get_if<NotifReceived>(&event)) notification_bytes_ += notif->payload.size() + kNotificationEventBytes;
+    if (std::holds_alternative<SessionRefused>(event) && ++refusals_ > kRefusalsMax) return false;
     events_.push_back(std::move(event));
   }
   if (is_signalled_) return false;
@@ -50,7 +53,7 @@ std::vector<OwnerEvent> OwnerQueue::take() {
   eventfd_t ignored;
   ::eventfd_read(fd_.get(), &ignored);
   progress_.clear();
-  notification_bytes_ = 0;
+  notification_bytes_ = refusals_ = 0;
   is_signalled_ = false;
   due_ = kNever;
   return std::exchange(events_, {});

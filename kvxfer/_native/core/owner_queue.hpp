@@ -34,14 +34,14 @@ class OwnerQueue {
   bool is_due(Nanos now);  // true once
   void signal();
   std::vector<OwnerEvent> take();
-  // Payload bytes of notifications that nobody took yet.
+  // What notifications that nobody took yet weigh: their payload, and a little for each.
   size_t notification_bytes() const { return notification_bytes_; }
 
  private:
   Fd fd_;
   std::vector<OwnerEvent> events_;
   std::unordered_map<TransferId, size_t, TransferIdHash> progress_;  // where in events_
-  size_t notification_bytes_ = 0;
+  size_t notification_bytes_ = 0, refusals_ = 0;
   bool is_signalled_ = false;
   Nanos due_ = kNever, progress_signalled_at_ = 0;
 };

@@ -9,6 +9,12 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kNotificationBacklogMax = 64 << 20;
+constexpr size_t kEffectsBacklogMax = 512;
+
+bool is_confirmation(const Frame& frame) {
+  const auto* verdict = std::get_if<Verdict>(&frame);
+  return verdict != nullptr && verdict->code == Code::ok;
+}
 
 template <class T, class Variant>
 constexpr bool is_alternative = false;
@@ -34,19 +40,28 @@ void SharedEndpoint::check_open() const {
 }
 
 // Owner's events to the owner, the rest to the IO thread; it also learns which transfers are final, to stop what still
-// fills their blocks, and which sessions are up.
+// fills their blocks, and which sessions are up. Only the end of a grant that is being sent is told later, after the send:
+// the IO thread goes on meanwhile, and what it then tells of a transfer must not overtake what is told here.
 void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
-  std::vector<OwnerEvent> told;
-  bool must_wait = false;
+  std::optional<OwnerEvent> told_after_send;
+  const Nanos now = monotonic_now();
   for (Effect& effect : effects) {
     std::visit(
         [&](auto& e) {
           using E = std::decay_t<decltype(e)>;
           if constexpr (is_alternative<E, OwnerEvent>) {
-            if constexpr (std::is_same_v<E, GrantEnded>) must_wait = must_wait || (sending_ && *sending_ == e.id);
             if constexpr (std::is_same_v<E, TransferFinal> || std::is_same_v<E, SessionUp>) effects_.push_back(e);
-            told.emplace_back(std::move(e));
+            if constexpr (std::is_same_v<E, GrantEnded>) {
+              if (!is_io && sending_ && *sending_ == e.id) {
+                told_after_send = std::move(e);
+                return;
+              }
+            }
+            turn.must_signal |= events_.push(std::move(e), now);
           } else {
+            if constexpr (std::is_same_v<E, SendFrame>) {
+              if (is_shut_ && is_confirmation(e.frame)) return;  // the owner was told that it is all over, and may have written
+            }
             effects_.push_back(std::move(e));
           }
         },
@@ -56,13 +71,14 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
     sleep_until_ = 0;
     turn.must_wake = true;
   }
-  if (must_wait && !is_io) {
-    const uint64_t under_way = sends_;
-    send_ended_.wait(turn.lock, [&] { return !sending_ || sends_ != under_way; });
-  }
-  if (told.empty()) return;
-  const Nanos now = monotonic_now();
-  for (OwnerEvent& event : told) turn.must_signal |= events_.push(std::move(event), now);
+  if (!told_after_send) return;
+  wait_send_ended(turn.lock);
+  turn.must_signal |= events_.push(std::move(*told_after_send), monotonic_now());
+}
+
+void SharedEndpoint::wait_send_ended(std::unique_lock<std::mutex>& lock) {
+  const uint64_t under_way = sends_;
+  send_ended_.wait(lock, [&] { return !sending_ || sends_ != under_way; });
 }
 
 SharedEndpoint::Turn::~Turn() {
@@ -95,10 +111,11 @@ void SharedEndpoint::add_pool(Pool pool) {
 }
 
 void SharedEndpoint::remove_pool(uint32_t pool) {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   check_open();
   endpoint_.remove_pool(pool);
   pools_.erase(pool);
+  wait_send_ended(lock);  // perhaps of a grant that another thread is just ending
 }
 
 void SharedEndpoint::set_peer(const AgentRef& peer, const Bytes32& key, PeerAddress address) {
@@ -114,6 +131,14 @@ void SharedEndpoint::peer_dead(const AgentRef& peer) {
     endpoint.peer_dead(peer, now, out);
     addresses_.erase(peer);
   });
+}
+
+GrantState SharedEndpoint::end_grant(const TransferId& id, GrantEvent event) {
+  Turn turn(*this);
+  check_open();
+  const GrantState state = run(turn, false, [&](Endpoint& endpoint, Nanos now, Effects& out) { return endpoint.end_grant(id, event, now, out); });
+  if (sending_ && *sending_ == id) wait_send_ended(turn.lock);  // another thread ended it, and waits too
+  return state;
 }
 
 std::vector<OwnerEvent> SharedEndpoint::take_events() {
@@ -140,6 +165,11 @@ bool SharedEndpoint::can_take_notification(size_t bytes) const {
   return events_.notification_bytes() + bytes <= kNotificationBacklogMax;
 }
 
+bool SharedEndpoint::is_backed_up() const {
+  std::lock_guard lock(mutex_);
+  return effects_.size() > kEffectsBacklogMax;
+}
+
 std::shared_ptr<const Pool> SharedEndpoint::pool(uint32_t id) const {
   std::lock_guard lock(mutex_);
   const auto found = pools_.find(id);
@@ -155,7 +185,7 @@ std::optional<PeerAddress> SharedEndpoint::address(const AgentRef& peer) const {
 
 bool SharedEndpoint::begin_send(const TransferId& id) {
   std::lock_guard lock(mutex_);
-  if (endpoint_.grant_state(id, monotonic_now()) != GrantState::Alive) return false;
+  if (is_shut_ || endpoint_.grant_state(id, monotonic_now()) != GrantState::Alive) return false;
   sending_ = id;
   ++sends_;
   return true;

@@ -47,10 +47,12 @@ class SharedEndpoint {
   void remove_pool(uint32_t pool);
   void set_peer(const AgentRef& peer, const Bytes32& key, PeerAddress address);
   void peer_dead(const AgentRef& peer);
+  GrantState end_grant(const TransferId& id, GrantEvent event);
   std::vector<OwnerEvent> take_events();
   int event_fd() const { return events_.fd(); }
   int wake_fd() const { return wake_fd_.get(); }
-  // From here on every call throws: Error(closed), or Error(internal) where `text` says what broke.
+  // From here on every call throws: Error(closed), or Error(internal) where `failure` says what broke. And nothing is
+  // confirmed to anybody: an owner who is told so takes its grants for ended.
   void shut(const std::string& failure);
   bool is_shut() const;
 
@@ -65,6 +67,8 @@ class SharedEndpoint {
   std::deque<Effect> take_effects(Nanos& sleep_until, Nanos& tick_at);
   void tell(OwnerEvent event);
   bool can_take_notification(size_t bytes) const;
+  // More waits to be performed than a peer should be able to ask for before something of it is.
+  bool is_backed_up() const;
   std::shared_ptr<const Pool> pool(uint32_t id) const;
   std::optional<PeerAddress> address(const AgentRef& peer) const;
   // True where the grant is alive now: its blocks may be read until end_send().
@@ -103,6 +107,7 @@ class SharedEndpoint {
   }
   void check_open() const;
   void deliver(Turn& turn, bool is_io, Effects&& effects);
+  void wait_send_ended(std::unique_lock<std::mutex>& lock);
 
   mutable std::mutex mutex_;
   std::condition_variable send_ended_;

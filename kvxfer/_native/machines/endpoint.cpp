@@ -227,7 +227,7 @@ void Endpoint::on_frame(SessionId id, const Frame& frame, Nanos now, Effects& ou
   session.heard_at = now;
   try {
     if (const auto* error = std::get_if<ErrorFrame>(&frame); error != nullptr && error->id == TransferId{}) {
-      return hang_up(id, error->code, error->text, now, out);
+      return hang_up(id, error->code, printable(error->text), now, out);
     }
     if (session.is_up()) return on_proven(id, session, frame, now, out);
     const auto* hello = std::get_if<Hello>(&frame);

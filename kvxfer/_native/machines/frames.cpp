@@ -343,6 +343,11 @@ const char* kind_name(const Frame& frame) {
   return names[frame.index()];
 }
 
+std::string printable(std::string text) {
+  std::replace_if(text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+  return text;
+}
+
 std::string encode(const Frame& frame) {
   Writer body;
   std::visit(BodyWriter{body}, frame);

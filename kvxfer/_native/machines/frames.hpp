@@ -139,6 +139,8 @@ using Frame = std::variant<Hello, Pull, Push, Ready, Data, Confirm, Verdict, Rel
 
 inline uint8_t kind_of(const Frame& frame) { return static_cast<uint8_t>(frame.index() + 1); }
 const char* kind_name(const Frame& frame);
+// Text of a peer as people and Python may be shown it: all but printable ASCII becomes '?'.
+std::string printable(std::string text);
 
 // The bytes of a frame, header included, DATA's payload excluded. Throws Error(invalid_argument) past a bound.
 std::string encode(const Frame& frame);

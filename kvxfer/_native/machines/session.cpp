@@ -30,7 +30,7 @@ std::optional<Hello> Handshake::on_hello(const Hello& hello, const KeyOf& key_of
   }
   if (state_ != SessionState::AwaitHello && hello.self != peer_) throw Error(Code::unauthenticated, "HELLO of another agent");
   const Bytes32* key = key_of(hello.self);
-  if (key == nullptr) throw Error(Code::unauthenticated, "agent " + hello.self.agent_id + " is not known here in that life");
+  if (key == nullptr) throw Error(Code::unauthenticated, "agent " + printable(hello.self.agent_id) + " is not known here in that life");
 
   if (state_ == SessionState::AwaitHello) {
     if (hello.step != HelloStep::Dial) throw Error(Code::protocol, "a session begins with HELLO dial");

@@ -241,8 +241,8 @@ void Transfer::on_verdict(const Verdict& verdict, Nanos now, Effects& out) {
 
 void Transfer::on_error(const ErrorFrame& error, Nanos now, Effects& out) {
   if (is_final(state_) || state_ == TransferState::Connecting || error.attempt != attempt_) return;
-  if (error.code == Code::no_lane && reading_ == 0) return next_lane(error.text, now, out);
-  fail(error.code == Code::ok ? Code::protocol : error.code, error.text, now, out);
+  if (error.code == Code::no_lane && reading_ == 0) return next_lane(printable(error.text), now, out);
+  fail(error.code == Code::ok ? Code::protocol : error.code, printable(error.text), now, out);
 }
 
 void Transfer::on_revoke(const Revoke& revoke, Nanos now, Effects& out) {
