@@ -1,4 +1,4 @@
-# make demo | serve | test | check | fix | sim | fuzz | asan | bench | stub | test-installed | clean
+# make demo | serve | test | check | fix | sim | fuzz | test-sanitize | bench | stub | test-installed | clean
 #
 #   PYTHON=python3.12                     build with this Python instead of the first 3.11+ found
 #   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
@@ -27,7 +27,7 @@ BUILD_TOOLS = 'scikit-build-core' 'nanobind' 'cmake' 'ninja'
 WITH_TOOLS = PATH="$$PWD/$(VENV)/bin:$$PATH"
 CMAKE = $(WITH_TOOLS) cmake -S kvxfer/_native -G Ninja "-DPython_EXECUTABLE=$$PWD/$(PY)"
 
-.PHONY: help demo serve test check fix sim fuzz asan bench stub test-installed clean install native
+.PHONY: help demo serve test check fix sim fuzz test-sanitize asan tsan bench stub test-installed clean install native
 
 help:
 	@sed -n '1,7s/^# \{0,1\}//p' Makefile
@@ -69,15 +69,15 @@ fuzz: $(VENV)/.installed
 	@$(WITH_TOOLS) cmake --build build/fuzz
 	@UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/fuzz/kvxfer_fuzz $(SECONDS)
 
-# The native tests once more, with every byte the core touches watched by AddressSanitizer.
+# The native tests once more: with every byte that the core touches watched (address, with undefined behaviour beside it), and
+# with every pair of accesses from two threads (thread).
+test-sanitize: asan tsan
+
 asan: $(VENV)/.installed
-	@rm -rf build/asan/stage build/asan/CMakeCache.txt && mkdir -p build/asan
-	@$(CMAKE) -B build/asan -DKVXFER_SANITIZE=address -DKVXFER_SEEDED_BUGS=ON >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
-	@$(WITH_TOOLS) cmake --build build/asan
-	@.ci/stage-python build/asan/stage
-	@$(WITH_TOOLS) cmake --install build/asan --prefix build/asan/stage --component python >/dev/null
-	@$(WITH_TOOLS) cmake --install build/asan --prefix build/asan/stage --component development >/dev/null
-	@.ci/test-staged build/asan/stage asan $(ARGS)
+	@.ci/test-sanitized asan address,undefined $(ARGS)
+
+tsan: $(VENV)/.installed
+	@.ci/test-sanitized tsan thread $(ARGS)
 
 # What people install: the wheel, tested from another directory, where the checkout cannot be imported by accident.
 test-installed: $(VENV)/.installed
