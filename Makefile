@@ -101,7 +101,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	    rm -rf $(VENV); "$$python" -m venv $(VENV); }
 	@echo "kvxfer: installing what it needs into $(VENV) (the first time takes minutes)"
 	@$(PIP) $(BUILD_TOOLS)
-	@$(PIP) --no-build-isolation -C wheel.cmake=false -C editable.mode=inplace --editable '.[router,engine,dev]'
+	@$(PIP) --no-build-isolation -C wheel.cmake=false -C editable.mode=inplace --editable '.[router,engine,ucx,dev]'
 	@touch $@
 
 native: $(VENV)/.installed
