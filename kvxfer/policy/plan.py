@@ -1,0 +1,230 @@
+"""What to read and where to put it: block ids and layouts of two pools become coalesced strided runs. Decides which
+bytes of a source make which bytes of a destination; must never know lanes, peers or when it happens.
+
+The work is in steps of which none loops over blocks: tokens are cut into segments (``segments``), the bytes of one
+segment into boxes (``boxes``), and both are multiplied into arrays (``runs``) when they are asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.errors import Incompatible, InvalidArgument, LimitExceeded
+from kvxfer.policy.layout import KvLayout
+from kvxfer.policy.pooled import GRID_BYTES, PICK_BYTES, PIECES_MAX, Grids, pool_grids
+from kvxfer.policy.runs import U64, Bundle
+from kvxfer.policy.segments import BlockList, check_blocks, cut
+from kvxfer.policy.stretch import Stretch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Runs:
+    """Run i is ``count[i]`` pieces of ``length[i]`` bytes. Its piece j begins at ``source_offset[i] + j *
+    source_stride[i]`` in region ``source_region[i]``, and goes to the like of the destination.
+
+    All arrays (n,) uint64; the pieces of a run overlap on neither side.
+    """
+
+    source_region: U64
+    source_offset: U64
+    source_stride: U64
+    destination_region: U64
+    destination_offset: U64
+    destination_stride: U64
+    length: U64
+    count: U64
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Every byte to be moved, once. Arrays are made when first asked for, and kept."""
+
+    stretches: tuple[Stretch, ...]
+
+    @staticmethod
+    def join(plans: Iterable[Plan]) -> Plan:
+        """Several plans as one, in that order: the cache groups of a hybrid model, say, between the same two ranks."""
+        return Plan(tuple(stretch for plan in plans for stretch in plan.stretches))
+
+    @functools.cached_property
+    def bytes(self) -> int:
+        return sum(stretch.bytes for stretch in self.stretches)
+
+    @property
+    def count(self) -> int:
+        """Runs: the length of each array of ``runs``; 0 where nothing is to be moved."""
+        return sum(bundle.rows for bundle in self._bundles)
+
+    @property
+    def piece_count(self) -> int:
+        """Contiguous pieces in all runs together."""
+        return sum(bundle.pieces for bundle in self._bundles)
+
+    @functools.cached_property
+    def runs(self) -> Runs:
+        source, destination = self._tables
+        return Runs(
+            source[:, 0],
+            source[:, 1],
+            source[:, 2],
+            destination[:, 0],
+            destination[:, 1],
+            destination[:, 2],
+            source[:, 3],
+            source[:, 4],
+        )
+
+    def as_grids(self) -> Grids:
+        """The plan as two lists of pieces: grids (region, offset, stride, length, count), and which of their pieces in
+        which order, piece i of one to piece i of the other.
+
+        Scattered blocks become grids over the whole pool with their block ids as the picks; anything else becomes one
+        grid a run, all pieces in order: whichever list is shorter on the wire.
+        Raises LimitExceeded where there are more pieces than a list can number.
+        """
+        pieces, rows = self.piece_count, self.count
+        grids = pool_grids(self.stretches, rows * GRID_BYTES + (pieces * PICK_BYTES if pieces > rows else 0))
+        if grids is not None:
+            return grids
+        if pieces > PIECES_MAX:
+            raise LimitExceeded(f"the plan has {pieces} pieces; a list numbers at most {PIECES_MAX}")
+        ids = np.arange(pieces, dtype=np.uint32)
+        return Grids(self._tables[0], ids, self._tables[1], ids)
+
+    @functools.cached_property
+    def _bundles(self) -> tuple[Bundle, ...]:
+        return tuple(bundle for stretch in self.stretches for bundle in stretch.bundles())
+
+    @functools.cached_property
+    def _tables(self) -> tuple[U64, U64]:
+        source = np.empty((self.count, 5), np.uint64)
+        destination = np.empty((self.count, 5), np.uint64)
+        at = 0
+        for bundle in self._bundles:
+            bundle.fill(source[at : at + bundle.rows], destination[at : at + bundle.rows])
+            at += bundle.rows
+        return source, destination
+
+
+def plan_transfer(
+    source: KvLayout,
+    destination: KvLayout,
+    source_blocks: npt.ArrayLike,
+    destination_blocks: npt.ArrayLike,
+    tokens: range | None = None,
+    layers: Iterable[int] | None = None,
+    *,
+    heads: range | None = None,
+    source_start: int = 0,
+    destination_start: int = 0,
+) -> Plan:
+    """Plan the move of ``tokens`` of a sequence from blocks of one pool to blocks of another.
+
+    ``source_blocks`` and ``destination_blocks`` are block ids in the order of the sequence, shape (n,), of any
+    whole-number dtype; the first of them holds the sequence's token ``source_start`` (``destination_start``) in its
+    first slot, so a destination with a prefix in its cache may name the blocks of the missing tail alone. Defaults: all
+    tokens that both lists hold, and all layers (global ids) and heads (of the model) that both layouts hold;
+    ``shares.choose_sources`` says which ranks together hold everything.
+
+    Raises Incompatible with the field that differs, where these layouts cannot be joined; InvalidArgument naming the
+    argument, where it asks for what one side does not hold, or would write to a block twice.
+    """
+    _check_compatible(source, destination)
+    layers = _common_layers(source, destination, layers)
+    heads = _common_heads(source, destination, heads)
+    ours = BlockList(
+        "source_blocks",
+        check_blocks("source_blocks", source_blocks, source.block_count),
+        source.block_tokens,
+        source_start,
+    )
+    theirs = BlockList(
+        "destination_blocks",
+        check_blocks("destination_blocks", destination_blocks, destination.block_count),
+        destination.block_tokens,
+        destination_start,
+    )
+    first, last = _token_range(ours, theirs, tokens)
+    if first >= last:
+        return Plan(())
+    if source.packing:
+        for side in (ours, theirs):
+            if any((edge - side.start) % side.block_tokens for edge in (first, last)):
+                raise InvalidArgument(
+                    f"tokens: {first} to {last - 1} cut a block, and blocks packed as {source.packing!r} move whole"
+                )
+    theirs.check_distinct(first, last, destination.block_count)
+    return Plan((Stretch(source, destination, layers, heads, cut(ours, theirs, first, last)),))
+
+
+def _check_compatible(source: KvLayout, destination: KvLayout) -> None:
+    if source.total_heads != destination.total_heads:
+        raise _incompatible("total_heads", source.total_heads, destination.total_heads)
+    if source.packing != destination.packing:
+        raise _incompatible("packing", source.packing, destination.packing)
+    theirs = {part.name: part for part in destination.parts}
+    names = sorted(part.name for part in source.parts)
+    if names != sorted(theirs):
+        raise _incompatible("parts", names, sorted(theirs))
+    packed_fields = ("token_stride", "dim_stride") if source.packing else ()
+    for part in source.parts:
+        for field in ("dims", "dtype_bytes", *packed_fields):
+            if getattr(part, field) != getattr(theirs[part.name], field):
+                raise _incompatible(f"{part.name}.{field}", getattr(part, field), getattr(theirs[part.name], field))
+    if source.packing and source.block_tokens != destination.block_tokens:
+        raise _incompatible("block_tokens", source.block_tokens, destination.block_tokens)
+
+
+def _incompatible(field: str, ours: object, theirs: object) -> Incompatible:
+    return Incompatible(f"{field}: the source has {ours!r}, the destination {theirs!r}", field=field)
+
+
+def _common_layers(source: KvLayout, destination: KvLayout, wanted: Iterable[int] | None) -> tuple[int, ...]:
+    ours, theirs = set(source.layers), set(destination.layers)
+    if wanted is None:
+        common = tuple(layer for layer in source.layers if layer in theirs)
+        if not common:
+            raise Incompatible("layers: the two pools hold none in common", field="layers")
+        return common
+    layers = tuple(wanted)
+    for layer in layers:
+        if layer not in ours or layer not in theirs:
+            side = "destination" if layer in ours else "source"
+            raise InvalidArgument(f"layers: the {side} does not hold layer {layer}")
+    if not layers or len(set(layers)) != len(layers):
+        raise InvalidArgument("layers: at least one, each once, is needed")
+    return layers
+
+
+def _common_heads(source: KvLayout, destination: KvLayout, wanted: range | None) -> range:
+    first = max(source.head_offset, destination.head_offset)
+    stop = min(source.head_offset + source.heads, destination.head_offset + destination.heads)
+    if wanted is None:
+        if first >= stop:
+            raise Incompatible("heads: the two pools hold none in common", field="heads")
+        return range(first, stop)
+    if wanted.step != 1 or not first <= wanted.start < wanted.stop <= stop:
+        raise InvalidArgument(f"heads: {wanted} is not among heads {first} to {stop - 1}, which both sides hold")
+    return wanted
+
+
+def _token_range(source: BlockList, destination: BlockList, wanted: range | None) -> tuple[int, int]:
+    for side in (source, destination):
+        if side.start < 0:
+            raise InvalidArgument(f"{side.name}: the first token {side.start} is negative")
+    if wanted is None:
+        return max(source.start, destination.start), min(source.end, destination.end)
+    if wanted.step != 1:
+        raise InvalidArgument(f"tokens: {wanted} leaves some out")
+    for side in (source, destination):
+        if len(wanted) and not side.start <= wanted.start < wanted.stop <= side.end:
+            raise InvalidArgument(
+                f"tokens: {wanted.start} to {wanted.stop - 1} are not all in {side.name}, which hold tokens "
+                f"{side.start} to {side.end - 1}"
+            )
+    return wanted.start, wanted.stop

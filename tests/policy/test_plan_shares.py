@@ -1,0 +1,184 @@
+"""Who pulls what from whom: a model cut one way, put together cut another way, must be whole again."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.errors import Incompatible, InvalidArgument
+from kvxfer.policy.axes import layout_from_axes
+from kvxfer.policy.layout import Holding, KvLayout
+from kvxfer.policy.plan import plan_transfer
+from kvxfer.policy.shares import Share, choose_sources, count_readers, tp_heads
+
+TOKENS = 13
+DIMS = 3
+AXES = ["LBHNKD", "LBNHKD", "BLHNKD", "LBHKND", "LKBNHD", "BLKHND"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """Ranks of one engine: pipeline stages times tensor parallel ranks, each with a pool of its own."""
+
+    layouts: dict[int, KvLayout]
+    blocks: list[int]
+
+    def holdings(self) -> dict[int, Holding]:
+        return {rank: layout.holding for rank, layout in self.layouts.items()}
+
+
+@st.composite
+def engines(draw: st.DrawFn, total_heads: int, layers: int) -> Engine:
+    tp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if total_heads % n == 0 or n % total_heads == 0]))
+    stages = draw(st.sampled_from([1, 2]))
+    axes = draw(st.sampled_from(AXES))
+    block_tokens = draw(st.sampled_from([1, 4, 6, 16]))
+    transposed = ("k",) if axes.endswith("ND") and draw(st.booleans()) else ()
+    layouts = {}
+    for stage in range(stages):
+        for rank in range(tp):
+            heads = tp_heads(total_heads, tp, rank)
+            layouts[stage * tp + rank] = layout_from_axes(
+                axes,
+                layers=range(stage * layers // stages, (stage + 1) * layers // stages),
+                block_tokens=block_tokens,
+                block_count=20,
+                heads=len(heads),
+                dims=DIMS,
+                dtype_bytes=2,
+                head_offset=heads.start,
+                total_heads=total_heads,
+                transposed=transposed,
+            )
+    blocks = draw(st.permutations(range(20)))[: -(-TOKENS // block_tokens)]
+    return Engine(layouts, blocks)
+
+
+def element(layout: KvLayout, blocks: list[int], layer: int, part: int, token: int, head: int) -> npt.NDArray[np.int64]:
+    """First bytes of the dims of one head of one token, (DIMS,)."""
+    strides = layout.parts[part]
+    offset = layout.offsets[layout.layers.index(layer)][part]
+    offset += blocks[token // layout.block_tokens] * strides.block_stride
+    offset += token % layout.block_tokens * strides.token_stride + (head - layout.head_offset) * strides.head_stride
+    return offset + np.arange(DIMS) * strides.dim_stride
+
+
+def values(layer: int, part: int, token: int, head: int) -> npt.NDArray[np.uint16]:
+    """What every rank that holds it must have there."""
+    first = (((layer * 2 + part) * TOKENS + token) * 8 + head) * DIMS
+    return np.arange(first, first + DIMS, dtype=np.uint16)
+
+
+def places(layout: KvLayout) -> list[tuple[int, int, int, int]]:
+    heads = range(layout.head_offset, layout.head_offset + layout.heads)
+    return [(la, part, t, h) for la in layout.layers for part in (0, 1) for t in range(TOKENS) for h in heads]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_every_rank_gets_all_that_it_holds(data: st.DataObject) -> None:
+    total_heads, layers = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([2, 3]))
+    prefill, decode = data.draw(engines(total_heads, layers)), data.draw(engines(total_heads, layers))
+    pools = {}
+    for rank, layout in prefill.layouts.items():
+        pools[rank] = np.zeros(layout.reach[0], np.uint8)
+        for where in places(layout):
+            at = element(layout, prefill.blocks, *where)
+            pools[rank][at[:, None] + np.arange(2)] = values(*where).view(np.uint8).reshape(DIMS, 2)
+
+    for rank, layout in decode.layouts.items():
+        pool = np.full(layout.reach[0], 0xA5, np.uint8)
+        moved = 0
+        for share in choose_sources(layout.holding, prefill.holdings(), destination_rank=rank):
+            plan = plan_transfer(
+                prefill.layouts[share.source],
+                layout,
+                prefill.blocks,
+                decode.blocks,
+                range(TOKENS),
+                share.layers,
+                heads=share.heads,
+            )
+            moved += plan.bytes
+            runs = plan.runs
+            for i in range(plan.count):
+                piece = np.arange(runs.count[i], dtype=np.uint64)[:, None]
+                inner = np.arange(runs.length[i], dtype=np.uint64)
+                source = runs.source_offset[i] + piece * runs.source_stride[i] + inner
+                pool[runs.destination_offset[i] + piece * runs.destination_stride[i] + inner] = pools[share.source][
+                    source
+                ]
+        assert moved == TOKENS * layout.bytes_per_token
+        for where in places(layout):
+            at = element(layout, decode.blocks, *where)
+            np.testing.assert_array_equal(pool[at[:, None] + np.arange(2)].reshape(-1).view(np.uint16), values(*where))
+
+
+def ranks(total_heads: int, size: int, layers: tuple[int, ...] = (0, 1)) -> dict[int, Holding]:
+    held = {rank: tp_heads(total_heads, size, rank) for rank in range(size)}
+    return {rank: Holding(layers, heads.start, len(heads), total_heads) for rank, heads in held.items()}
+
+
+def test_few_prefill_ranks_feed_many() -> None:
+    sources, destinations = ranks(8, 2), ranks(8, 4)
+    found = [choose_sources(held, sources, destination_rank=rank) for rank, held in destinations.items()]
+    assert [[(share.source, share.heads) for share in shares] for shares in found] == [
+        [(0, range(0, 2))],
+        [(0, range(2, 4))],
+        [(1, range(4, 6))],
+        [(1, range(6, 8))],
+    ]
+    assert [count_readers(rank, sources, destinations) for rank in sources] == [2, 2]
+
+
+def test_many_prefill_ranks_feed_few() -> None:
+    sources, destinations = ranks(8, 4), ranks(8, 2)
+    assert choose_sources(destinations[1], sources, destination_rank=1) == (
+        Share(2, (0, 1), range(4, 6)),
+        Share(3, (0, 1), range(6, 8)),
+    )
+    assert [count_readers(rank, sources, destinations) for rank in sources] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("total_heads", "source_size", "destination_size"), [(1, 4, 4), (1, 4, 8), (2, 8, 4), (2, 4, 8)]
+)
+def test_replicas_share_the_load(total_heads: int, source_size: int, destination_size: int) -> None:
+    """MLA latents (one head), and more ranks than heads: every source serves equally many."""
+    sources, destinations = ranks(total_heads, source_size), ranks(total_heads, destination_size)
+    served = [count_readers(rank, sources, destinations) for rank in sources]
+    used = [times for times in served if times]
+    assert sum(served) == destination_size
+    assert max(used) - min(used) == 0
+    assert len(used) == min(source_size, destination_size)
+
+
+def test_pipeline_stages() -> None:
+    stages = {0: Holding((0, 1), 0, 2, 2), 1: Holding((2, 3), 0, 2, 2)}
+    assert choose_sources(Holding((1, 2), 1, 1, 2), stages) == (
+        Share(0, (1,), range(1, 2)),
+        Share(1, (2,), range(1, 2)),
+    )
+
+
+def test_what_nobody_holds_is_named() -> None:
+    with pytest.raises(Incompatible, match="layer 5") as error:
+        choose_sources(Holding((0, 5), 0, 2, 2), ranks(2, 1))
+    assert error.value.field == "layers"
+    with pytest.raises(Incompatible, match="head 1 of layer 0") as error:
+        choose_sources(Holding((0,), 0, 2, 2), {0: Holding((0,), 0, 1, 2)})
+    assert error.value.field == "heads"
+    with pytest.raises(Incompatible, match="rank 0 knows 2") as error:
+        choose_sources(Holding((0,), 0, 2, 4), ranks(2, 1))
+    assert error.value.field == "total_heads"
+
+
+@pytest.mark.parametrize(("heads", "size", "rank"), [(6, 4, 0), (4, 6, 0), (4, 2, 2), (0, 1, 0)])
+def test_heads_that_cannot_be_shared(heads: int, size: int, rank: int) -> None:
+    with pytest.raises(InvalidArgument, match="tp_"):
+        tp_heads(heads, size, rank)
