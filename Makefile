@@ -1,4 +1,4 @@
-# make demo | serve | test | check | fix | sim | fuzz | test-sanitize | bench | stub | test-installed | clean
+# make demo | serve | test | check | fix | sim | fuzz | test-sanitize | bench | bench-peers | stub | test-installed | clean
 #
 #   PYTHON=python3.12                     build with this Python instead of the first 3.11+ found
 #   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
@@ -27,7 +27,7 @@ BUILD_TOOLS = 'scikit-build-core' 'nanobind' 'cmake' 'ninja'
 WITH_TOOLS = PATH="$$PWD/$(VENV)/bin:$$PATH"
 CMAKE = $(WITH_TOOLS) cmake -S kvxfer/_native -G Ninja "-DPython_EXECUTABLE=$$PWD/$(PY)"
 
-.PHONY: help demo serve test check fix sim fuzz test-sanitize asan tsan bench stub test-installed clean install native
+.PHONY: help demo serve test check fix sim fuzz test-sanitize asan tsan bench bench-peers stub test-installed clean install native
 
 help:
 	@sed -n '1,7s/^# \{0,1\}//p' Makefile
@@ -58,6 +58,19 @@ sim: install
 
 bench: install
 	@$(PY) benchmarks/transfer.py $(ARGS)
+
+# What benchmarks/transfer.py compares with, in a virtual environment of its own that kvxfer never sees.
+PEERS = build/peers-venv
+bench-peers: $(PEERS)/.installed
+
+$(PEERS)/.installed: benchmarks/peers/requirements.txt
+	@python=$$(.ci/prerequisites "$(PYTHON)") || exit 1; \
+	echo "kvxfer: installing NIXL, Mooncake and matplotlib into $(PEERS)"; \
+	rm -rf $(PEERS) && "$$python" -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r benchmarks/peers/requirements.txt
+	@mkdir -p $(PEERS)/lib-for-mooncake
+	@$(PEERS)/bin/python benchmarks/peers/link_verbs.py $(PEERS)/lib-for-mooncake
+	@touch $@
 
 # The committed stub of the native core, written anew from what the built module says of itself.
 stub: install

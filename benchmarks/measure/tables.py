@@ -1,0 +1,228 @@
+"""A report as text: the lines that are printed while it grows, and benchmarks/RESULTS.md.
+
+It decides columns and rounding. It must never measure: what it writes is in the report, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from measure.bars import bar, is_held
+from measure.contenders import show_size
+from measure.report import Report
+from measure.rows import Comparison, Row, Spread
+
+LANE_TEXT = {
+    "mapped": "the reader maps the source's memory and copies",
+    "cma": "process_vm_readv out of memory that nobody allocated for it",
+    "stream": "TCP",
+    "unix": "the code of `stream` over a Unix socket",
+    "ucx": "UCX, over the transports that NIXL's default uses",
+}
+
+
+def line(row: Row) -> str:
+    """One row for the terminal."""
+    words = [f"{row.lane:7} {row.op:5} {row.pages:4} {row.lists:8} x{row.at_once:<2} {show_size(row.block_bytes):>5}"]
+    if row.error:
+        return f"{words[0]}  {row.error}"
+    words.append(f"{row.gb_s.median:6.2f} GB/s {row.cpu_s_per_gb:5.2f} CPU s/GB")
+    for other in row.others:
+        if other.error:
+            words.append(f"{other.name}: {other.error}")
+            continue
+        held = {True: " ok", False: " BELOW", None: ""}[is_held(row, other)]
+        words.append(f"{other.ratio.median:.2f} of {other.name} {other.gb_s.median:.2f}{held}")
+    return "  ".join(words)
+
+
+def markdown(report: Report) -> str:
+    """All of benchmarks/RESULTS.md."""
+    parts = [_head(report)]
+    for key, group in itertools.groupby(report.rows, _key):
+        parts.append(_table(key, list(group)))
+    parts += [_directions(report.rows), _fairness(report.rows), _latency(report), _post_cost(report), _rest(report)]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def _head(report: Report) -> str:
+    m = report.machine
+    return f"""# Results
+
+Written by `benchmarks/transfer.py`, never by hand. How to read and repeat it: [docs](../docs/benchmarks.md).
+
+- machine: {m["cpu"]}, {m["cores"]} cores, {m["memory_gib"]} GiB, Linux {m["kernel"]}, Python {m["python"]}
+- commit {report.commit}, {report.date}; the run took {report.seconds:.0f} s, load before it {m["load_before"]:.1f}
+- command: `{report.command}`
+- random blocks of {report.pool_bytes >> 20} MiB pools, {report.nbytes >> 20} MiB a transfer, {report.pairs} pairs
+
+GB/s are medians, in brackets the quartiles. A ratio is the median of the pairs' ratios: kvxfer's speed over theirs.
+CPU is seconds of processor time a GB, of both processes together. Bold: below the bar.
+"""
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return (row.site, row.lane, row.op, row.pages, row.lists, row.at_once, row.via)
+
+
+def _table(key: tuple[Any, ...], rows: list[Row]) -> str:
+    site, lane, op, pages, lists, at_once, via = key
+    title = f"## `{lane}`, {op.upper()}, {pages} pages"
+    more = [
+        site if site != "one host" else "",
+        "one-shot" if lists != "prepared" else "",
+        f"{at_once} transfers at once" if at_once > 1 else "",
+        "by pull under a grant" if via == "pull" else "",
+    ]
+    title += "".join(f", {words}" for words in more if words)
+    names = list(dict.fromkeys(other.name for row in rows for other in row.others))
+    header = ["block", "kvxfer", "CPU"]
+    for name in names:
+        header += [name, "ratio", "bar", "CPU"]
+    table = [header]
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        if row.error:
+            table.append([show_size(row.block_bytes), f"failed: {row.error}", *[""] * (len(header) - 2)])
+            continue
+        cells = [show_size(row.block_bytes), _speed(row.gb_s), f"{row.cpu_s_per_gb:.2f}"]
+        by_name = {other.name: other for other in row.others}
+        for name in names:
+            cells += _cells(row, by_name.get(name))
+            settings = by_name[name].settings if name in by_name else ""
+            if settings:
+                notes.setdefault(f"{name}, {settings}", []).append(show_size(row.block_bytes))
+        table.append(cells)
+    chosen = "; ".join(f"{settings}: {', '.join(sizes)}" for settings, sizes in notes.items())
+    errors = dict.fromkeys(f"{o.name} did not run: {o.error}" for row in rows for o in row.others if o.error)
+    text = [title, "", f"{LANE_TEXT[lane]}.", "", _grid(table)]
+    if chosen:
+        text += ["", f"Fastest settings, by size of blocks: {chosen}."]
+    text += [f"\n{error}." for error in errors]
+    return "\n".join(text) + "\n"
+
+
+def _cells(row: Row, other: Comparison | None) -> list[str]:
+    if other is None or other.error:
+        return ["", "", "", ""]
+    least = bar(row, other)
+    ratio = f"{other.ratio.median:.2f} ({other.ratio.low:.2f} to {other.ratio.high:.2f})"
+    if is_held(row, other) is False:
+        ratio = f"**{ratio}**"
+    return [_speed(other.gb_s), ratio, "" if least is None else f"{least:g}", f"{other.cpu_s_per_gb:.2f}"]
+
+
+def _speed(spread: Spread) -> str:
+    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
+
+
+def _grid(table: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in table]
+    lines.insert(1, "|" + "---|" * len(table[0]))
+    return "\n".join(lines)
+
+
+def _directions(rows: Iterable[Row]) -> str:
+    """READ beside WRITE, where a run has both."""
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        if row.lane == "stream" and row.via == "post" and not row.error:
+            key = (row.site, row.pages, row.lists, row.at_once, row.block_bytes)
+            found.setdefault(key, {})[row.op] = row.gb_s.median
+    both = {key: speeds for key, speeds in found.items() if len(speeds) == 2}
+    if not both:
+        return ""
+    table = [["where", "pages", "block", "READ GB/s", "WRITE GB/s", "WRITE / READ (bar 0.9 to 1.1)"]]
+    for (site, pages, _, at_once, size), speeds in both.items():
+        ratio = speeds["write"] / speeds["read"]
+        shown = f"{ratio:.2f}" if 0.9 <= ratio <= 1.1 else f"**{ratio:.2f}**"
+        where = site + (f", {at_once} at once" if at_once > 1 else "")
+        table.append([where, pages, show_size(size), f"{speeds['read']:.2f}", f"{speeds['write']:.2f}", shown])
+    return "## `stream`: both directions\n\n" + _grid(table) + "\n"
+
+
+def _fairness(rows: Iterable[Row]) -> str:
+    many = [row for row in rows if row.at_once > 1 and not row.error]
+    if not many:
+        return ""
+    table = [["lane", "transfers at once", "block", "slowest / median", "bar"]]
+    for row in many:
+        least = "1.3" if row.at_once == 64 else ""
+        shown = f"{row.slowest_to_median:.2f}"
+        shown = f"**{shown}**" if least and row.slowest_to_median > 1.3 else shown
+        table.append([f"`{row.lane}`", str(row.at_once), show_size(row.block_bytes), shown, least])
+    return "## Fairness\n\nTime from the first post to each transfer's own end.\n\n" + _grid(table) + "\n"
+
+
+def _latency(report: Report) -> str:
+    if not report.latency:
+        return ""
+    names = ("poll", "wait", "await", "notification")
+    table = [["who", "round trip of the bare socket", *names, "poll / round trip (bar 2)", "notification (bar 1.5)"]]
+    for entry in report.latency:
+        if "error" in entry:
+            table.append([entry["who"], f"did not run: {entry['error']}", *[""] * 6])
+            continue
+        cells = [entry["who"], _times(entry.get("round_trip")), *(_times(entry.get(name)) for name in names)]
+        for name, most in (("poll", 2.0), ("notification", 1.5)):
+            if "round_trip" in entry and name in entry:
+                best = min(entry[key]["p50_us"] for key in ((name, "wait") if name == "poll" else (name,)))
+                ratio = best / entry["round_trip"]["p50_us"]
+                cells.append(f"{ratio:.2f}" if ratio <= most else f"**{ratio:.2f}**")
+            else:
+                cells.append("")
+        table.append(cells)
+    text = "One 4K block, prepared, post to completion, in µs: p50 / p99. `poll`: the state is looked at without"
+    text += " a pause; `wait`: with poll(2) in between; `await`: by an event loop."
+    text += (
+        " A notification: until it was acknowledged. The ratio takes the better of poll and wait. The bare socket: one"
+    )
+    text += " byte there, back a block where the lane's own socket carries it, else 64 bytes."
+    return f"## Latency\n\n{text}\n\n{_grid(table)}\n"
+
+
+def _times(found: dict[str, float] | None) -> str:
+    return "" if found is None else f"{found['p50_us']:.0f} / {found['p99_us']:.0f}"
+
+
+def _post_cost(report: Report) -> str:
+    if not report.post_cost:
+        return ""
+    table = [["who", "100,000 scattered blocks, plan and post (bar 10 ms)", "10,000 prepared, again (bar 0.3 ms)"]]
+    for entry in report.post_cost:
+        if "error" in entry:
+            table.append([entry["who"], f"did not run: {entry['error']}", ""])
+            continue
+        cells = [entry["who"]]
+        for name, most in (("plan_post", 10.0), ("again", 0.3)):
+            took = entry[name]["p50_us"] / 1e3
+            is_over = took > most and entry["who"].startswith("kvxfer")
+            cells.append(f"**{took:.2f} ms**" if is_over else f"{took:.2f} ms")
+        table.append(cells)
+    text = "Python call to return, 4K blocks, medians. What a peer moves before its call returns is in its figure."
+    return f"## What posting costs\n\n{text}\n\n{_grid(table)}\n"
+
+
+def _rest(report: Report) -> str:
+    parts = []
+    if report.held_gil:
+        table = [["who", "speed with the source's GIL held / without (bar 0.95)", "each turn"]]
+        for entry in report.held_gil:
+            ratio = entry["ratio"]
+            shown = f"{ratio:.2f}" if ratio >= 0.95 else f"**{ratio:.2f}**"
+            table.append([entry["who"], shown, " ".join(f"{one:.2f}" for one in entry["ratios"])])
+        why = "By a C call that sleeps without releasing it."
+        parts.append(f"## The source's GIL held\n\n{why}\n\n{_grid(table)}\n")
+    if report.idle_peers:
+        found = report.idle_peers
+        table = [["process", "CPU before", f"CPU with {found['sessions']} idle sessions"]]
+        names = {"source": "the one they are connected to", "destination": f"the {found['peers']} of them"}
+        for name, text in names.items():
+            table.append([text, f"{found['cpu_before'][name]:.3%}", f"{found['cpu'][name]:.3%}"])
+        watched = f"Processor time over {found['watched_s']:g} s, of one core."
+        parts.append(f"## Idle peers\n\n{watched}\n\n" + _grid(table) + "\n")
+    if report.left_out:
+        parts.append("## Not measured\n\n" + "\n".join(f"- {reason}" for reason in report.left_out) + "\n")
+    return "\n".join(parts)

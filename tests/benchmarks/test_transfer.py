@@ -1,0 +1,91 @@
+"""benchmarks/transfer.py: that it notices a wrong byte, judges by the bars it shows, and runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.checkout
+
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark's own packages."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("measure.bars", "measure.report", "measure.tables", "peers.memory"):
+        importlib.import_module(name)
+    yield sys.modules
+    for name in [name for name in sys.modules if name.split(".")[0] in ("measure", "peers")]:
+        del sys.modules[name]
+
+
+def test_a_pool_that_missed_one_byte_is_not_right(parts: Any) -> None:
+    memory = parts["peers.memory"]
+    held = os.memfd_create("reference")
+    os.write(held, np.random.default_rng(3).bytes(1 << 20))
+    pool = memory.Pool(memory.anonymous(1 << 20, memory.Pages.SMALL), held)
+    source, destination = memory.choose_pair(5, 256, 100)
+    assert len(set(source.tolist())) == len(set(destination.tolist())) == 100
+    pool.poison(4096, source, destination)
+    assert not pool.is_right(4096, source, destination)
+    for there, here in zip(source, destination, strict=True):
+        pool.memory[here * 4096 : (here + 1) * 4096] = pool.reference[there * 4096 : (there + 1) * 4096]
+    assert pool.is_right(4096, source, destination)
+    pool.memory[int(destination[63]) * 4096 + 4095] ^= 1
+    assert not pool.is_right(4096, source, destination)
+
+
+def row_of(parts: Any, lane: str, ratios: dict[str, float]) -> Any:
+    rows = parts["measure.rows"]
+    speed = rows.Spread(1.0, 2.0, 3.0)
+    others = tuple(
+        rows.Comparison(name, "default", speed, 0.5, rows.Spread(ratio, ratio, ratio), 9)
+        for name, ratio in ratios.items()
+    )
+    return rows.Row(lane, "read", "4k", "prepared", 1, "one host", "post", 4096, 1 << 26, speed, 0.3, 1.1, others)
+
+
+def test_a_multiple_of_a_peer_counts_as_kept_at_the_limit_of_the_socket(parts: Any) -> None:
+    is_held = parts["measure.bars"].is_held
+    at_limit = row_of(parts, "stream", {"plain TCP": 0.95, "NIXL tcp": 3.0, "Mooncake tcp": 9.0})
+    assert [is_held(at_limit, other) for other in at_limit.others] == [True, True, True]
+    below = row_of(parts, "stream", {"plain TCP": 0.85, "NIXL tcp": 3.0, "Mooncake tcp": 9.0})
+    assert [is_held(below, other) for other in below.others] == [False, False, True]
+    cma = row_of(parts, "cma", {"process_vm_readv": 0.95, "NIXL": 3.9})
+    assert [is_held(cma, other) for other in cma.others] == [True, False]
+    many = dataclasses.replace(cma, at_once=64)
+    assert is_held(many, many.others[1]) is None
+
+
+def test_a_report_says_the_same_after_it_was_written_and_read(parts: Any, tmp_path: pathlib.Path) -> None:
+    report, tables = parts["measure.report"], parts["measure.tables"]
+    machine = {"cpu": "x", "cores": 2, "memory_gib": 1, "kernel": "6", "python": "3", "load_before": 0.1}
+    made = report.Report(machine, "command", "abc", "2026-01-01", 9, 1 << 28, 1 << 26)
+    made.rows = [row_of(parts, "cma", {"process_vm_readv": 0.95, "NIXL": 3.9})]
+    made.left_out = ["`ucx`: no library"]
+    made.write(tmp_path / "figures.json")
+    text = tables.markdown(report.Report.read(tmp_path / "figures.json"))
+    assert text == tables.markdown(made)
+    assert "**3.90 (3.90 to 3.90)**" in text
+    assert "no library" in text
+
+
+def test_it_runs_against_the_limits(tmp_path: pathlib.Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(BENCHMARKS / "transfer.py"), "--pairs=1", "--bytes=1m", "--pool=8m", "--sizes=16k"]
+    command += ["--lanes=mapped,cma,stream,unix", "--against=limits", "--direction=read,write", f"--json={figures}"]
+    subprocess.run(command, check=True, timeout=120)
+    found = json.loads(figures.read_text())
+    assert [row["error"] for row in found["rows"]] == [""] * 8
+    assert [row["others"][0]["error"] for row in found["rows"] if row["others"]] == [""] * 6
