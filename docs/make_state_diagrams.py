@@ -1,4 +1,4 @@
-"""Draws the two state tables of the native core into docs/safety.md, between its marks, from what the core says.
+"""Draws the state tables of the native core into docs/safety.md, between its marks, from what the core says.
 
 python docs/make_state_diagrams.py           write
 python docs/make_state_diagrams.py --check   exit 1 where the page does not say what the core says
@@ -29,11 +29,13 @@ def diagram(rows: list[tuple[Any, Any, Any]], begin: str, final: set[str]) -> st
 
 def diagrams() -> dict[str, str]:
     """By marker name."""
-    grants, transfers = _core.grant_transitions(), _core.transfer_transitions()
+    grants, transfers, pushes = _core.grant_transitions(), _core.transfer_transitions(), _core.push_transitions()
+    final = {"COMMITTED", "FAILED", "CANCELLED"}
     ended = {state.name for state, _, _ in grants} - {"ALIVE"}
     return {
         "grant": diagram(grants, "ALIVE", ended),
-        "transfer": diagram(transfers, "CONNECTING", {"COMMITTED", "FAILED", "CANCELLED"}),
+        "transfer": diagram(transfers, "CONNECTING", final),
+        "push": diagram(pushes, "CONNECTING", final),
     }
 
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -45,10 +46,28 @@ namespace kvxfer {
 
 namespace nb = nanobind;
 
+// A share of ranges that can be dropped by any thread, which nanobind's own shared pointers cannot: they want the GIL.
+struct PyRanges {
+  std::shared_ptr<const Ranges> ranges;
+};
+
 inline std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+inline nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+// The ids that are meant.
+inline std::vector<uint32_t> ids_of(const Extent& extent) {
+  if (!extent.ids) return {};
+  const auto begin = extent.ids->begin() + extent.first;
+  return {begin, begin + extent.count};
+}
+
+void bind_ranges(nb::module_& m);  // bind_frames.cpp
+void bind_frames(nb::module_& m);
 
 #ifndef KVXFER_SEEDED_BUGS
-void bind_core(nb::module_& m);  // the IO half, in bind_core.cpp
+void bind_core(nb::module_& m);   // the IO half, in bind_core.cpp
+void bind_lanes(nb::module_& m);  // what lanes tell beside the core, in bind_lanes.cpp
+void bind_ucx(nb::module_& m);    // what a UCX library can do here, in bind_ucx.cpp
 #endif
 
 }  // namespace kvxfer

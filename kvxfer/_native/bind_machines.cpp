@@ -5,8 +5,6 @@
 namespace kvxfer {
 namespace {
 
-nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
-
 // Runs one call that appends effects, and returns them: alone, or beside the call's own value.
 template <class F>
 auto effects_of(F&& call) {
@@ -21,7 +19,8 @@ auto effects_of(F&& call) {
 }
 
 void bind_values(nb::module_& m) {
-  nb::enum_<Lane>(m, "Lane").value("MAPPED", Lane::Mapped).value("STREAM", Lane::Stream).value("MEMORY", Lane::Memory);
+  nb::enum_<Lane>(m, "Lane").value("MAPPED", Lane::Mapped).value("STREAM", Lane::Stream).value("MEMORY", Lane::Memory)
+      .value("CMA", Lane::Cma).value("UCX", Lane::Ucx).value("UNIX", Lane::Unix);
   nb::enum_<SessionKind>(m, "SessionKind").value("TCP", SessionKind::Tcp).value("UNIX", SessionKind::Unix).value("MEMORY", SessionKind::Memory);
   nb::enum_<GrantState>(m, "GrantState", nb::is_arithmetic())
       .value("ALIVE", GrantState::Alive)
@@ -49,6 +48,7 @@ void bind_values(nb::module_& m) {
   nb::enum_<TransferEvent>(m, "TransferEvent")
       .value("SESSION_UP", TransferEvent::SessionUp)
       .value("SESSION_UP_LANDED", TransferEvent::SessionUpLanded)
+      .value("KNOWN", TransferEvent::Known)
       .value("HEARD", TransferEvent::Heard)
       .value("LANDED", TransferEvent::Landed)
       .value("LANDED_ALL", TransferEvent::LandedAll)
@@ -56,6 +56,13 @@ void bind_values(nb::module_& m) {
       .value("VERDICT_OK", TransferEvent::VerdictOk)
       .value("FAIL", TransferEvent::Fail)
       .value("CANCEL", TransferEvent::Cancel);
+  nb::enum_<PushEvent>(m, "PushEvent")
+      .value("SESSION_UP", PushEvent::SessionUp)
+      .value("SESSION_LOST", PushEvent::SessionLost)
+      .value("NEXT_LANE", PushEvent::NextLane)
+      .value("DONE", PushEvent::Done)
+      .value("FAIL", PushEvent::Fail)
+      .value("CANCEL", PushEvent::Cancel);
   nb::enum_<HelloStep>(m, "HelloStep").value("DIAL", HelloStep::Dial).value("ACCEPT", HelloStep::Accept).value("PROVE", HelloStep::Prove);
   nb::enum_<NotifKind>(m, "NotifKind").value("DELIVER", NotifKind::Deliver).value("ACK", NotifKind::Ack);
   nb::enum_<PingKind>(m, "PingKind").value("ASK", PingKind::Ask).value("ANSWER", PingKind::Answer);
@@ -78,107 +85,21 @@ void bind_values(nb::module_& m) {
       .def("__repr__", [](const AgentRef& a) { return a.agent_id + "#" + std::to_string(a.number); });
 }
 
-void bind_frames(nb::module_& m) {
-  nb::class_<Hello>(m, "Hello")
-      .def("__init__",
-           [](Hello* f, HelloStep step, AgentRef self, AgentRef peer, Bytes32 nonce, Bytes32 mac) { new (f) Hello{step, self, peer, nonce, mac}; },
-           nb::arg("step"), nb::arg("agent"), nb::arg("peer"), nb::arg("nonce"), nb::arg("mac"))
-      .def_ro("step", &Hello::step).def_ro("agent", &Hello::self).def_ro("peer", &Hello::peer).def_ro("nonce", &Hello::nonce).def_ro("mac", &Hello::mac);
-  nb::class_<Pull>(m, "Pull")
-      .def("__init__",
-           [](Pull* f, TransferId id, uint32_t attempt, uint64_t nonce, Lane lane, uint32_t first, uint32_t count, uint64_t block_bytes, Bytes32 digest,
-              uint32_t wait_ms, Bytes32 content) { new (f) Pull{id, attempt, nonce, lane, first, count, block_bytes, digest, wait_ms, content}; },
-           nb::arg("id"), nb::arg("attempt"), nb::arg("nonce"), nb::arg("lane"), nb::arg("first"), nb::arg("count"), nb::arg("block_bytes"),
-           nb::arg("digest"), nb::arg("wait_ms"), nb::arg("content") = Bytes32{})
-      .def_ro("id", &Pull::id).def_ro("attempt", &Pull::attempt).def_ro("nonce", &Pull::nonce).def_ro("lane", &Pull::lane).def_ro("first", &Pull::first)
-      .def_ro("count", &Pull::count).def_ro("block_bytes", &Pull::block_bytes).def_ro("digest", &Pull::digest).def_ro("wait_ms", &Pull::wait_ms).def_ro("content", &Pull::content);
-  nb::class_<Push>(m, "Push")
-      .def("__init__", [](Push* f, TransferId id, uint32_t count) { new (f) Push{id, count}; }, nb::arg("id"), nb::arg("count"))
-      .def_ro("id", &Push::id).def_ro("count", &Push::count);
-  nb::class_<Ready>(m, "Ready")
-      .def("__init__",
-           [](Ready* f, TransferId id, uint32_t attempt, uint32_t seq, uint32_t blocks, uint32_t layers, uint32_t total, bool complete, uint32_t ttl_ms,
-              uint32_t pool, uint32_t ids_first, std::vector<uint32_t> ids) {
-             new (f) Ready{id, attempt, seq, blocks, layers, total, complete, ttl_ms, pool, ids_first, std::move(ids)};
-           },
-           nb::arg("id"), nb::arg("attempt"), nb::arg("seq"), nb::arg("blocks"), nb::arg("layers"), nb::arg("total"), nb::arg("complete"),
-           nb::arg("ttl_ms"), nb::arg("pool"), nb::arg("ids_first"), nb::arg("ids"))
-      .def_ro("id", &Ready::id).def_ro("attempt", &Ready::attempt).def_ro("seq", &Ready::seq).def_ro("blocks", &Ready::blocks)
-      .def_ro("layers", &Ready::layers).def_ro("total", &Ready::total).def_ro("complete", &Ready::complete).def_ro("ttl_ms", &Ready::ttl_ms)
-      .def_ro("pool", &Ready::pool).def_ro("ids_first", &Ready::ids_first).def_ro("ids", &Ready::ids);
-  nb::class_<Data>(m, "Data")
-      .def("__init__",
-           [](Data* f, TransferId id, uint32_t attempt, uint32_t first, uint32_t count, bool complete, uint64_t payload_bytes) {
-             new (f) Data{id, attempt, first, count, complete, payload_bytes};
-           },
-           nb::arg("id"), nb::arg("attempt"), nb::arg("first"), nb::arg("count"), nb::arg("complete"), nb::arg("payload_bytes"))
-      .def_ro("id", &Data::id).def_ro("attempt", &Data::attempt).def_ro("first", &Data::first).def_ro("count", &Data::count)
-      .def_ro("complete", &Data::complete).def_ro("payload_bytes", &Data::payload_bytes);
-  nb::class_<Confirm>(m, "Confirm")
-      .def("__init__", [](Confirm* f, TransferId id, uint64_t nonce) { new (f) Confirm{id, nonce}; }, nb::arg("id"), nb::arg("nonce"))
-      .def_ro("id", &Confirm::id).def_ro("nonce", &Confirm::nonce);
-  nb::class_<Verdict>(m, "Verdict")
-      .def("__init__", [](Verdict* f, TransferId id, uint64_t nonce, Code code) { new (f) Verdict{id, nonce, code}; }, nb::arg("id"), nb::arg("nonce"), nb::arg("code"))
-      .def_ro("id", &Verdict::id).def_ro("nonce", &Verdict::nonce).def_ro("code", &Verdict::code);
-  nb::class_<Release>(m, "Release").def("__init__", [](Release* f, TransferId id) { new (f) Release{id}; }, nb::arg("id")).def_ro("id", &Release::id);
-  nb::class_<Renew>(m, "Renew")
-      .def("__init__", [](Renew* f, TransferId id, uint32_t seq, uint32_t ttl_ms) { new (f) Renew{id, seq, ttl_ms}; }, nb::arg("id"), nb::arg("seq"), nb::arg("ttl_ms"))
-      .def_ro("id", &Renew::id).def_ro("seq", &Renew::seq).def_ro("ttl_ms", &Renew::ttl_ms);
-  nb::class_<Revoke>(m, "Revoke")
-      .def("__init__", [](Revoke* f, TransferId id, Code code) { new (f) Revoke{id, code}; }, nb::arg("id"), nb::arg("code"))
-      .def_ro("id", &Revoke::id).def_ro("code", &Revoke::code);
-  nb::class_<Cancel>(m, "Cancel")
-      .def("__init__", [](Cancel* f, TransferId id, uint32_t attempt) { new (f) Cancel{id, attempt}; }, nb::arg("id"), nb::arg("attempt"))
-      .def_ro("id", &Cancel::id).def_ro("attempt", &Cancel::attempt);
-  nb::class_<Notif>(m, "Notif")
-      .def("__init__", [](Notif* f, NotifKind kind, uint64_t seq, uint64_t oldest, nb::bytes payload) { new (f) Notif{kind, seq, oldest, std::string(view(payload))}; },
-           nb::arg("kind"), nb::arg("seq"), nb::arg("oldest"), nb::arg("payload"))
-      .def_ro("kind", &Notif::kind).def_ro("seq", &Notif::seq).def_ro("oldest", &Notif::oldest)
-      .def_prop_ro("payload", [](const Notif& f) { return to_bytes(f.payload); });
-  nb::class_<Ping>(m, "Ping")
-      .def("__init__", [](Ping* f, PingKind kind, uint64_t token) { new (f) Ping{kind, token}; }, nb::arg("kind"), nb::arg("token"))
-      .def_ro("kind", &Ping::kind).def_ro("token", &Ping::token);
-  nb::class_<ErrorFrame>(m, "ErrorFrame")
-      .def("__init__",
-           [](ErrorFrame* f, TransferId id, uint32_t attempt, Code code, nb::bytes text) { new (f) ErrorFrame{id, attempt, code, std::string(view(text))}; },
-           nb::arg("id"), nb::arg("attempt"), nb::arg("code"), nb::arg("text"))
-      .def_ro("id", &ErrorFrame::id).def_ro("attempt", &ErrorFrame::attempt).def_ro("code", &ErrorFrame::code)
-      .def_prop_ro("text", [](const ErrorFrame& f) { return to_bytes(f.text); }, "Bytes: a peer may send anything.");
-  nb::class_<Map>(m, "Map")
-      .def("__init__",
-           [](Map* f, uint32_t pool, uint64_t region_bytes, uint32_t block_count, const std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>& segments) {
-             new (f) Map{pool, region_bytes, block_count, {}};
-             for (const auto& [offset, stride, length] : segments) f->segments.push_back({offset, stride, length});
-           },
-           nb::arg("pool"), nb::arg("region_bytes"), nb::arg("block_count"), nb::arg("segments"))
-      .def_ro("pool", &Map::pool).def_ro("region_bytes", &Map::region_bytes).def_ro("block_count", &Map::block_count)
-      .def_prop_ro("segments", [](const Map& f) {
-        std::vector<std::tuple<uint64_t, uint64_t, uint64_t>> segments;
-        for (const Segment& s : f.segments) segments.emplace_back(s.offset, s.stride, s.length);
-        return segments;
-      });
-
-  m.def("encode", [](const Frame& frame) { return to_bytes(encode(frame)); }, nb::arg("frame"), "The bytes of a frame, DATA's payload excluded.");
-  m.def("kind_name", [](const Frame& frame) { return std::string(kind_name(frame)); }, nb::arg("frame"));
-  nb::class_<Decoder>(m, "Decoder", "Bytes in, in any cut; frames out, or ProtocolViolation once and for ever.")
-      .def(nb::init<>())
-      .def("feed", [](Decoder& d, const nb::bytes& bytes) { d.feed(view(bytes)); }, nb::arg("data"))
-      .def("next", &Decoder::next)
-      .def_prop_ro("payload_pending", &Decoder::payload_pending)
-      .def("take_payload", [](Decoder& d, size_t max) { const auto v = d.take_payload(max); return nb::bytes(v.data(), v.size()); }, nb::arg("max"))
-      .def_prop_ro("buffered", &Decoder::buffered);
-}
-
 void bind_effects(nb::module_& m) {
   nb::class_<Dial>(m, "Dial").def_ro("peer", &Dial::peer).def_ro("kind", &Dial::kind);
   nb::class_<Hangup>(m, "Hangup").def_ro("session", &Hangup::session).def_ro("code", &Hangup::code).def_ro("text", &Hangup::text);
   nb::class_<SendFrame>(m, "SendFrame").def_ro("session", &SendFrame::session).def_ro("frame", &SendFrame::frame);
-  nb::class_<SendMap>(m, "SendMap").def_ro("session", &SendMap::session).def_ro("pool", &SendMap::pool);
-  nb::class_<SendData>(m, "SendData").def_ro("session", &SendData::session).def_ro("frame", &SendData::frame).def_ro("pool", &SendData::pool)
-      .def_ro("blocks", &SendData::blocks);
+  nb::class_<SendMap>(m, "SendMap").def_ro("session", &SendMap::session).def_ro("pool", &SendMap::pool).def_ro("lane", &SendMap::lane);
+  nb::class_<SendData>(m, "SendData").def_ro("session", &SendData::session).def_ro("frame", &SendData::frame).def_ro("source", &SendData::from)
+      .def_ro("sums", &SendData::sums)
+      .def_prop_ro("pool", [](const SendData& e) { return e.from.pool; })
+      .def_prop_ro("blocks", [](const SendData& e) { return ids_of(e.from); });
   nb::class_<ReadBlocks>(m, "ReadBlocks").def_ro("id", &ReadBlocks::id).def_ro("token", &ReadBlocks::token).def_ro("session", &ReadBlocks::session)
-      .def_ro("remote_pool", &ReadBlocks::remote_pool).def_ro("from_blocks", &ReadBlocks::from).def_ro("pool", &ReadBlocks::pool)
-      .def_ro("to_blocks", &ReadBlocks::to);
+      .def_ro("lane", &ReadBlocks::lane).def_ro("source", &ReadBlocks::from).def_ro("to", &ReadBlocks::to).def_ro("sums", &ReadBlocks::sums)
+      .def_prop_ro("remote_pool", [](const ReadBlocks& e) { return e.from.pool; })
+      .def_prop_ro("from_blocks", [](const ReadBlocks& e) { return ids_of(e.from); })
+      .def_prop_ro("pool", [](const ReadBlocks& e) { return e.to.pool; })
+      .def_prop_ro("to_blocks", [](const ReadBlocks& e) { return ids_of(e.to); });
   nb::class_<GrantEnded>(m, "GrantEnded").def_ro("id", &GrantEnded::id).def_ro("state", &GrantEnded::state);
   nb::class_<TransferProgress>(m, "TransferProgress").def_ro("id", &TransferProgress::id).def_ro("state", &TransferProgress::state)
       .def_ro("done", &TransferProgress::done).def_ro("total", &TransferProgress::total);
@@ -188,6 +109,8 @@ void bind_effects(nb::module_& m) {
       .def_ro("blocks_before_complete", &TransferFinal::blocks_before_complete).def_ro("queue_ns", &TransferFinal::queue_ns)
       .def_ro("wire_ns", &TransferFinal::wire_ns).def_ro("confirm_ns", &TransferFinal::confirm_ns);
   nb::class_<TransferDrained>(m, "TransferDrained").def_ro("id", &TransferDrained::id);
+  nb::class_<OfferEnded>(m, "OfferEnded").def_ro("id", &OfferEnded::id).def_ro("sender", &OfferEnded::from).def_ro("state", &OfferEnded::state)
+      .def_ro("code", &OfferEnded::code).def_ro("lane", &OfferEnded::lane).def_ro("bytes", &OfferEnded::bytes);
   nb::class_<NotifReceived>(m, "NotifReceived").def_ro("sender", &NotifReceived::from).def_ro("seq", &NotifReceived::seq)
       .def_prop_ro("payload", [](const NotifReceived& e) { return to_bytes(e.payload); });
   nb::class_<NotifDelivered>(m, "NotifDelivered").def_ro("receiver", &NotifDelivered::to).def_ro("seq", &NotifDelivered::seq);
@@ -195,13 +118,30 @@ void bind_effects(nb::module_& m) {
   nb::class_<SessionUp>(m, "SessionUp").def_ro("session", &SessionUp::session).def_ro("peer", &SessionUp::peer).def_ro("kind", &SessionUp::kind);
 }
 
+template <class State, class Event>
+std::vector<std::tuple<State, Event, std::optional<State>>> transitions(State last_state, Event last_event) {
+  std::vector<std::tuple<State, Event, std::optional<State>>> rows;
+  for (int s = 0; s <= static_cast<int>(last_state); ++s) {
+    for (int e = 0; e <= static_cast<int>(last_event); ++e) {
+      std::optional<State> after;
+      try {
+        after = next_state(static_cast<State>(s), static_cast<Event>(e));
+      } catch (const Error&) {
+      }
+      rows.emplace_back(static_cast<State>(s), static_cast<Event>(e), after);
+    }
+  }
+  return rows;
+}
+
 void bind_tables(nb::module_& m) {
   nb::class_<PoolInfo>(m, "PoolInfo")
       .def("__init__",
-           [](PoolInfo* p, uint32_t id, uint32_t block_count, uint64_t block_bytes, Bytes32 digest, bool is_shareable) {
-             new (p) PoolInfo{id, block_count, block_bytes, digest, is_shareable};
+           [](PoolInfo* p, uint32_t id, uint32_t block_count, uint64_t block_bytes, Bytes32 digest, bool is_shareable, bool is_exposed, bool checks) {
+             new (p) PoolInfo{id, block_count, block_bytes, digest, is_shareable, is_exposed, checks};
            },
-           nb::arg("id"), nb::arg("block_count"), nb::arg("block_bytes"), nb::arg("digest"), nb::arg("is_shareable"));
+           nb::arg("id"), nb::arg("block_count"), nb::arg("block_bytes"), nb::arg("digest"), nb::arg("is_shareable"),
+           nb::arg("is_exposed") = false, nb::arg("checks") = false);
   nb::class_<Ledger>(m, "Ledger").def(nb::init<PoolInfo>(), nb::arg("info"))
       .def("grant", &Ledger::grant, nb::arg("blocks")).def("end_grant", &Ledger::end_grant, nb::arg("blocks"))
       .def("reserve", &Ledger::reserve, nb::arg("blocks")).def("quarantine", &Ledger::quarantine, nb::arg("blocks"))
@@ -221,14 +161,18 @@ void bind_tables(nb::module_& m) {
       .def_rw("grants", &EndpointLimits::grants).def_rw("transfers", &EndpointLimits::transfers).def_rw("transfers_max", &EndpointLimits::transfers_max)
       .def_rw("finished_max", &EndpointLimits::finished_max).def_rw("sessions_max", &EndpointLimits::sessions_max)
       .def_rw("notifications_max", &EndpointLimits::notifications_max).def_rw("notification_bytes_max", &EndpointLimits::notification_bytes_max)
-      .def_rw("handshake_ns", &EndpointLimits::handshake_ns);
+      .def_rw("handshake_ns", &EndpointLimits::handshake_ns).def_rw("stripes", &EndpointLimits::stripes)
+      .def_rw("lanes", &EndpointLimits::lanes, "What this agent reads by and serves: bit `1 << lane` each.");
   nb::class_<GrantCounts>(m, "GrantCounts").def_ro("alive", &GrantCounts::alive).def_ro("waiting_pulls", &GrantCounts::waiting_pulls)
       .def_ro("released", &GrantCounts::released).def_ro("expired", &GrantCounts::expired).def_ro("revoked", &GrantCounts::revoked)
       .def_ro("reader_gone", &GrantCounts::reader_gone).def_ro("verdicts_ok", &GrantCounts::verdicts_ok)
-      .def_ro("verdicts_refused", &GrantCounts::verdicts_refused);
+      .def_ro("verdicts_refused", &GrantCounts::verdicts_refused).def_ro("refused", &GrantCounts::refused);
   nb::class_<PoolCounts>(m, "PoolCounts").def_ro("pool", &PoolCounts::pool).def_ro("blocks", &PoolCounts::blocks).def_ro("granted", &PoolCounts::granted)
       .def_ro("reserved", &PoolCounts::reserved).def_ro("quarantined", &PoolCounts::quarantined);
+  nb::class_<RegionCounts>(m, "RegionCounts").def_ro("region", &RegionCounts::region).def_ro("bytes", &RegionCounts::bytes)
+      .def_ro("grants", &RegionCounts::grants).def_ro("transfers", &RegionCounts::transfers);
   nb::class_<EndpointCounts>(m, "EndpointCounts").def_ro("grants", &EndpointCounts::grants).def_ro("pools", &EndpointCounts::pools)
+      .def_ro("regions", &EndpointCounts::regions)
       .def_ro("transfers_live", &EndpointCounts::transfers_live).def_ro("transfers_draining", &EndpointCounts::transfers_draining)
       .def_ro("sessions_up", &EndpointCounts::sessions_up).def_ro("sessions_opening", &EndpointCounts::sessions_opening)
       .def_ro("peers", &EndpointCounts::peers).def_ro("notifications_pending", &EndpointCounts::notifications_pending);
@@ -244,10 +188,10 @@ void bind_tables(nb::module_& m) {
            nb::arg("content") = Bytes32{}, nb::keep_alive<1, 3>())
       .def("decline", [](GrantTable& t, TransferId id) { return effects_of([&](Effects& out) { t.decline(id, out); }); }, nb::arg("id"))
       .def("ready",
-           [](GrantTable& t, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns) {
-             return effects_of([&](Effects& out) { t.ready(id, blocks, layers, complete, now_ns, out); });
+           [](GrantTable& t, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& sums) {
+             return effects_of([&](Effects& out) { t.ready(id, blocks, layers, complete, now_ns, out, sums); });
            },
-           nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"))
+           nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"), nb::arg("sums") = std::vector<uint32_t>{})
       .def("end",
            [](GrantTable& t, TransferId id, GrantEvent event, Nanos now_ns) { return effects_of([&](Effects& out) { return t.end(id, event, now_ns, out); }); },
            nb::arg("id"), nb::arg("event"), nb::arg("now_ns"))
@@ -281,38 +225,27 @@ void bind_tables(nb::module_& m) {
       .def("counts", &GrantTable::counts);
 
   // (state, event, state after), or None where the pair is impossible: what docs and tests are generated from.
-  m.def("grant_transitions", [] {
-    std::vector<std::tuple<GrantState, GrantEvent, std::optional<GrantState>>> rows;
-    for (int s = 0; s <= static_cast<int>(GrantState::ReaderGone); ++s) {
-      for (int e = 0; e <= static_cast<int>(GrantEvent::ReaderDead); ++e) {
-        std::optional<GrantState> after;
-        try {
-          after = next_state(static_cast<GrantState>(s), static_cast<GrantEvent>(e));
-        } catch (const Error&) {
-        }
-        rows.emplace_back(static_cast<GrantState>(s), static_cast<GrantEvent>(e), after);
-      }
-    }
-    return rows;
-  });
-  m.def("transfer_transitions", [] {
-    std::vector<std::tuple<TransferState, TransferEvent, std::optional<TransferState>>> rows;
-    for (int s = 0; s <= static_cast<int>(TransferState::Cancelled); ++s) {
-      for (int e = 0; e <= static_cast<int>(TransferEvent::Cancel); ++e) {
-        std::optional<TransferState> after;
-        try {
-          after = next_state(static_cast<TransferState>(s), static_cast<TransferEvent>(e));
-        } catch (const Error&) {
-        }
-        rows.emplace_back(static_cast<TransferState>(s), static_cast<TransferEvent>(e), after);
-      }
-    }
-    return rows;
-  });
+  m.def("grant_transitions", [] { return transitions<GrantState, GrantEvent>(GrantState::ReaderGone, GrantEvent::ReaderDead); });
+  m.def("transfer_transitions", [] { return transitions<TransferState, TransferEvent>(TransferState::Cancelled, TransferEvent::Cancel); });
+  m.def("push_transitions", [] { return transitions<TransferState, PushEvent>(TransferState::Cancelled, PushEvent::Cancel); });
+}
+
+template <void (Endpoint::*Act)(PostSpec, Nanos, Effects&)>
+Effects post(Endpoint& e, TransferId id, const AgentRef& peer, const PyRanges& local, std::vector<uint32_t> local_ids, const PyRanges& remote,
+             std::vector<uint32_t> remote_ids, std::vector<Lane> lanes, Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns,
+             const std::optional<nb::bytes>& notification, bool wants_sums) {
+  const auto list = [](const PyRanges& ranges, std::vector<uint32_t> ids) {
+    return PieceList{ranges.ranges, std::make_shared<const std::vector<uint32_t>>(std::move(ids))};
+  };
+  PostSpec spec{id, peer, list(local, std::move(local_ids)), list(remote, std::move(remote_ids)), std::move(lanes), deadline_ns, nonce_seed, wants_sums, {}};
+  if (notification) spec.notification = std::string(view(*notification));
+  return effects_of([&](Effects& out) { (e.*Act)(std::move(spec), now_ns, out); });
 }
 
 void bind_endpoint(nb::module_& m) {
-  nb::class_<Landing>(m, "Landing").def_ro("token", &Landing::token).def_ro("pool", &Landing::pool).def_ro("blocks", &Landing::blocks);
+  nb::class_<Landing>(m, "Landing").def_ro("token", &Landing::token).def_ro("to", &Landing::to)
+      .def_prop_ro("pool", [](const Landing& l) { return l.to.pool; })
+      .def_prop_ro("blocks", [](const Landing& l) { return ids_of(l.to); });
   nb::class_<Endpoint>(m, "Endpoint", "All machines of one agent. Every method that can cause effects returns them, last.")
       .def(nb::init<AgentRef, EndpointLimits>(), nb::arg("agent"), nb::arg("limits"))
       .def_prop_ro("agent", &Endpoint::self)
@@ -333,10 +266,10 @@ void bind_endpoint(nb::module_& m) {
       .def("give_up", [](Endpoint& e, TransferId id, const AgentRef& source) { return effects_of([&](Effects& out) { e.give_up(id, source, out); }); },
            nb::arg("id"), nb::arg("source"))
       .def("ready",
-           [](Endpoint& e, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns) {
-             return effects_of([&](Effects& out) { e.ready(id, blocks, layers, complete, now_ns, out); });
+           [](Endpoint& e, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& sums) {
+             return effects_of([&](Effects& out) { e.ready(id, blocks, layers, complete, now_ns, out, sums); });
            },
-           nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"))
+           nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"), nb::arg("sums") = std::vector<uint32_t>{})
       .def("end_grant",
            [](Endpoint& e, TransferId id, GrantEvent event, Nanos now_ns) {
              return effects_of([&](Effects& out) { return e.end_grant(id, event, now_ns, out); });
@@ -345,13 +278,37 @@ void bind_endpoint(nb::module_& m) {
       .def("grant_state", &Endpoint::grant_state, nb::arg("id"), nb::arg("now_ns"))
       .def("pull",
            [](Endpoint& e, TransferId id, const AgentRef& source, uint32_t pool, std::vector<uint32_t> blocks, uint32_t first, std::vector<Lane> lanes,
-              Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content) {
+              Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content, bool wants_sums) {
              return effects_of([&](Effects& out) {
-               e.pull(pool, TransferSpec{id, source, std::move(blocks), first, std::move(lanes), deadline_ns, nonce_seed, content}, now_ns, out);
+               TransferSpec spec{id, source, std::move(blocks), first, std::move(lanes), deadline_ns, nonce_seed, content, wants_sums, {}, false, {}};
+               e.pull(pool, std::move(spec), now_ns, out);
              });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::arg("first"), nb::arg("lanes"), nb::arg("deadline_ns"),
-           nb::arg("nonce_seed"), nb::arg("now_ns"), nb::arg("content") = Bytes32{})
+           nb::arg("nonce_seed"), nb::arg("now_ns"), nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false)
+      .def("becoming_ready", &Endpoint::becoming_ready, nb::arg("id"), nb::arg("blocks"),
+           "The pool, and the blocks that `ready(id, blocks)` would newly announce, where the owner is to bring their CRC-32Cs.")
+      .def("set_guest_key", &Endpoint::set_guest_key, nb::arg("key"))
+      .def("add_region", &Endpoint::add_region, nb::arg("info"))
+      .def("remove_region",
+           [](Endpoint& e, uint32_t region, Nanos now_ns) {  // blocks_busy has effects too: it is a value here
+             return effects_of([&](Effects& out) {
+               try {
+                 e.remove_region(region, now_ns, out);
+               } catch (const Error& error) {
+                 if (error.code() != Code::blocks_busy) throw;
+                 return false;
+               }
+               return true;
+             });
+           },
+           nb::arg("region"), nb::arg("now_ns"), "True: it is gone. False: busy; call again once what lands there has drained.")
+      .def("fetch", &post<&Endpoint::fetch>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("local_ids"), nb::arg("remote"),
+           nb::arg("remote_ids"), nb::arg("lanes"), nb::arg("deadline_ns"), nb::arg("nonce_seed"), nb::arg("now_ns"),
+           nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false)
+      .def("push", &post<&Endpoint::push>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("local_ids"), nb::arg("remote"),
+           nb::arg("remote_ids"), nb::arg("lanes"), nb::arg("deadline_ns"), nb::arg("nonce_seed"), nb::arg("now_ns"),
+           nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false)
       .def("cancel", [](Endpoint& e, TransferId id, Nanos now_ns) { return effects_of([&](Effects& out) { e.cancel(id, now_ns, out); }); },
            nb::arg("id"), nb::arg("now_ns"))
       .def("transfer_state", &Endpoint::transfer_state, nb::arg("id"))
@@ -417,6 +374,7 @@ NB_MODULE(KVXFER_MODULE_NAME, m) {
     }
   });
   bind_values(m);
+  bind_ranges(m);
   bind_frames(m);
   bind_effects(m);
   bind_tables(m);
@@ -434,7 +392,9 @@ NB_MODULE(KVXFER_MODULE_NAME, m) {
       .value("FREE_BEFORE_DRAIN", Bug::free_before_drain)
       .value("COMMIT_TWICE", Bug::commit_twice)
       .value("RENEW_REVIVES", Bug::renew_revives)
-      .value("MIX_TWO_SOURCES", Bug::mix_two_sources);
+      .value("MIX_TWO_SOURCES", Bug::mix_two_sources)
+      .value("PUSH_WITHOUT_OFFER", Bug::push_without_offer)
+      .value("NOTIFY_BEFORE_COMMIT", Bug::notify_before_commit);
   m.def("seed_bug", [](Bug bug) { seeded_bug() = bug; }, nb::arg("bug"), "Switches one classic bug on; NONE switches it off.");
 #else
   bind_core(m);

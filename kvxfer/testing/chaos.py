@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvxfer.testing.clock import MS, S
 from kvxfer.testing.faults import TIMED_KINDS, Kind
 from kvxfer.testing.network import Fate
+from kvxfer.testing.registered import IN, OUT
 
 if TYPE_CHECKING:
     from kvxfer.testing.world import Slot, World
@@ -46,6 +47,10 @@ class Chaos:
             if self._rng.random() < weight:
                 return fate, kind
         return Fate.ARRIVES, None
+
+    def corrupts(self) -> bool:
+        """Whether a payload that goes with checksums loses a bit on its way."""
+        return not self._world.is_calm and self._rng.random() < self._world.weights[Kind.CORRUPTION]
 
     def _next(self, kind: Kind) -> None:
         self._clock.call_after(int(self._rng.expovariate(self._world.weights[kind]) * S), self._strike, kind)
@@ -167,6 +172,17 @@ class Chaos:
             world.strike(kind, [track])
             process.perform(process.endpoint.cancel(track.id, self._clock.now))
 
+    def _remove_region(self, kind: Kind) -> None:
+        world = self._world
+        living = [p for p in world.living() if p.endpoint is not None and not p.is_paused]
+        if not living:
+            return
+        process = self._rng.choice(living)
+        region = process.registered.leave(self._rng.choice((OUT, IN)))
+        if region is not None:
+            ids = world.poster.fetching_from(process.life, region)
+            world.strike(kind, [world.tracks[id_] for id_ in ids])
+
     _ACTS: ClassVar[dict[Kind, Callable[[Chaos, Kind], None]]] = {
         Kind.CUT: _cut,
         Kind.PARTITION: _partition,
@@ -180,4 +196,5 @@ class Chaos:
         Kind.PREEMPTION: _end_grant,
         Kind.OWNER_RELEASE: _end_grant,
         Kind.CANCEL: _cancel,
+        Kind.REGION_REMOVED: _remove_region,
     }

@@ -83,6 +83,7 @@ class Checkers:
         self._sent: dict[tuple[int, int, int], bytes] = {}
         self._received: dict[tuple[int, int], int] = {}
         self._settled: set[tuple[int, int, int]] = set()
+        self._numbers: dict[tuple[int, int], int] = {}
 
     # --- the source ---
 
@@ -250,6 +251,11 @@ class Checkers:
         if (sender, receiver, seq) in self._sent:
             raise Violation(Invariant.NOTIFICATION, f"life {sender} gave the number {seq} to {receiver} twice")
         self._sent[sender, receiver, seq] = payload
+        self._numbers[sender, receiver] = seq
+
+    def notified_next(self, sender: int, receiver: int, payload: bytes) -> None:
+        """A message that the sender's endpoint posted by itself: it has the next number."""
+        self.notified(sender, receiver, self._numbers.get((sender, receiver), 0) + 1, payload)
 
     def notification_received(self, sender: int, receiver: int, seq: int, payload: bytes) -> None:
         last = self._received.get((sender, receiver), 0)

@@ -5,16 +5,17 @@ them, decodes what arrives and lets payload land block by block; must never judg
 from __future__ import annotations
 
 import collections
+import struct
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.testing.clock import MS, US
-from kvxfer.testing.memory import BLOCK_BYTES, Memory
+from kvxfer.testing.memory import BLOCK_BYTES, Cell, Memory, cells, checksum, flipped
 from kvxfer.testing.network import Half, Reassembly, Sample, Unit
 
 if TYPE_CHECKING:
     from kvxfer.testing.process import Process
 
-_Pending = tuple[Unit, Any, list[int] | None]
+_Pending = tuple[Unit, Any, Any]
 
 
 class End:
@@ -25,7 +26,7 @@ class End:
         self.session = 0
         self.peer: End = self
         self.half: Half
-        self.mapped: dict[int, Memory] = {}
+        self.mapped: dict[tuple[int, Any], Memory] = {}
         self.is_open = True
         self.is_dialer = False
         self._outbox: collections.deque[_Pending] = collections.deque()
@@ -45,38 +46,49 @@ class End:
             self._outbox.append((unit, frame, None))
             self._pump()
 
-    def send_data(self, frame: Any, blocks: list[int]) -> None:
+    def send_data(self, effect: Any) -> None:
         if self.is_open:
-            self._outbox.append((self.process.world.unit(self, frame), frame, blocks))
+            unit = self.process.world.unit(self, effect.frame)
+            self._outbox.append((unit, effect.frame, effect))
             self._pump()
 
     def _pump(self) -> None:
         while self._outbox and not self._is_sending:
-            unit, frame, blocks = self._outbox.popleft()
-            self.half.send(unit, self.process.machines.encode(frame), None, is_last=blocks is None)
-            if blocks is not None:
+            unit, frame, effect = self._outbox.popleft()
+            self.half.send(unit, self.process.machines.encode(frame), None, is_last=effect is None)
+            if effect is not None:
                 self._is_sending = True
-                slow = self.process.world.slowness(frame.id)
-                self.process.later(self._pause(slow), self._take, unit, frame, blocks, 0, slow)
+                payload = _Payload(unit, effect, self.process.world.slowness(frame.id))
+                if frame.has_sums and self.process.world.chaos.corrupts():
+                    payload.corrupted = self.process.rng.randrange(len(payload.cells))
+                self.process.later(self._pause(payload.slow), self._take, payload)
 
     def _pause(self, slow: int) -> int:
         return self.process.rng.randrange(20 * US, 500 * US) * slow
 
-    def _take(self, unit: Unit, frame: Any, blocks: list[int], index: int, slow: int) -> None:
+    def _take(self, payload: _Payload) -> None:
         """The kernel takes the bytes of one block: this is the moment in which they are read."""
         if not self.is_open:
             return
-        memory = self.process.memory
-        is_last = index + 1 == len(blocks)
-        sample = Sample(self.process.clock.now, memory.life)
-        self.half.send(unit, memory.blocks[blocks[index]], sample, is_last=is_last)
+        process, memory, frame = self.process, self.process.memory, payload.effect.frame
+        cell = payload.cells[len(payload.sums)]
+        data = memory.read(cell)
+        sample = Sample(process.clock.now, memory.life, cell, data)
+        is_corrupted = payload.corrupted == len(payload.sums)
+        payload.sums.append(checksum(data))
+        is_last = len(payload.sums) == len(payload.cells)
+        self.half.send(
+            payload.unit, flipped(data) if is_corrupted else data, sample, is_last=is_last and not frame.has_sums
+        )
         if not is_last:
-            self.process.later(self._pause(slow), self._take, unit, frame, blocks, index + 1, slow)
+            process.later(self._pause(payload.slow), self._take, payload)
             return
+        if frame.has_sums:
+            sums = struct.pack(f"<{len(payload.sums)}I", *(payload.effect.sums or payload.sums))
+            self.half.send(payload.unit, sums, None, is_last=True)
         self._is_sending = False
-        process = self.process
         process.perform(
-            process.endpoint.data_sent(self.session, frame.id, frame.attempt, len(blocks), process.clock.now)
+            process.endpoint.data_sent(self.session, frame.id, frame.attempt, len(payload.cells), process.clock.now)
         )
         self._pump()
 
@@ -85,8 +97,8 @@ class End:
     def hang_up(self) -> None:
         """The endpoint wants it closed after what was queued; a payload that is under way cannot be ended well."""
         while self._outbox and not self._is_sending:
-            unit, frame, blocks = self._outbox.popleft()
-            if blocks is not None:
+            unit, frame, effect = self._outbox.popleft()
+            if effect is not None:
                 break
             self.half.send(unit, self.process.machines.encode(frame), None, is_last=True)
         self._shut()
@@ -127,7 +139,10 @@ class End:
         process, decoder = self.process, self._decoder
         while self.is_open and not self._is_landing:
             if self._landing is not None:
-                if decoder.buffered >= BLOCK_BYTES:
+                if self._landing.done == self._landing.count and decoder.buffered >= 4 * self._landing.count:
+                    self._check(self._landing)
+                    continue
+                if self._landing.done < self._landing.count and decoder.buffered >= BLOCK_BYTES:
                     self._next_block(self._landing)
                     continue
             else:
@@ -148,19 +163,20 @@ class End:
         now = process.clock.now
         if name == "Data":
             landing = process.endpoint.data_arrives(self.session, frame, now)
-            self._landing = _Landing(frame.id, landing.token, landing.blocks, frame.count)
+            self._landing = _Landing(frame, landing.token, cells(landing.to) if landing.token else [])
             if landing.token:
                 process.world.read_began(frame.id)
             process.perform([])
             return
         if name == "Map":
-            self.mapped[frame.pool] = self.peer.process.memory
+            if frame.region_bytes:
+                self.mapped[frame.pool, frame.lane] = self.peer.process.memory
         elif name == "Renew":
             process.world.checkers.renewed(
                 process.life, frame.id, self.peer.process.life, frame.seq, frame.ttl_ms * MS, now
             )
         elif name == "Verdict" and frame.code == process.machines.Code.ok:
-            process.world.checkers.verdict_arrived(process.life, frame.id, self.peer.process.life, frame.nonce)
+            process.verdict_arrived(frame, self.peer.process)
         process.perform(process.endpoint.on_frame(self.session, frame, now))
 
     def _next_block(self, landing: _Landing) -> None:
@@ -176,12 +192,11 @@ class End:
             self._count(landing)
 
     def _land(self, landing: _Landing, data: bytes, sample: Sample) -> None:
-        process, block = self.process, landing.blocks[landing.done]
         self._is_landing = False
-        process.memory.blocks[block] = data
-        process.world.checkers.landed(
-            process.life, landing.id, block, data, sampled_at=sample.at, sampled_from=sample.life
-        )
+        if data != sample.data:
+            self.process.world.corruption_landed(landing.id)
+        self.process.landed(landing.id, landing.cells[landing.done], data, sample)
+        landing.sums.append(checksum(data))
         self._count(landing)
         if not self.is_open and self._landing is not None:
             self._stop_landing()
@@ -189,11 +204,24 @@ class End:
 
     def _count(self, landing: _Landing) -> None:
         landing.done += 1
-        if landing.done == landing.count:
-            self._landing = None
-            if landing.token:
-                process = self.process
-                process.perform(process.endpoint.read_landed(landing.id, landing.token, process.clock.now))
+        if landing.done == landing.count and not landing.has_sums:
+            self._finish(landing)
+
+    def _finish(self, landing: _Landing) -> None:
+        self._landing = None
+        if landing.token:
+            process = self.process
+            process.perform(process.endpoint.read_landed(landing.id, landing.token, process.clock.now))
+
+    def _check(self, landing: _Landing) -> None:
+        """The sums of a payload that has landed came after it."""
+        sums = struct.unpack(f"<{landing.count}I", self._decoder.take_payload(4 * landing.count))
+        process = self.process
+        if not landing.token or list(sums) == landing.sums:
+            return self._finish(landing)
+        self._landing = None
+        code = process.machines.Code.checksum
+        process.perform(process.endpoint.read_stopped(landing.id, landing.token, code, "checksum", process.clock.now))
 
     def _stop_landing(self) -> None:
         """Nothing more of this payload is written; the rest of it is thrown away as it comes."""
@@ -206,9 +234,23 @@ class End:
         process.perform(process.endpoint.read_stopped(landing.id, token, code, "the payload ended", process.clock.now))
 
 
-class _Landing:
-    __slots__ = ("blocks", "count", "done", "id", "token")
+class _Payload:
+    """One SendData on its way into the kernel."""
 
-    def __init__(self, id_: bytes, token: int, blocks: list[int], count: int) -> None:
-        self.id, self.token, self.blocks, self.count = id_, token, blocks, count
+    __slots__ = ("cells", "corrupted", "effect", "slow", "sums", "unit")
+
+    def __init__(self, unit: Unit, effect: Any, slow: int) -> None:
+        self.unit, self.effect, self.slow = unit, effect, slow
+        self.cells = cells(effect.source)
+        self.sums: list[int] = []
+        self.corrupted = -1
+
+
+class _Landing:
+    __slots__ = ("cells", "count", "done", "has_sums", "id", "sums", "token")
+
+    def __init__(self, frame: Any, token: int, where: list[Cell]) -> None:
+        self.id, self.token, self.cells, self.count = frame.id, token, where, frame.count
+        self.has_sums = frame.has_sums
         self.done = 0
+        self.sums: list[int] = []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import KvxferError
 from kvxfer.testing.clock import MS
-from kvxfer.testing.process import POOL
+from kvxfer.testing.memory import POOL
 
 if TYPE_CHECKING:
     from kvxfer.testing.process import Process

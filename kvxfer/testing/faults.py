@@ -52,6 +52,8 @@ class Kind(enum.StrEnum):
     DEADLINE = "deadline"
     SECOND_SOURCE = "retry on second source"
     SLOW_READ = "slow read"
+    CORRUPTION = "corrupted payload"
+    REGION_REMOVED = "region removed"
 
 
 FRAME_KINDS = (Kind.DROP, Kind.DUPLICATE, Kind.DELAY, Kind.REORDER, Kind.LOST_VERDICT, Kind.LOST_RENEWAL)
@@ -68,8 +70,16 @@ TIMED_KINDS = (
     Kind.PREEMPTION,
     Kind.OWNER_RELEASE,
     Kind.CANCEL,
+    Kind.REGION_REMOVED,
 )
-REQUEST_KINDS = (Kind.LATE_READER, Kind.DEADLINE, Kind.SECOND_SOURCE, Kind.SLOW_READ, Kind.EXPIRED_GRANT)
+REQUEST_KINDS = (
+    Kind.LATE_READER,
+    Kind.DEADLINE,
+    Kind.SECOND_SOURCE,
+    Kind.SLOW_READ,
+    Kind.EXPIRED_GRANT,
+    Kind.CORRUPTION,
+)
 
 IMPOSSIBLE: dict[tuple[Kind, Phase], str] = {
     (Kind.LOST_RENEWAL, Phase.CONNECTING): "a reader without a session sends no renewal",
@@ -88,6 +98,8 @@ IMPOSSIBLE: dict[tuple[Kind, Phase], str] = {
     (Kind.SLOW_READ, Phase.WAITING): "a read begins by leaving this phase",
     (Kind.SLOW_READ, Phase.CONFIRMING): "every read is over",
     (Kind.SLOW_READ, Phase.FINAL): "no read begins in a final transfer",
+    (Kind.CORRUPTION, Phase.WAITING): "it is counted where it lands, and nothing lands before the reading",
+    (Kind.CORRUPTION, Phase.CONFIRMING): "it is counted where it lands, and everything has",
 }
 """Cells that must stay empty, each with its reason."""
 

@@ -5,10 +5,13 @@ open transports of one lane and let time pass. Decides how long a check waits; m
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
+import os
 import secrets
 import select
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -20,9 +23,11 @@ from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
 from kvxfer.transport.base import Region, Transport, allocate_region
-from kvxfer.transport.memory import BlockMemory, MemoryBinding
+from kvxfer.transport.memory import MemoryBinding
+from kvxfer.transport.memory_bytes import BlockMemory
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.network import MemoryNetwork
+from kvxfer.transport.posts import Poster
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,
@@ -84,7 +89,16 @@ class Layout:
 class Party:
     """One transport with one pool, POOL_ID, poisoned; its events are kept by kind."""
 
-    def __init__(self, transport: Transport, layout: Layout, region: Region, record: CompatibilityRecord) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        region: Region,
+        record: CompatibilityRecord,
+        config: AgentConfig | None = None,
+        *,
+        checks: bool = False,
+    ) -> None:
         self.transport = transport
         self.pool = PoolRecord(
             POOL_ID, record, layout.block_count, layout.block_bytes, Exposure.POOL, region.shared is not None
@@ -95,11 +109,14 @@ class Party:
         self.drained: collections.Counter[bytes] = collections.Counter()
         self.done: dict[bytes, int] = {}
         self.ended: dict[bytes, list[GrantState]] = collections.defaultdict(list)
+        self.poster = Poster(transport, config=config, drain=self.drain)
+        self.offers: list[_core.OfferEnded] = []
+        self.on_received: Callable[[bytes], None] = lambda payload: None
         self.received: list[tuple[int, bytes]] = []
         self.delivered: list[int] = []
         self.undelivered: list[int] = []
         self.poison()
-        transport.add_pool(self.pool, region, layout.segments)
+        transport.add_pool(self.pool, region, layout.segments, checks=checks)
 
     @property
     def ref(self) -> AgentRef:
@@ -130,6 +147,7 @@ class Party:
     def drain(self) -> None:
         """Sort what the transport reports."""
         for event in self.transport.drain():
+            self.poster.handle(event)
             if isinstance(event, _core.TransferFinal):
                 self.finals[event.id].append(event)
             elif isinstance(event, _core.TransferDrained):
@@ -142,6 +160,9 @@ class Party:
                 self.ended[event.id].append(GrantState(int(event.state)))
             elif isinstance(event, _core.NotifReceived):
                 self.received.append((event.seq, event.payload))
+                self.on_received(event.payload)
+            elif isinstance(event, _core.OfferEnded):
+                self.offers.append(event)
             elif isinstance(event, _core.NotifDelivered):
                 self.delivered.append(event.seq)
             elif isinstance(event, _core.NotifFailed):
@@ -170,6 +191,10 @@ class LaneMaker(Protocol):
 
     def wait(self, parties: Sequence[Party], until: Callable[[], bool], within_s: float) -> bool:
         """Let things happen and drain the parties until ``until()`` holds; False if it does not ``within_s``."""
+        ...
+
+    def cut(self, one: Party, other: Party) -> None:
+        """Break every connection between the two; both are told, and may connect again."""
         ...
 
     def close(self) -> None: ...
@@ -204,6 +229,9 @@ class MemoryLaneMaker:
                 return until()
             self.network.step()
 
+    def cut(self, one: Party, other: Party) -> None:
+        self.network.cut(one.ref, other.ref)
+
     def close(self) -> None:
         """Nothing outlives the network."""
 
@@ -220,6 +248,7 @@ class NativeLaneMaker:
 
     def open(self, agent_id: str, config: AgentConfig) -> Transport:
         ref = AgentRef(agent_id, Incarnation(next(_numbers), secrets.token_bytes(16)))
+        config = dataclasses.replace(config, lanes=(self._lane,))
         return NativeBinding(config).open(ref, config)
 
     def wait(self, parties: Sequence[Party], until: Callable[[], bool], within_s: float) -> bool:
@@ -236,6 +265,18 @@ class NativeLaneMaker:
                 return False
             poller.poll(5)
 
+    def cut(self, one: Party, other: Party) -> None:
+        """Shut down whatever sockets of this process are connected to where one of the two listens."""
+        addresses = [party.transport.address for party in (one, other)]
+        ours = {address.unix_path for address in addresses} | {address.tcp_port for address in addresses}
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(name))) as connected:
+                        ends = (connected.getsockname(), connected.getpeername())
+                        if ours.intersection(end[1] if isinstance(end, tuple) else end for end in ends):
+                            connected.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Every transport holds its own sockets."""
 
@@ -246,10 +287,12 @@ def make_party(
     layout: Layout,
     config: AgentConfig | None = None,
     record: CompatibilityRecord = RECORD,
+    *,
+    checks: bool = False,
 ) -> Party:
-    """A party on a fresh life, in memory that the lane can use."""
+    """A party on a fresh life, in memory that the lane can use; ``checks``: its blocks go with checksums."""
     transport = maker.open(agent_id, config or AgentConfig())
-    return Party(transport, layout, allocate_region(layout.length_bytes), record)
+    return Party(transport, layout, allocate_region(layout.length_bytes), record, config, checks=checks)
 
 
 def introduce(one: Party, other: Party, *, key: bytes = bytes(range(32)), other_key: bytes | None = None) -> None:

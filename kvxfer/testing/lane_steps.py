@@ -77,9 +77,17 @@ def pull(
     *,
     first: int = 0,
     deadline_s: float = 60.0,
+    wants_sums: bool = False,
 ) -> None:
     party.transport.pull(
-        transfer_id, source.ref, POOL_ID, as_blocks(blocks), first=first, lanes=[maker.lane], deadline_s=deadline_s
+        transfer_id,
+        source.ref,
+        POOL_ID,
+        as_blocks(blocks),
+        first=first,
+        lanes=[maker.lane],
+        deadline_s=deadline_s,
+        wants_sums=wants_sums,
     )
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import random
 from collections.abc import Callable
+from typing import Any
 
 from kvxfer.testing.clock import MS, US, VirtualClock
 
@@ -29,10 +30,12 @@ class Fate(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Where and when the bytes of one payload block were read."""
+    """Where and when the bytes of one payload block were read, and what they were."""
 
     at: int
     life: int
+    cell: Any
+    data: bytes
 
 
 @dataclasses.dataclass(slots=True)

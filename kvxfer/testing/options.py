@@ -20,6 +20,8 @@ class Options:
     """Up to so many more of each, by seed."""
     transfers: int = 20
     """Requests posted during the chaos; up to half as many more by seed, and retries on top."""
+    posts: int = 12
+    """Fetches and pushes of registered memory; up to half as many more by seed."""
     pool_blocks: int = 24
     transfer_blocks_max: int = 7
     has_faults: bool = True

@@ -15,13 +15,14 @@ from kvxfer.errors import KvxferError
 from kvxfer.testing.checkers import Invariant, Violation
 from kvxfer.testing.clock import MS, NEVER, US
 from kvxfer.testing.connection import End
-from kvxfer.testing.memory import BLOCK_BYTES, Memory
+from kvxfer.testing.memory import BLOCK_BYTES, POOL, Cell, Memory
+from kvxfer.testing.network import Sample
 from kvxfer.testing.reader import OneSidedRead
+from kvxfer.testing.registered import REGION_CELLS, RegisteredMemory
 
 if TYPE_CHECKING:
     from kvxfer.testing.world import Slot, World
 
-POOL = 1
 DIGEST = b"\x11" * 32
 
 
@@ -32,7 +33,12 @@ class Process:
         self.world, self.slot, self.life = world, slot, life
         self.name = slot.name
         self.clock, self.rng, self.machines = world.clock, world.rng, world.machines
-        self.memory = Memory(world.options.pool_blocks, life)
+        self.memory = Memory(world.options.pool_blocks, life, REGION_CELLS)
+        self.registered = RegisteredMemory(self)
+        self.has_checks = self.rng.random() < 0.3
+        lane = self.machines.Lane
+        self.unreadable = {one for one in (lane.CMA, lane.UCX) if self.rng.random() < 0.15}
+        """Lanes whose maps this life cannot make."""
         self.ref: Any = None
         self.endpoint: Any = None
         self.owner: Any = None
@@ -79,10 +85,12 @@ class Process:
         """The coordinator gave this life its number: from now on it has machines."""
         self.ref = ref
         self.endpoint = self.machines.Endpoint(ref, self.world.limits)
-        shareable = self.rng.random() < 0.8
+        shareable, exposed = (self.rng.random() < 0.8 for _ in range(2))
+        blocks = self.world.options.pool_blocks
         self.endpoint.add_pool(
-            self.machines.PoolInfo(POOL, self.world.options.pool_blocks, BLOCK_BYTES, DIGEST, shareable)
+            self.machines.PoolInfo(POOL, blocks, BLOCK_BYTES, DIGEST, shareable, exposed, self.has_checks)
         )
+        self.registered.begin()
 
     # --- the machines ---
 
@@ -144,24 +152,46 @@ class Process:
     def _send_frame(self, effect: Any) -> None:
         frame = effect.frame
         if type(frame).__name__ == "Verdict" and frame.code == self.machines.Code.ok:
-            self.world.checkers.confirmed(self.life, frame.id, frame.nonce, self.clock.now)
+            book = self.world.book if self.world.book.knows_source(self.life, frame.id) else self.world.checkers
+            book.confirmed(self.life, frame.id, frame.nonce, self.clock.now)
         end = self.ends.get(effect.session)
         if end is not None:
             end.send(frame)
 
     def _send_map(self, effect: Any) -> None:
         end = self.ends.get(effect.session)
-        if end is not None:
-            blocks = self.world.options.pool_blocks
-            end.send(self.machines.Map(effect.pool, blocks * BLOCK_BYTES, blocks, [(0, BLOCK_BYTES, BLOCK_BYTES)]))
+        if end is None:
+            return
+        size, blocks, segments = REGION_CELLS * BLOCK_BYTES, 0, []
+        if effect.pool == POOL:
+            blocks, segments = self.world.options.pool_blocks, [(0, BLOCK_BYTES, BLOCK_BYTES)]
+            size = blocks * BLOCK_BYTES
+        if effect.lane in self.unreadable:
+            size = 0
+        end.send(self.machines.Map(effect.pool, size, blocks, segments, effect.lane))
 
     def _send_data(self, effect: Any) -> None:
         end = self.ends.get(effect.session)
         if end is not None:
-            end.send_data(effect.frame, effect.blocks)
+            end.send_data(effect)
 
     def _read_blocks(self, effect: Any) -> None:
         OneSidedRead(self, effect).begin()
+
+    # --- bytes ---
+
+    def landed(self, id_: bytes, cell: Cell, data: bytes, sample: Sample) -> None:
+        """Bytes of transfer ``id_`` reach ``cell``, whoever's it is by now."""
+        self.memory.write(cell, data)
+        if cell.region == POOL:
+            self.world.checkers.landed(self.life, id_, cell.slot, data, sampled_at=sample.at, sampled_from=sample.life)
+        else:
+            self.world.book.landed(self.life, id_, cell, data, sample)
+
+    def verdict_arrived(self, frame: Any, sender: Process) -> None:
+        """An ok came; whether it is worth anything is the machines' business, and the judge's."""
+        book = self.world.book if self.world.book.knows_target(self.life, frame.id) else self.world.checkers
+        book.verdict_arrived(self.life, frame.id, sender.life, frame.nonce)
 
     # --- effects towards the owner ---
 
@@ -174,19 +204,36 @@ class Process:
         self.world.log(
             f"{self!r} transfer {effect.id.hex()[:6]} {effect.state.name} {effect.code.name} after {effect.attempts}"
         )
+        if self.world.book.knows_post(self.life, effect.id):
+            self.world.book.final(self.life, effect.id, effect.state.name, self.clock.now)
+            self.world.poster.final(self, effect)
+            return
         self.world.checkers.final(self.life, effect.id, effect.state.name, self.clock.now)
         self.owner.final(effect)
 
     def _drained(self, effect: Any) -> None:
         self.world.log(f"{self!r} transfer {effect.id.hex()[:6]} drained")
+        if self.world.book.knows_post(self.life, effect.id):
+            self.world.book.drained(self.life, effect.id)
+            self.world.poster.drained(self, effect.id)
+            return
         self.world.checkers.drained(self.life, effect.id)
         self.owner.drained(effect.id)
+
+    def _offer_ended(self, effect: Any) -> None:
+        state = effect.state.name
+        self.world.log(f"{self!r} offered {effect.id.hex()[:6]} {state} {effect.code.name}")
+        self.world.book.offer_ended(self.life, effect.id, state, self.clock.now)
+        self.world.poster.offer_ended(self, effect)
 
     def _progress(self, effect: Any) -> None:
         self.world.log(f"{self!r} transfer {effect.id.hex()[:6]} {effect.done}/{effect.total}")
 
     def _notif_received(self, effect: Any) -> None:
         sender = self.world.life_of(effect.sender)
+        if effect.seq == 0:
+            self.world.book.notified(sender, self.life, effect.payload)
+            return
         self.world.checkers.notification_received(sender, self.life, effect.seq, effect.payload)
 
     def _notif_delivered(self, effect: Any) -> None:
@@ -220,6 +267,7 @@ class Process:
         "TransferProgress": _progress,
         "TransferFinal": _final,
         "TransferDrained": _drained,
+        "OfferEnded": _offer_ended,
         "NotifReceived": _notif_received,
         "NotifDelivered": _notif_delivered,
         "NotifFailed": _notif_failed,

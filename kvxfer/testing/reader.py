@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.testing.clock import US
-from kvxfer.testing.memory import Memory
+from kvxfer.testing.memory import Memory, cells, checksum, flipped
+from kvxfer.testing.network import Sample
 
 if TYPE_CHECKING:
     from kvxfer.testing.process import Process
@@ -22,23 +23,31 @@ class OneSidedRead:
 
     def __init__(self, process: Process, effect: Any) -> None:
         self.process, self.effect = process, effect
+        lane = process.machines.Lane
         self._end = process.ends.get(effect.session)
-        self._is_mapped = self._end is not None and self._end.kind == process.machines.SessionKind.UNIX
-        self._is_adapter = not self._is_mapped and process.rng.random() < 0.5
+        self._is_mapped = effect.lane == lane.MAPPED
+        self._is_adapter = effect.lane in (lane.MEMORY, lane.UCX) and process.rng.random() < 0.5
         self._slow = process.world.slowness(effect.id)
+        self._from, self._to = cells(effect.source), cells(effect.to)
+        self._sums: list[int] = []
+        self._corrupted = -1
+        if effect.sums and process.world.chaos.corrupts():
+            self._corrupted = process.rng.randrange(len(self._to))
         self._memory: Memory
 
     def begin(self) -> None:
-        process = self.process
+        process, effect = self.process, self.effect
         if self._end is None:
             return process.afterwards(self._stop, process.machines.Code.transport, "the session is gone")
-        if self._is_mapped:
-            if self.effect.remote_pool not in self._end.mapped:
-                return process.afterwards(self._stop, process.machines.Code.no_lane, "the pool was not mapped")
-            self._memory = self._end.mapped[self.effect.remote_pool]
-        else:
+        if effect.lane == process.machines.Lane.MEMORY:
             self._memory = self._end.peer.process.memory
-        process.world.read_began(self.effect.id)
+        else:
+            maps = [self._end.mapped.get((cell.region, effect.lane)) for cell in self._from]
+            if None in maps:
+                return process.afterwards(self._stop, process.machines.Code.no_lane, "it was not mapped")
+            assert maps[0] is not None
+            self._memory = maps[0]
+        process.world.read_began(effect.id)
         self._then(self._sample, 0)
 
     def _then(self, act: Any, *args: Any) -> None:
@@ -56,24 +65,29 @@ class OneSidedRead:
             return self._stop(process.machines.Code.cancelled, "not wanted any more")
         if not self._is_mapped and not self._memory.is_process_alive:
             return process.run(self._stop, process.machines.Code.transport, "the peer's memory is gone")
-        self._then(self._land, index, self._memory.blocks[effect.from_blocks[index]], process.clock.now)
+        cell = self._from[index]
+        sample = Sample(process.clock.now, self._memory.life, cell, self._memory.read(cell))
+        self._then(self._land, index, sample)
 
-    def _land(self, index: int, data: bytes, sampled_at: int) -> None:
-        process, effect = self.process, self.effect
+    def _land(self, index: int, sample: Sample) -> None:
+        process = self.process
         if not process.is_alive:
             return
-        block = effect.to_blocks[index]
-        process.memory.blocks[block] = data
-        process.world.checkers.landed(
-            process.life, effect.id, block, data, sampled_at=sampled_at, sampled_from=self._memory.life
-        )
-        if index + 1 < len(effect.to_blocks):
+        data = sample.data
+        if index == self._corrupted:
+            data = flipped(data)
+            process.world.corruption_landed(self.effect.id)
+        process.landed(self.effect.id, self._to[index], data, sample)
+        self._sums.append(checksum(data))
+        if index + 1 < len(self._to):
             return self._then(self._sample, index + 1)
         process.run(self._landed)
 
     def _landed(self) -> None:
-        process = self.process
-        process.perform(process.endpoint.read_landed(self.effect.id, self.effect.token, process.clock.now))
+        process, effect = self.process, self.effect
+        if effect.sums and effect.sums != self._sums:
+            return self._stop(process.machines.Code.checksum, "checksum")
+        process.perform(process.endpoint.read_landed(effect.id, effect.token, process.clock.now))
 
     def _stop(self, code: Any, text: str) -> None:
         process = self.process

@@ -23,6 +23,10 @@ class Report:
     """(final state, code) of every transfer that became final while its destination lived."""
     lanes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """Committed transfers by lane."""
+    posted: int = 0
+    posts: collections.Counter[tuple[str, str, str]] = dataclasses.field(default_factory=collections.Counter)
+    """(fetch or push, final state, code) of every post that became final while its poster lived."""
+    post_lanes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     requests: int = 0
     served: int = 0
     """Requests of which one transfer committed."""
@@ -39,6 +43,9 @@ class Totals:
     struck: collections.Counter[tuple[Kind, Phase]] = dataclasses.field(default_factory=collections.Counter)
     finals: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     lanes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    posted: int = 0
+    posts: collections.Counter[tuple[str, str, str]] = dataclasses.field(default_factory=collections.Counter)
+    post_lanes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     requests: int = 0
     served: int = 0
     rest_max_ns: int = 0
@@ -49,6 +56,9 @@ class Totals:
         self.struck.update(report.struck)
         self.finals.update(report.finals)
         self.lanes.update(report.lanes)
+        self.posted += report.posted
+        self.posts.update(report.posts)
+        self.post_lanes.update(report.post_lanes)
         self.requests += report.requests
         self.served += report.served
         self.rest_max_ns = max(self.rest_max_ns, report.rest_ns)
@@ -59,6 +69,9 @@ class Totals:
         self.struck.update(other.struck)
         self.finals.update(other.finals)
         self.lanes.update(other.lanes)
+        self.posted += other.posted
+        self.posts.update(other.posts)
+        self.post_lanes.update(other.post_lanes)
         self.requests += other.requests
         self.served += other.served
         self.rest_max_ns = max(self.rest_max_ns, other.rest_max_ns)
@@ -68,6 +81,11 @@ class Totals:
         """Of all transfers that became final."""
         finals = sum(self.finals.values())
         return sum(n for (state, _), n in self.finals.items() if state == "COMMITTED") / finals if finals else 0.0
+
+    def post_committed_share(self, op: str) -> float:
+        """Of the fetches, or the pushes, that became final."""
+        finals = sum(n for (kind, _, _), n in self.posts.items() if kind == op)
+        return sum(n for (kind, state, _), n in self.posts.items() if (kind, state) == (op, "COMMITTED")) / finals
 
     def empty_cells(self) -> list[tuple[Kind, Phase]]:
         """Possible cells that no fault ever struck."""
@@ -93,10 +111,21 @@ class Totals:
         lines += ["", f"{'final state':{width}}{'code':>17}{'transfers':>12}"]
         for (state, code), count in sorted(self.finals.items(), key=lambda item: (-item[1], item[0])):
             lines.append(f"{state.lower():{width}}{code:>17}{count:>12}{count / finals:>8.1%}")
-        lanes = ", ".join(f"{lane} {count}" for lane, count in sorted(self.lanes.items()))
+        for op in ("fetch", "push"):
+            all_of = sum(n for (kind, _, _), n in self.posts.items() if kind == op)
+            lines += ["", f"{op:{width}}{'code':>17}{'posts':>12}"]
+            for (_, state, code), count in sorted(
+                ((key, n) for key, n in self.posts.items() if key[0] == op), key=lambda item: (-item[1], item[0])
+            ):
+                lines.append(f"{state.lower():{width}}{code:>17}{count:>12}{count / all_of:>8.1%}")
+        lanes, post_lanes = (
+            ", ".join(f"{lane} {count}" for lane, count in sorted(counter.items()))
+            for counter in (self.lanes, self.post_lanes)
+        )
         lines += [
             "",
             f"{self.seeds} seeds, {self.events} events, {finals} final transfers; committed by lane: {lanes}",
+            f"{self.posted} posts; committed by lane: {post_lanes}",
             f"{self.served} of {self.requests} requests got their KV; "
             f"at rest at most {self.rest_max_ns / S:.2f} s after the last fault",
         ]

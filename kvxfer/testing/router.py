@@ -158,8 +158,15 @@ class Router:
 
     def _lanes(self) -> tuple[object, ...]:
         lane = self._world.machines.Lane
-        choices = ((lane.MEMORY,), (lane.STREAM,), (lane.MAPPED, lane.STREAM), (lane.MAPPED, lane.MEMORY, lane.STREAM))
-        return self._rng.choices(choices, (4, 4, 2, 1))[0]
+        choices = (
+            (lane.MEMORY,),
+            (lane.STREAM,),
+            (lane.MAPPED, lane.STREAM),
+            (lane.MAPPED, lane.MEMORY, lane.STREAM),
+            (lane.CMA, lane.UCX, lane.STREAM),
+            (lane.UNIX, lane.STREAM),
+        )
+        return self._rng.choices(choices, (4, 4, 2, 1, 1, 1))[0]
 
     def _send_leg(self, name: str, leg: Leg) -> None:
         """To whoever lives there now: it may be another life than the one that the destination is told of."""

@@ -9,7 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import KvxferError
-from kvxfer.testing.process import POOL
+from kvxfer.testing.memory import POOL, checksum
 
 if TYPE_CHECKING:
     from kvxfer.testing.process import Process
@@ -53,6 +53,8 @@ class SourceOwner:
         self._free = list(range(self._world.options.pool_blocks))
         self._queue: collections.deque[Leg] = collections.deque()
         self._by_id: dict[bytes, _Prefill] = {}
+        self._told: dict[bytes, int] = {}
+        """How many blocks of each grant are announced."""
 
     @property
     def free_count(self) -> int:
@@ -123,6 +125,14 @@ class SourceOwner:
         prefill = self._by_id.get(leg.shares)
         return prefill is not None and bool(prefill.alive) and self._grant(prefill, leg.id, leg.reader, leg.ttl_ns)
 
+    def _sums(self, id_: bytes, prefill: _Prefill) -> list[int]:
+        """Of the blocks that become ready now; where the pool goes without, none."""
+        told = self._told.get(id_, 0)
+        self._told[id_] = len(prefill.computed)
+        if not self._process.has_checks:
+            return []
+        return [checksum(block) for block in prefill.computed[told:]]
+
     def _next(self) -> None:
         while self._queue and self._queue[0].blocks <= len(self._free):
             self.start(self._queue.popleft())
@@ -144,6 +154,7 @@ class SourceOwner:
         )  # fmt: skip
         self._world.checkers.announced(process.life, id_, list(prefill.computed))
         self._by_id[id_] = prefill
+        self._told[id_] = ready
         prefill.granted.append(id_)
         prefill.alive.append(id_)
         self._world.granted(process, id_)
@@ -165,7 +176,9 @@ class SourceOwner:
         for id_ in list(prefill.alive):
             self._world.checkers.announced(process.life, id_, list(prefill.computed))
             try:
-                effects = process.endpoint.ready(id_, len(prefill.computed), 0, is_complete, process.clock.now)
+                effects = process.endpoint.ready(
+                    id_, len(prefill.computed), 0, is_complete, process.clock.now, self._sums(id_, prefill)
+                )
             except KvxferError as error:
                 self._world.log(f"{process!r} cannot announce {id_.hex()[:6]}: {error.code}")
                 continue

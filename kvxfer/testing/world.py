@@ -19,7 +19,9 @@ from kvxfer.testing.destination import DestinationOwner, Order
 from kvxfer.testing.faults import Kind, Phase, Weights
 from kvxfer.testing.network import Half, Links, Unit
 from kvxfer.testing.options import Options
+from kvxfer.testing.poster import Poster
 from kvxfer.testing.process import Process
+from kvxfer.testing.region_book import RegionBook
 from kvxfer.testing.report import Report
 from kvxfer.testing.router import Router
 from kvxfer.testing.source import SourceOwner
@@ -61,6 +63,7 @@ class World:
         self.rng = random.Random(seed)
         self.clock = VirtualClock()
         self.checkers = Checkers()
+        self.book = RegionBook()
         self.report = Report(seed)
         self.links = Links()
         self.weights = Weights.swarm(self.rng) if options.has_faults else Weights.none()
@@ -86,6 +89,7 @@ class World:
         }
         self.coordinator = Coordinator(self)
         self.router = Router(self)
+        self.poster = Poster(self)
         self.chaos = Chaos(self)
 
     # --- running ---
@@ -96,6 +100,7 @@ class World:
             self.start(slot)
         self.clock.run_until(100 * MS)
         self.router.begin()
+        self.poster.begin()
         self.chaos.begin()
         self._look()
         self.clock.run_until(self.options.chaos_ns)
@@ -104,7 +109,8 @@ class World:
         while not self._is_at_rest() and self.clock.now < last_fault + self.options.rest_ns:
             self.clock.run_until(self.clock.now + 100 * MS)
         self._check_rest(last_fault)
-        self.report.rest_ns = max(0, self.checkers.last_final_ns() - last_fault)
+        last_final = max(self.checkers.last_final_ns(), self.book.last_final_ns())
+        self.report.rest_ns = max(0, last_final - last_fault)
         self.report.events = self.clock.fired
         self.report.digest = self._hash.hexdigest()
         return self.report
@@ -131,10 +137,13 @@ class World:
 
     def _is_at_rest(self) -> bool:
         lives = {process.life for process in self.living()}
-        return self.checkers.is_at_rest(lives) and all(self._leftover(process) is None for process in self.living())
+        is_said = self.checkers.is_at_rest(lives) and self.book.is_at_rest(lives)
+        return is_said and all(self._leftover(process) is None for process in self.living())
 
     def _check_rest(self, last_fault: int) -> None:
-        self.checkers.check_rest({p.life for p in self.living()}, self.clock.now - last_fault, self.clock.now)
+        living = {process.life for process in self.living()}
+        self.checkers.check_rest(living, self.clock.now - last_fault, self.clock.now)
+        self.book.check_rest(living, self.clock.now)
         for process in self.living():
             leftover = self._leftover(process)
             if leftover is not None:
@@ -153,6 +162,8 @@ class World:
         }
         for pool in counts.pools:
             found |= {"granted": pool.granted, "reserved": pool.reserved, "quarantined": pool.quarantined}
+        for region in counts.regions:
+            found |= {"grants of a region": region.grants, "landings in a region": region.transfers}
         found["blocks that the owner misses"] = self.options.pool_blocks - process.owner.free_count
         return next((f"{count} {name}" for name, count in found.items() if count), None)
 
@@ -315,6 +326,12 @@ class World:
         track.is_granted = self.checkers.has_live_grant(order.source.life, order.id)
         self.router.pulled(order)
 
+    def fetched(self, process: Process, id_: bytes, source: Process) -> None:
+        self.tracks[id_] = self.open[id_] = Track(id_, process, source, is_pulled=True)
+
+    def corruption_landed(self, id_: bytes) -> None:
+        self.strike(Kind.CORRUPTION, [self.tracks[id_]] if id_ in self.tracks else [])
+
     def not_pulled(self, id_: bytes) -> None:
         self.router.not_pulled(id_)
 
@@ -380,6 +397,7 @@ class World:
         transfers.wait_ms = options.wait_ns // MS
         transfers.read_bytes_max = self.rng.choice((16, 32, 48, 1024))
         limits.grants, limits.transfers, limits.handshake_ns = grants, transfers, options.handshake_ns
+        limits.stripes = self.rng.choice((1, 1, 2, 3))
         return limits
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvxfer.testing import lane_contract
+from kvxfer._native import _core
+from kvxfer.testing.lane_contract import BY_NAME
 from kvxfer.testing.lane_parties import MemoryLaneMaker
 from kvxfer.transport.base import Event
-from kvxfer.transport.memory import BlockMemory, MemoryTransport
-from kvxfer.types import GrantState, TransferId
+from kvxfer.transport.memory import MemoryTransport
+from kvxfer.transport.memory_bytes import BlockMemory, Memories
+from kvxfer.transport.post import Post
+from kvxfer.types import GrantState, TransferId, TransferState
 
 
 def corrupt(patch: pytest.MonkeyPatch) -> None:
@@ -49,7 +53,7 @@ def write_late(patch: pytest.MonkeyPatch) -> None:
 
     def leave_one_behind(self: MemoryTransport, transfer_id: TransferId) -> None:
         cancel(self, transfer_id)
-        block = next(iter(self._memories.values()))._views[0][0]
+        block = next(iter(self._memories.pools.values()))._views[0][0]
         self._network.post(lambda: self._network.post(lambda: block.fill(0)))
 
     patch.setattr(MemoryTransport, "cancel", leave_one_behind)
@@ -68,6 +72,91 @@ def forget_to_revoke(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryTransport, "revoke_grant", lambda self, transfer_id: GrantState.REVOKED)
 
 
+def corrupt_pieces(patch: pytest.MonkeyPatch) -> None:
+    read = Memories.read
+
+    def flip(self: Memories, extent: _core.Extent) -> list[bytes] | None:
+        data = read(self, extent)
+        return data if not data else [*data[:-1], bytes([data[-1][0] ^ 1]) + data[-1][1:]]
+
+    patch.setattr(Memories, "read", flip)
+
+
+def spill_pieces(patch: pytest.MonkeyPatch) -> None:
+    write = Memories.write
+
+    def next_too(self: Memories, extent: _core.Extent, data: Sequence[bytes]) -> None:
+        write(self, extent, data)
+        for region in self.regions.values():
+            region._flat[-1] = 0
+
+    patch.setattr(Memories, "write", next_too)
+
+
+def land_after_cancel(patch: pytest.MonkeyPatch) -> None:
+    cancel = MemoryTransport.cancel
+
+    def leave_one_behind(self: MemoryTransport, transfer_id: TransferId) -> None:
+        cancel(self, transfer_id)
+        flat = next(iter(self._memories.regions.values()))._flat
+        self._network.post(lambda: self._network.post(lambda: flat.fill(0)))
+
+    patch.setattr(MemoryTransport, "cancel", leave_one_behind)
+
+
+def keep_serving(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryTransport, "remove_region", lambda self, region_id: None)
+
+
+def tell_early(patch: pytest.MonkeyPatch) -> None:
+    push = MemoryTransport.push
+
+    def notify_first(self: MemoryTransport, transfer_id: TransferId, peer: Any, *rest: Any, **options: Any) -> None:
+        payload = options.pop("notification", None)
+        if payload is not None:
+            self.notify(peer, payload)
+        push(self, transfer_id, peer, *rest, **options)
+
+    patch.setattr(MemoryTransport, "push", notify_first)
+
+
+def tell_every_part(patch: pytest.MonkeyPatch) -> None:
+    """The notification of a post of several transfers goes with each of them."""
+    push = MemoryTransport.push
+
+    def with_each(self: MemoryTransport, *what: Any, **options: Any) -> None:
+        push(self, *what, **{**options, "notification": b"all"})
+
+    patch.setattr(MemoryTransport, "push", with_each)
+
+
+def overlook_a_failure(patch: pytest.MonkeyPatch) -> None:
+    """A post of several transfers is called committed when one of them is."""
+    finished = Post._finished
+
+    def look_away(self: Post, event: _core.TransferFinal) -> None:
+        if len(self.transfer_ids) > 1 and event.state != TransferState.COMMITTED:
+            self._states[event.id] = TransferState.COMMITTED
+        else:
+            finished(self, event)
+
+    patch.setattr(Post, "_finished", look_away)
+
+
+def forget_offers(patch: pytest.MonkeyPatch) -> None:
+    drain = MemoryTransport.drain
+    patch.setattr(
+        MemoryTransport, "drain", lambda self: [e for e in drain(self) if not isinstance(e, _core.OfferEnded)]
+    )
+
+
+def never_drain(patch: pytest.MonkeyPatch) -> None:
+    drain = MemoryTransport.drain
+    patch.setattr(
+        MemoryTransport, "drain", lambda self: [e for e in drain(self) if not isinstance(e, _core.TransferDrained)]
+    )
+
+
 @pytest.mark.parametrize(
     ("fault", "check"),
     [
@@ -77,10 +166,21 @@ def forget_to_revoke(patch: pytest.MonkeyPatch) -> None:
         (write_late, "check_cancel_races_the_read"),
         (say_twice, "check_tail_of_a_grant"),
         (forget_to_revoke, "check_revoke_races_the_read"),
+        (corrupt_pieces, "check_post_bytes"),
+        (spill_pieces, "check_post_bytes"),
+        (land_after_cancel, "check_post_cancel_races_the_bytes"),
+        (keep_serving, "check_removed_region"),
+        (keep_serving, "check_region_taken_back_while_it_is_read"),
+        (tell_early, "check_post_notifications"),
+        (tell_every_part, "check_post_in_several_transfers"),
+        (overlook_a_failure, "check_post_fails_as_one"),
+        (forget_offers, "check_offers_are_told"),
+        (say_twice, "check_many_posts"),
+        (never_drain, "check_post_past_its_deadline"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_faulty_lane_fails(fault: object, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)  # type: ignore[operator]
     with pytest.raises(AssertionError):
-        getattr(lane_contract, check)(MemoryLaneMaker())
+        BY_NAME[check](MemoryLaneMaker())

@@ -9,17 +9,26 @@ import pytest
 
 from kvxfer.testing.lane_contract import CHECKS
 from kvxfer.testing.lane_parties import LaneMaker, MemoryLaneMaker, NativeLaneMaker
+from kvxfer.transport import ucx
 from kvxfer.types import Lane
 
 MAKERS: dict[str, Callable[[], LaneMaker]] = {
     "memory": MemoryLaneMaker,
     "mapped": functools.partial(NativeLaneMaker, Lane.MAPPED),
     "stream": functools.partial(NativeLaneMaker, Lane.STREAM),
+    "unix": functools.partial(NativeLaneMaker, Lane.UNIX),
+    "cma": functools.partial(NativeLaneMaker, Lane.CMA),
+    "ucx": functools.partial(NativeLaneMaker, Lane.UCX),
 }
+
+UCX = ucx.find_library()
+"""Loaded only by cores that serve the lane: the other lanes' tests run without it."""
 
 
 @pytest.fixture(params=MAKERS)
 def maker(request: pytest.FixtureRequest) -> Iterator[LaneMaker]:
+    if request.param == "ucx" and not UCX.path:
+        pytest.skip(ucx.missing(UCX))
     made = MAKERS[request.param]()
     yield made
     made.close()

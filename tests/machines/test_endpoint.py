@@ -242,15 +242,6 @@ def test_waking_never_turns_into_a_busy_loop() -> None:
     assert finals(pair) == [("FAILED", "peer_gone")]
 
 
-def test_a_push_without_an_offer_is_refused() -> None:
-    pair = Pair()
-    pull(pair)
-    pair.pump()
-    (session,) = [session for name, session in pair.peer_session if name == "b"]
-    (answer,) = pair.ends["b"].on_frame(session, _core.Push(b"p" * 16, 3), pair.now)
-    assert answer.frame.code == _core.Code.refused
-
-
 def test_the_reason_that_a_source_gives_can_always_be_shown() -> None:
     pair = Pair()
     pull(pair)

@@ -1,10 +1,11 @@
-"""The two state tables, pair by pair, against what their essays say."""
+"""The state tables, pair by pair, against what their essays say."""
 
 from __future__ import annotations
 
 from kvxfer._native import _core
 from kvxfer._native._core import GrantEvent as GE
 from kvxfer._native._core import GrantState as GS
+from kvxfer._native._core import PushEvent as PE
 from kvxfer._native._core import TransferEvent as TE
 from kvxfer._native._core import TransferState as TS
 
@@ -17,6 +18,8 @@ LISTED = {
     (TS.CONNECTING, TE.SESSION_UP_LANDED): TS.CONFIRMING,
     (TS.CONNECTING, TE.LANDED): TS.CONNECTING,
     (TS.CONNECTING, TE.LANDED_ALL): TS.CONNECTING,
+    (TS.WAITING, TE.KNOWN): TS.READING,
+    (TS.READING, TE.KNOWN): TS.READING,
     (TS.WAITING, TE.HEARD): TS.READING,
     (TS.READING, TE.HEARD): TS.READING,
     (TS.READING, TE.LANDED): TS.READING,
@@ -54,3 +57,20 @@ def test_transfer_table() -> None:
 def test_only_a_verdict_commits_and_only_when_everything_landed() -> None:
     ways = [(state, event) for state, event, after in _core.transfer_transitions() if after == TS.COMMITTED != state]
     assert ways == [(TS.CONFIRMING, TE.VERDICT_OK)]
+
+
+PUSH_LISTED = {
+    (TS.CONNECTING, PE.SESSION_UP): TS.WAITING,
+    (TS.WAITING, PE.DONE): TS.COMMITTED,
+    **{(state, event): TS.CONNECTING for state in LIVE[:2] for event in (PE.SESSION_LOST, PE.NEXT_LANE)},
+    **{(state, PE.FAIL): TS.FAILED for state in LIVE[:2]},
+    **{(state, PE.CANCEL): TS.CANCELLED for state in LIVE[:2]},
+    **{(state, event): state for state in FINAL for event in PE},
+}
+
+
+def test_push_table() -> None:
+    rows = _core.push_transitions()
+    assert len(rows) == len(TS) * len(PE)
+    for state, event, after in rows:
+        assert after == PUSH_LISTED.get((state, event)), (state, event)

@@ -18,12 +18,14 @@ pytestmark = pytest.mark.checkout
 SEEDS_MAX = 200
 
 CAUGHT_BY = {
-    "SKIP_CONFIRM": {Invariant.CONFIRMED},
-    "VERDICT_BEFORE_LAST_BYTE": {Invariant.CONFIRMED},
+    "SKIP_CONFIRM": {Invariant.CONFIRMED, Invariant.NOTIFICATION},
+    "VERDICT_BEFORE_LAST_BYTE": {Invariant.CONFIRMED, Invariant.NOTIFICATION},
     "FREE_BEFORE_DRAIN": {Invariant.RESERVATION},
     "COMMIT_TWICE": {Invariant.ONCE},
     "RENEW_REVIVES": {Invariant.ONCE, Invariant.CONFIRMED},
     "MIX_TWO_SOURCES": {Invariant.CONFIRMED},
+    "PUSH_WITHOUT_OFFER": {Invariant.RESERVATION},
+    "NOTIFY_BEFORE_COMMIT": {Invariant.NOTIFICATION},
 }
 
 

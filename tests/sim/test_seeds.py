@@ -30,7 +30,10 @@ def test_every_seed_holds_every_invariant(chaos: Totals) -> None:
 def test_machines_do_not_pass_by_failing_everything(chaos: Totals) -> None:
     assert chaos.committed_share > 0.4
     assert chaos.served > 0.5 * chaos.requests
-    assert set(chaos.lanes) == {"mapped", "memory", "stream"}
+    assert set(chaos.lanes) == set(chaos.post_lanes) == {"mapped", "memory", "stream", "cma", "ucx", "unix"}
+    for op in ("fetch", "push"):
+        assert chaos.post_committed_share(op) > 0.5
+        assert {code for kind, _, code in chaos.posts if kind == op} >= {"refused", "checksum", "grant_revoked"}
 
 
 def test_rest_comes_within_the_stated_bound(chaos: Totals) -> None:
@@ -58,6 +61,8 @@ def test_quiet_worlds_serve_everybody() -> None:
     assert not batch.failures, batch.failures[0]
     totals = batch.totals
     assert set(totals.finals) == {("COMMITTED", "ok")}
+    assert set(totals.posts) == {("fetch", "COMMITTED", "ok"), ("push", "COMMITTED", "ok")}
+    assert sum(totals.posts.values()) == totals.posted >= 40 * 10
     assert totals.served == totals.requests >= 40 * 20
     assert totals.struck.total() == sum(n for (kind, _), n in totals.struck.items() if kind is Kind.PULL_BEFORE_GRANT)
 

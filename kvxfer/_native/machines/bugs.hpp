@@ -12,6 +12,8 @@ enum class Bug {
   commit_twice,               // a repeated verdict commits again
   renew_revives,              // a late renewal brings an expired grant back to life
   mix_two_sources,            // destination takes frames for a transfer from another source
+  push_without_offer,         // destination fills a region that was removed, because a peer pushes to it
+  notify_before_commit,       // a push's notification is told when the push comes, not when its bytes are committed
 };
 
 #ifdef KVXFER_SEEDED_BUGS

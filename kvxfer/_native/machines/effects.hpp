@@ -23,24 +23,28 @@ struct SendFrame {
   SessionId session;
   Frame frame;
 };
-struct SendMap {  // send the MAP frame of `pool` with its descriptor
+struct SendMap {  // send, once a session, the MAP frame that lets the peer read pool or region `pool` by `lane`
   SessionId session;
   uint32_t pool;
+  Lane lane;
 };
-struct SendData {  // send `frame` and the bytes of `blocks`; answer with Endpoint::data_sent once the kernel took the last byte
+// Send `frame` and the bytes of `from`, followed by their CRC-32Cs where frame.has_sums; answer with Endpoint::data_sent once
+// the kernel took the last byte. `sums`: of exactly these blocks where the owner's `ready` brought them, else empty: compute.
+struct SendData {
   SessionId session;
   Data frame;
-  uint32_t pool;
-  std::vector<uint32_t> blocks;
+  Extent from;
+  std::vector<uint32_t> sums;
 };
-struct ReadBlocks {  // read peer blocks `from` into own blocks `to`; answer with Endpoint::read_landed or read_failed
+// Read the peer's `from` into own `to`, of as many bytes piece by piece; answer with Endpoint::read_landed or read_stopped.
+// `sums`, where not empty: CRC-32Cs that the bytes of each must have, else read_stopped(checksum).
+struct ReadBlocks {
   TransferId id;
   uint64_t token;
   SessionId session;
-  uint32_t remote_pool;
-  std::vector<uint32_t> from;
-  uint32_t pool;
-  std::vector<uint32_t> to;
+  Lane lane;
+  Extent from, to;
+  std::vector<uint32_t> sums;
 };
 
 // --- towards the owner ---
@@ -48,6 +52,7 @@ struct GrantEnded {  // exactly once a grant
   TransferId id;
   GrantState state;
 };
+// The owner's own posts only: pulls, fetches and pushes. What a peer's push made this agent pull ends in OfferEnded.
 struct TransferProgress {
   TransferId id;
   TransferState state;
@@ -68,9 +73,17 @@ struct TransferFinal {  // exactly once a transfer
 struct TransferDrained {  // exactly once, never before TransferFinal: the destination blocks are the owner's again
   TransferId id;
 };
+struct OfferEnded {  // a pull that a peer's push asked for is final; exactly once. Nothing of it lands from here on
+  TransferId id;
+  AgentRef from;
+  TransferState state;
+  Code code;
+  Lane lane;
+  uint64_t bytes;
+};
 struct NotifReceived {
   AgentRef from;
-  uint64_t seq;
+  uint64_t seq;  // 0: it came with a push, whose bytes are committed
   std::string payload;
 };
 struct NotifDelivered {
@@ -89,7 +102,7 @@ struct SessionUp {
 };
 
 using Effect = std::variant<Dial, Hangup, SendFrame, SendMap, SendData, ReadBlocks, GrantEnded, TransferProgress, TransferFinal,
-                            TransferDrained, NotifReceived, NotifDelivered, NotifFailed, SessionUp>;
+                            TransferDrained, OfferEnded, NotifReceived, NotifDelivered, NotifFailed, SessionUp>;
 using Effects = std::vector<Effect>;
 
 }  // namespace kvxfer

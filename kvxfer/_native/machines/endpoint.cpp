@@ -8,27 +8,31 @@ namespace kvxfer {
 
 void Endpoint::set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control) {
   if (peer == self_) return;
-  peers_[peer] = Peer{key, control};
+  peers_[peer] = Peer{key, control, false};
 }
 
 void Endpoint::peer_dead(const AgentRef& peer, Nanos now, Effects& out) {
-  const bool has_other_life = has_bug(Bug::mix_two_sources) &&
-                              std::any_of(peers_.begin(), peers_.end(), [&](const auto& p) { return p.first != peer && p.first.agent_id == peer.agent_id; });
-  peers_.erase(peer);
-  for (auto it = transfers_.begin(); it != transfers_.end();) {
-    const auto current = it++;
-    if (current->second.source() != peer || has_other_life) continue;
-    current->second.source_dead(now, out);
-    settle(current, now, out);
-  }
-  given_up_.erase(peer);
-  grants_.reader_dead(peer, now, out);
-  notifier_.peer_dead(peer, out);
+  forget(peer, now, out);
   std::vector<SessionId> sessions;
   for (const auto& [id, session] : sessions_) {
     if (session.handshake.peer() == peer) sessions.push_back(id);
   }
   for (SessionId id : sessions) hang_up(id, Code::peer_gone, "the peer is gone", now, out);
+}
+
+void Endpoint::forget(const AgentRef& peer, Nanos now, Effects& out) {
+  const bool has_other_life = has_bug(Bug::mix_two_sources) &&
+                              std::any_of(peers_.begin(), peers_.end(), [&](const auto& p) { return p.first != peer && p.first.agent_id == peer.agent_id; });
+  peers_.erase(peer);
+  for (auto it = posts_.begin(); it != posts_.end();) {
+    const auto current = it++;
+    if (current->second->peer() != peer || has_other_life) continue;
+    current->second->end(TransferState::Failed, Code::peer_gone, "the peer is gone", now, out);
+    settle(current, now, out);
+  }
+  given_up_.erase(peer);
+  grants_.reader_dead(peer, now, out);
+  notifier_.peer_dead(peer, out);
 }
 
 // --- the owner ---
@@ -40,10 +44,12 @@ Ledger& Endpoint::ledger(uint32_t pool) {
 }
 
 void Endpoint::add_pool(const PoolInfo& info) {
-  if (info.block_count == 0 || info.block_bytes == 0 || info.block_bytes > kPayloadMax) {
-    throw Error(Code::invalid_argument, "a pool needs blocks of 1 to " + std::to_string(kPayloadMax) + " bytes, and at least one");
+  if (info.block_count == 0 || info.block_bytes == 0 || info.block_bytes > kPieceBytesMax) {
+    throw Error(Code::invalid_argument, "a pool needs blocks of 1 to " + std::to_string(kPieceBytesMax) + " bytes, and at least one");
   }
-  if (!pools_.emplace(info.id, std::make_unique<Ledger>(info)).second) throw Error(Code::invalid_argument, "pool id is taken");
+  if (regions_.has(info.id) || !pools_.emplace(info.id, std::make_unique<Ledger>(info)).second) {
+    throw Error(Code::invalid_argument, "pool id is taken");
+  }
 }
 
 void Endpoint::remove_pool(uint32_t pool) {
@@ -58,44 +64,52 @@ void Endpoint::grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> 
   if (ready_blocks != 0) grants_.ready(id, ready_blocks, 0, false, now, out);
 }
 
-void Endpoint::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out) {
-  grants_.ready(id, blocks, layers, complete, now, out);
+void Endpoint::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
+                     const std::vector<uint32_t>& sums) {
+  grants_.ready(id, blocks, layers, complete, now, out, sums);
 }
 
-GrantState Endpoint::end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out) { return grants_.end(id, event, now, out); }
+GrantState Endpoint::end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out) {
+  if (grants_.is_of_pieces(id)) throw Error(Code::grant_unknown, "no such grant");
+  return grants_.end(id, event, now, out);
+}
+
+void Endpoint::check_room(const TransferId& id, const AgentRef& peer) const {
+  if (posts_.size() >= limits_.transfers_max) {
+    throw Error(Code::limit_exceeded, "transfers_max (" + std::to_string(limits_.transfers_max) + ") is reached");
+  }
+  if (posts_.count(id) != 0 || finished_.count(id) != 0 || offers_ended_.count(id) != 0) {
+    throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
+  }
+  if (peer == self_) throw Error(Code::invalid_argument, "an agent does not pull from itself");
+  if (!knows(peer)) throw Error(Code::peer_gone, "agent " + peer.agent_id + " is not known in that life");
+}
 
 void Endpoint::pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out) {
   Ledger& into = ledger(pool);
-  if (transfers_.size() >= limits_.transfers_max) {
-    throw Error(Code::limit_exceeded, "transfers_max (" + std::to_string(limits_.transfers_max) + ") is reached");
-  }
-  if (transfers_.count(spec.id) != 0 || finished_.count(spec.id) != 0) {
-    throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
-  }
-  if (spec.source == self_) throw Error(Code::invalid_argument, "an agent does not pull from itself");
-  if (!knows(spec.source)) throw Error(Code::peer_gone, "agent " + spec.source.agent_id + " is not known in that life");
-  const TransferId id = spec.id;
-  const auto it = transfers_.emplace(id, Transfer(std::move(spec), limits_.transfers, into, now)).first;
-  settle(it, now, out);
+  check_room(spec.id, spec.source);
+  drop_unserved(spec.lanes);
+  auto hold = std::make_unique<ReservedBlocks>(into, std::move(spec.blocks));
+  post(std::make_unique<Transfer>(std::move(spec), limits_.transfers, std::move(hold), now), now, out);
 }
 
 void Endpoint::cancel(const TransferId& id, Nanos now, Effects& out) {
-  const auto it = transfers_.find(id);
-  if (it == transfers_.end()) return;
-  it->second.cancel(now, out);
+  const auto it = posts_.find(id);
+  if (it == posts_.end() || it->second->is_offered()) return;
+  it->second->end(TransferState::Cancelled, Code::cancelled, "cancelled", now, out);
   settle(it, now, out);
 }
 
 void Endpoint::give_up(const TransferId& id, const AgentRef& source, Effects& out) {
-  if (transfers_.count(id) != 0 || finished_.count(id) != 0) throw Error(Code::invalid_argument, "this transfer has begun: cancel it");
-  if (const auto peer = peers_.find(source); peer != peers_.end() && find_up(source, std::nullopt) == 0) dial(source, peer->second.control, out);
+  if (posts_.count(id) != 0 || finished_.count(id) != 0) throw Error(Code::invalid_argument, "this transfer has begun: cancel it");
+  if (const auto peer = peers_.find(source); peer != peers_.end() && find_up(source) == 0) dial(source, peer->second.control, out);
   tell_given_up(id, source, out);
 }
 
 // By the session that is up, or as soon as the one that is being dialed is.
 void Endpoint::tell_given_up(const TransferId& id, const AgentRef& source, Effects& out) {
   if (!knows(source)) return;
-  if (const SessionId session = find_up(source, std::nullopt)) {
+  if (const SessionId session = find_up(source)) {
     out.push_back(SendFrame{session, Release{id}});
   } else if (const auto next = dialing_.lower_bound({source, SessionKind{}}); next != dialing_.end() && next->first == source) {
     std::vector<TransferId>& ids = given_up_[source];
@@ -104,7 +118,7 @@ void Endpoint::tell_given_up(const TransferId& id, const AgentRef& source, Effec
 }
 
 std::optional<TransferState> Endpoint::transfer_state(const TransferId& id) const {
-  if (const auto it = transfers_.find(id); it != transfers_.end()) return it->second.state();
+  if (const auto it = posts_.find(id); it != posts_.end() && !it->second->is_offered()) return it->second->state();
   if (const auto it = finished_.find(id); it != finished_.end()) return it->second;
   return std::nullopt;
 }
@@ -113,7 +127,7 @@ uint64_t Endpoint::notify(const AgentRef& to, std::string payload, Nanos now, Ef
   const auto peer = peers_.find(to);
   if (peer == peers_.end()) throw Error(Code::peer_gone, "agent " + to.agent_id + " is not known in that life");
   const uint64_t seq = notifier_.post(to, std::move(payload), now);
-  if (const SessionId session = find_up(to, std::nullopt)) {
+  if (const SessionId session = find_up(to)) {
     notifier_.flush(to, session, false, now, out);
   } else {
     dial(to, peer->second.control, out);
@@ -121,176 +135,17 @@ uint64_t Endpoint::notify(const AgentRef& to, std::string payload, Nanos now, Ef
   return seq;
 }
 
-// --- sessions ---
+// --- data ---
 
-SessionId Endpoint::find_up(const AgentRef& peer, std::optional<SessionKind> kind) const {
-  for (const auto& [id, session] : sessions_) {
-    if (session.is_up() && session.handshake.peer() == peer && (!kind || session.kind == *kind)) return id;
-  }
-  return 0;
-}
-
-void Endpoint::dial(const AgentRef& peer, SessionKind kind, Effects& out) {
-  if (dialing_.insert({peer, kind}).second) out.push_back(Dial{peer, kind});
-}
-
-SessionId Endpoint::dialed(const AgentRef& peer, SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out) {
-  const SessionId id = next_session_++;
-  Session session{kind, true, Handshake(self_, peer, nonce), now + limits_.handshake_ns, now, 0, {}};
-  out.push_back(SendFrame{id, session.handshake.dial_hello()});
-  sessions_.emplace(id, std::move(session));
-  return id;
-}
-
-SessionId Endpoint::accepted(SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out) {
-  const SessionId id = next_session_++;
-  sessions_.emplace(id, Session{kind, false, Handshake(self_, nonce), now + limits_.handshake_ns, now, 0, {}});
-  if (sessions_.size() > limits_.sessions_max) hang_up(id, Code::overloaded, "sessions_max is reached", now, out);
-  return id;
-}
-
-void Endpoint::dial_failed(const AgentRef& peer, SessionKind kind, Code code, const std::string& text, Nanos now, Effects& out) {
-  dialing_.erase({peer, kind});
-  if (const auto next = dialing_.lower_bound({peer, SessionKind{}}); next == dialing_.end() || next->first != peer) given_up_.erase(peer);
-  for (auto it = transfers_.begin(); it != transfers_.end();) {
-    const auto current = it++;
-    Transfer& transfer = current->second;
-    if (!transfer.can_attach() || !is_source(peer, transfer) || session_kind(transfer.lane()) != kind) continue;
-    transfer.dial_failed(code, text, now, out);
-    settle(current, now, out);
-  }
-  notifier_.postpone(peer, now);
-}
-
-void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
-  const auto found = sessions_.find(id);
-  if (found == sessions_.end()) return;
-  const Session session = std::move(found->second);
-  sessions_.erase(found);
-  if (!session.is_up()) {
-    if (session.is_dialed) dial_failed(session.handshake.peer(), session.kind, Code::transport, "the connection closed in the handshake", now, out);
-    return;
-  }
-  grants_.session_closed(id);
-  for (const TransferId& transfer : session.transfers) {
-    const auto it = transfers_.find(transfer);
-    if (it == transfers_.end() || it->second.session() != id) continue;
-    it->second.session_lost(now, out);
-    settle(it, now, out);
-  }
-}
-
-void Endpoint::hang_up(SessionId id, Code code, const std::string& text, Nanos now, Effects& out) {
-  const auto found = sessions_.find(id);
-  if (found == sessions_.end()) return;
-  const bool is_failed_dial = found->second.is_dialed && !found->second.is_up();
-  const AgentRef peer = found->second.handshake.peer();
-  const SessionKind kind = found->second.kind;
-  out.push_back(Hangup{id, code, text});
-  if (is_failed_dial) {
-    sessions_.erase(found);
-    dial_failed(peer, kind, code, text, now, out);
-  } else {
-    closed(id, now, out);
-  }
-}
-
-void Endpoint::heard(SessionId session, Nanos now) {
-  if (const auto found = sessions_.find(session); found != sessions_.end()) found->second.heard_at = now;
-}
-
-void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& out) {
-  session.deadline = kNever;
-  const AgentRef peer = session.handshake.peer();
-  const SessionKind kind = session.kind;
-  if (session.is_dialed) dialing_.erase({peer, kind});
-  out.push_back(SessionUp{id, peer, kind});
-  for (auto it = transfers_.begin(); it != transfers_.end();) {
-    const auto current = it++;
-    Transfer& transfer = current->second;
-    if (!transfer.can_attach() || !is_source(peer, transfer) || session_kind(transfer.lane()) != kind) continue;
-    attach(session, transfer, now);
-    transfer.session_up(id, now, out);
-    settle(current, now, out);
-  }
-  if (const auto given_up = given_up_.find(peer); given_up != given_up_.end()) {
-    for (const TransferId& transfer : given_up->second) out.push_back(SendFrame{id, Release{transfer}});
-    given_up_.erase(given_up);
-  }
-  notifier_.flush(peer, id, true, now, out);
-}
-
-void Endpoint::on_frame(SessionId id, const Frame& frame, Nanos now, Effects& out) {
-  const auto found = sessions_.find(id);
-  if (found == sessions_.end()) return;
-  Session& session = found->second;
-  session.heard_at = now;
-  try {
-    if (const auto* error = std::get_if<ErrorFrame>(&frame); error != nullptr && error->id == TransferId{}) {
-      return hang_up(id, error->code, printable(error->text), now, out);
-    }
-    if (session.is_up()) return on_proven(id, session, frame, now, out);
-    const auto* hello = std::get_if<Hello>(&frame);
-    if (hello == nullptr) throw Error(Code::protocol, std::string(kind_name(frame)) + " before the session was proven");
-    const auto answer = session.handshake.on_hello(*hello, [this](const AgentRef& peer) -> const Bytes32* {
-      const auto it = peers_.find(peer);
-      return it == peers_.end() ? nullptr : &it->second.key;
-    });
-    if (answer) out.push_back(SendFrame{id, *answer});
-    if (session.is_up()) session_up(id, session, now, out);
-  } catch (const Error& error) {
-    if (error.code() == Code::internal) throw;
-    out.push_back(SendFrame{id, ErrorFrame{{}, 0, error.code(), error.what()}});
-    hang_up(id, error.code(), error.what(), now, out);
-  }
-}
-
-bool Endpoint::is_source(const AgentRef& peer, const Transfer& transfer) const {
-  return peer == transfer.source() || (has_bug(Bug::mix_two_sources) && peer.agent_id == transfer.source().agent_id);
+Transfer* Endpoint::find_transfer(const TransferId& id) const {
+  const auto it = posts_.find(id);
+  return it != posts_.end() ? it->second->as_transfer() : nullptr;
 }
 
 Transfer* Endpoint::transfer_of(SessionId session, const TransferId& id) {
-  const auto it = transfers_.find(id);
-  return it != transfers_.end() && it->second.session() == session ? &it->second : nullptr;
+  Transfer* transfer = find_transfer(id);
+  return transfer != nullptr && transfer->session() == session ? transfer : nullptr;
 }
-
-void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nanos now, Effects& out) {
-  const AgentRef peer = session.handshake.peer();
-  const auto to_transfer = [&](const TransferId& transfer_id, auto&& act) {
-    if (Transfer* transfer = transfer_of(id, transfer_id)) {
-      act(*transfer);
-      settle(transfers_.find(transfer_id), now, out);
-    }
-  };
-  if (const auto* f = std::get_if<Pull>(&frame)) return grants_.on_pull(id, peer, *f, now, out);
-  if (const auto* f = std::get_if<Ready>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_ready(*f, now, out); });
-  if (const auto* f = std::get_if<Confirm>(&frame)) return grants_.on_confirm(id, peer, *f, now, out);
-  if (const auto* f = std::get_if<Verdict>(&frame); f != nullptr && has_bug(Bug::commit_twice)) {
-    const auto over = finished_.find(f->id);
-    if (f->code == Code::ok && over != finished_.end() && over->second == TransferState::Committed) {
-      out.push_back(TransferFinal{f->id, over->second, Code::ok, "", Lane::Stream, "", 0, 0, 0, 0, 0, 0});
-    }
-  }
-  if (const auto* f = std::get_if<Verdict>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_verdict(*f, now, out); });
-  if (const auto* f = std::get_if<Release>(&frame)) return grants_.on_release(peer, f->id, now, out);
-  if (const auto* f = std::get_if<Renew>(&frame)) return grants_.on_renew(peer, *f, now);
-  if (const auto* f = std::get_if<Revoke>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_revoke(*f, now, out); });
-  if (const auto* f = std::get_if<Cancel>(&frame)) return grants_.on_cancel(id, *f);
-  if (const auto* f = std::get_if<Notif>(&frame)) return notifier_.on_notif(id, peer, *f, now, out);
-  if (const auto* f = std::get_if<ErrorFrame>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_error(*f, now, out); });
-  if (const auto* f = std::get_if<Ping>(&frame)) {
-    if (f->kind == PingKind::Ask) out.push_back(SendFrame{id, Ping{PingKind::Answer, f->token}});
-    return;
-  }
-  if (const auto* f = std::get_if<Push>(&frame)) {  // no offer is live for these blocks: nothing may land
-    out.push_back(SendFrame{id, ErrorFrame{f->id, 0, Code::refused, "there is no offer for this transfer"}});
-    return;
-  }
-  if (std::holds_alternative<Map>(frame) || std::holds_alternative<Data>(frame)) return;  // the shell's: mapping, payload
-  throw Error(Code::protocol, std::string(kind_name(frame)) + " in a session that is up");
-}
-
-// --- data ---
 
 void Endpoint::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, Nanos now, Effects& out) {
   grants_.data_sent(session, id, attempt, count, now, out);
@@ -298,99 +153,138 @@ void Endpoint::data_sent(SessionId session, const TransferId& id, uint32_t attem
 
 Landing Endpoint::data_arrives(SessionId session, const Data& data, Nanos now) {
   Landing landing;
-  if (Transfer* transfer = transfer_of(session, data.id)) {
-    landing.blocks = transfer->on_data(data, now, landing.token);
-    landing.pool = transfer->pool();
-  }
+  if (Transfer* transfer = transfer_of(session, data.id)) landing.to = transfer->on_data(data, now, landing.token);
   return landing;
 }
 
 bool Endpoint::is_landing(const TransferId& id, uint64_t token) const {
-  const auto it = transfers_.find(id);
-  return it != transfers_.end() && it->second.is_landing(token);
+  const Transfer* transfer = find_transfer(id);
+  return transfer != nullptr && transfer->is_landing(token);
 }
 
 void Endpoint::read_landed(const TransferId& id, uint64_t token, Nanos now, Effects& out) {
-  const auto it = transfers_.find(id);
-  if (it == transfers_.end()) throw Error(Code::internal, "a read landed for a transfer that is over");
-  it->second.landed(token, now, out);
-  settle(it, now, out);
+  Transfer* transfer = find_transfer(id);
+  if (transfer == nullptr) throw Error(Code::internal, "a read landed for a transfer that is over");
+  transfer->landed(token, now, out);
+  settle(posts_.find(id), now, out);
 }
 
 void Endpoint::read_stopped(const TransferId& id, uint64_t token, Code code, const std::string& text, Nanos now, Effects& out) {
-  const auto it = transfers_.find(id);
-  if (it == transfers_.end()) throw Error(Code::internal, "a read stopped for a transfer that is over");
-  it->second.stopped(token, code, text, now, out);
-  settle(it, now, out);
+  Transfer* transfer = find_transfer(id);
+  if (transfer == nullptr) throw Error(Code::internal, "a read stopped for a transfer that is over");
+  transfer->stopped(token, code, text, now, out);
+  settle(posts_.find(id), now, out);
 }
 
-// --- transfers and time ---
+// --- posts and time ---
 
-void Endpoint::connect(Transfer& transfer, Nanos now, Effects& out) {
-  const SessionKind kind = session_kind(transfer.lane());
-  AgentRef source = transfer.source();
+void Endpoint::post(std::unique_ptr<Post> post, Nanos now, Effects& out) {
+  const TransferId id = post->id();
+  settle(posts_.emplace(id, std::move(post)).first, now, out);
+}
+
+void Endpoint::connect(Post& post, Nanos now, Effects& out) {
+  AgentRef peer = post.peer();
   if (has_bug(Bug::mix_two_sources)) {
-    for (const auto& [peer, _] : peers_) {
-      if (peer.agent_id == source.agent_id) source = peer;  // the newest life comes last
+    for (const auto& [other, _] : peers_) {
+      if (other.agent_id == peer.agent_id) peer = other;  // the newest life comes last
     }
   }
-  if (!knows(source)) return transfer.source_dead(now, out);
-  if (const SessionId session = find_up(source, kind)) {
-    attach(sessions_.at(session), transfer, now);
-    return transfer.session_up(session, now, out);
-  }
-  transfer.dialing();
-  dial(source, kind, out);
+  if (!knows(peer)) return post.end(TransferState::Failed, Code::peer_gone, "the peer is gone", now, out);
+  if (const SessionId session = find_session(peer, post, out)) return attach(post, session, now, out);
+  if (is_guest(peer) && !post.is_offered()) return post.lane_closed("a guest is reached over the session it opened only", now, out);
+  post.dialing();
+  if (!post.is_offered()) dial(peer, session_kind(post.lane()), out);
 }
 
-// Silence is counted from the moment in which somebody waits for an answer: an idle session is not a silent one.
-void Endpoint::attach(Session& session, const Transfer& transfer, Nanos now) {
-  if (session.transfers.empty()) {
+void Endpoint::attach(Post& post, SessionId session, Nanos now, Effects& out) {
+  post.session_up(session, has_maps(sessions_.at(session), post), now, out);
+}
+
+// The session that a post is on, as the post sees it. Silence is counted from the moment in which somebody waits for an
+// answer: an idle session is not a silent one.
+void Endpoint::follow_session(const Post& post, Nanos now) {
+  const TransferId id = post.id();
+  const auto known = attached_.find(id);
+  if (known != attached_.end() && known->second == post.session()) return;
+  detach(id);
+  const auto found = sessions_.find(post.session());
+  if (found == sessions_.end()) return;
+  Session& session = found->second;
+  if (session.posts.empty()) {
     session.heard_at = now;
     session.pinged_at = 0;
   }
-  session.transfers.insert(transfer.id());
+  session.posts.insert(id);
+  watched_.insert(post.session());
+  attached_[id] = post.session();
 }
 
-// After every event of a transfer: connect it where it needs that, remember when to look again, forget it when it is over.
-void Endpoint::settle(Transfers::iterator it, Nanos now, Effects& out) {
-  Transfer& transfer = it->second;
-  if (transfer.needs_session(now)) connect(transfer, now, out);
-  const TransferId id = it->first;
+void Endpoint::detach(const TransferId& id) {
+  const auto known = attached_.find(id);
+  if (known == attached_.end()) return;
+  if (const auto found = sessions_.find(known->second); found != sessions_.end()) {
+    found->second.posts.erase(id);
+    if (found->second.posts.empty() && found->second.is_up()) watched_.erase(known->second);
+  }
+  attached_.erase(known);
+}
+
+void Endpoint::wake(const TransferId& id, Nanos at) {
   if (const auto old = wake_of_.find(id); old != wake_of_.end()) {
+    if (old->second == at) return;
     wakes_.erase({old->second, id});
     wake_of_.erase(old);
   }
-  if (transfer.is_over()) {
-    // Without a session it could not release its grant; where none can be had either, the grant's own expiry ends it.
-    if (transfer.session() == 0 && transfer.state() != TransferState::Committed) tell_given_up(id, transfer.source(), out);
-    finished_[id] = transfer.state();
-    finished_order_.push_back(id);
-    if (finished_order_.size() > limits_.finished_max) {
-      finished_.erase(finished_order_.front());
-      finished_order_.pop_front();
-    }
-    for (auto& [_, session] : sessions_) session.transfers.erase(id);
-    transfers_.erase(it);
-    return;
+  if (at == kNever) return;
+  wakes_.insert({at, id});
+  wake_of_[id] = at;
+}
+
+// After every event of a post: connect it where it needs that, remember when to look again, forget it when it is over.
+void Endpoint::settle(Posts::iterator it, Nanos now, Effects& out) {
+  Post& post = *it->second;
+  while (post.needs_session(now)) connect(post, now, out);
+  if (!post.is_over()) {
+    follow_session(post, now);
+    return wake(post.id(), post.wake_at());
   }
-  if (const Nanos at = transfer.wake_at(); at != kNever) {
-    wakes_.insert({at, id});
-    wake_of_[id] = at;
+  const std::unique_ptr<Post> over = std::move(it->second);
+  posts_.erase(it);
+  detach(over->id());
+  wake(over->id(), kNever);
+  finish(*over, now, out);
+}
+
+void Endpoint::finish(const Post& post, Nanos now, Effects& out) {
+  const Transfer* transfer = const_cast<Post&>(post).as_transfer();
+  if (post.is_offered()) return end_offer(*transfer, out);
+  const TransferId& id = post.id();
+  finished_[id] = post.state();
+  finished_order_.push_back(id);
+  if (finished_order_.size() > limits_.finished_max) {
+    finished_.erase(finished_order_.front());
+    finished_order_.pop_front();
   }
+  if (transfer == nullptr) return;
+  // Without a session it could not release its grant; where none can be had either, the grant's own expiry ends it.
+  if (post.session() == 0 && post.state() != TransferState::Committed) tell_given_up(id, post.peer(), out);
+  if (post.state() == TransferState::Committed) notify_committed(*transfer, now, out);
+}
+
+bool Endpoint::is_peer(const AgentRef& peer, const Post& post) const {
+  return peer == post.peer() || (has_bug(Bug::mix_two_sources) && peer.agent_id == post.peer().agent_id);
 }
 
 void Endpoint::tick(Nanos now, Effects& out) {
   grants_.tick(now, out);
   const Nanos stall = limits_.transfers.stall_ns;
   std::vector<std::pair<SessionId, const char*>> lost;
-  for (auto& [id, session] : sessions_) {
+  for (const SessionId id : watched_) {
+    Session& session = sessions_.at(id);
     if (!session.is_up()) {
       if (now >= session.deadline) lost.emplace_back(id, "the handshake took too long");
-      continue;
-    }
-    if (session.transfers.empty()) continue;  // nobody here waits for this peer
-    if (now - session.heard_at >= 2 * stall) {
+    } else if (now - session.heard_at >= 2 * stall) {
       lost.emplace_back(id, "the peer fell silent");
     } else if (now - session.heard_at >= stall && session.pinged_at <= session.heard_at) {
       session.pinged_at = now;
@@ -400,18 +294,16 @@ void Endpoint::tick(Nanos now, Effects& out) {
   for (const auto& [id, why] : lost) hang_up(id, Code::transport, why, now, out);
   while (!wakes_.empty() && wakes_.begin()->first <= now) {
     const TransferId id = wakes_.begin()->second;
-    wakes_.erase(wakes_.begin());
-    wake_of_.erase(id);
-    const auto it = transfers_.find(id);
-    if (it == transfers_.end()) continue;
-    it->second.tick(now, out);
+    wake(id, kNever);
+    const auto it = posts_.find(id);
+    if (it == posts_.end()) continue;
+    it->second->tick(now, out);
     settle(it, now, out);
-    if (const auto wake = wake_of_.find(id); wake != wake_of_.end() && wake->second <= now) {
-      throw Error(Code::internal, "a transfer asks to be woken in the past");
-    }
+    // Whatever it wants, it has had its turn: an endpoint that asks for this very moment again would never sleep.
+    if (const auto again = wake_of_.find(id); again != wake_of_.end() && again->second <= now) wake(id, now + kMillisecond);
   }
   for (const AgentRef& peer : notifier_.overdue(now, stall)) {
-    if (const SessionId session = find_up(peer, std::nullopt)) {
+    if (const SessionId session = find_up(peer)) {
       notifier_.flush(peer, session, true, now, out);
     } else if (knows(peer)) {
       dial(peer, peers_.at(peer).control, out);
@@ -424,12 +316,9 @@ Nanos Endpoint::next_deadline() const {
   const Nanos stall = limits_.transfers.stall_ns;
   Nanos next = std::min(grants_.next_deadline(), notifier_.next_deadline(stall));
   if (!wakes_.empty()) next = std::min(next, wakes_.begin()->first);
-  for (const auto& [_, session] : sessions_) {
-    if (!session.is_up()) {
-      next = std::min(next, session.deadline);
-    } else if (!session.transfers.empty()) {
-      next = std::min(next, session.heard_at + (session.pinged_at <= session.heard_at ? stall : 2 * stall));
-    }
+  for (const SessionId id : watched_) {
+    const Session& session = sessions_.at(id);
+    next = std::min(next, !session.is_up() ? session.deadline : session.heard_at + (session.pinged_at <= session.heard_at ? stall : 2 * stall));
   }
   return next;
 }
@@ -440,7 +329,8 @@ EndpointCounts Endpoint::counts() const {
   for (const auto& [id, ledger] : pools_) {
     counts.pools.push_back({id, ledger->info().block_count, ledger->granted_count(), ledger->reserved_count(), ledger->quarantined_count()});
   }
-  for (const auto& [_, transfer] : transfers_) ++(is_final(transfer.state()) ? counts.transfers_draining : counts.transfers_live);
+  for (const auto& [id, region] : regions_.all()) counts.regions.push_back({id, region.info.bytes, region.grants, region.landings});
+  for (const auto& [_, post] : posts_) ++(is_final(post->state()) ? counts.transfers_draining : counts.transfers_live);
   for (const auto& [_, session] : sessions_) ++(session.is_up() ? counts.sessions_up : counts.sessions_opening);
   counts.peers = peers_.size();
   counts.notifications_pending = notifier_.pending_count();

@@ -4,6 +4,9 @@
 // What lives here and not in the parts is only how they meet: which session carries which transfer, who may speak of
 // which grant, what a lost session or a dead peer means to each of them, and when to look again.
 //
+// Three files: endpoint.cpp (the owner's acts, posts, time), endpoint_sessions.cpp, endpoint_regions.cpp (what FETCH, PUSH and
+// DONE mean here).
+//
 // Not thread-safe: the shell serialises calls.
 #pragma once
 
@@ -13,6 +16,7 @@
 
 #include "grant.hpp"
 #include "notifier.hpp"
+#include "push.hpp"
 #include "session.hpp"
 #include "transfer.hpp"
 
@@ -27,13 +31,33 @@ struct EndpointLimits {
   size_t notifications_max = 1024;
   size_t notification_bytes_max = 65536;
   Nanos handshake_ns = 1'500 * kMillisecond;
+  uint32_t lanes = ~0u;  // that this agent reads by and serves: bit 1 << lane each
+  size_t stripes = 1;  // connections to one peer that its transfers may be spread over (stream, unix)
 };
 
-// What Endpoint::data_arrives decided: fill `blocks` of `pool` under `token`, or (token 0) throw the payload away.
+// What Endpoint::data_arrives decided: fill `to` under `token`, or (token 0) throw the payload away.
 struct Landing {
   uint64_t token = 0;
-  uint32_t pool = 0;
-  std::vector<uint32_t> blocks;
+  Extent to;
+};
+
+// A read or a write of registered memory. Piece i of `remote` and of `local` have the same length.
+struct PostSpec {
+  TransferId id;
+  AgentRef peer;
+  PieceList local, remote;
+  std::vector<Lane> lanes;  // allowed, best first
+  Nanos deadline = kNever;
+  uint64_t nonce_seed = 0;
+  bool wants_sums = false;
+  std::optional<std::string> notification;  // to the peer's owner, once committed
+};
+
+struct RegionCounts {
+  uint32_t region = 0;
+  uint64_t bytes = 0;
+  size_t grants = 0;     // reads by peers, and own pushes, under way
+  size_t transfers = 0;  // own fetches and peers' pushes that may still write here
 };
 
 struct PoolCounts {
@@ -44,13 +68,14 @@ struct PoolCounts {
 struct EndpointCounts {
   GrantCounts grants;
   std::vector<PoolCounts> pools;
+  std::vector<RegionCounts> regions;
   size_t transfers_live = 0, transfers_draining = 0, sessions_up = 0, sessions_opening = 0, peers = 0, notifications_pending = 0;
 };
 
 class Endpoint {
  public:
   Endpoint(AgentRef self, EndpointLimits limits) : self_(std::move(self)), limits_(limits), grants_(limits.grants),
-      notifier_(limits.notifications_max, limits.notification_bytes_max) {}
+      notifier_(limits.notifications_max, limits.notification_bytes_max), offers_(limits.transfers_max, kOfferBytesMax) {}
   Endpoint(const Endpoint&) = delete;  // grants and transfers point into its pools
   Endpoint& operator=(const Endpoint&) = delete;
 
@@ -59,6 +84,14 @@ class Endpoint {
   // --- what the directory says ---
   // `control` is the kind of session dialed for notifications where none is up.
   void set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control);
+  // From now on a peer that nobody named may open a session if it proves this key: it holds our metadata. It is known while
+  // a session of it is up, reached over that session only, and forgotten (peer_dead) after the last one. Peers that were
+  // named prove it too where they dial; their own key is what we prove where we dial them.
+  // Whoever holds our metadata can come under any name. So on a session that was opened with this key, PULL and RELEASE reach
+  // only grants of regions that were made to that very name by a FETCH or an own push, and what we have for a peer that was
+  // named (posts, notifications) never goes over it: for that we dial, and the peer proves its own key. What a peer's PUSH
+  // asks for runs where that PUSH came.
+  void set_guest_key(const Bytes32& key) { guest_key_ = key; }
   // The known death of exactly this life.
   void peer_dead(const AgentRef& peer, Nanos now, Effects& out);
   bool knows(const AgentRef& peer) const { return peers_.count(peer) != 0; }
@@ -69,11 +102,30 @@ class Endpoint {
   void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
              uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content = {});
   void decline(const TransferId& id, Effects& out) { grants_.decline(id, out); }
-  void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out);
+  // `sums`: CRC-32C of the blocks that became ready by this call, or none.
+  void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
+             const std::vector<uint32_t>& sums = {});
+  // The pool, and which of its blocks ready(id, blocks) would newly make ready; no blocks where the pool goes without checks.
+  std::pair<uint32_t, std::vector<uint32_t>> becoming_ready(const TransferId& id, uint32_t blocks) const { return grants_.becoming_ready(id, blocks); }
   GrantState end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out);
   std::optional<GrantState> grant_state(const TransferId& id, Nanos now) const { return grants_.state(id, now); }
   void pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out);
-  void cancel(const TransferId& id, Nanos now, Effects& out);
+  // Open-ended grants and offers; see RegionInfo. Throws invalid_argument: the id is or was taken, no bytes.
+  void add_region(const RegionInfo& info);
+  // Ends every grant over it (revoked), own pushes and what peers' pushes still bring, and refuses what comes. Throws
+  // blocks_busy while an own fetch may write there (nothing was done), or until what a peer's push brought has drained: what
+  // was ended then stays so, nothing new is let in, and the call is to be made again.
+  void remove_region(uint32_t region, Nanos now, Effects& out);
+  // Whether it was taken back already, and is there only because something may still land in it.
+  bool is_withdrawn(uint32_t region) const {
+    const auto found = regions_.all().find(region);
+    return found != regions_.all().end() && found->second.is_withdrawn;
+  }
+  // Read the peer's pieces into ours, or have the peer pull ours into its own; each is told by TransferFinal and TransferDrained.
+  // Throws invalid_argument (lists of unequal length, a piece outside its own region), peer_gone, limit_exceeded, no_lane.
+  void fetch(PostSpec spec, Nanos now, Effects& out);
+  void push(PostSpec spec, Nanos now, Effects& out);
+  void cancel(const TransferId& id, Nanos now, Effects& out);  // of a pull, a fetch or a push
   // This agent will never pull `id` from `source`: lets the source know, where it can be reached.
   void give_up(const TransferId& id, const AgentRef& source, Effects& out);
   std::optional<TransferState> transfer_state(const TransferId& id) const;
@@ -91,6 +143,8 @@ class Endpoint {
   void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, Nanos now, Effects& out);
   Landing data_arrives(SessionId session, const Data& data, Nanos now);
   bool is_landing(const TransferId& id, uint64_t token) const;
+  // Whether a PUSH of this id would be taken for one that came before.
+  bool has_met(const TransferId& id) const { return posts_.count(id) != 0 || offers_ended_.count(id) != 0; }
   void read_landed(const TransferId& id, uint64_t token, Nanos now, Effects& out);
   void read_stopped(const TransferId& id, uint64_t token, Code code, const std::string& text, Nanos now, Effects& out);
 
@@ -99,9 +153,12 @@ class Endpoint {
   EndpointCounts counts() const;
 
  private:
+  static constexpr uint64_t kOfferBytesMax = 256ull << 20;  // of the lists of one peer's pushes
+
   struct Peer {
     Bytes32 key{};
     SessionKind control = SessionKind::Tcp;
+    bool is_guest = false;
   };
   struct Session {
     SessionKind kind = SessionKind::Tcp;
@@ -109,39 +166,101 @@ class Endpoint {
     Handshake handshake;
     Nanos deadline = kNever;  // of the handshake
     Nanos heard_at = 0, pinged_at = 0;
-    std::set<TransferId> transfers;  // attached
+    std::set<TransferId> posts;                    // attached
+    std::set<std::pair<uint32_t, Lane>> maps;      // what the peer let us read by it
+    bool is_by_guest_key = false;                  // its name is only what it says of itself
     bool is_up() const { return handshake.state() == SessionState::Up; }
   };
-  using Transfers = std::map<TransferId, Transfer>;
+  struct OfferShare {
+    AgentRef of;
+    uint64_t weight = 0;
+  };
+  struct EndedOffer {
+    AgentRef from;
+    Code code = Code::ok;
+    std::string text;
+  };
+  using Sessions = std::map<SessionId, Session>;
+  using Posts = std::map<TransferId, std::unique_ptr<Post>>;
 
-  Ledger& ledger(uint32_t pool);
-  SessionId find_up(const AgentRef& peer, std::optional<SessionKind> kind) const;
+  // sessions (endpoint_sessions.cpp)
+  const Bytes32* key_of(const AgentRef& peer, Session& session) const;
+  bool is_guest(const AgentRef& peer) const;
+  bool carries_ours(const Session& session) const;
+  bool carries(const Session& session, const Post& post) const;
+  // Guests choose their names: all together are one peer where something is shared out.
+  AgentRef share_of(const AgentRef& peer) const { return is_guest(peer) ? AgentRef{} : peer; }
+  SessionId open(Session session);
+  SessionId find_up(const AgentRef& peer) const;  // that carries what is ours
+  SessionId find_session(const AgentRef& peer, const Post& post, Effects& out);
   void dial(const AgentRef& peer, SessionKind kind, Effects& out);
   void session_up(SessionId id, Session& session, Nanos now, Effects& out);
   void hang_up(SessionId id, Code code, const std::string& text, Nanos now, Effects& out);
+  void remove(Sessions::iterator session);
   void on_proven(SessionId id, Session& session, const Frame& frame, Nanos now, Effects& out);
+  void on_map(Session& session, const Map& map);
+  static bool has_maps(const Session& session, const Post& post);
+
+  // registered memory (endpoint_regions.cpp)
+  bool serves(Lane lane) const { return (limits_.lanes >> static_cast<unsigned>(lane) & 1) != 0; }
+  void drop_unserved(std::vector<Lane>& lanes) const;
+  void check_post(const PostSpec& spec) const;
+  void on_pull(SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out);
+  void on_fetch(SessionId session, const AgentRef& peer, const Fetch& fetch, Nanos now, Effects& out);
+  void on_push(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
+  void on_done(const AgentRef& peer, const Done& done, Nanos now, Effects& out);
+  void take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
+  void end_offer(const Transfer& transfer, Effects& out);
+  void remember(const TransferId& id, const AgentRef& share, EndedOffer ended);
+  bool may_read(SessionId session, const AgentRef& peer, const TransferId& id) const;
+  void notify_committed(const Transfer& transfer, Nanos now, Effects& out);
+  PushPost* push_of(const AgentRef& peer, const TransferId& wire_id);
+
+  // posts
+  Ledger& ledger(uint32_t pool);
+  void check_room(const TransferId& id, const AgentRef& peer) const;
+  void forget(const AgentRef& peer, Nanos now, Effects& out);
+  void post(std::unique_ptr<Post> post, Nanos now, Effects& out);
   Transfer* transfer_of(SessionId session, const TransferId& id);
-  static void attach(Session& session, const Transfer& transfer, Nanos now);
-  void connect(Transfer& transfer, Nanos now, Effects& out);
-  void settle(Transfers::iterator it, Nanos now, Effects& out);
+  Transfer* find_transfer(const TransferId& id) const;
+  void attach(Post& post, SessionId session, Nanos now, Effects& out);
+  void connect(Post& post, Nanos now, Effects& out);
+  void follow_session(const Post& post, Nanos now);
+  void detach(const TransferId& id);
+  void wake(const TransferId& id, Nanos at);
+  void settle(Posts::iterator it, Nanos now, Effects& out);
+  void finish(const Post& post, Nanos now, Effects& out);
   void tell_given_up(const TransferId& id, const AgentRef& source, Effects& out);
-  bool is_source(const AgentRef& peer, const Transfer& transfer) const;
+  bool is_peer(const AgentRef& peer, const Post& post) const;
 
   AgentRef self_;
   EndpointLimits limits_;
+  std::map<uint32_t, std::unique_ptr<Ledger>> pools_;
+  Regions regions_;
   GrantTable grants_;
   Notifier notifier_;
-  std::map<uint32_t, std::unique_ptr<Ledger>> pools_;
   std::map<AgentRef, Peer> peers_;
-  std::map<SessionId, Session> sessions_;
+  std::optional<Bytes32> guest_key_;
+
+  Sessions sessions_;
   SessionId next_session_ = 1;
+  std::map<AgentRef, std::vector<SessionId>> up_;  // oldest first
+  std::set<SessionId> watched_;                    // opening, or with posts attached: those whose silence says something
+  size_t unproven_ = 0;                            // accepted
   std::set<std::pair<AgentRef, SessionKind>> dialing_;
   std::map<AgentRef, std::vector<TransferId>> given_up_;  // ended while their session was being dialed: release when it is up
-  Transfers transfers_;
+
+  Posts posts_;
+  std::map<TransferId, SessionId> attached_;
   std::set<std::pair<Nanos, TransferId>> wakes_;
   std::map<TransferId, Nanos> wake_of_;
   std::map<TransferId, TransferState> finished_;
   std::deque<TransferId> finished_order_;
+
+  Shares offers_;
+  std::map<TransferId, OfferShare> offer_shares_;  // live
+  std::map<TransferId, EndedOffer> offers_ended_;
+  std::map<AgentRef, std::deque<TransferId>> offers_ended_order_;  // by share, oldest first
 };
 
 }  // namespace kvxfer

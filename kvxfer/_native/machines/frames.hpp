@@ -6,7 +6,7 @@
 // reads past its input, and allocates no more than the body it was given. After the first error a decoder stays broken:
 // there is no way to find the next frame in a stream that went wrong.
 //
-// Version history. 1: first.
+// Version history. 1: first. 2: registered regions (FETCH, PUSH, DONE), checksums, MAP for every one-sided lane.
 #pragma once
 
 #include <optional>
@@ -16,18 +16,19 @@
 #include <vector>
 
 #include "codes.hpp"
-#include "ids.hpp"
+#include "ranges.hpp"
 
 namespace kvxfer {
 
-constexpr uint8_t kWireVersion = 1;
+constexpr uint8_t kWireVersion = 2;
 constexpr size_t kHeaderBytes = 8;
-constexpr size_t kBodyMax = 512 * 1024;
+constexpr size_t kBodyMax = 1024 * 1024;
 constexpr size_t kTextMax = 512;             // an ERROR's explanation
 constexpr size_t kAgentIdMax = 64;
 constexpr size_t kNotificationMax = 256 * 1024;
 constexpr size_t kIdsMax = 65536;            // block ids in one READY
 constexpr size_t kSegmentsMax = 4096;        // segments in one MAP
+constexpr size_t kMapKeyMax = 16 * 1024;     // what a lane needs beside addresses in one MAP
 constexpr uint64_t kPayloadMax = 1ull << 31;
 
 enum class HelloStep : uint8_t { Dial = 1, Accept = 2, Prove = 3 };
@@ -50,11 +51,45 @@ struct Pull {
   Bytes32 digest{};    // of the reader's compatibility record
   uint32_t wait_ms = 0;
   Bytes32 content{};   // of what the reader takes the blocks to hold; zero: it does not say
+  bool wants_sums = false;  // the reader checks CRC-32Cs where the source can give them
 };
-// Source to destination: please pull under your offer.
+// Pieces of registered regions on the wire: every grid, and which pieces in which order. No picks: all, as they
+// come, at most kUnpickedMax.
+struct WireList {
+  std::vector<Grid> grids;
+  std::vector<uint32_t> picks;
+  size_t bytes() const { return grids.size() * kGridBytes + picks.size() * 4; }  // on the wire, at most kListBytesMax
+};
+// A list of which only some pieces are named goes without the others where it is a table. Throws Error(limit_exceeded) past
+// kListBytesMax.
+WireList to_wire(const PieceList& list);
+size_t wire_bytes(const PieceList& list);  // throws as to_wire
+// Of what a peer sent, before anything is made of it: how many pieces it names. Throws Error(invalid_argument) past kUnpickedMax.
+uint32_t piece_count(const WireList& list);
+// Throws Error(invalid_argument), as piece_count, Ranges and check_picks.
+PieceList from_wire(const WireList& list);
+// Reader to source: as PULL, under the open-ended grant of your registered regions, of these pieces. pull.first and .count
+// are positions in the whole list; block_bytes, digest, content and wait_ms are not looked at.
+struct Fetch {
+  Pull pull;
+  WireList pieces;
+};
+// Source to destination: please pull my pieces `from` into your pieces `to`, under the open-ended offer of your registered
+// regions, by `lane`, on this session. Sent again where the answer did not come; answered by DONE once final.
 struct Push {
   TransferId id;
-  uint32_t count = 0;
+  Lane lane = Lane::Stream;
+  bool wants_sums = false;
+  uint32_t deadline_ms = 0;
+  WireList from, to;
+  bool has_notification = false;
+  std::string notification;  // told to the destination's owner once the bytes are committed there
+};
+// Destination to source: the transfer that your PUSH asked for is final.
+struct Done {
+  TransferId id;
+  Code code = Code::ok;  // ok: committed
+  std::string text;
 };
 // The grant's cumulative state, told whole at each new attempt. `ids` are the source's block ids of the positions from
 // `ids_first` on (one-sided lanes only; positions are never told twice in one attempt).
@@ -67,13 +102,16 @@ struct Ready {
   uint32_t pool = 0;
   uint32_t ids_first = 0;
   std::vector<uint32_t> ids;
+  std::vector<uint32_t> sums;  // CRC-32C of each of `ids`, or none
 };
-// `payload_bytes` follow: blocks `first`.. of the grant, each as its segments in order.
+// `payload_bytes` follow: blocks `first`.. of the grant, each as its segments in order; then, where has_sums, 4 bytes for
+// each block (CRC-32C, little-endian), which payload_bytes counts too.
 struct Data {
   TransferId id;
   uint32_t attempt = 0;
   uint32_t first = 0, count = 0;
   bool complete = false;  // the source had announced everything before it sent this
+  bool has_sums = false;
   uint64_t payload_bytes = 0;
 };
 struct Confirm {
@@ -125,17 +163,24 @@ struct ErrorFrame {
 struct Segment {
   uint64_t offset = 0, stride = 0, length = 0;
 };
-// Source to reader, with the region's descriptor beside it (SCM_RIGHTS): how to read pool `pool`.
+// Source to reader: how to read pool or region `pool` by `lane`. region_bytes 0: it cannot be, and `key` is the reason as text.
+//   mapped  the descriptor comes beside it (SCM_RIGHTS)
+//   cma     `address`: where the memory lies in the source; `key`: 8 bytes, where its boot nonce lies
+//   ucx     `address` too; `key`: the packed worker address and remote key (lanes/ucx.hpp)
+// A region has no segments and no blocks.
 struct Map {
   uint32_t pool = 0;
+  Lane lane = Lane::Mapped;
   uint64_t region_bytes = 0;
+  uint64_t address = 0;
   uint32_t block_count = 0;
   std::vector<Segment> segments;
+  std::string key;
 };
 
 // The order is the kind on the wire, from 1.
 using Frame = std::variant<Hello, Pull, Push, Ready, Data, Confirm, Verdict, Release, Renew, Revoke, Cancel, Notif, Ping,
-                           ErrorFrame, Map>;
+                           ErrorFrame, Map, Fetch, Done>;
 
 inline uint8_t kind_of(const Frame& frame) { return static_cast<uint8_t>(frame.index() + 1); }
 const char* kind_name(const Frame& frame);

@@ -1,11 +1,26 @@
 #include "grant.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvxfer {
 namespace {
 
 constexpr size_t kVerdictsMax = 16;
+constexpr uint64_t kListsBytesMax = 256ull << 20;  // of the lists of one peer's fetches
+
+// Of a grant that a seeded bug brought back to life.
+class NoHold final : public Hold {
+ public:
+  uint32_t count() const override { return 0; }
+  Extent part(uint32_t, uint32_t) const override { return {}; }
+  uint64_t bytes(uint32_t, uint32_t) const override { return 0; }
+  uint64_t piece_bytes(uint32_t) const override { return 0; }
+  std::vector<uint32_t> maps() const override { return {}; }
+  const char* obstacle(Lane) const override { return nullptr; }
+  void take() override {}
+  void give_back() override {}
+};
 
 uint32_t to_ms(Nanos ns) { return static_cast<uint32_t>(std::clamp<Nanos>(ns / kMillisecond, 0, UINT32_MAX)); }
 
@@ -40,23 +55,36 @@ Code code_of(GrantState state) {
   return Code::internal;
 }
 
-void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
-                       Nanos now, Effects& out, const Bytes32& content) {
+GrantTable::GrantTable(GrantLimits limits) : limits_(limits), waiting_(limits.waiting_max), fetches_(limits.grants_max, kListsBytesMax) {}
+
+void GrantTable::check_new(const TransferId& id, Nanos ttl_ns) const {
   if (ttl_ns <= 0 || ttl_ns > limits_.life_max_ns) throw Error(Code::invalid_argument, "grant ttl must be above 0 and at most the maximum life");
-  if (blocks.empty()) throw Error(Code::invalid_argument, "a grant needs at least one block");
   if (const auto found = grants_.find(id); found != grants_.end()) {
-    if (found->second.is_given_up) {
-      throw Error(Code::grant_released, "the reader gave this transfer up before the grant was made");
-    }
+    if (found->second.is_given_up) throw Error(Code::grant_released, "the reader gave this transfer up before the grant was made");
     throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
   }
+  check_count();
+}
+
+void GrantTable::check_count() const {
   if (counts_.alive >= limits_.grants_max) throw Error(Code::limit_exceeded, "grants_max (" + std::to_string(limits_.grants_max) + ") is reached");
-  ledger.grant(blocks);
+}
+
+void GrantTable::check_room(const AgentRef& share, uint64_t weight) const {
+  check_count();
+  if (!fetches_.has_room(share, weight)) throw Error(Code::overloaded, "too many fetches of this peer are under way");
+}
+
+void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
+                       Nanos now, Effects& out, const Bytes32& content) {
+  if (blocks.empty()) throw Error(Code::invalid_argument, "a grant needs at least one block");
+  check_new(id, ttl_ns);
+  auto hold = std::make_unique<PromisedBlocks>(ledger, std::move(blocks));
+  hold->take();
 
   Grant& grant = grants_[id];
   grant.id = id;
-  grant.ledger = &ledger;
-  grant.blocks = std::move(blocks);
+  grant.hold = std::move(hold);
   grant.reader_id = reader;
   grant.content = content;
   grant.life_end = now + limits_.life_max_ns;
@@ -64,10 +92,59 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
   set_expiry(grant, now + ttl_ns);
 
   // Whoever waited is served in the order it came; all but the bound reader are turned away by accept().
-  const auto range = waiting_.equal_range(id);
-  const std::vector<std::pair<TransferId, Waiting>> waited(range.first, range.second);
-  waiting_.erase(range.first, range.second);
-  for (const auto& [_, w] : waited) accept(grant, w.session, w.peer, w.pull, now, out);
+  for (const WaitingPull& waited : waiting_.take(id)) accept(grant, waited.session, waited.peer, waited.pull, now, out);
+}
+
+Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold, const AgentRef& reader, const AgentRef& share, Nanos ttl_ns,
+                               uint64_t weight, Nanos now) {
+  ttl_ns = std::min(ttl_ns, limits_.life_max_ns);
+  check_new(id, ttl_ns);
+  if (weight != 0) check_room(share, weight);
+  hold->take();
+  if (weight != 0) fetches_.take(share, weight);
+
+  Grant& grant = grants_[id];
+  grant.id = id;
+  grant.is_of_pieces = true;
+  grant.share = share;
+  grant.weight = weight;
+  grant.reader = reader;
+  grant.seq = 1;
+  grant.ready_blocks = hold->count();
+  grant.is_complete = true;
+  grant.hold = std::move(hold);
+  grant.life_end = now + limits_.life_max_ns;
+  ++counts_.alive;
+  set_expiry(grant, now + ttl_ns);
+  return grant.life_end;
+}
+
+bool GrantTable::is_of_pieces(const TransferId& id) const {
+  const auto found = grants_.find(id);
+  return found != grants_.end() && found->second.is_of_pieces;
+}
+
+bool GrantTable::is_bound_to(const TransferId& id, const AgentRef& peer) const {
+  const auto found = grants_.find(id);
+  return found != grants_.end() && found->second.reader && *found->second.reader == peer;
+}
+
+bool GrantTable::has_confirmed(const TransferId& id) const {
+  const auto found = grants_.find(id);
+  if (found == grants_.end()) return true;
+  const auto& verdicts = found->second.verdicts;
+  return std::any_of(verdicts.begin(), verdicts.end(), [](const auto& verdict) { return verdict.second == Code::ok; });
+}
+
+void GrantTable::revoke_over(uint32_t region, Nanos now, Effects& out) {
+  std::vector<TransferId> over;
+  for (const auto& [id, grant] : grants_) {
+    if (!grant.is_of_pieces || !grant.hold) continue;
+    const std::vector<uint32_t> regions = grant.hold->maps();
+    if (std::binary_search(regions.begin(), regions.end(), region)) over.push_back(id);
+  }
+  std::sort(over.begin(), over.end());
+  for (const TransferId& id : over) end(id, GrantEvent::Revoke, now, out);
 }
 
 void GrantTable::decline(const TransferId& id, Effects& out) {
@@ -75,29 +152,40 @@ void GrantTable::decline(const TransferId& id, Effects& out) {
   Grant& grant = grants_[id];
   grant.id = id;
   grant.state = GrantState::Revoked;
-  const auto range = waiting_.equal_range(id);
-  for (auto it = range.first; it != range.second; ++it) {
-    refuse(it->second.session, it->second.pull, Code::grant_revoked, "the source will not make this grant", out);
-  }
-  waiting_.erase(range.first, range.second);
-  bury(id);
+  for (const WaitingPull& waited : waiting_.take(id)) refuse(waited.session, waited.pull, Code::grant_revoked, "the source will not make this grant", out);
+  bury(tombstones_, limits_.tombstones_max, id);
 }
 
-void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out) {
+void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
+                       const std::vector<uint32_t>& sums) {
   const auto found = grants_.find(id);
-  if (found == grants_.end()) throw Error(Code::grant_unknown, "no such grant");
+  if (found == grants_.end() || found->second.is_of_pieces) throw Error(Code::grant_unknown, "no such grant");
   Grant& grant = found->second;
   // An error drops the effects of its call, so this must not be the call that ends the grant: tick will.
   if (!is_alive(grant, now)) throw Error(code_of(grant.state == GrantState::Alive ? GrantState::Expired : grant.state), "the grant has ended");
-  if (blocks > grant.blocks.size()) throw Error(Code::invalid_argument, "more blocks are ready than the grant has");
-  if (complete && blocks != grant.blocks.size()) throw Error(Code::invalid_argument, "complete, but not all blocks are ready");
+  const uint32_t total = grant.hold->count();
+  if (blocks > total) throw Error(Code::invalid_argument, "more blocks are ready than the grant has");
+  if (complete && blocks != total) throw Error(Code::invalid_argument, "complete, but not all blocks are ready");
   if (blocks < grant.ready_blocks || (grant.is_complete && !complete)) throw Error(Code::invalid_argument, "ready never takes back");
+  if (!sums.empty() && sums.size() != blocks - grant.ready_blocks) throw Error(Code::invalid_argument, "a checksum is due for each block that became ready");
   grant.state = next_state(grant.state, GrantEvent::Ready);
+  for (uint32_t i = 0; i < blocks - grant.ready_blocks; ++i) grant.sums.push_back(sums.empty() ? std::nullopt : std::optional(sums[i]));
   grant.ready_blocks = blocks;
   grant.layers = layers;
   grant.is_complete = complete;
   ++grant.seq;
   serve(grant, now, out);
+}
+
+std::pair<uint32_t, std::vector<uint32_t>> GrantTable::becoming_ready(const TransferId& id, uint32_t blocks) const {
+  const auto found = grants_.find(id);
+  if (found == grants_.end() || found->second.is_of_pieces || found->second.state != GrantState::Alive) return {};
+  const Grant& grant = found->second;
+  const PoolInfo& pool = *grant.hold->pool();
+  if (!pool.checks || blocks <= grant.ready_blocks || blocks > grant.hold->count()) return {pool.id, {}};
+  const Extent extent = grant.hold->part(grant.ready_blocks, blocks - grant.ready_blocks);
+  const auto begin = extent.ids->begin() + extent.first;
+  return {pool.id, std::vector<uint32_t>(begin, begin + extent.count)};
 }
 
 GrantState GrantTable::end(const TransferId& id, GrantEvent event, Nanos now, Effects& out) {
@@ -119,6 +207,7 @@ std::optional<GrantState> GrantTable::state(const TransferId& id, Nanos now) con
 }
 
 void GrantTable::refuse(SessionId session, const Pull& pull, Code code, const std::string& text, Effects& out) {
+  if (code == Code::refused) count_refusal();
   out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, code, text}});
 }
 
@@ -130,39 +219,27 @@ void GrantTable::on_pull(SessionId session, const AgentRef& peer, const Pull& pu
   }
   const Nanos wait = std::min<Nanos>(Nanos{pull.wait_ms} * kMillisecond, limits_.wait_max_ns);
   if (wait <= 0) return refuse(session, pull, Code::grant_unknown, "no grant for this transfer", out);
-  const auto range = waiting_.equal_range(pull.id);
-  for (auto it = range.first; it != range.second; ++it) {
-    if (it->second.peer != peer) continue;
-    if (pull.attempt >= it->second.pull.attempt) {  // the same reader asks again: one place in the queue, first deadline kept
-      it->second.session = session;
-      it->second.pull = pull;
-    }
-    return;
-  }
-  if (waiting_.size() >= limits_.waiting_max) return refuse(session, pull, Code::overloaded, "too many pulls wait for their grants", out);
-  waiting_.emplace(pull.id, Waiting{session, peer, pull, now + wait});
+  if (!waiting_.add(session, peer, pull, now + wait)) refuse(session, pull, Code::overloaded, "too many pulls wait for their grants", out);
 }
 
 void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
   const bool is_stranger = grant.reader ? *grant.reader != peer : (!grant.reader_id.empty() && grant.reader_id != peer.agent_id);
   if (is_stranger) return refuse(session, pull, Code::refused, "this transfer is promised to another reader", out);
   if (!is_alive(grant, now)) return refuse(session, pull, code_of(grant.state), "the grant has ended", out);
-  const PoolInfo& pool = grant.ledger->info();
-  if (pull.digest != pool.digest || pull.block_bytes != pool.block_bytes) {
+  const Hold& hold = *grant.hold;
+  if (hold.pool() != nullptr && (pull.digest != hold.pool()->digest || pull.block_bytes != hold.pool()->block_bytes)) {
     return refuse(session, pull, Code::incompatible, "compatibility records of the two pools differ", out);
   }
   if (pull.content != grant.content && pull.content != Bytes32{} && grant.content != Bytes32{}) {
     return refuse(session, pull, Code::incompatible, "content differs: the two sides do not mean the same tokens", out);
   }
-  if (pull.count == 0 || uint64_t{pull.first} + pull.count > grant.blocks.size()) {
+  if (pull.count == 0 || uint64_t{pull.first} + pull.count > hold.count()) {
     return refuse(session, pull, Code::refused,
                   "blocks " + std::to_string(pull.first) + " to " + std::to_string(uint64_t{pull.first} + pull.count) + " asked of a grant of " +
-                      std::to_string(grant.blocks.size()),
+                      std::to_string(hold.count()),
                   out);
   }
-  if (pull.lane == Lane::Mapped && !pool.is_shareable) {
-    return refuse(session, pull, Code::no_lane, "the source pool cannot be mapped (memory not allocated by kvxfer, or exposure is grant)", out);
-  }
+  if (const char* why = hold.obstacle(pull.lane)) return refuse(session, pull, Code::no_lane, why, out);
   if (pull.attempt <= grant.attempt) return;  // a repeat, or of an attempt that was given up
   grant.attempt = pull.attempt;
   grant.reader = peer;
@@ -170,8 +247,51 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
   grant.reading = Reading{};
   grant.reading->session = session;
   grant.reading->pull = pull;
-  if (pull.lane == Lane::Mapped) out.push_back(SendMap{session, pool.id});
+  if (needs_map(pull.lane)) {
+    for (const uint32_t id : hold.maps()) out.push_back(SendMap{session, id, pull.lane});
+  }
   serve(grant, now, out);
+}
+
+// One READY; on one-sided lanes with as many of the source's block ids that were not told yet as fit. Of pieces the reader
+// has the list.
+Ready GrantTable::announcement(const Grant& grant, Reading& reading, uint32_t can_read, Nanos now) {
+  const Pull& pull = reading.pull;
+  const PoolInfo* pool = grant.hold->pool();
+  Ready ready{pull.id, pull.attempt, grant.seq, grant.ready_blocks, grant.layers, grant.hold->count(), grant.is_complete,
+              to_ms(grant.expiry - now), pool != nullptr ? pool->id : 0, pull.first + reading.ids_told, {}, {}};
+  if (!is_one_sided(pull.lane)) return ready;
+  if (pool == nullptr) {
+    reading.ids_told = can_read;
+    return ready;
+  }
+  const uint32_t count = std::min<uint32_t>(can_read - reading.ids_told, kIdsMax);
+  const Extent told = grant.hold->part(pull.first + reading.ids_told, count);
+  const auto from = told.ids->begin() + told.first;
+  ready.ids.assign(from, from + count);
+  if (pull.wants_sums || pool->checks) ready.sums = sums_of(grant, pull.first + reading.ids_told, count);
+  reading.ids_told += count;
+  return ready;
+}
+
+// All or none.
+std::vector<uint32_t> GrantTable::sums_of(const Grant& grant, uint32_t first, uint32_t count) {
+  std::vector<uint32_t> sums;
+  for (uint32_t i = first; i < first + count && i < grant.sums.size() && grant.sums[i]; ++i) sums.push_back(*grant.sums[i]);
+  if (sums.size() != count) sums.clear();
+  return sums;
+}
+
+void GrantTable::send_next(Grant& grant, Reading& reading, uint32_t can_read, Effects& out) {
+  const Pull& pull = reading.pull;
+  const Hold& hold = *grant.hold;
+  const uint32_t first = pull.first + reading.sent;
+  const uint32_t count = hold.fitting(first, can_read - reading.sent, limits_.data_bytes_max);
+  reading.sending = count;
+  const bool has_sums = pull.wants_sums || (hold.pool() != nullptr && hold.pool()->checks);
+  const uint64_t bytes = hold.bytes(first, count) + (has_sums ? uint64_t{count} * 4 : 0);
+  out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, has_sums, bytes}, hold.part(first, count),
+                         has_sums ? sums_of(grant, first, count) : std::vector<uint32_t>{}});
 }
 
 // Tells the reader what is new and, on stream, sends what may be sent; one SendData under way at a time keeps what lies in
@@ -185,31 +305,14 @@ void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
 
   if (!reading.is_told || reading.told_seq != grant.seq) {
     do {
-      Ready ready{pull.id, pull.attempt, grant.seq, grant.ready_blocks, grant.layers, static_cast<uint32_t>(grant.blocks.size()),
-                  grant.is_complete, to_ms(grant.expiry - now), grant.ledger->info().id, pull.first + reading.ids_told, {}};
-      if (is_one_sided(pull.lane)) {
-        const uint32_t count = std::min<uint32_t>(can_read - reading.ids_told, kIdsMax);
-        const auto from = grant.blocks.begin() + pull.first + reading.ids_told;
-        ready.ids.assign(from, from + count);
-        reading.ids_told += count;
-      }
-      out.push_back(SendFrame{reading.session, std::move(ready)});
+      out.push_back(SendFrame{reading.session, announcement(grant, reading, can_read, now)});
     } while (is_one_sided(pull.lane) && reading.ids_told < can_read);
     reading.is_told = true;
     reading.told_seq = grant.seq;
   }
   if (is_one_sided(pull.lane)) return;
 
-  if (reading.sending == 0 && reading.sent < can_read) {
-    const uint64_t block_bytes = grant.ledger->info().block_bytes;
-    const auto limit = static_cast<uint32_t>(std::max<uint64_t>(1, std::min<uint64_t>(limits_.data_bytes_max / block_bytes, UINT32_MAX)));
-    const uint32_t count = std::min(can_read - reading.sent, limit);
-    const uint32_t first = pull.first + reading.sent;
-    reading.sending = count;
-    const auto from = grant.blocks.begin() + first;
-    out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, count * block_bytes},
-                           grant.ledger->info().id, std::vector<uint32_t>(from, from + count)});
-  }
+  if (reading.sending == 0 && reading.sent < can_read) send_next(grant, reading, can_read, out);
   const uint32_t out_of_hands = has_bug(Bug::verdict_before_last_byte) ? reading.sent + reading.sending : reading.sent;
   if (out_of_hands == pull.count && !reading.is_judged) {
     reading.is_judged = true;
@@ -266,19 +369,14 @@ void GrantTable::on_release(const AgentRef& peer, const TransferId& id, Nanos no
     if (is_reader) finish(grant, GrantEvent::Release, out);
     return;
   }
-  const auto range = waiting_.equal_range(id);
-  for (auto it = range.first; it != range.second; ++it) {
-    if (it->second.peer != peer) continue;
-    waiting_.erase(it);
-    break;
-  }
-  if (waiting_.count(id) != 0) return;  // somebody else still wants it
+  waiting_.drop(id, peer);
+  if (waiting_.has(id)) return;  // somebody else still wants it
   Grant& grant = grants_[id];           // nobody will read it: the owner learns that when it comes to grant
   grant.id = id;
   grant.state = GrantState::Released;
   grant.is_given_up = true;
   grant.reader = peer;
-  bury(id);
+  bury(given_up_, graves_of_peers_max(), id);
 }
 
 void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {
@@ -287,7 +385,10 @@ void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {
   Grant& grant = found->second;
   if (!grant.reader || *grant.reader != peer || renew.seq <= grant.renew_seq) return;
   if (has_bug(Bug::renew_revives) && !is_alive(grant, now)) {
-    if (grant.state != GrantState::Alive) ++counts_.alive;
+    if (grant.state != GrantState::Alive) {
+      ++counts_.alive;
+      grant.hold = std::make_unique<NoHold>();
+    }
     grant.state = GrantState::Alive;
     set_expiry(grant, now + limits_.ttl_ns);
     return;
@@ -307,14 +408,14 @@ void GrantTable::on_cancel(SessionId session, const Cancel& cancel) {
 }
 
 void GrantTable::session_closed(SessionId session) {
-  for (auto it = waiting_.begin(); it != waiting_.end();) it = it->second.session == session ? waiting_.erase(it) : std::next(it);
+  waiting_.take_if([&](const WaitingPull& waiting) { return waiting.session == session; });
   for (auto& [_, grant] : grants_) {
     if (grant.reading && grant.reading->session == session) grant.reading.reset();  // the grant itself lives on: the reader may come back
   }
 }
 
 void GrantTable::reader_dead(const AgentRef& reader, Nanos now, Effects& out) {
-  for (auto it = waiting_.begin(); it != waiting_.end();) it = it->second.peer == reader ? waiting_.erase(it) : std::next(it);
+  waiting_.take_if([&](const WaitingPull& waiting) { return waiting.peer == reader; });
   std::vector<TransferId> dead;
   for (const auto& [id, grant] : grants_) {
     if (grant.state == GrantState::Alive && grant.reader && *grant.reader == reader) dead.push_back(id);
@@ -335,8 +436,10 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
   if (grant.state != GrantState::Alive) return;
   grant.state = next_state(grant.state, event);
   expiries_.erase({grant.expiry, grant.id});
-  grant.ledger->end_grant(grant.blocks);
-  grant.blocks = {};
+  grant.hold->give_back();
+  grant.hold.reset();
+  grant.sums.clear();
+  if (grant.weight != 0) fetches_.give_back(grant.share, std::exchange(grant.weight, 0));
   --counts_.alive;
   switch (grant.state) {
     case GrantState::Released: ++counts_.released; break;
@@ -349,15 +452,16 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
     out.push_back(SendFrame{grant.reading->session, Revoke{grant.id, code_of(grant.state)}});
   }
   grant.reading.reset();
+  if (grant.is_of_pieces) return bury(ended_of_pieces_, graves_of_peers_max(), grant.id);
   out.push_back(GrantEnded{grant.id, grant.state});
-  bury(grant.id);
+  bury(tombstones_, limits_.tombstones_max, grant.id);
 }
 
-void GrantTable::bury(const TransferId& id) {
-  tombstones_.push_back(id);
-  while (tombstones_.size() > limits_.tombstones_max) {
-    grants_.erase(tombstones_.front());
-    tombstones_.pop_front();
+void GrantTable::bury(std::deque<TransferId>& graves, size_t max, const TransferId& id) {
+  graves.push_back(id);
+  while (graves.size() > max) {
+    grants_.erase(graves.front());
+    graves.pop_front();
   }
 }
 
@@ -371,33 +475,17 @@ void GrantTable::tick(Nanos now, Effects& out) {
   while (!expiries_.empty() && expiries_.begin()->first <= now) {
     finish(grants_.at(expiries_.begin()->second), GrantEvent::Expire, out);
   }
-  for (auto it = waiting_.begin(); it != waiting_.end();) {
-    if (it->second.deadline > now) {
-      ++it;
-      continue;
-    }
-    refuse(it->second.session, it->second.pull, Code::grant_unknown, "no grant came in the time that the pull could wait", out);
-    it = waiting_.erase(it);
+  for (const WaitingPull& waited : waiting_.take_if([&](const WaitingPull& waiting) { return waiting.deadline <= now; })) {
+    refuse(waited.session, waited.pull, Code::grant_unknown, "no grant came in the time that the pull could wait", out);
   }
 }
 
-Nanos GrantTable::next_deadline() const {
-  Nanos next = expiries_.empty() ? kNever : expiries_.begin()->first;
-  for (const auto& [_, waiting] : waiting_) next = std::min(next, waiting.deadline);
-  return next;
-}
+Nanos GrantTable::next_deadline() const { return std::min(expiries_.empty() ? kNever : expiries_.begin()->first, waiting_.next_deadline()); }
 
 GrantCounts GrantTable::counts() const {
   GrantCounts counts = counts_;
   counts.waiting_pulls = waiting_.size();
   return counts;
-}
-
-bool GrantTable::has_pool(uint32_t pool) const {
-  for (const auto& [_, grant] : grants_) {
-    if (grant.state == GrantState::Alive && grant.ledger->info().id == pool) return true;
-  }
-  return false;
 }
 
 }  // namespace kvxfer

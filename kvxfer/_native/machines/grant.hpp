@@ -20,19 +20,23 @@
 // How blocks are laid out must be equal on both sides (the record's digest), and so must what they mean: the owner and the
 // reader may each say what the blocks hold (a digest of the tokens, say). Two that speak of different content do not meet.
 //
-// A pull may come before its grant: it waits, bounded in count and time. The first reader that presents the id binds
-// the grant to its exact incarnation; where the owner named an agent, nobody else can.
+// A pull may come before its grant: it waits, bounded in count, for all and for each peer, and in time. The first reader that
+// presents the id binds the grant to its exact incarnation; where the owner named an agent, nobody else can.
+//
+// A grant of registered memory is made without its owner (by a peer's FETCH, or by this agent's own push) and bound to one
+// exact reader from its first moment; its owner is not told how it ends. Everything else holds for it as for the others.
 #pragma once
 
 #include <deque>
-#include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <unordered_map>
 
 #include "bugs.hpp"
 #include "effects.hpp"
-#include "ledger.hpp"
+#include "hold.hpp"
+#include "waiting.hpp"
 
 namespace kvxfer {
 
@@ -55,11 +59,14 @@ struct GrantLimits {
 struct GrantCounts {
   size_t alive = 0, waiting_pulls = 0;
   uint64_t released = 0, expired = 0, revoked = 0, reader_gone = 0, verdicts_ok = 0, verdicts_refused = 0;
+  uint64_t refused = 0;  // asked for what is another's, or outside what there is
 };
 
 class GrantTable {
  public:
-  explicit GrantTable(GrantLimits limits) : limits_(limits) {}
+  explicit GrantTable(GrantLimits limits);
+  GrantTable(const GrantTable&) = delete;
+  GrantTable& operator=(const GrantTable&) = delete;
 
   // --- the owner's acts ---
   // Throws Error: invalid_argument (id used before, ttl), limit_exceeded, blocks_busy (from the ledger), grant_released
@@ -70,10 +77,31 @@ class GrantTable {
   void decline(const TransferId& id, Effects& out);
   // The first `blocks` blocks are written and stay as they are. Cumulative: never less than before. Throws
   // Error(grant_*) once ended, grant_unknown, invalid_argument.
-  void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out);
+  // `sums`: CRC-32C of each block that becomes ready by this call, or none.
+  void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
+             const std::vector<uint32_t>& sums = {});
+  // The pool and the blocks that ready(id, blocks) would newly make ready; none where that would throw or the pool has no checks.
+  std::pair<uint32_t, std::vector<uint32_t>> becoming_ready(const TransferId& id, uint32_t blocks) const;
   // `event` is Revoke or Release; returns the state the grant is in afterwards, which is never Alive.
   GrantState end(const TransferId& id, GrantEvent event, Nanos now, Effects& out);
   std::optional<GrantState> state(const TransferId& id, Nanos now) const;
+
+  // --- registered memory ---
+  // A grant to exactly `reader`, all of it ready; returns when it ends whoever renews it. `weight`: bytes of memory that the
+  // list of a peer's FETCH takes, counted against what the peers of `share` may make us keep; 0: our own push. Throws
+  // Error(invalid_argument, limit_exceeded, overloaded).
+  Nanos grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold, const AgentRef& reader, const AgentRef& share, Nanos ttl_ns, uint64_t weight,
+                     Nanos now);
+  // Whether grant_pieces would find room, before a list is made: throws as it.
+  void check_room(const AgentRef& share, uint64_t weight) const;
+  bool knows(const TransferId& id) const { return grants_.count(id) != 0; }  // live, or ended not long ago
+  bool is_of_pieces(const TransferId& id) const;
+  bool is_bound_to(const TransferId& id, const AgentRef& peer) const;
+  // False where the grant is known and never had a verdict ok.
+  bool has_confirmed(const TransferId& id) const;
+  // Ends every grant over the region.
+  void revoke_over(uint32_t region, Nanos now, Effects& out);
+  void count_refusal() { ++counts_.refused; }
 
   // --- from a session whose peer is proven ---
   void on_pull(SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out);
@@ -89,7 +117,6 @@ class GrantTable {
   void tick(Nanos now, Effects& out);
   Nanos next_deadline() const;
   GrantCounts counts() const;
-  bool has_pool(uint32_t pool) const;
 
  private:
   struct Reading {  // what the reader of a grant is doing now: one attempt on one session
@@ -105,8 +132,11 @@ class GrantTable {
   struct Grant {
     TransferId id;
     GrantState state = GrantState::Alive;
-    Ledger* ledger = nullptr;
-    std::vector<uint32_t> blocks;
+    std::unique_ptr<Hold> hold;          // while alive
+    std::vector<std::optional<uint32_t>> sums;  // of the ready blocks, where the owner gave them
+    bool is_of_pieces = false;           // of registered memory: the owner knows nothing of it
+    AgentRef share;                      // whose share it takes up, where it has a weight
+    uint64_t weight = 0;
     std::string reader_id;               // empty: the first to come
     Bytes32 content{};                   // zero: the owner does not say
     std::optional<AgentRef> reader;      // bound
@@ -118,28 +148,30 @@ class GrantTable {
     std::optional<Reading> reading;
     std::vector<std::pair<uint64_t, Code>> verdicts;  // by nonce, oldest first
   };
-  struct Waiting {
-    SessionId session;
-    AgentRef peer;
-    Pull pull;
-    Nanos deadline;
-  };
-
   bool is_alive(const Grant& grant, Nanos now) const { return grant.state == GrantState::Alive && now < grant.expiry; }
   void finish(Grant& grant, GrantEvent event, Effects& out);
   void lapse(Grant& grant, Nanos now, Effects& out);  // state follows the clock
   void accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out);
   void serve(Grant& grant, Nanos now, Effects& out);
+  Ready announcement(const Grant& grant, Reading& reading, uint32_t can_read, Nanos now);
+  static std::vector<uint32_t> sums_of(const Grant& grant, uint32_t first, uint32_t count);
+  void send_next(Grant& grant, Reading& reading, uint32_t can_read, Effects& out);
   Code judge(Grant& grant, uint64_t nonce, Nanos now, Effects& out);
-  void bury(const TransferId& id);
+  void check_new(const TransferId& id, Nanos ttl_ns) const;
+  void check_count() const;
+  void bury(std::deque<TransferId>& graves, size_t max, const TransferId& id);
+  size_t graves_of_peers_max() const { return std::max<size_t>(limits_.tombstones_max / 4, 1); }
   void set_expiry(Grant& grant, Nanos expiry);
-  static void refuse(SessionId session, const Pull& pull, Code code, const std::string& text, Effects& out);
+  void refuse(SessionId session, const Pull& pull, Code code, const std::string& text, Effects& out);
 
   GrantLimits limits_;
   std::unordered_map<TransferId, Grant, TransferIdHash> grants_;  // live ones and tombstones
-  std::deque<TransferId> tombstones_;
+  std::deque<TransferId> tombstones_;  // oldest first
+  // Of grants that never were, and of pieces: any peer can make those, so they push out only each other.
+  std::deque<TransferId> given_up_, ended_of_pieces_;
   std::set<std::pair<Nanos, TransferId>> expiries_;
-  std::multimap<TransferId, Waiting> waiting_;
+  WaitingPulls waiting_;
+  Shares fetches_;
   GrantCounts counts_;
 };
 

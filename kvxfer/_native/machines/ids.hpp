@@ -48,21 +48,29 @@ struct AgentRef {
   }
 };
 
-enum class Lane : uint8_t { Mapped = 1, Stream = 2, Memory = 3 };
+enum class Lane : uint8_t { Mapped = 1, Stream = 2, Memory = 3, Cma = 4, Ucx = 5, Unix = 6 };
+constexpr uint8_t kLaneMax = 6;
 
 // Which kind of connection a session runs on; a lane needs one kind.
 enum class SessionKind : uint8_t { Tcp = 1, Unix = 2, Memory = 3 };
 
 inline SessionKind session_kind(Lane lane) {
   switch (lane) {
-    case Lane::Mapped: return SessionKind::Unix;
+    case Lane::Mapped:
+    case Lane::Cma:
+    case Lane::Unix: return SessionKind::Unix;
     case Lane::Memory: return SessionKind::Memory;
-    default: return SessionKind::Tcp;
+    case Lane::Stream:
+    case Lane::Ucx: return SessionKind::Tcp;
   }
+  return SessionKind::Tcp;
 }
 
-// On a one-sided lane the reader reads by itself and then asks for the verdict; otherwise the source sends and the
-// verdict is a trailer.
-inline bool is_one_sided(Lane lane) { return lane != Lane::Stream; }
+// On a one-sided lane the reader reads by itself and then asks for the verdict; otherwise (`stream`, and `unix`, which is
+// the same over a Unix socket) the source sends and the verdict is a trailer.
+inline bool is_one_sided(Lane lane) { return lane != Lane::Stream && lane != Lane::Unix; }
+
+// Lanes whose reader needs a MAP of the source's memory first.
+inline bool needs_map(Lane lane) { return lane == Lane::Mapped || lane == Lane::Cma || lane == Lane::Ucx; }
 
 }  // namespace kvxfer

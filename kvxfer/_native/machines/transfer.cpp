@@ -5,10 +5,11 @@
 namespace kvxfer {
 namespace {
 
-constexpr Nanos kDialBackoff = 20 * kMillisecond;
-constexpr Nanos kDialBackoffMax = 500 * kMillisecond;
 constexpr Nanos kRenewGapMin = 10 * kMillisecond;
-constexpr uint32_t kSilencesMax = 4;
+constexpr size_t kAskedMax = 16;
+constexpr uint32_t kReasksMax = 4;  // a source that never knows of what it was asked would have us ask for ever
+
+Post::Way way_of(const TransferSpec& spec) { return {spec.id, spec.source, spec.lanes, spec.deadline, spec.is_offered}; }
 
 }  // namespace
 
@@ -25,6 +26,9 @@ TransferState next_state(TransferState state, TransferEvent event) {
       break;
     case E::SessionUpLanded:
       if (state == S::Connecting) return S::Confirming;
+      break;
+    case E::Known:
+      if (state == S::Waiting || state == S::Reading) return S::Reading;
       break;
     case E::Heard:
       if (state == S::Waiting) return S::Reading;
@@ -45,13 +49,12 @@ TransferState next_state(TransferState state, TransferEvent event) {
                                   std::to_string(static_cast<int>(state)));
 }
 
-Transfer::Transfer(TransferSpec spec, TransferLimits limits, Ledger& ledger, Nanos now)
-    : spec_(std::move(spec)), limits_(limits), ledger_(&ledger), nonce_state_(spec_.nonce_seed), heard_at_(now), dial_at_(now),
-      unreachable_since_(now), posted_at_(now) {
-  if (spec_.blocks.empty()) throw Error(Code::invalid_argument, "a pull needs at least one block");
-  if (spec_.lanes.empty()) throw Error(Code::no_lane, "no lane is allowed for this pull");
-  if (spec_.deadline <= now) throw Error(Code::invalid_argument, "the deadline has passed already");
-  ledger_->reserve(spec_.blocks);
+Transfer::Transfer(TransferSpec spec, TransferLimits limits, std::unique_ptr<Hold> into, Nanos now)
+    : Post(way_of(spec), limits, now), spec_(std::move(spec)), into_(std::move(into)), nonce_state_(spec_.nonce_seed) {
+  if (total() == 0) throw Error(Code::invalid_argument, "a transfer needs at least one block");
+  if (into_->pool() != nullptr && into_->pool()->checks) spec_.wants_sums = true;
+  is_complete_ = knows_pieces();
+  into_->take();
 }
 
 // splitmix64: distinct for every step of one seed, which is all that a nonce needs beside an unguessable start.
@@ -62,68 +65,47 @@ uint64_t Transfer::draw_nonce() {
   return z ^ (z >> 31);
 }
 
-void Transfer::session_up(SessionId session, Nanos now, Effects& out) {
-  if (is_final(state_)) return;
-  session_ = session;
-  dials_failed_ = 0;
-  unreachable_code_ = Code::peer_gone;
-  unreachable_text_.clear();
-  heard_at_ = now;
-  silences_ = 0;
-  unreachable_since_ = kNever;
+void Transfer::on_session(Nanos now, Effects& out) {
   if (done_ == total()) {
     move(TransferEvent::SessionUpLanded);
+    // Read before the source said that it knows of the fetch: it may never have.
+    if (is_fetch() && !is_granted_) ask(0, now, out);
     return ask_verdict(false, now, out);
   }
   move(TransferEvent::SessionUp);
-  ask(now, out);
+  ask(done_, now, out);
 }
 
 // A new attempt: asks for what has not landed.
-void Transfer::ask(Nanos now, Effects& out) {
+void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
   ++attempt_;
   attempt_nonce_ = draw_nonce();
   known_base_ = done_;
   known_.clear();
+  known_sums_.clear();
   heard_at_ = now;
-  const PoolInfo& pool = ledger_->info();
-  send(Pull{spec_.id, attempt_, attempt_nonce_, lane(), spec_.first + done_, total() - done_, pool.block_bytes, pool.digest, limits_.wait_ms, spec_.content}, out);
-}
-
-void Transfer::session_lost(Nanos now, Effects&) {
-  if (is_final(state_)) {
-    session_ = 0;
-    return;
+  Pull pull{spec_.id, attempt_, attempt_nonce_, lane(), spec_.first + first, total() - first, 0, {}, 0, spec_.content, spec_.wants_sums};
+  if (!knows_pieces()) {
+    pull.block_bytes = into_->pool()->block_bytes;
+    pull.digest = into_->pool()->digest;
+    pull.wait_ms = limits_.wait_ms;
   }
-  move(TransferEvent::SessionLost);
-  session_ = 0;
-  if (unreachable_since_ == kNever) unreachable_since_ = now;
-  dial_at_ = now;
-}
-
-void Transfer::dial_failed(Code code, const std::string& text, Nanos now, Effects& out) {
-  if (is_final(state_) || session_ != 0) return;
-  // A Unix socket that is not there for us stays away; an owner that does not know us yet will hear of us.
-  const bool is_closed_to_us = session_kind(lane()) == SessionKind::Unix && code != Code::unauthenticated;
-  if (is_closed_to_us && (code == Code::no_lane || lane_ + 1 < spec_.lanes.size())) return next_lane(text, now, out);
-  unreachable_code_ = code == Code::unauthenticated ? code : Code::peer_gone;
-  unreachable_text_ = ": " + text;
-  if (now - unreachable_since_ >= limits_.reconnect_ns) return fail(unreachable_code_, "cannot reach the source" + unreachable_text_, now, out);
-  dial_at_ = now + std::min(kDialBackoff << std::min(dials_failed_++, 16u), kDialBackoffMax);
-}
-
-void Transfer::next_lane(const std::string& why, Nanos now, Effects& out) {
-  if (!lane_notes_.empty()) lane_notes_ += "; ";
-  lane_notes_ += why;
-  if (lane_ + 1 == spec_.lanes.size()) return fail(Code::no_lane, "no lane joins this pair: " + lane_notes_, now, out);
-  if (session_ != 0) {
-    send(Cancel{spec_.id, attempt_}, out);
-    move(TransferEvent::SessionLost);
-    session_ = 0;
+  if (is_fetch()) {
+    send(Fetch{pull, to_wire(spec_.remote)}, out);
+  } else {
+    send(pull, out);
   }
-  ++lane_;
-  dial_at_ = now;
-  unreachable_since_ = now;
+  if (!knows_pieces() || !is_one_sided(lane()) || !is_mapped_ || state_ == TransferState::Confirming) return;
+  move(TransferEvent::Known);
+  read_on(now, out);
+}
+
+void Transfer::ask_again(Nanos now, Effects& out) {
+  if (state_ == TransferState::Confirming) {
+    ask_verdict(false, now, out);
+  } else {
+    ask(done_, now, out);
+  }
 }
 
 void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
@@ -138,22 +120,26 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
   renew_at_ = std::min(is_granted_ ? renew_at_ : kNever, now + left / 3);
   is_granted_ = true;
   is_complete_ = is_complete_ || ready.complete;
-  remote_pool_ = ready.pool;
-  if (is_one_sided(lane())) {
+  if (!is_one_sided(lane())) return;
+  if (!knows_pieces()) {
+    remote_pool_ = ready.pool;
     const uint64_t next = uint64_t{spec_.first} + known_base_ + known_.size();
     if (ready.ids_first <= next) {  // a gap would mean a lost frame: the next attempt tells everything again
-      const uint64_t skip = next - ready.ids_first;
-      for (uint64_t i = skip; i < ready.ids.size() && known_base_ + known_.size() < total(); ++i) known_.push_back(ready.ids[i]);
+      for (uint64_t i = next - ready.ids_first; i < ready.ids.size() && known_base_ + known_.size() < total(); ++i) {
+        known_.push_back(ready.ids[i]);
+        known_sums_.push_back(i < ready.sums.size() ? std::optional(ready.sums[i]) : std::nullopt);
+      }
     }
-    read_on(now, out);
   }
+  read_on(now, out);
 }
 
-void Transfer::begin_read(uint32_t count, Nanos now) {
+Extent Transfer::begin_read(uint32_t count, Nanos now) {
   reading_ = count;
   ++token_;
   read_began_at_ = now;
   if (first_read_at_ == 0) first_read_at_ = now;
+  return into_->part(done_, count);
 }
 
 uint32_t Transfer::end_read(Nanos now) {
@@ -165,30 +151,37 @@ uint32_t Transfer::end_read(Nanos now) {
 
 void Transfer::read_on(Nanos now, Effects& out) {
   if (!is_one_sided(lane()) || state_ != TransferState::Reading || reading_ != 0) return;
-  const auto known_end = static_cast<uint32_t>(known_base_ + known_.size());
+  const auto known_end = knows_pieces() ? total() : static_cast<uint32_t>(known_base_ + known_.size());
   if (known_end <= done_) return;
-  const uint64_t block_bytes = ledger_->info().block_bytes;
-  const auto limit = static_cast<uint32_t>(std::max<uint64_t>(1, std::min<uint64_t>(limits_.read_bytes_max / block_bytes, UINT32_MAX)));
-  begin_read(std::min(known_end - done_, limit), now);
-  const auto from = known_.begin() + (done_ - known_base_);
-  const auto to = spec_.blocks.begin() + done_;
-  out.push_back(ReadBlocks{spec_.id, token_, session_, remote_pool_, std::vector<uint32_t>(from, from + reading_), ledger_->info().id,
-                           std::vector<uint32_t>(to, to + reading_)});
+  const Extent to = begin_read(into_->fitting(done_, known_end - done_, limits_.read_bytes_max), now);
+  ReadBlocks read{spec_.id, token_, session_, lane(), {}, to, {}};
+  if (knows_pieces()) {
+    read.from = spec_.remote.part(spec_.first + done_, reading_);
+  } else {
+    const auto from = known_.begin() + (done_ - known_base_);
+    read.from = Extent{remote_pool_, nullptr, std::make_shared<const std::vector<uint32_t>>(from, from + reading_), 0, reading_};
+    const auto sums = known_sums_.begin() + (done_ - known_base_);
+    if (spec_.wants_sums && std::all_of(sums, sums + reading_, [](const auto& sum) { return sum.has_value(); })) {
+      std::for_each(sums, sums + reading_, [&](const auto& sum) { read.sums.push_back(*sum); });
+    }
+  }
+  out.push_back(std::move(read));
 }
 
-std::vector<uint32_t> Transfer::on_data(const Data& data, Nanos now, uint64_t& token) {
+Extent Transfer::on_data(const Data& data, Nanos now, uint64_t& token) {
   if (is_final(state_) || is_one_sided(lane()) || data.attempt != attempt_ || reading_ != 0) return {};
   if (state_ != TransferState::Waiting && state_ != TransferState::Reading) return {};
   if (data.first != spec_.first + done_ || data.count == 0 || data.count > total() - done_) return {};
-  if (data.payload_bytes != data.count * ledger_->info().block_bytes) return {};
+  const uint64_t sum_bytes = data.has_sums ? uint64_t{data.count} * 4 : 0;
+  if (data.payload_bytes != into_->bytes(done_, data.count) + sum_bytes) return {};
+  if (spec_.wants_sums && !data.has_sums) return {};  // bytes that nobody could check are not taken
   move(TransferEvent::Heard);
   heard_at_ = now;
   silences_ = 0;
-  begin_read(data.count, now);
   reading_is_complete_ = data.complete;
+  const Extent to = begin_read(data.count, now);
   token = token_;
-  const auto to = spec_.blocks.begin() + done_;
-  return std::vector<uint32_t>(to, to + reading_);
+  return to;
 }
 
 void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
@@ -198,15 +191,16 @@ void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
   if (session_ == 0) dial_at_ = now;
   heard_at_ = now;
   silences_ = 0;
+  reasked_ = 0;
   last_landed_at_ = now;
   const bool is_after = is_one_sided(lane()) ? is_complete_ : reading_is_complete_;
   if (!is_after) before_complete_ += count;
   done_ += count;
   move(done_ == total() ? TransferEvent::LandedAll : TransferEvent::Landed);
-  out.push_back(TransferProgress{spec_.id, state_, done_, total()});
+  tell(TransferProgress{spec_.id, state_, done_, total()}, out);
   if (has_bug(Bug::skip_confirm) && done_ == total()) {
     state_ = TransferState::Confirming;
-    return finish(TransferEvent::VerdictOk, Code::ok, "", now, out);
+    return finish(TransferState::Committed, Code::ok, "", now, out);
   }
   if (state_ == TransferState::Confirming && is_one_sided(lane())) return ask_verdict(true, now, out);
   read_on(now, out);
@@ -217,6 +211,7 @@ void Transfer::stopped(uint64_t token, Code code, const std::string& text, Nanos
   end_read(now);
   if (is_final(state_)) return drain(out);
   if (code == Code::no_lane) return next_lane(text, now, out);
+  if (code == Code::checksum) return fail(code, text, now, out);
   heard_at_ = now;
   if (session_ == 0) dial_at_ = now;
   // The session is gone or about to go; the attempt after it asks for these blocks again.
@@ -225,6 +220,7 @@ void Transfer::stopped(uint64_t token, Code code, const std::string& text, Nanos
 // A nonce made now is made after the last read. A question whose answer was lost is asked again with the same nonce.
 void Transfer::ask_verdict(bool is_fresh, Nanos now, Effects& out) {
   if (is_fresh || asked_.empty()) asked_.push_back(draw_nonce());
+  if (asked_.size() > kAskedMax) asked_.erase(asked_.begin());
   heard_at_ = now;
   send(Confirm{spec_.id, asked_.back()}, out);
 }
@@ -235,8 +231,16 @@ void Transfer::on_verdict(const Verdict& verdict, Nanos now, Effects& out) {
   const bool is_asked = std::find(asked_.begin(), asked_.end(), verdict.nonce) != asked_.end();
   if (!is_trailer && !is_asked) return;  // of an attempt that was given up
   heard_at_ = now;
+  // Of a fetch that says only that the source does not know the question, which was lost or is yet to come: it is asked anew.
+  // What was read stays good, because the region that was read is still the one of that id, or nothing will be confirmed.
+  if (verdict.code == Code::grant_unknown && is_fetch() && state_ == TransferState::Confirming) {
+    if (!is_asked || verdict.nonce != asked_.back()) return;
+    if (++reasked_ > kReasksMax) return fail(verdict.code, "the source never knew of this fetch", now, out);
+    ask(0, now, out);
+    return ask_verdict(true, now, out);
+  }
   if (verdict.code != Code::ok) return fail(verdict.code, "the source did not confirm", now, out);
-  if (state_ == TransferState::Confirming) finish(TransferEvent::VerdictOk, Code::ok, "", now, out);
+  if (state_ == TransferState::Confirming) end(TransferState::Committed, Code::ok, "", now, out);
 }
 
 void Transfer::on_error(const ErrorFrame& error, Nanos now, Effects& out) {
@@ -249,73 +253,32 @@ void Transfer::on_revoke(const Revoke& revoke, Nanos now, Effects& out) {
   fail(revoke.code == Code::ok ? Code::protocol : revoke.code, "the source ended the grant", now, out);
 }
 
-void Transfer::cancel(Nanos now, Effects& out) { finish(TransferEvent::Cancel, Code::cancelled, "cancelled", now, out); }
+void Transfer::keep(Nanos now, Effects& out) {
+  renew_at_ = now + std::max(std::min(limits_.ttl_ns, source_ttl_) / 3, kRenewGapMin);
+  send(Renew{spec_.id, ++renew_seq_, static_cast<uint32_t>(limits_.ttl_ns / kMillisecond)}, out);
+}
 
-void Transfer::fail(Code code, const std::string& text, Nanos now, Effects& out) { finish(TransferEvent::Fail, code, text, now, out); }
-
-void Transfer::finish(TransferEvent event, Code code, const std::string& text, Nanos now, Effects& out) {
-  if (is_final(state_)) return;
-  move(event);
+void Transfer::finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) {
+  move(state == TransferState::Committed ? TransferEvent::VerdictOk : state == TransferState::Cancelled ? TransferEvent::Cancel : TransferEvent::Fail);
   if (state_ == TransferState::Committed && !has_bug(Bug::skip_confirm) && (done_ != total() || reading_ != 0)) {
     throw Error(Code::internal, "commit of a transfer that has not landed");
   }
   if (session_ != 0) send(Release{spec_.id}, out);
-  ledger_->quarantine(spec_.blocks);
+  into_->quarantine();
   const Nanos first = first_read_at_ == 0 ? now : first_read_at_;
   const Nanos last = last_landed_at_ == 0 ? first : last_landed_at_;
-  out.push_back(TransferFinal{spec_.id, state_, code, text, lane(), lane_notes_, attempt_, done_, before_complete_, first - posted_at_,
-                              reading_ns_, now - last});
+  outcome_ = TransferFinal{spec_.id, state_, code, text, lane(), lane_notes_, attempt_, done_, before_complete_, first - posted_at_,
+                           reading_ns_, now - last};
+  tell(outcome_, out);
   if (reading_ == 0 || has_bug(Bug::free_before_drain)) drain(out);
 }
 
 void Transfer::drain(Effects& out) {
-  if (is_given_back_) {  // only the bug gives back early
-    is_drained_ = reading_ == 0;
-    return;
-  }
-  is_given_back_ = true;
   is_drained_ = reading_ == 0;
-  ledger_->give_back(spec_.blocks);
-  out.push_back(TransferDrained{spec_.id});
-}
-
-void Transfer::tick(Nanos now, Effects& out) {
-  if (is_final(state_)) return;
-  if (now >= spec_.deadline) return fail(Code::deadline, "the deadline passed", now, out);
-  if (session_ == 0) {
-    if (now - unreachable_since_ >= limits_.reconnect_ns && reading_ == 0) {
-      fail(unreachable_code_, "cannot reach the source" + unreachable_text_, now, out);
-    }
-    return;
-  }
-  if (is_granted_ && now >= renew_at_) {
-    renew_at_ = now + std::max(std::min(limits_.ttl_ns, source_ttl_) / 3, kRenewGapMin);
-    send(Renew{spec_.id, ++renew_seq_, static_cast<uint32_t>(limits_.ttl_ns / kMillisecond)}, out);
-  }
-  if (reading_ == 0 && now - heard_at_ >= patience()) {
-    ++silences_;
-    if (state_ == TransferState::Confirming) {
-      ask_verdict(false, now, out);
-    } else {
-      ask(now, out);
-    }
-  }
-}
-
-// Asking again makes the source send again. On a wire that is only slow, and shared with others, that would throw away
-// what is under way, for ever: so each question that brought no bytes is given twice as long as the one before.
-Nanos Transfer::patience() const { return limits_.stall_ns << std::min(silences_, kSilencesMax); }
-
-Nanos Transfer::wake_at() const {
-  if (is_final(state_)) return kNever;
-  Nanos at = spec_.deadline;
-  if (session_ == 0) {
-    if (reading_ == 0) at = std::min({at, unreachable_since_ + limits_.reconnect_ns, dial_at_});
-    return at;
-  }
-  if (is_granted_) at = std::min(at, renew_at_);
-  if (reading_ == 0) at = std::min(at, heard_at_ + patience());
-  return at;
+  if (is_given_back_) return;  // only the bug gives back early
+  is_given_back_ = true;
+  into_->give_back();
+  tell(TransferDrained{spec_.id}, out);
 }
 
 }  // namespace kvxfer

@@ -1,14 +1,16 @@
-// One transfer: the destination's side of one pull, from the wish to the moment its blocks are the owner's again.
+// One transfer: the destination's side of one pull, fetch or offered push, from the wish to the moment its memory is the
+// owner's again. Where its bytes go, blocks or pieces of regions, is its Hold's business; where they come from is either
+// positions of a grant, which the source names as it announces them, or a list of pieces that is known from the start.
 //
-// Five things can happen to a pull, and the table below is about those; the sixth, that its last read ends after it was
+// Five things can happen to a transfer, and the table below is about those; the sixth, that its last read ends after it was
 // already over, is not a state but a flag: a transfer that is final is *drained* once no read into its blocks can still be
 // under way. Until then its blocks are quarantined.
 //
-//                 session_up  session_up_landed  heard    landed   landed_all  session_lost  verdict_ok  fail    cancel
-//   CONNECTING    WAITING     CONFIRMING         -        CONN.    CONN.       CONNECTING    -           FAILED  CANCELLED
-//   WAITING       -           -                  READING  -        -           CONNECTING    -           FAILED  CANCELLED
-//   READING       -           -                  READING  READING  CONFIRMING  CONNECTING    -           FAILED  CANCELLED
-//   CONFIRMING    -           -                  CONF.    -        -           CONNECTING    COMMITTED   FAILED  CANCELLED
+//                 session_up  session_up_landed  known    heard    landed   landed_all  session_lost  verdict_ok  fail    cancel
+//   CONNECTING    WAITING     CONFIRMING         -        -        CONN.    CONN.       CONNECTING    -           FAILED  CANCELLED
+//   WAITING       -           -                  READING  READING  -        -           CONNECTING    -           FAILED  CANCELLED
+//   READING       -           -                  READING  READING  READING  CONFIRMING  CONNECTING    -           FAILED  CANCELLED
+//   CONFIRMING    -           -                  -        CONF.    -        -           CONNECTING    COMMITTED   FAILED  CANCELLED
 //   COMMITTED, FAILED, CANCELLED: nothing moves them; a late landing only drains.      ("-": impossible, an error)
 //
 // The reads of one transfer go in the order of the grant's positions, one at a time, so that what has landed is always a
@@ -17,68 +19,57 @@
 // asked after the last read, says that this life had not ended. An attempt is bound to the very incarnation of the source
 // that the transfer names; another life of it is another source, and ends the transfer.
 //
+// Pieces of a peer's region can be read before the source has said a word (known), where this session already has the
+// region's map: the region is an open-ended promise and its id is never used for another, so it held from the map to the
+// verdict or the verdict is not ok. What was asked and what was read then cross on the wire, and the verdict may come before
+// the announcement, or say that nobody knows the grant because the question was lost: then it is asked anew.
+//
 // Only a verdict `ok` for a nonce of this transfer, taken while every block has landed, commits.
 #pragma once
 
 #include <memory>
 
-#include "bugs.hpp"
-#include "effects.hpp"
-#include "ledger.hpp"
+#include "hold.hpp"
+#include "post.hpp"
 
 namespace kvxfer {
 
-enum class TransferEvent : uint8_t { SessionUp, SessionUpLanded, Heard, Landed, LandedAll, SessionLost, VerdictOk, Fail, Cancel };
+enum class TransferEvent : uint8_t { SessionUp, SessionUpLanded, Known, Heard, Landed, LandedAll, SessionLost, VerdictOk, Fail, Cancel };
 
 // The table above. Throws Error(internal) for an impossible pair.
 TransferState next_state(TransferState state, TransferEvent event);
 
-struct TransferLimits {
-  Nanos stall_ns = 1'000 * kMillisecond;      // heard nothing of this transfer for so long: ask again; then after twice that, up to 16 times
-  Nanos reconnect_ns = 3'000 * kMillisecond;  // source unreachable for so long: peer_gone
-  Nanos ttl_ns = 10'000 * kMillisecond;       // asked for with each renewal
-  uint32_t wait_ms = 60'000;                  // how long the pull may wait at the source for its grant
-  uint64_t read_bytes_max = 4 << 20;          // of one ReadBlocks, unless a single block is larger
-};
-
 struct TransferSpec {
   TransferId id;
   AgentRef source;
-  std::vector<uint32_t> blocks;  // destination blocks, for grant positions first, first + 1, ...
+  std::vector<uint32_t> blocks;  // destination blocks of a pull, for grant positions first, first + 1, ...
   uint32_t first = 0;
   std::vector<Lane> lanes;  // allowed, best first
   Nanos deadline = kNever;
   uint64_t nonce_seed = 0;  // random; nonces of this transfer are drawn from it
   Bytes32 content{};        // of what the blocks are taken to hold; zero: not said
+  bool wants_sums = false;
+  PieceList remote;         // what is read, where that is known: of a fetch, of a peer's push
+  bool is_offered = false;  // a peer's push asked for it: the source has the grant, and knows the pieces
+  std::optional<std::string> notification;  // after the commit: of a fetch to the source's owner, of a push to our own
 };
 
-class Transfer {
+class Transfer final : public Post {
  public:
-  // Reserves the destination blocks; throws Error(invalid_argument, blocks_busy).
-  Transfer(TransferSpec spec, TransferLimits limits, Ledger& ledger, Nanos now);
+  // Takes `into`; throws Error(invalid_argument, no_lane, blocks_busy).
+  Transfer(TransferSpec spec, TransferLimits limits, std::unique_ptr<Hold> into, Nanos now);
 
-  const TransferId& id() const { return spec_.id; }
-  const AgentRef& source() const { return spec_.source; }
-  TransferState state() const { return state_; }
-  Lane lane() const { return spec_.lanes[lane_]; }
-  SessionId session() const { return session_; }
-  bool is_over() const { return is_final(state_) && is_drained_; }
+  Transfer* as_transfer() override { return this; }
+  const TransferSpec& spec() const { return spec_; }
   uint32_t done() const { return done_; }
-  uint32_t total() const { return static_cast<uint32_t>(spec_.blocks.size()); }
-  uint32_t pool() const { return ledger_->info().id; }
-  // Not connected, nothing under way, and the back-off has passed.
-  bool can_attach() const { return state_ == TransferState::Connecting && session_ == 0 && reading_ == 0; }
-  bool needs_session(Nanos now) const { return can_attach() && now >= dial_at_; }
-
-  void dialing() { dial_at_ = kNever; }  // somebody is on it: do not ask again before it failed
-  void session_up(SessionId session, Nanos now, Effects& out);
-  void session_lost(Nanos now, Effects& out);
-  void dial_failed(Code code, const std::string& text, Nanos now, Effects& out);
-  void source_dead(Nanos now, Effects& out) { fail(Code::peer_gone, "the source is gone", now, out); }
+  uint32_t total() const { return into_->count(); }
+  uint64_t bytes() const { return into_->bytes(0, total()); }
+  const Hold& into() const { return *into_; }
+  std::vector<uint32_t> remote_regions() const override { return spec_.remote.ranges ? regions_of(spec_.remote) : std::vector<uint32_t>{}; }
 
   void on_ready(const Ready& ready, Nanos now, Effects& out);
-  // Stream: blocks are about to arrive. Returns the own blocks to fill and sets `token`, or nothing: throw the bytes away.
-  std::vector<uint32_t> on_data(const Data& data, Nanos now, uint64_t& token);
+  // Stream: blocks are about to arrive. Returns what to fill and sets `token`, or (token 0) nothing: throw the bytes away.
+  Extent on_data(const Data& data, Nanos now, uint64_t& token);
   void on_verdict(const Verdict& verdict, Nanos now, Effects& out);
   void on_error(const ErrorFrame& error, Nanos now, Effects& out);
   void on_revoke(const Revoke& revoke, Nanos now, Effects& out);
@@ -88,56 +79,52 @@ class Transfer {
   void stopped(uint64_t token, Code code, const std::string& text, Nanos now, Effects& out);
   bool is_landing(uint64_t token) const { return reading_ != 0 && token == token_ && !is_final(state_); }
 
-  void cancel(Nanos now, Effects& out);
-  void tick(Nanos now, Effects& out);
-  Nanos wake_at() const;
+ protected:
+  const char* peer_word() const override { return "source"; }
+  bool is_reading() const override { return reading_ != 0; }
+  void on_session(Nanos now, Effects& out) override;
+  void on_session_lost() override { move(TransferEvent::SessionLost); }
+  void leave(Effects& out) override { send(Cancel{spec_.id, attempt_}, out); }
+  void ask_again(Nanos now, Effects& out) override;
+  void keep(Nanos now, Effects& out) override;
+  Nanos keep_at() const override { return is_granted_ ? renew_at_ : kNever; }
+  void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) override;
 
  private:
+  bool knows_pieces() const { return spec_.remote.ranges != nullptr; }
+  bool is_fetch() const { return knows_pieces() && !is_offered(); }
   void move(TransferEvent event) { state_ = next_state(state_, event); }
-  void send(Frame frame, Effects& out) const { out.push_back(SendFrame{session_, std::move(frame)}); }
-  void ask(Nanos now, Effects& out);
+  void ask(uint32_t first, Nanos now, Effects& out);
   void ask_verdict(bool is_fresh, Nanos now, Effects& out);
   void read_on(Nanos now, Effects& out);
-  void begin_read(uint32_t count, Nanos now);
+  Extent begin_read(uint32_t count, Nanos now);
   uint32_t end_read(Nanos now);
-  void next_lane(const std::string& why, Nanos now, Effects& out);
-  void fail(Code code, const std::string& text, Nanos now, Effects& out);
-  void finish(TransferEvent event, Code code, const std::string& text, Nanos now, Effects& out);
   void drain(Effects& out);
   uint64_t draw_nonce();
-  Nanos patience() const;
 
   TransferSpec spec_;
-  TransferLimits limits_;
-  Ledger* ledger_;
-  TransferState state_ = TransferState::Connecting;
-  size_t lane_ = 0;
-  std::string lane_notes_;
-  SessionId session_ = 0;
+  std::unique_ptr<Hold> into_;
   uint32_t attempt_ = 0;
   uint64_t attempt_nonce_ = 0;
   uint64_t nonce_state_;
-  std::vector<uint64_t> asked_;     // nonces made after the last read
+  std::vector<uint64_t> asked_;     // nonces made after the last read: the latest few
+  uint32_t reasked_ = 0;            // how often the source knew nothing of the question since the last bytes landed
   uint32_t done_ = 0;               // landed, always a prefix
   uint32_t reading_ = 0;            // blocks of the read under way
   bool reading_is_complete_ = false;
   uint64_t token_ = 0;
   uint32_t known_base_ = 0;         // position of known_[0], relative to spec_.first
   std::vector<uint32_t> known_;     // source block ids (one-sided lanes)
+  std::vector<std::optional<uint32_t>> known_sums_;  // beside them
   uint32_t remote_pool_ = 0;
   bool is_complete_ = false;
   bool is_granted_ = false;         // a READY came: the grant exists, renew it
-  bool is_drained_ = false;
   bool is_given_back_ = false;
   uint32_t before_complete_ = 0;
   uint32_t renew_seq_ = 0;
   Nanos source_ttl_ = 0;            // the longest rest of the grant's life that was told: the source may grant for less than we ask
-  uint32_t dials_failed_ = 0;
-  Code unreachable_code_ = Code::peer_gone;  // of the last dial that failed
-  std::string unreachable_text_;
-  uint32_t silences_ = 0;           // questions in a row that brought no bytes
-  Nanos heard_at_, renew_at_ = kNever, dial_at_, unreachable_since_;
-  Nanos posted_at_, first_read_at_ = 0, read_began_at_ = 0, reading_ns_ = 0, last_landed_at_ = 0;
+  Nanos renew_at_ = kNever;
+  Nanos first_read_at_ = 0, read_began_at_ = 0, reading_ns_ = 0, last_landed_at_ = 0;
 };
 
 }  // namespace kvxfer

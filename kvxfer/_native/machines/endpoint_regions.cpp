@@ -1,0 +1,265 @@
+// What is read and written by descriptors: posts of this agent's owner, and what peers ask of its registered memory.
+#include <algorithm>
+
+#include "endpoint.hpp"
+
+namespace kvxfer {
+namespace {
+
+constexpr size_t kPushOverhead = 1024;  // of a PUSH beside its lists and its notification
+
+// What a peer is told of an error that its own frame caused here.
+Code told(Code code) {
+  if (code == Code::invalid_argument) return Code::refused;
+  return code == Code::limit_exceeded ? Code::overloaded : code;
+}
+
+// What a list takes here once it is kept.
+uint64_t weight_of(const WireList& list) { return list.grids.size() * sizeof(Grid) + piece_count(list) * sizeof(uint32_t); }
+
+}  // namespace
+
+// --- the owner's acts ---
+
+void Endpoint::add_region(const RegionInfo& info) {
+  if (pools_.count(info.id) != 0) throw Error(Code::invalid_argument, "region id is taken by a pool");
+  regions_.add(info);
+}
+
+void Endpoint::remove_region(uint32_t region, Nanos now, Effects& out) {
+  if (!regions_.has(region)) throw Error(Code::invalid_argument, "there is no region " + std::to_string(region));
+  const auto fills = [&](const Post& post) {
+    const Transfer* transfer = const_cast<Post&>(post).as_transfer();
+    if (transfer == nullptr || transfer->into().pool() != nullptr) return false;
+    const std::vector<uint32_t> regions = transfer->into().maps();
+    return std::binary_search(regions.begin(), regions.end(), region);
+  };
+  for (const auto& [_, post] : posts_) {
+    if (!post->is_offered() && fills(*post)) throw Error(Code::blocks_busy, "a fetch into region " + std::to_string(region) + " has not drained");
+  }
+  regions_.withdraw(region);
+  for (auto it = posts_.begin(); it != posts_.end();) {
+    const auto current = it++;
+    Post& post = *current->second;
+    const PushPost* push = post.as_push();
+    if (push != nullptr ? !push->leans_on(region) : !fills(post)) continue;
+    post.end(TransferState::Failed, Code::grant_revoked, push != nullptr ? "the region was removed" : "the offer was withdrawn", now, out);
+    settle(current, now, out);
+  }
+  grants_.revoke_over(region, now, out);
+  regions_.remove(region);
+}
+
+void Endpoint::drop_unserved(std::vector<Lane>& lanes) const {
+  if (lanes.empty()) return;
+  lanes.erase(std::remove_if(lanes.begin(), lanes.end(), [this](Lane lane) { return !serves(lane); }), lanes.end());
+  if (lanes.empty()) throw Error(Code::no_lane, "none of the named lanes is allowed in this process");
+}
+
+void Endpoint::check_post(const PostSpec& spec) const {
+  check_room(spec.id, spec.peer);
+  check_alike(spec.local, spec.remote);
+  const size_t notification = spec.notification ? spec.notification->size() : 0;
+  if (notification > limits_.notification_bytes_max) {
+    throw Error(Code::invalid_argument, "notification is over notification_bytes_max (" + std::to_string(limits_.notification_bytes_max) + ")");
+  }
+  if (wire_bytes(spec.local) + wire_bytes(spec.remote) + notification + kPushOverhead > kBodyMax) {
+    throw Error(Code::limit_exceeded, "the lists of this post and its notification do not fit one frame: split it");
+  }
+}
+
+void Endpoint::fetch(PostSpec spec, Nanos now, Effects& out) {
+  check_post(spec);
+  drop_unserved(spec.lanes);
+  auto hold = std::make_unique<PiecesHold>(regions_, std::move(spec.local), RegionUse::Own, true);
+  TransferSpec transfer;
+  transfer.id = spec.id;
+  transfer.source = std::move(spec.peer);
+  transfer.lanes = std::move(spec.lanes);
+  transfer.deadline = spec.deadline;
+  transfer.nonce_seed = spec.nonce_seed;
+  transfer.wants_sums = spec.wants_sums;
+  transfer.remote = std::move(spec.remote);
+  transfer.notification = std::move(spec.notification);
+  post(std::make_unique<Transfer>(std::move(transfer), limits_.transfers, std::move(hold), now), now, out);
+}
+
+void Endpoint::push(PostSpec spec, Nanos now, Effects& out) {
+  check_post(spec);
+  drop_unserved(spec.lanes);
+  regions_.check(spec.local, RegionUse::Own);
+  const auto make_hold = [this, local = spec.local] { return std::make_unique<PiecesHold>(regions_, local, RegionUse::Own, false); };
+  PushSpec push{{spec.id, std::move(spec.peer), std::move(spec.lanes), spec.deadline, false}, std::move(spec.local), std::move(spec.remote),
+                spec.wants_sums, std::move(spec.notification)};
+  post(std::make_unique<PushPost>(std::move(push), limits_.transfers, grants_, make_hold, now), now, out);
+}
+
+// --- a peer reads ---
+
+PushPost* Endpoint::push_of(const AgentRef& peer, const TransferId& wire_id) {
+  TransferId id = wire_id;
+  for (uint8_t lane = 0; lane < kLaneMax; ++lane) {
+    id.raw.back() = wire_id.raw.back() ^ lane;
+    const auto it = posts_.find(id);
+    PushPost* push = it != posts_.end() && it->second->peer() == peer ? it->second->as_push() : nullptr;
+    if (push != nullptr && push->wire_id() == wire_id) return push;
+  }
+  return nullptr;
+}
+
+// Whether a PULL or a RELEASE on this session may be of that grant.
+bool Endpoint::may_read(SessionId session, const AgentRef& peer, const TransferId& id) const {
+  return !sessions_.at(session).is_by_guest_key || (grants_.is_of_pieces(id) && grants_.is_bound_to(id, peer));
+}
+
+void Endpoint::on_pull(SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
+  if (!serves(pull.lane)) {
+    out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, Code::no_lane, "the source does not serve this lane"}});
+    return;
+  }
+  if (!may_read(session, peer, pull.id)) {
+    out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, Code::refused, "a guest reads only what was granted to itself"}});
+    return;
+  }
+  if (PushPost* push = push_of(peer, pull.id)) {
+    push->heard(now);
+    settle(posts_.find(push->id()), now, out);
+  }
+  grants_.on_pull(session, peer, pull, now, out);
+}
+
+void Endpoint::on_fetch(SessionId session, const AgentRef& peer, const Fetch& fetch, Nanos now, Effects& out) {
+  const Pull& pull = fetch.pull;
+  const auto refuse = [&](Code code, const std::string& text) { out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, code, text}}); };
+  if (!serves(pull.lane)) return refuse(Code::no_lane, "the source does not serve this lane");
+  try {
+    if (!grants_.knows(pull.id)) {
+      const AgentRef share = share_of(peer);
+      const uint64_t weight = weight_of(fetch.pieces);
+      grants_.check_room(share, weight);
+      auto hold = std::make_unique<PiecesHold>(regions_, from_wire(fetch.pieces), RegionUse::PeerReads, false);
+      grants_.grant_pieces(pull.id, std::move(hold), peer, share, limits_.grants.ttl_ns, weight, now);
+    } else if (!grants_.is_of_pieces(pull.id) && grants_.state(pull.id, now) == GrantState::Alive) {
+      return refuse(Code::refused, "this id is of a grant of blocks");
+    }
+  } catch (const Error& error) {
+    if (error.code() == Code::internal) throw;
+    grants_.count_refusal();
+    return refuse(told(error.code()), error.what());
+  }
+  grants_.on_pull(session, peer, pull, now, out);
+}
+
+// --- a peer writes ---
+
+void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
+  const auto answer = [&](Code code, const std::string& text) { out.push_back(SendFrame{session, Done{push.id, code, text}}); };
+  if (const auto ended = offers_ended_.find(push.id); ended != offers_ended_.end()) {
+    if (ended->second.from != peer) return answer(Code::refused, "this id was used by another");
+    return answer(ended->second.code, ended->second.text);
+  }
+  if (const auto live = posts_.find(push.id); live != posts_.end()) {
+    Post& post = *live->second;
+    if (!post.is_offered() || post.peer() != peer) return answer(Code::refused, "this id is used by another");
+    if (post.can_attach() && session_kind(post.lane()) == sessions_.at(session).kind) attach(post, session, now, out);
+    return settle(live, now, out);
+  }
+  if (!serves(push.lane)) return answer(Code::no_lane, "the destination does not read by this lane");
+  try {
+    take_offer(session, peer, push, now, out);
+  } catch (const Error& error) {
+    if (error.code() == Code::internal) throw;
+    grants_.count_refusal();
+    answer(told(error.code()), error.what());
+  }
+}
+
+// Everything that can be refused is, before anything is kept.
+void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
+  if (finished_.count(push.id) != 0) throw Error(Code::refused, "this id was used by another");
+  if (session_kind(push.lane) != sessions_.at(session).kind) throw Error(Code::refused, "that lane does not run on this kind of session");
+  const OfferShare share{share_of(peer), weight_of(push.from) + weight_of(push.to) + push.notification.size()};
+  if (posts_.size() >= limits_.transfers_max || !offers_.has_room(share.of, share.weight)) {
+    throw Error(Code::overloaded, "too many pushes of this peer are under way");
+  }
+  PieceList from = from_wire(push.from), to = from_wire(push.to);
+  check_alike(to, from);
+  auto hold = std::make_unique<PiecesHold>(regions_, std::move(to), RegionUse::PeerWrites, true);
+
+  TransferSpec spec;
+  spec.id = push.id;
+  spec.source = peer;
+  spec.lanes = {push.lane};
+  // The grant under which it reads lives no longer than this agent's own would.
+  const Nanos life = limits_.grants.life_max_ns;
+  spec.deadline = now + (push.deadline_ms == 0 ? life : std::min(life, Nanos{push.deadline_ms} * kMillisecond));
+  // The source knows this id, and with it the nonces: what it could do with that it could do by lying in its verdicts.
+  std::memcpy(&spec.nonce_seed, push.id.raw.data(), sizeof spec.nonce_seed);
+  spec.wants_sums = push.wants_sums;
+  spec.remote = std::move(from);
+  spec.is_offered = true;
+  if (push.has_notification) spec.notification = push.notification;
+  auto transfer = std::make_unique<Transfer>(std::move(spec), limits_.transfers, std::move(hold), now);
+  offers_.take(share.of, share.weight);
+  offer_shares_[push.id] = share;
+  if (has_bug(Bug::notify_before_commit) && push.has_notification) out.push_back(NotifReceived{peer, 0, push.notification});
+  const auto it = posts_.emplace(push.id, std::move(transfer)).first;
+  attach(*it->second, session, now, out);
+  settle(it, now, out);
+}
+
+void Endpoint::end_offer(const Transfer& transfer, Effects& out) {
+  const TransferFinal& outcome = transfer.outcome();
+  const TransferId& id = transfer.id();
+  const AgentRef& peer = transfer.peer();
+  const bool is_committed = outcome.state == TransferState::Committed;
+  const std::optional<std::string>& notification = transfer.spec().notification;
+  if (is_committed && notification && !has_bug(Bug::notify_before_commit)) out.push_back(NotifReceived{peer, 0, *notification});
+  out.push_back(OfferEnded{id, peer, outcome.state, outcome.code, outcome.lane, transfer.into().bytes(0, transfer.done())});
+  const OfferShare share = offer_shares_.at(id);
+  offer_shares_.erase(id);
+  offers_.give_back(share.of, share.weight);
+  remember(id, share.of, EndedOffer{peer, outcome.code, outcome.text});
+  // Where it cannot be said now, it is when the peer asks again.
+  SessionId session = transfer.session();
+  if (sessions_.count(session) == 0) {
+    const auto up = up_.find(peer);
+    session = up != up_.end() ? up->second.front() : 0;
+  }
+  if (session != 0) out.push_back(SendFrame{session, Done{id, outcome.code, outcome.text}});
+}
+
+// A push that comes again after it was forgotten here would be taken for a new one: so a peer whose pushes end by the thousand
+// pushes out its own, and of all together those of whoever has the most.
+void Endpoint::remember(const TransferId& id, const AgentRef& share, EndedOffer ended) {
+  offers_ended_[id] = std::move(ended);
+  auto most = offers_ended_order_.try_emplace(share).first;
+  most->second.push_back(id);
+  if (most->second.size() <= share_of_one(limits_.finished_max)) {
+    if (offers_ended_.size() <= limits_.finished_max) return;
+    most = std::max_element(offers_ended_order_.begin(), offers_ended_order_.end(),
+                            [](const auto& a, const auto& b) { return a.second.size() < b.second.size(); });
+  }
+  offers_ended_.erase(most->second.front());
+  most->second.pop_front();
+  if (most->second.empty()) offers_ended_order_.erase(most);
+}
+
+void Endpoint::on_done(const AgentRef& peer, const Done& done, Nanos now, Effects& out) {
+  PushPost* push = push_of(peer, done.id);
+  if (push == nullptr) return;
+  push->on_done(done, now, out);
+  settle(posts_.find(push->id()), now, out);
+}
+
+// A fetch says that it is done by a notification of its own; one that cannot be posted is told as failed, under number 0.
+void Endpoint::notify_committed(const Transfer& transfer, Nanos now, Effects& out) {
+  if (!transfer.spec().notification) return;
+  try {
+    notify(transfer.peer(), *transfer.spec().notification, now, out);
+  } catch (const Error& error) {
+    out.push_back(NotifFailed{transfer.peer(), 0, error.code()});
+  }
+}
+
+}  // namespace kvxfer

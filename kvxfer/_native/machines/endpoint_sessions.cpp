@@ -1,0 +1,268 @@
+// How the endpoint's sessions come, go and carry posts.
+#include <algorithm>
+
+#include "endpoint.hpp"
+
+namespace kvxfer {
+namespace {
+
+constexpr size_t kMapsMax = 16384;  // of what one session let us read
+
+}  // namespace
+
+// Where a guest key is set, whoever dials us proves that one, named or not: it is what our metadata gave him. The key that a
+// peer was named with came from its own metadata, and is what we prove when we dial it.
+const Bytes32* Endpoint::key_of(const AgentRef& peer, Session& session) const {
+  if (peer == self_) return nullptr;
+  session.is_by_guest_key = guest_key_ && !session.is_dialed;
+  if (session.is_by_guest_key) return &*guest_key_;
+  const auto it = peers_.find(peer);
+  return it != peers_.end() ? &it->second.key : nullptr;
+}
+
+bool Endpoint::is_guest(const AgentRef& peer) const {
+  const auto it = peers_.find(peer);
+  return it != peers_.end() && it->second.is_guest;
+}
+
+// Whether what this agent's owner has for the session's peer may go over it: to a named peer only where that peer's own key
+// was proven, to a guest over what there is.
+bool Endpoint::carries_ours(const Session& session) const { return !session.is_by_guest_key || is_guest(session.handshake.peer()); }
+
+// A peer's push runs on a session that its PUSH came by: the id is what shows that it is the same peer that came again.
+bool Endpoint::carries(const Session& session, const Post& post) const {
+  return post.is_offered() ? !session.is_by_guest_key : carries_ours(session);
+}
+
+SessionId Endpoint::find_up(const AgentRef& peer) const {
+  const auto found = up_.find(peer);
+  if (found == up_.end()) return 0;
+  for (const SessionId id : found->second) {
+    if (carries_ours(sessions_.at(id))) return id;
+  }
+  return 0;
+}
+
+// The one to put a post of this lane on. Where the source sends, bytes are spread over several: the least used one, and
+// another is dialed where none is idle.
+SessionId Endpoint::find_session(const AgentRef& peer, const Post& post, Effects& out) {
+  const SessionKind kind = session_kind(post.lane());
+  const auto found = up_.find(peer);
+  if (found == up_.end()) return 0;
+  SessionId best = 0;
+  size_t least = 0, count = dialing_.count({peer, kind});
+  for (const SessionId id : found->second) {
+    const Session& session = sessions_.at(id);
+    if (session.kind != kind || !carries(session, post)) continue;
+    if (is_one_sided(post.lane())) return id;
+    ++count;
+    if (best == 0 || session.posts.size() < least) {
+      best = id;
+      least = session.posts.size();
+    }
+  }
+  if (best != 0 && least != 0 && count < limits_.stripes) dial(peer, kind, out);
+  return best;
+}
+
+void Endpoint::dial(const AgentRef& peer, SessionKind kind, Effects& out) {
+  if (!is_guest(peer) && dialing_.insert({peer, kind}).second) out.push_back(Dial{peer, kind});
+}
+
+SessionId Endpoint::open(Session session) {
+  const SessionId id = next_session_++;
+  if (!session.is_dialed) ++unproven_;
+  sessions_.emplace(id, std::move(session));
+  watched_.insert(id);
+  return id;
+}
+
+SessionId Endpoint::dialed(const AgentRef& peer, SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out) {
+  const SessionId id = open(Session{kind, true, Handshake(self_, peer, nonce), now + limits_.handshake_ns, now, 0, {}, {}, false});
+  out.push_back(SendFrame{id, sessions_.at(id).handshake.dial_hello()});
+  return id;
+}
+
+SessionId Endpoint::accepted(SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out) {
+  const SessionId id = open(Session{kind, false, Handshake(self_, nonce), now + limits_.handshake_ns, now, 0, {}, {}, false});
+  if (sessions_.size() > limits_.sessions_max || unproven_ > share_of_one(limits_.sessions_max)) {
+    hang_up(id, Code::overloaded, "sessions_max is reached", now, out);
+  }
+  return id;
+}
+
+void Endpoint::dial_failed(const AgentRef& peer, SessionKind kind, Code code, const std::string& text, Nanos now, Effects& out) {
+  dialing_.erase({peer, kind});
+  if (const auto next = dialing_.lower_bound({peer, SessionKind{}}); next == dialing_.end() || next->first != peer) given_up_.erase(peer);
+  for (auto it = posts_.begin(); it != posts_.end();) {
+    const auto current = it++;
+    Post& post = *current->second;
+    if (post.is_offered() || !post.can_attach() || !is_peer(peer, post) || session_kind(post.lane()) != kind) continue;
+    post.dial_failed(code, text, now, out);
+    settle(current, now, out);
+  }
+  notifier_.postpone(peer, now);
+}
+
+// Out of every book; what was attached is still in session->second.posts.
+void Endpoint::remove(Sessions::iterator found) {
+  const Session& session = found->second;
+  if (!session.is_dialed && !session.is_up()) --unproven_;
+  if (const auto up = up_.find(session.handshake.peer()); up != up_.end()) {
+    up->second.erase(std::remove(up->second.begin(), up->second.end(), found->first), up->second.end());
+    if (up->second.empty()) up_.erase(up);
+  }
+  watched_.erase(found->first);
+  sessions_.erase(found);
+}
+
+void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end()) return;
+  const bool is_up = found->second.is_up(), is_dialed = found->second.is_dialed;
+  const AgentRef peer = found->second.handshake.peer();
+  const SessionKind kind = found->second.kind;
+  const std::set<TransferId> posts = std::move(found->second.posts);
+  remove(found);
+  if (!is_up) {
+    if (is_dialed) dial_failed(peer, kind, Code::transport, "the connection closed in the handshake", now, out);
+    return;
+  }
+  grants_.session_closed(id);
+  for (const TransferId& post : posts) {
+    const auto it = posts_.find(post);
+    if (it != posts_.end() && it->second->session() == id) it->second->session_lost(now);
+  }
+  if (is_guest(peer) && up_.count(peer) == 0) return forget(peer, now, out);
+  for (const TransferId& post : posts) {
+    const auto it = posts_.find(post);
+    if (it != posts_.end() && it->second->session() == 0) settle(it, now, out);
+  }
+}
+
+void Endpoint::hang_up(SessionId id, Code code, const std::string& text, Nanos now, Effects& out) {
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end()) return;
+  out.push_back(Hangup{id, code, text});
+  if (!found->second.is_dialed || found->second.is_up()) return closed(id, now, out);
+  const AgentRef peer = found->second.handshake.peer();
+  const SessionKind kind = found->second.kind;
+  remove(found);
+  dial_failed(peer, kind, code, text, now, out);
+}
+
+void Endpoint::heard(SessionId session, Nanos now) {
+  if (const auto found = sessions_.find(session); found != sessions_.end()) found->second.heard_at = now;
+}
+
+void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& out) {
+  session.deadline = kNever;
+  const AgentRef peer = session.handshake.peer();
+  const SessionKind kind = session.kind;
+  if (session.is_dialed) {
+    dialing_.erase({peer, kind});
+  } else {
+    --unproven_;
+    const auto up = up_.find(peer);
+    if (up != up_.end() && up->second.size() >= share_of_one(limits_.sessions_max)) {
+      throw Error(Code::overloaded, "this peer has its share of sessions_max");
+    }
+  }
+  if (!knows(peer)) peers_[peer] = Peer{*guest_key_, kind, true};
+  up_[peer].push_back(id);
+  watched_.erase(id);
+  out.push_back(SessionUp{id, peer, kind});
+  for (auto it = posts_.begin(); it != posts_.end();) {
+    const auto current = it++;
+    Post& post = *current->second;
+    if (!post.can_attach() || !is_peer(peer, post) || session_kind(post.lane()) != kind || !carries(session, post)) continue;
+    attach(post, id, now, out);
+    settle(current, now, out);
+  }
+  if (!carries_ours(session)) return;
+  if (const auto given_up = given_up_.find(peer); given_up != given_up_.end()) {
+    for (const TransferId& transfer : given_up->second) out.push_back(SendFrame{id, Release{transfer}});
+    given_up_.erase(given_up);
+  }
+  notifier_.flush(peer, id, true, now, out);
+}
+
+bool Endpoint::has_maps(const Session& session, const Post& post) {
+  if (!needs_map(post.lane())) return true;
+  const std::vector<uint32_t> regions = post.remote_regions();
+  return std::all_of(regions.begin(), regions.end(), [&](uint32_t region) { return session.maps.count({region, post.lane()}) != 0; });
+}
+
+void Endpoint::on_map(Session& session, const Map& map) {
+  if (map.region_bytes == 0) {
+    session.maps.erase({map.pool, map.lane});
+  } else if (session.maps.size() < kMapsMax) {
+    session.maps.insert({map.pool, map.lane});
+  }
+}
+
+void Endpoint::on_frame(SessionId id, const Frame& frame, Nanos now, Effects& out) {
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end()) return;
+  Session& session = found->second;
+  session.heard_at = now;
+  try {
+    if (const auto* error = std::get_if<ErrorFrame>(&frame); error != nullptr && error->id == TransferId{}) {
+      return hang_up(id, error->code, printable(error->text), now, out);
+    }
+    if (session.is_up()) return on_proven(id, session, frame, now, out);
+    const auto* hello = std::get_if<Hello>(&frame);
+    if (hello == nullptr) throw Error(Code::protocol, std::string(kind_name(frame)) + " before the session was proven");
+    const auto answer = session.handshake.on_hello(*hello, [&](const AgentRef& peer) { return key_of(peer, session); });
+    if (answer) out.push_back(SendFrame{id, *answer});
+    if (session.is_up()) session_up(id, session, now, out);
+  } catch (const Error& error) {
+    if (error.code() == Code::internal) throw;
+    out.push_back(SendFrame{id, ErrorFrame{{}, 0, error.code(), error.what()}});
+    hang_up(id, error.code(), error.what(), now, out);
+  }
+}
+
+void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nanos now, Effects& out) {
+  const AgentRef peer = session.handshake.peer();
+  const auto to_transfer = [&](const TransferId& transfer_id, auto&& act) {
+    if (Transfer* transfer = transfer_of(id, transfer_id)) {
+      act(*transfer);
+      settle(posts_.find(transfer_id), now, out);
+    }
+  };
+  if (const auto* f = std::get_if<Pull>(&frame)) return on_pull(id, peer, *f, now, out);
+  if (const auto* f = std::get_if<Ready>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_ready(*f, now, out); });
+  if (const auto* f = std::get_if<Confirm>(&frame)) return grants_.on_confirm(id, peer, *f, now, out);
+  if (const auto* f = std::get_if<Verdict>(&frame); f != nullptr && has_bug(Bug::commit_twice)) {
+    const auto over = finished_.find(f->id);
+    if (f->code == Code::ok && over != finished_.end() && over->second == TransferState::Committed) {
+      out.push_back(TransferFinal{f->id, over->second, Code::ok, "", Lane::Stream, "", 0, 0, 0, 0, 0, 0});
+    }
+  }
+  if (const auto* f = std::get_if<Verdict>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_verdict(*f, now, out); });
+  if (const auto* f = std::get_if<Release>(&frame)) {
+    if (may_read(id, peer, f->id)) grants_.on_release(peer, f->id, now, out);
+    return;
+  }
+  if (const auto* f = std::get_if<Renew>(&frame)) return grants_.on_renew(peer, *f, now);
+  if (const auto* f = std::get_if<Revoke>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_revoke(*f, now, out); });
+  if (const auto* f = std::get_if<Cancel>(&frame)) return grants_.on_cancel(id, *f);
+  if (const auto* f = std::get_if<Notif>(&frame)) {
+    if (f->kind == NotifKind::Ack && !carries_ours(session)) return;  // of nothing that was sent here
+    return notifier_.on_notif(id, peer, *f, now, out);
+  }
+  if (const auto* f = std::get_if<ErrorFrame>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_error(*f, now, out); });
+  if (const auto* f = std::get_if<Ping>(&frame)) {
+    if (f->kind == PingKind::Ask) out.push_back(SendFrame{id, Ping{PingKind::Answer, f->token}});
+    return;
+  }
+  if (const auto* f = std::get_if<Fetch>(&frame)) return on_fetch(id, peer, *f, now, out);
+  if (const auto* f = std::get_if<Push>(&frame)) return on_push(id, peer, *f, now, out);
+  if (const auto* f = std::get_if<Done>(&frame)) return on_done(peer, *f, now, out);
+  if (const auto* f = std::get_if<Map>(&frame)) return on_map(session, *f);
+  if (std::holds_alternative<Data>(frame)) return;  // the shell's: payload
+  throw Error(Code::protocol, std::string(kind_name(frame)) + " in a session that is up");
+}
+
+}  // namespace kvxfer

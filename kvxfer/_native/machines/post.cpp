@@ -1,0 +1,102 @@
+#include "post.hpp"
+
+#include <algorithm>
+
+namespace kvxfer {
+namespace {
+
+constexpr Nanos kDialBackoff = 20 * kMillisecond;
+constexpr Nanos kDialBackoffMax = 500 * kMillisecond;
+constexpr uint32_t kSilencesMax = 4;
+
+}  // namespace
+
+Post::Post(Way way, TransferLimits limits, Nanos now)
+    : way_(std::move(way)), limits_(limits), posted_at_(now), heard_at_(now), dial_at_(now), unreachable_since_(now) {
+  if (way_.lanes.size() > kLaneMax) throw Error(Code::invalid_argument, "more lanes are named than there are");
+  if (way_.lanes.empty()) throw Error(Code::no_lane, "no lane is allowed for this transfer");
+  if (way_.deadline <= now) throw Error(Code::invalid_argument, "the deadline has passed already");
+}
+
+void Post::session_up(SessionId session, bool is_mapped, Nanos now, Effects& out) {
+  if (is_final(state_)) return;
+  session_ = session;
+  is_mapped_ = is_mapped;
+  dials_failed_ = 0;
+  unreachable_code_ = Code::peer_gone;
+  unreachable_text_.clear();
+  heard_at_ = now;
+  silences_ = 0;
+  unreachable_since_ = kNever;
+  on_session(now, out);
+}
+
+void Post::session_lost(Nanos now) {
+  session_ = 0;
+  if (is_final(state_)) return;
+  on_session_lost();
+  if (unreachable_since_ == kNever) unreachable_since_ = now;
+  dial_at_ = now;
+}
+
+void Post::dial_failed(Code code, const std::string& text, Nanos now, Effects& out) {
+  if (is_final(state_) || session_ != 0) return;
+  // A Unix socket that is not there for us stays away; an owner that does not know us yet will hear of us.
+  const bool is_closed_to_us = session_kind(lane()) == SessionKind::Unix && code != Code::unauthenticated && can_change_lane();
+  if (is_closed_to_us && (code == Code::no_lane || lane_ + 1 < way_.lanes.size())) return next_lane(text, now, out);
+  unreachable_code_ = code == Code::unauthenticated ? code : Code::peer_gone;
+  unreachable_text_ = ": " + text;
+  if (now - unreachable_since_ >= limits_.reconnect_ns) {
+    return fail(unreachable_code_, std::string("cannot reach the ") + peer_word() + unreachable_text_, now, out);
+  }
+  dial_at_ = now + std::min(kDialBackoff << std::min(dials_failed_++, 16u), kDialBackoffMax);
+}
+
+void Post::next_lane(const std::string& why, Nanos now, Effects& out) {
+  if (!lane_notes_.empty()) lane_notes_ += "; ";
+  lane_notes_ += why;
+  if (lane_ + 1 == way_.lanes.size()) return fail(Code::no_lane, "no lane joins this pair: " + lane_notes_, now, out);
+  if (session_ != 0) {
+    leave(out);
+    on_session_lost();
+    session_ = 0;
+  }
+  ++lane_;
+  dial_at_ = now;
+  unreachable_since_ = now;
+}
+
+void Post::tick(Nanos now, Effects& out) {
+  if (is_final(state_)) return;
+  if (now >= way_.deadline) return fail(Code::deadline, "the deadline passed", now, out);
+  if (session_ == 0) {
+    if (now - unreachable_since_ >= limits_.reconnect_ns && !is_reading()) {
+      fail(unreachable_code_, std::string("cannot reach the ") + peer_word() + unreachable_text_, now, out);
+    }
+    return;
+  }
+  if (now >= keep_at()) keep(now, out);
+  if (is_final(state_)) return;
+  if (!is_reading() && now - heard_at_ >= patience()) {
+    ++silences_;
+    ask_again(now, out);
+  }
+}
+
+// Asking again makes the source send again. On a wire that is only slow, and shared with others, that would throw away
+// what is under way, for ever: so each question that brought no bytes is given twice as long as the one before.
+Nanos Post::patience() const { return limits_.stall_ns << std::min(silences_, kSilencesMax); }
+
+Nanos Post::wake_at() const {
+  if (is_final(state_)) return kNever;
+  Nanos at = way_.deadline;
+  if (session_ == 0) {
+    if (!is_reading()) at = std::min({at, unreachable_since_ + limits_.reconnect_ns, dial_at_});
+    return at;
+  }
+  at = std::min(at, keep_at());
+  if (!is_reading()) at = std::min(at, heard_at_ + patience());
+  return at;
+}
+
+}  // namespace kvxfer

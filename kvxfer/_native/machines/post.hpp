@@ -1,0 +1,111 @@
+// What every post has in common, whether it pulls, fetches or pushes: a peer that must be reached by the first of some lanes
+// that serves, a deadline, and patience with a peer that says nothing. What is said to the peer, and what ends the post, is
+// the business of Transfer and Push.
+//
+// A post holds at most one session and asks its owner, the endpoint, for another where it has none. One that a peer's push
+// asked for (is_offered) dials nobody: the peer that wants it comes itself, and the owner is told of its end in other words.
+#pragma once
+
+#include "bugs.hpp"
+#include "effects.hpp"
+
+namespace kvxfer {
+
+class Transfer;
+class PushPost;
+
+struct TransferLimits {
+  Nanos stall_ns = 1'000 * kMillisecond;      // heard nothing of this post for so long: ask again; then after twice that, up to 16 times
+  Nanos reconnect_ns = 3'000 * kMillisecond;  // peer unreachable for so long: peer_gone
+  Nanos ttl_ns = 10'000 * kMillisecond;       // asked for with each renewal
+  uint32_t wait_ms = 60'000;                  // how long the pull may wait at the source for its grant
+  uint64_t read_bytes_max = 32 << 20;         // of one ReadBlocks, unless a single block is larger
+};
+
+class Post {
+ public:
+  struct Way {
+    TransferId id;
+    AgentRef peer;
+    std::vector<Lane> lanes;  // allowed, best first
+    Nanos deadline = kNever;
+    bool is_offered = false;
+  };
+
+  // Throws Error(no_lane, invalid_argument).
+  Post(Way way, TransferLimits limits, Nanos now);
+  virtual ~Post() = default;
+  Post(const Post&) = delete;
+  Post& operator=(const Post&) = delete;
+
+  virtual Transfer* as_transfer() { return nullptr; }
+  virtual PushPost* as_push() { return nullptr; }
+
+  const TransferId& id() const { return way_.id; }
+  const AgentRef& peer() const { return way_.peer; }
+  bool is_offered() const { return way_.is_offered; }
+  TransferState state() const { return state_; }
+  Lane lane() const { return way_.lanes[lane_]; }
+  SessionId session() const { return session_; }
+  bool is_over() const { return is_final(state_) && is_drained_; }
+  // The peer's regions that a read would go to, where they are known without its word.
+  virtual std::vector<uint32_t> remote_regions() const { return {}; }
+  // What the owner was told, or would have been.
+  const TransferFinal& outcome() const { return outcome_; }
+
+  // Not connected, nothing under way, and the back-off has passed.
+  bool can_attach() const { return state_ == TransferState::Connecting && session_ == 0 && !is_reading(); }
+  bool needs_session(Nanos now) const { return can_attach() && now >= dial_at_; }
+
+  void dialing() { dial_at_ = kNever; }  // somebody is on it: do not ask again before it failed
+  // `is_mapped`: every one of remote_regions() can be read by the lane on this session already.
+  void session_up(SessionId session, bool is_mapped, Nanos now, Effects& out);
+  void session_lost(Nanos now);
+  void dial_failed(Code code, const std::string& text, Nanos now, Effects& out);
+  // There is no way to a session of this lane.
+  void lane_closed(const std::string& why, Nanos now, Effects& out) { next_lane(why, now, out); }
+  void end(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) {
+    if (!is_final(state_)) finish(state, code, text, now, out);
+  }
+  void tick(Nanos now, Effects& out);
+  Nanos wake_at() const;
+
+ protected:
+  virtual const char* peer_word() const = 0;   // in texts
+  virtual bool is_reading() const { return false; }
+  virtual void on_session(Nanos now, Effects& out) = 0;         // there is one; state_ is Connecting
+  virtual void on_session_lost() = 0;                           // sets the state
+  virtual void leave(Effects&) {}                               // this lane is given up, and its session is there
+  virtual void ask_again(Nanos now, Effects& out) = 0;          // silence
+  virtual void keep(Nanos, Effects&) {}                         // connected, at keep_at()
+  virtual Nanos keep_at() const { return kNever; }
+  virtual void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) = 0;
+
+  void fail(Code code, const std::string& text, Nanos now, Effects& out) { end(TransferState::Failed, code, text, now, out); }
+  void send(Frame frame, Effects& out) const { out.push_back(SendFrame{session_, std::move(frame)}); }
+  void tell(Effect effect, Effects& out) const {
+    if (!way_.is_offered) out.push_back(std::move(effect));
+  }
+  virtual bool can_change_lane() const { return true; }
+  virtual void next_lane(const std::string& why, Nanos now, Effects& out);
+  Nanos patience() const;
+
+  Way way_;
+  TransferLimits limits_;
+  TransferState state_ = TransferState::Connecting;
+  size_t lane_ = 0;
+  std::string lane_notes_;
+  SessionId session_ = 0;
+  bool is_mapped_ = false;
+  bool is_drained_ = false;
+  uint32_t silences_ = 0;  // questions in a row that brought nothing
+  Nanos posted_at_, heard_at_, dial_at_, unreachable_since_;
+  TransferFinal outcome_{};
+
+ private:
+  uint32_t dials_failed_ = 0;
+  Code unreachable_code_ = Code::peer_gone;  // of the last dial that failed
+  std::string unreachable_text_;
+};
+
+}  // namespace kvxfer

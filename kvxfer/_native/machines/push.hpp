@@ -1,0 +1,80 @@
+// One push: the initiator's side of a write. It owns the bytes and never sends one on its own account: it grants its pieces
+// to exactly one reader, asks that reader to pull them into its registered memory, and waits to be told how that ended.
+//
+//                 session_up  session_lost  next_lane   done        fail    cancel
+//   CONNECTING    WAITING     CONNECTING    CONNECTING  -           FAILED  CANCELLED
+//   WAITING       -           CONNECTING    CONNECTING  COMMITTED   FAILED  CANCELLED
+//   COMMITTED, FAILED, CANCELLED: nothing moves them.       ("-": impossible, an error)
+//
+// What the destination does under the grant (pull, read, confirm) goes through the grant table like every other reader's.
+// PUSH is asked again where no answer came, and the destination takes it once: to a transfer that is live it does nothing,
+// to one that is final it answers DONE again. COMMITTED is believed of a destination that was given a verdict ok.
+//
+// Every lane that is tried has a grant of its own, under an id of its own (the push's, its last byte xor the lane's index),
+// so that no id is ever used twice on the wire. Two ids are two transfers to the destination: so the next lane is taken only
+// where no verdict ok was given under the one before, whose grant ends with that. Whatever ends the push ends the grant first: a confirm that comes later
+// finds it ended, so a push that was cancelled or failed here is never committed there afterwards without a verdict that
+// was given before. Where the destination neither pulls nor says how it ended, the end of the grant's life ends the push.
+// The pieces are held as every grant holds them; once it has ended no send may take another byte of them.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "grant.hpp"
+#include "post.hpp"
+
+namespace kvxfer {
+
+enum class PushEvent : uint8_t { SessionUp, SessionLost, NextLane, Done, Fail, Cancel };
+
+// The table above. Throws Error(internal) for an impossible pair.
+TransferState next_state(TransferState state, PushEvent event);
+
+struct PushSpec {
+  Post::Way way;
+  PieceList local, remote;
+  bool wants_sums = false;
+  std::optional<std::string> notification;
+};
+
+class PushPost final : public Post {
+ public:
+  // `make_hold` gives a new hold of the local pieces, to be taken by the grant of a lane. Throws Error(no_lane, invalid_argument).
+  using MakeHold = std::function<std::unique_ptr<Hold>()>;
+  PushPost(PushSpec spec, TransferLimits limits, GrantTable& grants, MakeHold make_hold, Nanos now);
+
+  PushPost* as_push() override { return this; }
+  // The id of this push on the wire, of the lane that is tried now.
+  TransferId wire_id() const;
+  void on_done(const Done& done, Nanos now, Effects& out);
+  // The destination is at it.
+  void heard(Nanos now) { heard_at_ = now; }
+  bool leans_on(uint32_t region) const;
+
+ protected:
+  const char* peer_word() const override { return "destination"; }
+  void on_session(Nanos now, Effects& out) override;
+  void on_session_lost() override { state_ = next_state(state_, PushEvent::SessionLost); }
+  void ask_again(Nanos now, Effects& out) override;
+  void keep(Nanos now, Effects& out) override;
+  Nanos keep_at() const override { return has_grant_ ? grant_end_ : kNever; }
+  // Once the destination was given its word it may have committed, and must not be asked for the same under another id.
+  bool can_change_lane() const override { return !has_grant_ || !grants_->has_confirmed(wire_id()); }
+  void next_lane(const std::string& why, Nanos now, Effects& out) override;
+  void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) override;
+
+ private:
+  void ask(Nanos now, Effects& out);
+  void end_grant(Nanos now, Effects& out);
+
+  PushSpec spec_;
+  GrantTable* grants_;
+  MakeHold make_hold_;
+  bool has_grant_ = false;  // of this lane
+  Nanos grant_end_ = kNever;
+  uint32_t asked_ = 0;
+  Nanos first_asked_at_ = 0;
+};
+
+}  // namespace kvxfer

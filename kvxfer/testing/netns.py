@@ -1,0 +1,104 @@
+"""Two hosts on one machine: two network namespaces joined by a cable that can be pulled. Decides how they are made and
+that nothing of them stays; must never know what runs inside.
+
+Needs root and iproute2's ``ip``::
+
+    with Namespaces() as hosts:
+        subprocess.Popen([*hosts.command(0), "some", "server", hosts.addresses[0]])
+        hosts.pull_cable()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+from types import TracebackType
+
+from kvxfer.errors import ConfigError
+
+INTERFACE = "cable"
+PREFIX_BITS = 30
+
+
+def obstacle() -> str:
+    """Why there can be no namespaces here, or nothing."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "network namespaces need iproute2's ip"
+    return ""
+
+
+class Namespaces:
+    """A context manager; both ends are 0 and 1. Raises ConfigError where the system does not let us."""
+
+    addresses = ("192.0.2.1", "192.0.2.2")
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"<Namespaces {' and '.join(self._names) or 'none'}>"
+
+    def __enter__(self) -> Namespaces:
+        why = obstacle()
+        if why:
+            raise ConfigError(why)
+        try:
+            for end in range(2):
+                name = f"kvxfer-{os.getpid()}-{secrets.token_hex(3)}-{end}"
+                _ip("netns", "add", name)
+                self._names.append(name)
+            one, other = self._names
+            cable = ("link", "add", INTERFACE, "netns", one, "type", "veth", "peer", INTERFACE, "netns", other)
+            _ip(*cable)
+            for name, address in zip(self._names, self.addresses, strict=True):
+                _ip("-n", name, "address", "add", f"{address}/{PREFIX_BITS}", "dev", INTERFACE)
+                _ip("-n", name, "link", "set", "lo", "up")
+                _ip("-n", name, "link", "set", INTERFACE, "up")
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def command(self, end: int) -> list[str]:
+        """What goes before a command so that it runs at that end. It becomes that command: the pid stays."""
+        return ["ip", "netns", "exec", self._names[end]]
+
+    def pull_cable(self, end: int = 0) -> None:
+        """The link goes down at ``end``: that one knows, the other only hears nothing any more."""
+        _ip("-n", self._names[end], "link", "set", INTERFACE, "down")
+
+    def plug_cable(self, end: int = 0) -> None:
+        """The link comes up again."""
+        _ip("-n", self._names[end], "link", "set", INTERFACE, "up")
+
+    def limit_rate(self, megabits: int, end: int = 0) -> None:
+        """What ``end`` sends takes its time. Raises ConfigError where ``tc`` or its token bucket is missing."""
+        if shutil.which("tc") is None:
+            raise ConfigError("a rate needs iproute2's tc")
+        shape = ["rate", f"{megabits}mbit", "burst", "256kb", "latency", "100ms"]
+        _run(["tc", "-n", self._names[end], "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape])
+
+    def _remove(self) -> None:
+        while self._names:
+            with contextlib.suppress(ConfigError):
+                _ip("netns", "delete", self._names.pop())
+
+
+def _ip(*arguments: str) -> None:
+    _run(["ip", *arguments])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode != 0:
+        raise ConfigError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")

@@ -1,0 +1,28 @@
+"""Where the pieces of an extent lie: the slow, plain reading of what the native core's shells walk over."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Place(NamedTuple):
+    """``length`` bytes at ``offset`` of region ``region``."""
+
+    region: int
+    offset: int
+    length: int
+
+
+def pieces(grids: list[tuple[int, int, int, int, int]]) -> list[Place]:
+    """Every piece of some grids, in order."""
+    return [
+        Place(region, offset + i * stride, length)
+        for region, offset, stride, length, count in grids
+        for i in range(count)
+    ]
+
+
+def places(extent: Any) -> list[Place]:
+    """Those that an extent of ranges means, in its order."""
+    known = pieces(extent.ranges.grids)
+    return [known[i] for i in extent.blocks]

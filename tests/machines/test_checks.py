@@ -1,0 +1,138 @@
+"""Checksums: who gives them, who asks for them, and that bytes which do not fit them never commit."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import pytest
+
+from kvxfer._native import _core
+from kvxfer._native._core import Code, Lane
+from kvxfer.errors import InvalidArgument
+from kvxfer.testing.clock import S
+from kvxfer.testing.pair import KEY
+from kvxfer.testing.region_pair import RegionPair
+
+ID = b"t" * 16
+DATA = bytes(range(256))
+
+
+class CheckedPair(RegionPair):
+    """Pools with checks, one block of 16 bytes each, beside the regions."""
+
+    def introduce(self, name: str) -> None:
+        self.ends[name].set_peer(self.refs[self.other(name)], KEY, _core.SessionKind.MEMORY)
+        self.ends[name].add_pool(_core.PoolInfo(2, 64, 16, b"d" * 32, True, True, True))
+
+
+def ready_pair() -> CheckedPair:
+    pair = CheckedPair()
+    pair.add_region("a", 7, DATA)
+    pair.add_region("b", 9, bytes(256))
+    return pair
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize("op", ["fetch", "push"])
+@pytest.mark.parametrize("lane", [Lane.STREAM, Lane.UNIX])
+def test_corrupted_bytes_never_commit(op: str, lane: Any) -> None:
+    pair = ready_pair()
+    name, local, remote = ("b", [(9, 0, 16, 16, 4)], [(7, 0, 16, 16, 4)])
+    if op == "push":
+        name, local, remote = "a", remote, local
+    pair.post(name, op, ID, local, remote, lanes=[lane], wants_sums=True, notification=b"n")
+    pair.corrupts = flip
+    pair.run()
+    assert pair.finals(name) == [("FAILED", "checksum")]
+    assert pair.take("b" if op == "push" else "a", _core.NotifReceived) == []
+    pair.corrupts = lambda data: data
+    pair.post(name, op, b"u" * 16, local, remote, lanes=[lane], wants_sums=True)
+    pair.run()
+    assert pair.finals(name) == [("COMMITTED", "ok")]
+    for end in pair.ends.values():
+        assert [(r.grants, r.transfers) for r in end.counts().regions] == [(0, 0)]
+
+
+def test_payload_that_must_have_sums_and_has_none_is_thrown_away() -> None:
+    pair = ready_pair()
+    pair.post("b", "fetch", ID, [(9, 0, 16, 16, 4)], [(7, 0, 16, 16, 4)], lanes=[Lane.STREAM], wants_sums=True)
+    pair.pump()
+    (send,) = pair.take("a", _core.SendData)
+    assert (send.frame.has_sums, send.frame.payload_bytes, send.sums) == (True, 4 * 16 + 4 * 4, [])
+    session = next(session for name, session in pair.peer_session if name == "b")
+    bare = _core.Data(ID, send.frame.attempt, 0, 4, True, 4 * 16)
+    assert pair.ends["b"].data_arrives(session, bare, pair.now).token == 0
+    short = _core.Data(ID, send.frame.attempt, 0, 4, True, 4 * 16, True)
+    assert pair.ends["b"].data_arrives(session, short, pair.now).token == 0
+    assert pair.ends["b"].data_arrives(session, send.frame, pair.now).token != 0
+
+
+SUMS = [zlib.crc32(bytes([n]) * 16) for n in range(4)]
+
+
+def pull(pair: CheckedPair, lane: Any, *, pool: int = 2, wants_sums: bool = False) -> None:
+    b = pair.ends["b"]
+    spec = (ID, pair.refs["a"], pool, [8, 9, 10, 11], 0, [lane], pair.now + 600 * S, 7, pair.now)
+    pair.do("b", b.pull(*spec, wants_sums=wants_sums))
+    pair.pump()
+
+
+def grant(pair: CheckedPair, *, pool: int = 2) -> None:
+    pair.do("a", pair.ends["a"].grant(ID, pool, [0, 1, 2, 3], "b", 10 * S, 0, pair.now))
+
+
+def test_the_owners_sums_go_beside_the_ids() -> None:
+    """What was given with `ready` reaches the reader with the blocks it is of; a block without one is not checked."""
+    pair = ready_pair()
+    a = pair.ends["a"]
+    grant(pair)
+    pull(pair, Lane.MEMORY)
+    pair.do("a", a.ready(ID, 2, 0, False, pair.now, SUMS[:2]))
+    pair.pump()
+    (read,) = pair.take("b", _core.ReadBlocks)
+    assert (read.from_blocks, read.sums) == ([0, 1], SUMS[:2])
+    pair.do("a", a.ready(ID, 3, 0, False, pair.now))
+    pair.do("a", a.ready(ID, 4, 0, True, pair.now, SUMS[3:]))
+    pair.pump()
+    pair.do("b", pair.ends["b"].read_landed(read.id, read.token, pair.now))
+    (read,) = pair.take("b", _core.ReadBlocks)
+    assert (read.from_blocks, read.sums) == ([2, 3], [])
+    pair.do("b", pair.ends["b"].read_stopped(read.id, read.token, Code.checksum, "block 2", pair.now))
+    pair.pump()
+    assert pair.finals("b") == [("FAILED", "checksum")]
+
+
+def test_stream_takes_the_owners_sums_or_has_them_computed() -> None:
+    pair = ready_pair()
+    a = pair.ends["a"]
+    grant(pair)
+    pull(pair, Lane.STREAM)
+    pair.do("a", a.ready(ID, 2, 0, False, pair.now, SUMS[:2]))
+    (send,) = pair.take("a", _core.SendData)
+    assert (send.frame.has_sums, send.sums) == (True, SUMS[:2])
+    pair.do("a", a.ready(ID, 4, 0, True, pair.now))
+    pair.do("a", a.data_sent(send.session, ID, 1, 2, pair.now))
+    (send,) = pair.take("a", _core.SendData)
+    assert (send.frame.has_sums, send.sums) == (True, [])
+
+
+@pytest.mark.parametrize("wants_sums", [False, True])
+def test_a_reader_can_ask_where_the_pool_does_not(wants_sums: bool) -> None:
+    pair = ready_pair()
+    grant(pair, pool=1)
+    pull(pair, Lane.STREAM, pool=1, wants_sums=wants_sums)
+    pair.do("a", pair.ends["a"].ready(ID, 4, 0, True, pair.now))
+    (send,) = pair.take("a", _core.SendData)
+    assert send.frame.has_sums is wants_sums
+
+
+def test_sums_are_of_what_became_ready() -> None:
+    pair = ready_pair()
+    grant(pair)
+    with pytest.raises(InvalidArgument, match="checksum"):
+        pair.ends["a"].ready(ID, 2, 0, False, pair.now, SUMS[:3])
+    pair.do("a", pair.ends["a"].ready(ID, 2, 0, False, pair.now, SUMS[:2]))

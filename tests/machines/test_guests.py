@@ -1,0 +1,209 @@
+"""Guests: peers that nobody named, which hold this agent's metadata and prove it by its key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvxfer._native import _core
+from kvxfer._native._core import Code, Lane
+from kvxfer.testing.clock import MS, S
+from kvxfer.testing.region_pair import RegionPair
+
+ID = b"t" * 16
+GUEST_KEY = b"g" * 32
+OWN_KEY = b"n" * 32
+DATA = bytes(range(256))
+
+
+class GuestPair(RegionPair):
+    """``b`` knows ``a`` by its guest key; ``a`` knows nobody."""
+
+    def introduce(self, name: str) -> None:
+        if name == "b":
+            self.ends["b"].set_peer(self.refs["a"], GUEST_KEY, _core.SessionKind.MEMORY)
+        else:
+            self.ends["a"].set_guest_key(GUEST_KEY)
+
+
+def ready_pair() -> GuestPair:
+    pair = GuestPair()
+    pair.add_region("a", 7, DATA)
+    pair.add_region("b", 9, bytes(256))
+    return pair
+
+
+def arrive(pair: GuestPair) -> int:
+    """The guest comes; ``a``'s session with it."""
+    pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"hello", pair.now)[1])
+    pair.run()
+    assert pair.ends["a"].knows(pair.refs["b"])
+    return next(session for name, session in pair.peer_session if name == "a")
+
+
+def test_reads_writes_and_notifies_both_ways() -> None:
+    pair = ready_pair()
+    pair.post("b", "fetch", ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)])
+    pair.run()
+    assert pair.finals("b") == [("COMMITTED", "ok")]
+    pair.post("b", "push", b"u" * 16, [(9, 0, 16, 16, 1)], [(7, 32, 16, 16, 1)], notification=b"n")
+    pair.run()
+    assert pair.finals("b") == [("COMMITTED", "ok")]
+    assert pair.memory["a"][7][32:48] == DATA[:16]
+    assert [e.payload for e in pair.take("a", _core.NotifReceived)] == [b"n"]
+    # and the host of a guest may do the same, over the session that the guest opened
+    pair.post("a", "push", b"v" * 16, [(7, 64, 16, 16, 1)], [(9, 0, 16, 16, 1)])
+    pair.post("a", "fetch", b"w" * 16, [(7, 0, 16, 16, 1)], [(9, 16, 16, 16, 1)])
+    pair.run()
+    assert pair.finals("a") == [("COMMITTED", "ok")] * 2
+    pair.do("a", pair.ends["a"].notify(pair.refs["b"], b"back", pair.now)[1])
+    pair.run()
+    assert [e.payload for e in pair.take("b", _core.NotifReceived)] == [b"back"]
+
+
+def test_a_lane_of_another_kind_of_session_is_passed_over() -> None:
+    """Nobody knows where a guest could be dialed."""
+    pair = ready_pair()
+    arrive(pair)
+    pair.post("a", "push", ID, [(7, 64, 16, 16, 1)], [(9, 0, 16, 16, 1)], lanes=[Lane.CMA, Lane.STREAM, Lane.MEMORY])
+    pair.run()
+    (final,) = pair.take("a", _core.TransferFinal)
+    assert (final.state.name, final.lane) == ("COMMITTED", Lane.MEMORY)
+    assert "guest" in final.lane_notes
+
+
+def test_a_guest_is_forgotten_with_its_last_session() -> None:
+    pair = ready_pair()
+    session = arrive(pair)
+    pair.do("a", pair.ends["a"].accepted(_core.SessionKind.MEMORY, b"3" * 32, pair.now)[1])
+    pair.post("a", "push", ID, [(7, 64, 16, 16, 1)], [(9, 0, 16, 16, 1)])
+    pair.cut("a", session)
+    assert not pair.ends["a"].knows(pair.refs["b"])
+    assert pair.finals("a") == [("FAILED", "peer_gone")]
+    assert pair.ends["a"].counts().peers == 0
+
+
+def test_a_wrong_key_is_no_guest() -> None:
+    pair = ready_pair()
+    pair.ends["a"].set_guest_key(b"x" * 32)
+    pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"hello", pair.now)[1])
+    pair.run()
+    assert not pair.ends["a"].knows(pair.refs["b"])
+    assert pair.take("a", _core.NotifReceived) == []
+    assert [e.code for e in pair.take("b", _core.Hangup)] == [Code.unauthenticated]
+
+
+def test_two_that_hold_each_others_metadata_dial_each_other() -> None:
+    """Each names the other with the other's key; whoever dials proves the key of the one that is dialed."""
+    pair = ready_pair()
+    pair.ends["b"].set_guest_key(b"n" * 32)
+    pair.ends["a"].set_peer(pair.refs["b"], b"n" * 32, _core.SessionKind.MEMORY)
+    pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"hello", pair.now)[1])
+    pair.run()
+    assert [event.payload for event in pair.take("a", _core.NotifReceived)] == [b"hello"]
+    pair.cut("a", pair.take("a", _core.SessionUp)[0].session)
+    pair.do("a", pair.ends["a"].notify(pair.refs["b"], b"and you", pair.now)[1])
+    pair.run()
+    assert [event.payload for event in pair.take("b", _core.NotifReceived)] == [b"and you"]
+
+
+def test_a_name_opens_no_grant() -> None:
+    """A grant of blocks names its reader; a guest may call itself what it likes."""
+    pair = ready_pair()
+    a = pair.ends["a"]
+    pair.do("a", a.grant(ID, 1, [0, 1], "b", 10 * S, 2, pair.now))
+    session = arrive(pair)
+    pull = _core.Pull(ID, 1, 5, Lane.STREAM, 0, 2, 16, b"d" * 32, 0)
+    (answer,) = a.on_frame(session, pull, pair.now)
+    assert answer.frame.code == Code.refused
+    assert a.on_frame(session, _core.Release(ID), pair.now) == []
+    assert a.grant_state(ID, pair.now) == _core.GrantState.ALIVE
+    waiting: Any = _core.Pull(b"n" * 16, 1, 5, Lane.STREAM, 0, 2, 16, b"d" * 32, 1000)
+    (answer,) = a.on_frame(session, waiting, pair.now)
+    assert answer.frame.code == Code.refused
+    assert a.counts().grants.waiting_pulls == 0
+
+
+def claimed_pair() -> GuestPair:
+    """``a`` named an agent ``b`` whose own key is another: the ``b`` here only holds ``a``'s metadata, and its name."""
+    pair = ready_pair()
+    pair.ends["a"].set_peer(pair.refs["b"], OWN_KEY, _core.SessionKind.MEMORY)
+    return pair
+
+
+def test_a_claimed_name_gets_nothing_that_was_posted_to_it() -> None:
+    """Flaw: a session proven by the guest key carried what was for the named peer."""
+    pair = claimed_pair()
+    a = pair.ends["a"]
+    pair.reachable = False
+    pair.do("a", a.notify(pair.refs["b"], b"secret", pair.now)[1])
+    pair.post("a", "push", ID, [(7, 0, 16, 16, 1)], [(9, 0, 16, 16, 1)])
+    pair.post("a", "fetch", b"u" * 16, [(7, 0, 16, 16, 1)], [(9, 0, 16, 16, 1)])
+    pair.reachable = True
+    session = arrive(pair)
+    assert [event.payload for event in pair.take("a", _core.NotifReceived)] == [b"hello"]
+    pair.do("a", a.notify(pair.refs["b"], b"secret too", pair.now)[1])
+    pair.run()
+    assert a.on_frame(session, _core.Notif(_core.NotifKind.ACK, 2, 0, b""), pair.now) == []
+    pair.advance(10 * S)
+    assert a.counts().notifications_pending == 2
+    assert pair.take("a", _core.NotifDelivered) == pair.take("b", _core.NotifReceived) == []
+    assert pair.finals("a") == [("FAILED", "unauthenticated")] * 2
+    assert pair.memory["b"][9] == bytes(256)
+
+
+def test_a_claimed_name_opens_no_grant() -> None:
+    pair = claimed_pair()
+    a = pair.ends["a"]
+    pair.do("a", a.grant(ID, 1, [0, 1], "b", 10 * S, 2, pair.now))
+    session = arrive(pair)
+    for wait_ms, id_ in ((0, ID), (1000, b"n" * 16)):
+        pull = _core.Pull(id_, 1, 5, Lane.STREAM, 0, 2, 16, b"d" * 32, wait_ms)
+        (answer,) = a.on_frame(session, pull, pair.now)
+        assert answer.frame.code == Code.refused
+    assert a.on_frame(session, _core.Release(ID), pair.now) == []
+    assert a.grant_state(ID, pair.now) == _core.GrantState.ALIVE
+    assert a.counts().grants.waiting_pulls == 0
+
+
+def mutual_pair() -> GuestPair:
+    """Each holds the other's metadata."""
+    pair = claimed_pair()
+    pair.ends["b"].set_guest_key(OWN_KEY)
+    return pair
+
+
+def test_two_that_named_each_other_post_both_ways() -> None:
+    pair = mutual_pair()
+    for name, here, there in (("b", 9, 7), ("a", 7, 9)):
+        pair.post(name, "fetch", name.encode() * 16, [(here, 0, 16, 16, 1)], [(there, 16, 16, 16, 1)])
+        pair.run()
+        rows = [(here, 32, 16, 16, 1)], [(there, 48, 16, 16, 1)]
+        pair.post(name, "push", name.upper().encode() * 16, *rows, notification=name.encode())
+        pair.do(name, pair.ends[name].notify(pair.refs[pair.other(name)], b"and", pair.now)[1])
+        pair.run()
+        assert pair.finals(name) == [("COMMITTED", "ok")] * 2
+        assert {e.payload for e in pair.take(pair.other(name), _core.NotifReceived)} == {name.encode(), b"and"}
+    assert [pair.ends[name].counts().sessions_up for name in "ab"] == [2, 2]
+
+
+def test_a_push_goes_on_where_its_push_came_again() -> None:
+    """And on no other session under that name, which anybody may have opened."""
+    pair = mutual_pair()
+    pair.post("a", "push", ID, [(7, 0, 16, 16, 2)], [(9, 0, 16, 16, 2)], lanes=[Lane.MEMORY])
+    pair.pump()
+    (read,) = pair.take("b", _core.ReadBlocks)
+    pair.cut_all()
+    pair.do("b", pair.ends["b"].read_stopped(read.id, read.token, Code.transport, "cut", pair.now))
+    frames: list[Any] = []
+
+    def lose_push(frame: Any) -> int:
+        frames.append(frame)
+        return not isinstance(frame, _core.Push)
+
+    pair.advance(500 * MS, lose_push)
+    assert any(isinstance(frame, _core.Push) for frame in frames)
+    assert not any(isinstance(frame, _core.Pull) for frame in frames)
+    pair.advance(2 * S)
+    pair.run()
+    assert pair.finals("a") == [("COMMITTED", "ok")]
+    assert pair.memory["b"][9][:32] == DATA[:32]

@@ -1,0 +1,228 @@
+"""What one peer can take of what all share, and how transfers spread over the sessions with one peer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvxfer._native import _core
+from kvxfer._native._core import Code, Lane, SessionKind
+from kvxfer.testing.clock import S
+from kvxfer.testing.pair import KEY, Pair
+from kvxfer.testing.region_pair import RegionPair
+
+ID = b"t" * 16
+
+
+def connected() -> tuple[Pair, int]:
+    """A pair with a session; ``a``'s side of it."""
+    pair = Pair()
+    pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"x", pair.now)[1])
+    pair.pump()
+    return pair, next(session for name, session in pair.peer_session if name == "a")
+
+
+def visit(end: Any, name: str, now: int) -> int:
+    """``end``'s session with one more agent, which is not named there or by :data:`KEY`."""
+    visitor = _core.Endpoint(_core.AgentRef(name, 1, name[:1].encode() * 16), _core.EndpointLimits())
+    visitor.set_peer(end.agent, KEY, SessionKind.TCP)
+    mine, hello = visitor.dialed(end.agent, SessionKind.TCP, b"1" * 32, now)
+    session, _ = end.accepted(SessionKind.TCP, b"2" * 32, now)
+    (accept,) = end.on_frame(session, hello[0].frame, now)
+    prove = next(e for e in visitor.on_frame(mine, accept.frame, now) if isinstance(e, _core.SendFrame))
+    end.on_frame(session, prove.frame, now)
+    return int(session)
+
+
+def host(limits: Any) -> Any:
+    """An endpoint with region 9 that any holder of :data:`KEY` may visit."""
+    end = _core.Endpoint(_core.AgentRef("host", 1, b"h" * 16), limits)
+    end.set_guest_key(KEY)
+    end.add_region(_core.RegionInfo(9, 256))
+    return end
+
+
+def push(id_: bytes) -> Any:
+    return _core.Push(id_, Lane.STREAM, _core.WireList([(1, 0, 16, 16, 1)]), _core.WireList([(9, 0, 16, 16, 1)]))
+
+
+def code_of(effects: list[Any]) -> str:
+    answer = effects[0].frame
+    return str(answer.code.name) if isinstance(answer, (_core.Done, _core.ErrorFrame)) else "taken"
+
+
+def test_all_guests_are_one_peer() -> None:
+    """Flaw: a guest chooses its name, and had a new share under each."""
+    limits, grants = _core.EndpointLimits(), _core.GrantLimits()
+    limits.transfers_max = 64
+    grants.grants_max = 64
+    limits.grants = grants
+    end = host(limits)
+    codes: dict[str, list[str]] = {"push": [], "fetch": []}
+    for n in range(20):
+        session = visit(end, f"guest{n}", 1)
+        codes["push"].append(code_of(end.on_frame(session, push(bytes([n]) * 16), 1)))
+        pull = _core.Pull(bytes([100 + n]) * 16, 1, 5, Lane.STREAM, 0, 1, 0, bytes(32), 0)
+        fetch = _core.Fetch(pull, _core.WireList([(9, 0, 16, 16, 1)]))
+        codes["fetch"].append(code_of(end.on_frame(session, fetch, 1)))
+    assert codes == {what: ["taken"] * 16 + ["overloaded"] * 4 for what in ("push", "fetch")}
+    # a peer that was named has a share of its own
+    named = _core.AgentRef("named", 1, b"n" * 16)
+    end.set_peer(named, KEY, SessionKind.TCP)
+    assert code_of(end.on_frame(visit(end, "named", 1), push(b"n" * 16), 1)) == "taken"
+
+
+def test_ended_pushes_of_one_peer_push_out_no_other() -> None:
+    """Flaw: a PUSH that came again after another peer's thousand was taken for a new one."""
+    limits = _core.EndpointLimits()
+    limits.finished_max = 64
+    end = host(limits)
+    sessions = {}
+    for name in "cdefg":
+        end.set_peer(_core.AgentRef(name, 1, name.encode() * 16), KEY, SessionKind.TCP)
+        sessions[name] = visit(end, name, 1)
+
+    def end_push(name: str, n: int) -> None:
+        id_ = name.encode() * 15 + bytes([n])
+        assert code_of(end.on_frame(sessions[name], push(id_), 1)) == "taken"
+        end.on_frame(sessions[name], _core.ErrorFrame(id_, 1, Code.grant_expired, b"no"), 1)
+
+    end_push("c", 0)
+    for name in "defg":
+        for n in range(100):
+            end_push(name, n)
+    assert code_of(end.on_frame(sessions["c"], push(b"c" * 15 + bytes([0])), 1)) == "grant_expired"
+    assert code_of(end.on_frame(sessions["g"], push(b"g" * 15 + bytes([99])), 1)) == "grant_expired"
+    assert code_of(end.on_frame(sessions["g"], push(b"g" * 15 + bytes([0])), 1)) == "taken"
+
+
+def test_waiting_pulls_of_one_peer() -> None:
+    limits = _core.GrantLimits()
+    limits.waiting_max = 100
+    table = _core.GrantTable(limits)
+    peers = [_core.AgentRef(name, 1, name.encode() * 16) for name in "cd"]
+    answers: dict[str, list[Any]] = {"c": [], "d": []}
+    for n in range(30):
+        for peer in peers:
+            pull = _core.Pull(bytes([n]) * 15 + peer.agent_id.encode(), 1, 1, Lane.STREAM, 0, 1, 16, bytes(32), 1000)
+            answers[peer.agent_id] += table.on_pull(1, peer, pull, 1)
+    assert table.counts().waiting_pulls == 50
+    assert [e.frame.code for e in answers["c"]] == [Code.overloaded] * 5
+    table.session_closed(1)
+    assert table.counts().waiting_pulls == 0
+    assert table.on_pull(1, peers[0], _core.Pull(ID, 1, 1, Lane.STREAM, 0, 1, 16, bytes(32), 1000), 1) == []
+
+
+def test_sessions_of_one_peer() -> None:
+    limits = _core.EndpointLimits()
+    limits.sessions_max = 64
+    pair = Pair(limits)
+    a = pair.ends["a"]
+    for _ in range(20):
+        mine, effects = pair.ends["b"].dialed(pair.refs["a"], SessionKind.MEMORY, b"1" * 32, pair.now)
+        theirs, accepted = a.accepted(SessionKind.MEMORY, b"2" * 32, pair.now)
+        pair.peer_session["b", mine], pair.peer_session["a", theirs] = ("a", theirs), ("b", mine)
+        pair.do("b", effects)
+        pair.do("a", accepted)
+        pair.pump()
+    assert a.counts().sessions_up == 16
+    assert [e.code for e in pair.take("a", _core.Hangup)] == [Code.overloaded] * 4
+
+
+def test_connections_that_prove_nothing() -> None:
+    limits = _core.EndpointLimits()
+    limits.sessions_max = 64
+    pair = Pair(limits)
+    hung_up = []
+    for _ in range(20):
+        hung_up += pair.ends["a"].accepted(SessionKind.TCP, b"2" * 32, pair.now)[1]
+    assert pair.ends["a"].counts().sessions_opening == 16
+    assert [e.code for e in hung_up] == [Code.overloaded] * 4
+    pair.now += 2 * S
+    pair.do("a", pair.ends["a"].tick(pair.now))
+    assert pair.ends["a"].counts().sessions_opening == 0
+    assert pair.ends["a"].accepted(SessionKind.TCP, b"2" * 32, pair.now)[1] == []
+
+
+def test_releases_of_what_never_was_push_out_only_each_other() -> None:
+    limits = _core.GrantLimits()
+    limits.tombstones_max = 8
+    table = _core.GrantTable(limits)
+    ledger = _core.Ledger(_core.PoolInfo(1, 8, 16, bytes(32), True))
+    peer = _core.AgentRef("c", 1, b"c" * 16)
+    table.grant(ID, ledger, [0], "c", S, 1)
+    table.end(ID, _core.GrantEvent.REVOKE, 1)
+    for n in range(100):
+        table.on_release(peer, bytes([n]) * 16, 1)
+    assert table.state(ID, 1) == _core.GrantState.REVOKED
+    assert table.state(b"\x63" * 16, 1) == _core.GrantState.RELEASED
+    assert table.state(b"\x00" * 16, 1) is None
+
+
+def test_fetches_push_out_no_tombstone_of_a_grant_of_blocks() -> None:
+    limits = _core.EndpointLimits()
+    grants = _core.GrantLimits()
+    grants.tombstones_max = 8
+    limits.grants = grants
+    pair = RegionPair(limits)
+    pair.add_region("a", 7, bytes(256))
+    pair.add_region("b", 9, bytes(256))
+    a = pair.ends["a"]
+    pair.do("a", a.grant(ID, 1, [0], "b", 10 * S, 1, pair.now))
+    pair.do("a", a.end_grant(ID, _core.GrantEvent.REVOKE, pair.now)[1])
+    for n in range(50):
+        pair.post("b", "fetch", bytes([n]) * 16, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)])
+        pair.run()
+    assert pair.finals("b") == [("COMMITTED", "ok")] * 50
+    assert a.grant_state(ID, pair.now) == _core.GrantState.REVOKED
+
+
+class StripedPair(RegionPair):
+    def __init__(self, stripes: int) -> None:
+        limits = _core.EndpointLimits()
+        limits.stripes = stripes
+        super().__init__(limits)
+        for name in "ab":
+            self.ends[name].set_peer(self.refs[self.other(name)], KEY, SessionKind.TCP)
+        self.add_region("a", 7, bytes(256))
+        self.add_region("b", 9, bytes(256))
+
+    def fetch(self, n: int, lane: Any) -> None:
+        self.post("b", "fetch", bytes([n]) * 16, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[lane])
+        self.pump()
+
+
+def test_transfers_spread_over_stripes() -> None:
+    pair = StripedPair(3)
+    for n in range(9):
+        pair.fetch(n, Lane.STREAM)
+    sessions = [effect.session for effect in pair.take("a", _core.SendData)]
+    assert pair.ends["b"].counts().sessions_up == 3
+    assert sorted(sessions.count(session) for session in set(sessions)) == [3, 3, 3]
+
+
+def test_one_at_a_time_needs_one_session() -> None:
+    pair = StripedPair(3)
+    for n in range(5):
+        pair.fetch(n, Lane.STREAM)
+        pair.run()
+    assert pair.finals("b") == [("COMMITTED", "ok")] * 5
+    assert pair.ends["b"].counts().sessions_up == 1
+
+
+def test_one_sided_lanes_have_one_session() -> None:
+    pair = StripedPair(3)
+    for n in range(9):
+        pair.fetch(n, Lane.UCX)
+    assert pair.ends["b"].counts().sessions_up == 1
+    pair.run()
+    assert pair.finals("b") == [("COMMITTED", "ok")] * 9
+
+
+def test_a_lost_stripe_moves_its_transfers() -> None:
+    pair = StripedPair(2)
+    for n in range(4):
+        pair.fetch(n, Lane.STREAM)
+    session = next(session for name, session in pair.peer_session if name == "b")
+    pair.cut("b", session)
+    pair.run()
+    assert pair.finals("b") == [("COMMITTED", "ok")] * 4
