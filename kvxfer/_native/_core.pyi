@@ -17,6 +17,12 @@ class Lane(enum.Enum):
 
     MEMORY = 3
 
+    CMA = 4
+
+    UCX = 5
+
+    UNIX = 6
+
 class SessionKind(enum.Enum):
     TCP = 1
 
@@ -72,19 +78,34 @@ class TransferEvent(enum.Enum):
 
     SESSION_UP_LANDED = 1
 
-    HEARD = 2
+    KNOWN = 2
 
-    LANDED = 3
+    HEARD = 3
 
-    LANDED_ALL = 4
+    LANDED = 4
 
-    SESSION_LOST = 5
+    LANDED_ALL = 5
 
-    VERDICT_OK = 6
+    SESSION_LOST = 6
 
-    FAIL = 7
+    VERDICT_OK = 7
 
-    CANCEL = 8
+    FAIL = 8
+
+    CANCEL = 9
+
+class PushEvent(enum.Enum):
+    SESSION_UP = 0
+
+    SESSION_LOST = 1
+
+    NEXT_LANE = 2
+
+    DONE = 3
+
+    FAIL = 4
+
+    CANCEL = 5
 
 class HelloStep(enum.Enum):
     DIAL = 1
@@ -168,6 +189,84 @@ class AgentRef:
 
     def __repr__(self) -> str: ...
 
+class Ranges:
+    """
+    Byte ranges of regions: rows of (region, offset, stride, length, count), seen as one list of pieces.
+    """
+
+    def __init__(self, grids: Annotated[NDArray[numpy.uint64], dict(shape=(None, 5), order='C', device='cpu', writable=False)]) -> None: ...
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def uniform_bytes(self) -> int: ...
+
+    @property
+    def grid_count(self) -> int: ...
+
+    @property
+    def is_table(self) -> bool: ...
+
+    @property
+    def grids(self) -> list[tuple[int, int, int, int, int]]: ...
+
+    def lengths(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+        """Bytes of each piece."""
+
+class Extent:
+    """Some blocks of a pool, or some pieces of ranges, in order."""
+
+    @property
+    def pool(self) -> int: ...
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def blocks(self) -> list[int]:
+        """The block ids, or piece ids, that are meant."""
+
+    @property
+    def ranges(self) -> Ranges | None: ...
+
+class RegionInfo:
+    """An open-ended grant and offer of one registered region."""
+
+    def __init__(self, id: int, bytes: int, can_read: bool = True, can_write: bool = True, is_shareable: bool = False, is_exposed: bool = True) -> None: ...
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def can_read(self) -> bool: ...
+
+    @property
+    def can_write(self) -> bool: ...
+
+    @property
+    def is_shareable(self) -> bool: ...
+
+    @property
+    def is_exposed(self) -> bool: ...
+
+class WireList:
+    """Pieces of regions as a frame carries them; no picks: all."""
+
+    def __init__(self, grids: Sequence[tuple[int, int, int, int, int]], picks: Sequence[int] = []) -> None: ...
+
+    @property
+    def grids(self) -> list[tuple[int, int, int, int, int]]: ...
+
+    @property
+    def picks(self) -> list[int]: ...
+
 class Hello:
     def __init__(self, step: HelloStep, agent: AgentRef, peer: AgentRef, nonce: bytes, mac: bytes) -> None: ...
 
@@ -187,7 +286,10 @@ class Hello:
     def mac(self) -> bytes: ...
 
 class Pull:
-    def __init__(self, id: bytes, attempt: int, nonce: int, lane: Lane, first: int, count: int, block_bytes: int, digest: bytes, wait_ms: int, content: bytes = ...) -> None: ...
+    def __init__(self, id: bytes, attempt: int, nonce: int, lane: Lane, first: int, count: int, block_bytes: int, digest: bytes, wait_ms: int, content: bytes = ..., wants_sums: bool = False) -> None: ...
+
+    @property
+    def wants_sums(self) -> bool: ...
 
     @property
     def id(self) -> bytes: ...
@@ -219,17 +321,54 @@ class Pull:
     @property
     def content(self) -> bytes: ...
 
+class Fetch:
+    def __init__(self, pull: Pull, pieces: WireList) -> None: ...
+
+    @property
+    def pull(self) -> Pull: ...
+
+    @property
+    def pieces(self) -> WireList: ...
+
 class Push:
-    def __init__(self, id: bytes, count: int) -> None: ...
+    def __init__(self, id: bytes, lane: Lane, source: WireList, to: WireList, deadline_ms: int = 0, wants_sums: bool = False, notification: bytes | None = None) -> None: ...
 
     @property
     def id(self) -> bytes: ...
 
     @property
-    def count(self) -> int: ...
+    def lane(self) -> Lane: ...
+
+    @property
+    def source(self) -> WireList: ...
+
+    @property
+    def to(self) -> WireList: ...
+
+    @property
+    def deadline_ms(self) -> int: ...
+
+    @property
+    def wants_sums(self) -> bool: ...
+
+    @property
+    def notification(self) -> bytes | None: ...
+
+class Done:
+    def __init__(self, id: bytes, code: Code, text: bytes) -> None: ...
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def code(self) -> Code: ...
+
+    @property
+    def text(self) -> bytes:
+        """Bytes: a peer may send anything."""
 
 class Ready:
-    def __init__(self, id: bytes, attempt: int, seq: int, blocks: int, layers: int, total: int, complete: bool, ttl_ms: int, pool: int, ids_first: int, ids: Sequence[int]) -> None: ...
+    def __init__(self, id: bytes, attempt: int, seq: int, blocks: int, layers: int, total: int, complete: bool, ttl_ms: int, pool: int, ids_first: int, ids: Sequence[int], sums: Sequence[int] = []) -> None: ...
 
     @property
     def id(self) -> bytes: ...
@@ -264,8 +403,11 @@ class Ready:
     @property
     def ids(self) -> list[int]: ...
 
+    @property
+    def sums(self) -> list[int]: ...
+
 class Data:
-    def __init__(self, id: bytes, attempt: int, first: int, count: int, complete: bool, payload_bytes: int) -> None: ...
+    def __init__(self, id: bytes, attempt: int, first: int, count: int, complete: bool, payload_bytes: int, has_sums: bool = False) -> None: ...
 
     @property
     def id(self) -> bytes: ...
@@ -284,6 +426,9 @@ class Data:
 
     @property
     def payload_bytes(self) -> int: ...
+
+    @property
+    def has_sums(self) -> bool: ...
 
 class Confirm:
     def __init__(self, id: bytes, nonce: int) -> None: ...
@@ -383,10 +528,19 @@ class ErrorFrame:
         """Bytes: a peer may send anything."""
 
 class Map:
-    def __init__(self, pool: int, region_bytes: int, block_count: int, segments: Sequence[tuple[int, int, int]]) -> None: ...
+    def __init__(self, pool: int, region_bytes: int, block_count: int, segments: Sequence[tuple[int, int, int]], lane: Lane = Lane.MAPPED, address: int = 0, key: bytes = ...) -> None: ...
 
     @property
     def pool(self) -> int: ...
+
+    @property
+    def lane(self) -> Lane: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def key(self) -> bytes: ...
 
     @property
     def region_bytes(self) -> int: ...
@@ -397,10 +551,10 @@ class Map:
     @property
     def segments(self) -> list[tuple[int, int, int]]: ...
 
-def encode(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map) -> bytes:
+def encode(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map | Fetch | Done) -> bytes:
     """The bytes of a frame, DATA's payload excluded."""
 
-def kind_name(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map) -> str: ...
+def kind_name(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map | Fetch | Done) -> str: ...
 
 class Decoder:
     """
@@ -411,7 +565,7 @@ class Decoder:
 
     def feed(self, data: bytes) -> None: ...
 
-    def next(self) -> Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map | None: ...
+    def next(self) -> Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map | Fetch | Done | None: ...
 
     @property
     def payload_pending(self) -> int: ...
@@ -443,7 +597,7 @@ class SendFrame:
     def session(self) -> int: ...
 
     @property
-    def frame(self) -> Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map: ...
+    def frame(self) -> Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map | Fetch | Done: ...
 
 class SendMap:
     @property
@@ -452,12 +606,21 @@ class SendMap:
     @property
     def pool(self) -> int: ...
 
+    @property
+    def lane(self) -> Lane: ...
+
 class SendData:
     @property
     def session(self) -> int: ...
 
     @property
     def frame(self) -> Data: ...
+
+    @property
+    def source(self) -> Extent: ...
+
+    @property
+    def sums(self) -> list[int]: ...
 
     @property
     def pool(self) -> int: ...
@@ -474,6 +637,18 @@ class ReadBlocks:
 
     @property
     def session(self) -> int: ...
+
+    @property
+    def lane(self) -> Lane: ...
+
+    @property
+    def source(self) -> Extent: ...
+
+    @property
+    def to(self) -> Extent: ...
+
+    @property
+    def sums(self) -> list[int]: ...
 
     @property
     def remote_pool(self) -> int: ...
@@ -548,6 +723,25 @@ class TransferDrained:
     @property
     def id(self) -> bytes: ...
 
+class OfferEnded:
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def sender(self) -> AgentRef: ...
+
+    @property
+    def state(self) -> TransferState: ...
+
+    @property
+    def code(self) -> Code: ...
+
+    @property
+    def lane(self) -> Lane: ...
+
+    @property
+    def bytes(self) -> int: ...
+
 class NotifReceived:
     @property
     def sender(self) -> AgentRef: ...
@@ -586,7 +780,7 @@ class SessionUp:
     def kind(self) -> SessionKind: ...
 
 class PoolInfo:
-    def __init__(self, id: int, block_count: int, block_bytes: int, digest: bytes, is_shareable: bool) -> None: ...
+    def __init__(self, id: int, block_count: int, block_bytes: int, digest: bytes, is_shareable: bool, is_exposed: bool = False, checks: bool = False) -> None: ...
 
 class Ledger:
     def __init__(self, info: PoolInfo) -> None: ...
@@ -743,6 +937,19 @@ class EndpointLimits:
     @handshake_ns.setter
     def handshake_ns(self, arg: int, /) -> None: ...
 
+    @property
+    def stripes(self) -> int: ...
+
+    @stripes.setter
+    def stripes(self, arg: int, /) -> None: ...
+
+    @property
+    def lanes(self) -> int:
+        """What this agent reads by and serves: bit `1 << lane` each."""
+
+    @lanes.setter
+    def lanes(self, arg: int, /) -> None: ...
+
 class GrantCounts:
     @property
     def alive(self) -> int: ...
@@ -768,6 +975,9 @@ class GrantCounts:
     @property
     def verdicts_refused(self) -> int: ...
 
+    @property
+    def refused(self) -> int: ...
+
 class PoolCounts:
     @property
     def pool(self) -> int: ...
@@ -784,12 +994,28 @@ class PoolCounts:
     @property
     def quarantined(self) -> int: ...
 
+class RegionCounts:
+    @property
+    def region(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def grants(self) -> int: ...
+
+    @property
+    def transfers(self) -> int: ...
+
 class EndpointCounts:
     @property
     def grants(self) -> GrantCounts: ...
 
     @property
     def pools(self) -> list[PoolCounts]: ...
+
+    @property
+    def regions(self) -> list[RegionCounts]: ...
 
     @property
     def transfers_live(self) -> int: ...
@@ -812,33 +1038,33 @@ class EndpointCounts:
 class GrantTable:
     def __init__(self, limits: GrantLimits) -> None: ...
 
-    def grant(self, id: bytes, ledger: Ledger, blocks: Sequence[int], reader: str, ttl_ns: int, now_ns: int, content: bytes = ...) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def grant(self, id: bytes, ledger: Ledger, blocks: Sequence[int], reader: str, ttl_ns: int, now_ns: int, content: bytes = ...) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def decline(self, id: bytes) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def decline(self, id: bytes) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int, sums: Sequence[int] = []) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def end(self, id: bytes, event: GrantEvent, now_ns: int) -> tuple[GrantState, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
+    def end(self, id: bytes, event: GrantEvent, now_ns: int) -> tuple[GrantState, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
 
     def state(self, id: bytes, now_ns: int) -> GrantState | None: ...
 
-    def on_pull(self, session: int, peer: AgentRef, pull: Pull, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def on_pull(self, session: int, peer: AgentRef, pull: Pull, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def on_confirm(self, session: int, peer: AgentRef, confirm: Confirm, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def on_confirm(self, session: int, peer: AgentRef, confirm: Confirm, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def on_release(self, peer: AgentRef, id: bytes, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def on_release(self, peer: AgentRef, id: bytes, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def on_renew(self, peer: AgentRef, renew: Renew, now_ns: int) -> None: ...
 
     def on_cancel(self, session: int, cancel: Cancel) -> None: ...
 
-    def data_sent(self, session: int, id: bytes, attempt: int, count: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def data_sent(self, session: int, id: bytes, attempt: int, count: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def session_closed(self, session: int) -> None: ...
 
-    def reader_dead(self, reader: AgentRef, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def reader_dead(self, reader: AgentRef, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def tick(self, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def tick(self, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def next_deadline(self) -> int: ...
 
@@ -848,9 +1074,14 @@ def grant_transitions() -> list[tuple[GrantState, GrantEvent, GrantState | None]
 
 def transfer_transitions() -> list[tuple[TransferState, TransferEvent, TransferState | None]]: ...
 
+def push_transitions() -> list[tuple[TransferState, PushEvent, TransferState | None]]: ...
+
 class Landing:
     @property
     def token(self) -> int: ...
+
+    @property
+    def to(self) -> Extent: ...
 
     @property
     def pool(self) -> int: ...
@@ -870,7 +1101,7 @@ class Endpoint:
 
     def set_peer(self, peer: AgentRef, key: bytes, control: SessionKind) -> None: ...
 
-    def peer_dead(self, peer: AgentRef, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def peer_dead(self, peer: AgentRef, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def knows(self, peer: AgentRef) -> bool: ...
 
@@ -878,57 +1109,75 @@ class Endpoint:
 
     def remove_pool(self, pool: int) -> None: ...
 
-    def grant(self, id: bytes, pool: int, blocks: Sequence[int], reader: str, ttl_ns: int, ready_blocks: int, now_ns: int, content: bytes = ...) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def grant(self, id: bytes, pool: int, blocks: Sequence[int], reader: str, ttl_ns: int, ready_blocks: int, now_ns: int, content: bytes = ...) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def decline(self, id: bytes) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def decline(self, id: bytes) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def give_up(self, id: bytes, source: AgentRef) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def give_up(self, id: bytes, source: AgentRef) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int, sums: Sequence[int] = []) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def end_grant(self, id: bytes, event: GrantEvent, now_ns: int) -> tuple[GrantState, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
+    def end_grant(self, id: bytes, event: GrantEvent, now_ns: int) -> tuple[GrantState, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
 
     def grant_state(self, id: bytes, now_ns: int) -> GrantState | None: ...
 
-    def pull(self, id: bytes, source: AgentRef, pool: int, blocks: Sequence[int], first: int, lanes: Sequence[Lane], deadline_ns: int, nonce_seed: int, now_ns: int, content: bytes = ...) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def pull(self, id: bytes, source: AgentRef, pool: int, blocks: Sequence[int], first: int, lanes: Sequence[Lane], deadline_ns: int, nonce_seed: int, now_ns: int, content: bytes = ..., wants_sums: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def cancel(self, id: bytes, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def becoming_ready(self, id: bytes, blocks: int) -> tuple[int, list[int]]:
+        """
+        The pool, and the blocks that `ready(id, blocks)` would newly announce, where the owner is to bring their CRC-32Cs.
+        """
+
+    def set_guest_key(self, key: bytes) -> None: ...
+
+    def add_region(self, info: RegionInfo) -> None: ...
+
+    def remove_region(self, region: int, now_ns: int) -> tuple[bool, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]:
+        """
+        True: it is gone. False: busy; call again once what lands there has drained.
+        """
+
+    def fetch(self, id: bytes, peer: AgentRef, local: Ranges, local_ids: Sequence[int], remote: Ranges, remote_ids: Sequence[int], lanes: Sequence[Lane], deadline_ns: int, nonce_seed: int, now_ns: int, notification: bytes | None = None, wants_sums: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def push(self, id: bytes, peer: AgentRef, local: Ranges, local_ids: Sequence[int], remote: Ranges, remote_ids: Sequence[int], lanes: Sequence[Lane], deadline_ns: int, nonce_seed: int, now_ns: int, notification: bytes | None = None, wants_sums: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def cancel(self, id: bytes, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def transfer_state(self, id: bytes) -> TransferState | None: ...
 
-    def notify(self, to: AgentRef, payload: bytes, now_ns: int) -> tuple[int, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
+    def notify(self, to: AgentRef, payload: bytes, now_ns: int) -> tuple[int, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
 
-    def dialed(self, peer: AgentRef, kind: SessionKind, nonce: bytes, now_ns: int) -> tuple[int, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
+    def dialed(self, peer: AgentRef, kind: SessionKind, nonce: bytes, now_ns: int) -> tuple[int, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
 
-    def dial_failed(self, peer: AgentRef, kind: SessionKind, code: Code, text: str, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def dial_failed(self, peer: AgentRef, kind: SessionKind, code: Code, text: str, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def accepted(self, kind: SessionKind, nonce: bytes, now_ns: int) -> tuple[int, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
+    def accepted(self, kind: SessionKind, nonce: bytes, now_ns: int) -> tuple[int, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
 
-    def closed(self, session: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def closed(self, session: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def heard(self, session: int, now_ns: int) -> None: ...
 
-    def on_frame(self, session: int, frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def on_frame(self, session: int, frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map | Fetch | Done, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def data_sent(self, session: int, id: bytes, attempt: int, count: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def data_sent(self, session: int, id: bytes, attempt: int, count: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def data_arrives(self, session: int, data: Data, now_ns: int) -> Landing: ...
 
     def is_landing(self, id: bytes, token: int) -> bool: ...
 
-    def read_landed(self, id: bytes, token: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def read_landed(self, id: bytes, token: int, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def read_stopped(self, id: bytes, token: int, code: Code, text: str, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def read_stopped(self, id: bytes, token: int, code: Code, text: str, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def tick(self, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def tick(self, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def next_deadline(self) -> int: ...
 
     def counts(self) -> EndpointCounts: ...
 
-WIRE_VERSION: int = 1
+WIRE_VERSION: int = 2
 
-BODY_MAX: int = 524288
+BODY_MAX: int = 1048576
 
 NEVER_NS: int = 9223372036854775807
 
@@ -971,7 +1220,15 @@ class CoreStatistics:
         """Copied out of peers' mapped pools."""
 
     @property
-    def bytes_streamed_in(self) -> int: ...
+    def bytes_cma(self) -> int:
+        """Copied out of peers' memory by the kernel."""
+
+    @property
+    def bytes_ucx(self) -> int: ...
+
+    @property
+    def bytes_streamed_in(self) -> int:
+        """Over TCP and Unix sockets, into blocks and pieces."""
 
     @property
     def bytes_streamed_out(self) -> int: ...
@@ -1009,10 +1266,15 @@ class CoreStatistics:
     def dials_failed(self) -> int: ...
 
     @property
-    def mappings(self) -> int: ...
+    def mappings(self) -> int:
+        """Pools and regions that peers let this agent read by a one-sided lane."""
 
     @property
     def mappings_refused(self) -> int: ...
+
+    @property
+    def checksum_failures(self) -> int:
+        """Reads thrown away because bytes came that the source had not sent."""
 
 class Region:
     """
@@ -1020,10 +1282,15 @@ class Region:
     pool over it. `numpy.frombuffer(region, dtype=numpy.uint8)` is a writable view.
     """
 
-    def __init__(self, nbytes: int, *, populate: bool = True) -> None:
+    def __init__(self, nbytes: int, *, populate: bool = True, huge: str = 'auto') -> None:
         """
-        `populate` makes every page resident now, so that memory that is not there is missed here.
+        `populate` makes every page resident now, so that memory that is not there is missed here. `huge` pages: "auto" (where the
+        host has them), "never", "require" (raises LimitExceeded where it has none).
         """
+
+    @property
+    def page_bytes(self) -> int:
+        """Of most of its pages."""
 
     @property
     def address(self) -> int: ...
@@ -1040,9 +1307,11 @@ class Core:
     nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). What happened is told through `fileno()` and `drain()`.
     """
 
-    def __init__(self, agent: AgentRef, limits: EndpointLimits, *, bind_host: str, bind_port: int, unix_path: str) -> None:
+    def __init__(self, agent: AgentRef, limits: EndpointLimits, *, bind_host: str, bind_port: int, unix_path: str, ucx_library: str = '', ucx_tls: str = '', copy_threads: int = 0) -> None:
         """
         `bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).
+        `ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of
+        the mapped lane, 0: as the host has cores.
         """
 
     def start(self) -> None:
@@ -1065,14 +1334,19 @@ class Core:
     @property
     def unix_path(self) -> str: ...
 
+    @property
+    def ucx_obstacle(self) -> str:
+        """Why the `ucx` lane is off; empty: it is on."""
+
     def fileno(self) -> int:
         """
         An eventfd, readable while `drain` has something to give. Valid as long as the object.
         """
 
-    def drain(self) -> list[GrantEnded | TransferProgress | TransferFinal | TransferDrained | NotifReceived | NotifDelivered | NotifFailed | SessionUp | SessionRefused | CoreFailed]:
+    def drain(self) -> list[GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp | SessionRefused | CoreFailed]:
         """
-        What happened since the last call, in order; of a transfer's progress only the newest. Never blocks.
+        What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. Where there is nothing, the
+        sockets are looked at by the caller itself: who polls need not wait for a thread to be woken.
         """
 
     def add_pool(self, info: PoolInfo, region: Region, segments: Sequence[tuple[int, int, int]]) -> None:
@@ -1081,14 +1355,51 @@ class Core:
         lengths add up to `block_bytes`. Raises InvalidArgument where a block would leave the region.
         """
 
-    def add_foreign_pool(self, info: PoolInfo, address: int, nbytes: int, owner: object | None, segments: Sequence[tuple[int, int, int]]) -> None:
+    def add_foreign_pool(self, info: PoolInfo, address: int, nbytes: int, owner: object | None, segments: Sequence[tuple[int, int, int]], device: int = -1) -> None:
         """
-        Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable.
+        Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the
+        CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailable where that device cannot be used.
         """
 
     def remove_pool(self, pool: int) -> None:
         """
         Raises BlocksBusy while a block is granted, reserved or quarantined. When it returns, the memory is not touched any more.
+        """
+
+    def add_region(self, info: RegionInfo, region: Region) -> None:
+        """
+        Register memory made by kvxfer: from now on any proven peer may read and write it as `info` says. Raises InvalidArgument where
+        the id is or was taken, or the region is shorter than `info.bytes`.
+        """
+
+    def add_foreign_region(self, info: RegionInfo, address: int, nbytes: int, owner: object | None, device: int = -1) -> None:
+        """
+        Register memory of somebody else; `owner` is kept alive until the region is removed or the core closed. Never shareable. `device`: as
+        of `add_foreign_pool`.
+        """
+
+    def remove_region(self, id: int) -> None:
+        """
+        Ends every peer's read and write of it. Raises BlocksBusy while an own fetch may still write there. When it returns, the memory
+        is not touched any more.
+        """
+
+    def fetch(self, id: bytes, peer: AgentRef, local: Ranges, local_ids: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], remote: Ranges, remote_ids: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, notification: bytes | None = None, wants_sums: bool = False) -> None:
+        """
+        Read the peer's pieces `remote[remote_ids[i]]` into own pieces `local[local_ids[i]]`, of equal lengths. `lanes`: allowed, best first.
+        `notification` goes to the peer once committed. Ends in TransferFinal and TransferDrained. Raises InvalidArgument, PeerGone,
+        LimitExceeded, LaneUnavailable.
+        """
+
+    def push(self, id: bytes, peer: AgentRef, local: Ranges, local_ids: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], remote: Ranges, remote_ids: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, notification: bytes | None = None, wants_sums: bool = False) -> None:
+        """
+        Have the peer read own pieces `local[local_ids[i]]` into its `remote[remote_ids[i]]`; else as `fetch`. Own pieces must stay as they
+        are until TransferFinal, and their memory until TransferDrained.
+        """
+
+    def set_guest_key(self, key: bytes) -> None:
+        """
+        From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of it is up.
         """
 
     def set_peer(self, peer: AgentRef, key: bytes, *, tcp_host: str, tcp_port: int, unix_path: str) -> None:
@@ -1108,7 +1419,10 @@ class Core:
     def decline(self, id: bytes) -> None:
         """The grant `id` will never be made here: whoever waits for it is told."""
 
-    def ready(self, id: bytes, blocks: int, *, layers: int = 0, complete: bool = False) -> None: ...
+    def ready(self, id: bytes, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
+        """
+        The first `blocks` blocks are written and stay as they are. Where their pool checks, takes the checksums of the new ones.
+        """
 
     def end_grant(self, id: bytes, event: GrantEvent) -> GrantState:
         """
@@ -1117,7 +1431,7 @@ class Core:
 
     def grant_state(self, id: bytes) -> GrantState | None: ...
 
-    def pull(self, id: bytes, source: AgentRef, pool: int, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, first: int = 0, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, content: bytes = ...) -> None:
+    def pull(self, id: bytes, source: AgentRef, pool: int, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, first: int = 0, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, content: bytes = ..., wants_sums: bool = False) -> None:
         """
         Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The blocks are the core's until
         TransferDrained is told.
@@ -1130,7 +1444,10 @@ class Core:
         `id` will never be pulled from `source`: lets it know, where it can be reached.
         """
 
-    def transfer_state(self, id: bytes) -> TransferState | None: ...
+    def transfer_state(self, id: bytes) -> TransferState | None:
+        """
+        Of a pull, fetch or push, also for some time after its end; None where it is not known. Quick: for polling.
+        """
 
     def notify(self, to: AgentRef, payload: bytes) -> int:
         """
@@ -1140,3 +1457,55 @@ class Core:
     def counts(self) -> EndpointCounts: ...
 
     def statistics(self) -> CoreStatistics: ...
+
+def crc32c(buffer: object, value: int = 0) -> int:
+    """
+    CRC-32C (Castagnoli, RFC 3720) of a contiguous buffer, going on from `value`, the checksum of what came before it.
+    """
+
+def crc32c_methods() -> list[str]:
+    """
+    The ways to compute it on this CPU, the one in use first, `portable` last.
+    """
+
+def crc32c_by(name: str, buffer: object, value: int = 0) -> int:
+    """crc32c() by one of crc32c_methods(), to compare them."""
+
+def cma_obstacle(pid: int = 0) -> str:
+    """
+    Why this process can read no other one of its user by the `cma` lane, or not be read, and what to do about it; empty: it can.
+    With a process id: why it cannot read that one.
+    """
+
+class UcxProbe:
+    """What a UCX library can do on this host."""
+
+    @property
+    def obstacle(self) -> str:
+        """Why it cannot be used; empty: it can."""
+
+    @property
+    def version(self) -> str:
+        """Empty where it could not be loaded."""
+
+    @property
+    def path(self) -> str:
+        """
+        Of the library that is loaded, which is the first that this process asked for.
+        """
+
+    @property
+    def transports(self) -> list[str]:
+        """By UCX's names, as our context has them."""
+
+    @property
+    def has_rdma(self) -> bool: ...
+
+    @property
+    def has_cuda(self) -> bool:
+        """It recognises device memory."""
+
+def probe_ucx(path: str, *, tls: str = '') -> UcxProbe:
+    """
+    Loads the libucp at `path` into this process, for good, and asks it. `tls`: as UCX_TLS; empty is what a core takes by default.
+    """

@@ -11,6 +11,16 @@ namespace {
 using BlockArray = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using SegmentTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
 
+// More ids than this are copied without the GIL.
+constexpr size_t kSmallList = 256;
+
+IdList to_ids(const BlockArray& array) {
+  const auto copy = [&] { return std::make_shared<const std::vector<uint32_t>>(array.data(), array.data() + array.size()); };
+  if (array.size() <= kSmallList) return copy();
+  nb::gil_scoped_release release;
+  return copy();
+}
+
 std::vector<uint32_t> to_blocks(const BlockArray& array) { return {array.data(), array.data() + array.size()}; }
 
 std::vector<Segment> to_segments(const std::vector<SegmentTuple>& tuples) {
@@ -27,7 +37,7 @@ auto without_gil(F&& call) {
 
 class PyCore {
  public:
-  PyCore(AgentRef self, EndpointLimits limits, CoreAddress address) : core_(std::move(self), limits, std::move(address)) {}
+  PyCore(AgentRef self, EndpointLimits limits, CoreOptions options) : core_(std::move(self), limits, std::move(options)) {}
   ~PyCore() { close(); }
 
   Core& core() { return core_; }
@@ -37,23 +47,55 @@ class PyCore {
     return without_gil([&] { return core_.shared().act(std::forward<F>(call)); });
   }
 
-  void add_foreign_pool(const PoolInfo& info, uint64_t address, uint64_t bytes, nb::object owner, const std::vector<SegmentTuple>& segments) {
-    without_gil([&] { core_.add_pool(info, reinterpret_cast<uint8_t*>(address), bytes, to_segments(segments)); });
+  void add_foreign_pool(const PoolInfo& info, uint64_t address, uint64_t bytes, nb::object owner, const std::vector<SegmentTuple>& segments,
+                        int device) {
+    without_gil([&] { core_.add_pool(info, reinterpret_cast<uint8_t*>(address), bytes, to_segments(segments), device); });
     owners_[info.id] = std::move(owner);
   }
   void remove_pool(uint32_t pool) {
     without_gil([&] { core_.shared().remove_pool(pool); });
     owners_.erase(pool);
   }
+  void add_foreign_region(const RegionInfo& info, uint64_t address, uint64_t bytes, nb::object owner, int device) {
+    if (info.bytes > bytes) throw Error(Code::invalid_argument, "a registered region is longer than its memory");
+    without_gil([&] { core_.add_region(info, nullptr, reinterpret_cast<uint8_t*>(address), device); });
+    region_owners_[info.id] = std::move(owner);
+  }
+  void remove_region(uint32_t region) {
+    without_gil([&] { core_.shared().remove_region(region); });
+    const auto found = region_owners_.find(region);
+    if (found == region_owners_.end()) return;
+    const nb::object owner = std::move(found->second);  // its end may run anything, which finds it gone
+    region_owners_.erase(found);
+  }
   void close() {
     without_gil([&] { core_.close(); });
     const std::map<uint32_t, nb::object> owners = std::exchange(owners_, {});  // whatever their end runs finds them gone
+    const std::map<uint32_t, nb::object> region_owners = std::exchange(region_owners_, {});
+    if (!core_.shared().keeps_memory()) return;
+    new auto(owners);  // for ever: something may still write there
+    new auto(region_owners);
   }
 
  private:
   Core core_;
-  std::map<uint32_t, nb::object> owners_;
+  std::map<uint32_t, nb::object> owners_, region_owners_;
 };
+
+PostSpec to_post(const TransferId& id, const AgentRef& peer, const PyRanges& local, const BlockArray& local_ids, const PyRanges& remote,
+                 const BlockArray& remote_ids, std::vector<Lane> lanes, Nanos deadline_ns, const std::optional<nb::bytes>& notification,
+                 bool wants_sums) {
+  PostSpec spec;
+  spec.id = id;
+  spec.peer = peer;
+  spec.local = PieceList{local.ranges, to_ids(local_ids)};
+  spec.remote = PieceList{remote.ranges, to_ids(remote_ids)};
+  spec.lanes = std::move(lanes);
+  spec.deadline = deadline_ns;
+  spec.wants_sums = wants_sums;
+  if (notification) spec.notification = std::string(view(*notification));
+  return spec;
+}
 
 // A share of a region that can be dropped without the GIL, which nanobind's own shared pointers cannot.
 struct PyRegion {
@@ -77,17 +119,19 @@ void bind_events(nb::module_& m) {
 
 
 struct CoreStatistics {
-  uint64_t bytes_mapped, bytes_streamed_in, bytes_streamed_out, bytes_discarded;
+  uint64_t bytes_mapped, bytes_cma, bytes_ucx, bytes_streamed_in, bytes_streamed_out, bytes_discarded;
   uint64_t frames_in, frames_out, wakeups;
   uint64_t connections, sessions_tcp, sessions_unix, sessions_refused, dials, dials_failed;
-  uint64_t mappings, mappings_refused;
+  uint64_t mappings, mappings_refused, checksum_failures;
 };
 
 void bind_statistics(nb::module_& m) {
   using S = CoreStatistics;
   nb::class_<S>(m, "CoreStatistics", "What a core has done; `connections` and `sessions_*` (but refused) are of this moment, the rest only grows.")
       .def_ro("bytes_mapped", &S::bytes_mapped, "Copied out of peers' mapped pools.")
-      .def_ro("bytes_streamed_in", &S::bytes_streamed_in)
+      .def_ro("bytes_cma", &S::bytes_cma, "Copied out of peers' memory by the kernel.")
+      .def_ro("bytes_ucx", &S::bytes_ucx)
+      .def_ro("bytes_streamed_in", &S::bytes_streamed_in, "Over TCP and Unix sockets, into blocks and pieces.")
       .def_ro("bytes_streamed_out", &S::bytes_streamed_out)
       .def_ro("bytes_discarded", &S::bytes_discarded, "Payload that came for reads that were over.")
       .def_ro("frames_in", &S::frames_in)
@@ -99,15 +143,24 @@ void bind_statistics(nb::module_& m) {
       .def_ro("sessions_refused", &S::sessions_refused)
       .def_ro("dials", &S::dials)
       .def_ro("dials_failed", &S::dials_failed)
-      .def_ro("mappings", &S::mappings)
-      .def_ro("mappings_refused", &S::mappings_refused);
+      .def_ro("mappings", &S::mappings, "Pools and regions that peers let this agent read by a one-sided lane.")
+      .def_ro("mappings_refused", &S::mappings_refused)
+      .def_ro("checksum_failures", &S::checksum_failures, "Reads thrown away because bytes came that the source had not sent.");
 }
 
 CoreStatistics snapshot(PyCore& self) {
   const Statistics& s = self.core().statistics();
-  return {s.bytes_mapped.get(), s.bytes_streamed_in.get(), s.bytes_streamed_out.get(), s.bytes_discarded.get(), s.frames_in.get(),
-          s.frames_out.get(),   s.wakeups.get(),           s.connections.get(),        s.sessions_tcp.get(),    s.sessions_unix.get(),
-          s.sessions_refused.get(), s.dials.get(),         s.dials_failed.get(),       s.mappings.get(),        s.mappings_refused.get()};
+  return {s.bytes_mapped.get(),      s.bytes_cma.get(),   s.bytes_ucx.get(),     s.bytes_streamed_in.get(), s.bytes_streamed_out.get(),
+          s.bytes_discarded.get(),   s.frames_in.get(),   s.frames_out.get(),    s.wakeups.get(),           s.connections.get(),
+          s.sessions_tcp.get(),      s.sessions_unix.get(), s.sessions_refused.get(), s.dials.get(),         s.dials_failed.get(),
+          s.mappings.get(),          s.mappings_refused.get(), s.checksum_failures.get()};
+}
+
+HugePages to_huge_pages(const std::string& word) {
+  if (word == "auto") return HugePages::Auto;
+  if (word == "never") return HugePages::Never;
+  if (word == "require") return HugePages::Require;
+  throw Error(Code::invalid_argument, "huge is \"auto\", \"never\" or \"require\", not \"" + word + "\"");
 }
 
 void bind_region(nb::module_& m) {
@@ -115,14 +168,23 @@ void bind_region(nb::module_& m) {
                      "Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It lives as long as this object, a view of its buffer or a\n"
                      "pool over it. `numpy.frombuffer(region, dtype=numpy.uint8)` is a writable view.")
       .def("__init__",
-           [](PyRegion* self, uint64_t nbytes, bool populate) {
-             new (self) PyRegion{without_gil([&] { return std::make_shared<Region>(nbytes, populate); })};
+           [](PyRegion* self, uint64_t nbytes, bool populate, const std::string& huge) {
+             new (self) PyRegion{without_gil([&] { return std::make_shared<Region>(nbytes, populate, to_huge_pages(huge)); })};
            },
-           nb::arg("nbytes"), nb::kw_only(), nb::arg("populate") = true,
-           "`populate` makes every page resident now, so that memory that is not there is missed here.")
+           nb::arg("nbytes"), nb::kw_only(), nb::arg("populate") = true, nb::arg("huge") = "auto",
+           "`populate` makes every page resident now, so that memory that is not there is missed here. `huge` pages: \"auto\" (where the\n"
+           "host has them), \"never\", \"require\" (raises LimitExceeded where it has none).")
+      .def_prop_ro("page_bytes", [](const PyRegion& r) { return r.region->page_bytes(); }, "Of most of its pages.")
       .def_prop_ro("address", [](const PyRegion& r) { return reinterpret_cast<uintptr_t>(r.region->address()); })
       .def_prop_ro("nbytes", [](const PyRegion& r) { return r.region->bytes(); })
       .def("fileno", [](const PyRegion& r) { return r.region->fd(); }, "The memfd, which stays the region's: for a look from another process.");
+}
+
+template <auto Method>
+void post(PyCore& self, const TransferId& id, const AgentRef& peer, const PyRanges& local, const BlockArray& local_ids, const PyRanges& remote,
+          const BlockArray& remote_ids, std::vector<Lane> lanes, Nanos deadline_ns, const std::optional<nb::bytes>& notification, bool wants_sums) {
+  PostSpec spec = to_post(id, peer, local, local_ids, remote, remote_ids, std::move(lanes), deadline_ns, notification, wants_sums);
+  without_gil([&] { (self.core().*Method)(std::move(spec)); });
 }
 
 void bind_core_class(nb::module_& m) {
@@ -130,20 +192,36 @@ void bind_core_class(nb::module_& m) {
                      "One agent's sockets, mappings and machines, on one native thread that needs no GIL. Every method is thread-safe. Times are\n"
                      "nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). What happened is told through `fileno()` and `drain()`.")
       .def("__init__",
-           [](PyCore* self, AgentRef agent, EndpointLimits limits, std::string bind_host, uint16_t bind_port, std::string unix_path) {
-             new (self) PyCore(std::move(agent), limits, CoreAddress{std::move(bind_host), bind_port, std::move(unix_path)});
+           [](PyCore* self, AgentRef agent, EndpointLimits limits, std::string bind_host, uint16_t bind_port, std::string unix_path,
+              std::string ucx_library, std::string ucx_tls, unsigned copy_threads) {
+             CoreOptions options{std::move(bind_host), bind_port, std::move(unix_path), {std::move(ucx_library), std::move(ucx_tls)}, copy_threads};
+             without_gil([&] { new (self) PyCore(std::move(agent), limits, std::move(options)); });
            },
            nb::arg("agent"), nb::arg("limits"), nb::kw_only(), nb::arg("bind_host"), nb::arg("bind_port"), nb::arg("unix_path"),
-           "`bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).")
+           nb::arg("ucx_library") = "", nb::arg("ucx_tls") = "", nb::arg("copy_threads") = 0,
+           "`bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).\n"
+           "`ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of\n"
+           "the mapped lane, 0: as the host has cores.")
       .def("start", [](PyCore& self) { without_gil([&] { self.core().start(); }); }, "Listen and start the thread. Raises TransportError where a socket cannot be bound.")
       .def("close", &PyCore::close, "Drop every session and join the thread. Idempotent; afterwards only `drain` and what merely looks may be called.")
       .def_prop_ro("agent", [](PyCore& self) { return self.core().shared().look([](const Endpoint& e) { return e.self(); }); })
       .def_prop_ro("tcp_port", [](PyCore& self) { return self.core().tcp_port(); }, "The port that the core listens on; 0 before start.")
       .def_prop_ro("unix_path", [](PyCore& self) { return self.core().unix_path(); })
+      .def_prop_ro("ucx_obstacle", [](PyCore& self) { return self.core().ucx_obstacle(); }, "Why the `ucx` lane is off; empty: it is on.")
       .def("fileno", [](PyCore& self) { return self.core().shared().event_fd(); },
            "An eventfd, readable while `drain` has something to give. Valid as long as the object.")
-      .def("drain", [](PyCore& self) { return without_gil([&] { return self.core().shared().take_events(); }); },
-           "What happened since the last call, in order; of a transfer's progress only the newest. Never blocks.")
+      .def("drain",
+           [](PyCore& self) -> std::vector<OwnerEvent> {
+             SharedEndpoint& shared = self.core().shared();
+             shared.check_process();
+             if (!shared.has_events()) {
+               without_gil([&] { self.core().help(true); });
+               if (!shared.has_events() && !shared.owes_signal()) return {};
+             }
+             return without_gil([&] { return self.core().shared().take_events(); });
+           },
+           "What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. Where there is nothing, the\n"
+           "sockets are looked at by the caller itself: who polls need not wait for a thread to be woken.")
       .def("add_pool",
            [](PyCore& self, const PoolInfo& info, const PyRegion& region, const std::vector<SegmentTuple>& segments) {
              without_gil([&] { self.core().add_pool(info, region.region, to_segments(segments)); });
@@ -152,9 +230,37 @@ void bind_core_class(nb::module_& m) {
            "Blocks in memory made by kvxfer. A segment is (offset, stride, length): block b has `length` bytes at `offset + b * stride`; the\n"
            "lengths add up to `block_bytes`. Raises InvalidArgument where a block would leave the region.")
       .def("add_foreign_pool", &PyCore::add_foreign_pool, nb::arg("info"), nb::arg("address"), nb::arg("nbytes"), nb::arg("owner").none(), nb::arg("segments"),
-           "Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable.")
+           nb::arg("device") = -1,
+           "Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the\n"
+           "CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailable where that device cannot be used.")
       .def("remove_pool", &PyCore::remove_pool, nb::arg("pool"),
            "Raises BlocksBusy while a block is granted, reserved or quarantined. When it returns, the memory is not touched any more.")
+      .def("add_region",
+           [](PyCore& self, const RegionInfo& info, const PyRegion& region) {
+             without_gil([&] { self.core().add_region(info, region.region, nullptr); });
+           },
+           nb::arg("info"), nb::arg("region"),
+           "Register memory made by kvxfer: from now on any proven peer may read and write it as `info` says. Raises InvalidArgument where\n"
+           "the id is or was taken, or the region is shorter than `info.bytes`.")
+      .def("add_foreign_region", &PyCore::add_foreign_region, nb::arg("info"), nb::arg("address"), nb::arg("nbytes"), nb::arg("owner").none(),
+           nb::arg("device") = -1,
+           "Register memory of somebody else; `owner` is kept alive until the region is removed or the core closed. Never shareable. `device`: as\n"
+           "of `add_foreign_pool`.")
+      .def("remove_region", &PyCore::remove_region, nb::arg("id"),
+           "Ends every peer's read and write of it. Raises BlocksBusy while an own fetch may still write there. When it returns, the memory\n"
+           "is not touched any more.")
+      .def("fetch", post<&Core::fetch>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("local_ids"), nb::arg("remote"), nb::arg("remote_ids"),
+           nb::kw_only(), nb::arg("lanes"), nb::arg("deadline_ns") = kNever, nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false,
+           "Read the peer's pieces `remote[remote_ids[i]]` into own pieces `local[local_ids[i]]`, of equal lengths. `lanes`: allowed, best first.\n"
+           "`notification` goes to the peer once committed. Ends in TransferFinal and TransferDrained. Raises InvalidArgument, PeerGone,\n"
+           "LimitExceeded, LaneUnavailable.")
+      .def("push", post<&Core::push>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("local_ids"), nb::arg("remote"), nb::arg("remote_ids"),
+           nb::kw_only(), nb::arg("lanes"), nb::arg("deadline_ns") = kNever, nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false,
+           "Have the peer read own pieces `local[local_ids[i]]` into its `remote[remote_ids[i]]`; else as `fetch`. Own pieces must stay as they\n"
+           "are until TransferFinal, and their memory until TransferDrained.")
+      .def("set_guest_key",
+           [](PyCore& self, const Bytes32& key) { self.act([&](Endpoint& e, Nanos, Effects&) { e.set_guest_key(key); }); }, nb::arg("key"),
+           "From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of it is up.")
       .def("set_peer",
            [](PyCore& self, const AgentRef& peer, const Bytes32& key, std::string tcp_host, uint16_t tcp_port, std::string unix_path) {
              without_gil([&] { self.core().shared().set_peer(peer, key, {std::move(tcp_host), tcp_port, std::move(unix_path)}); });
@@ -167,7 +273,7 @@ void bind_core_class(nb::module_& m) {
            [](PyCore& self, const TransferId& id, uint32_t pool, const BlockArray& blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,
               const Bytes32& content) {
              std::vector<uint32_t> list = to_blocks(blocks);
-             self.act([&](Endpoint& e, Nanos now, Effects& out) { e.grant(id, pool, std::move(list), reader, ttl_ns, ready_blocks, now, out, content); });
+             without_gil([&] { self.core().grant(id, pool, std::move(list), reader, ttl_ns, ready_blocks, content); });
            },
            nb::arg("id"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("ready_blocks") = 0,
            nb::arg("content") = Bytes32{},
@@ -177,9 +283,10 @@ void bind_core_class(nb::module_& m) {
            "The grant `id` will never be made here: whoever waits for it is told.")
       .def("ready",
            [](PyCore& self, const TransferId& id, uint32_t blocks, uint32_t layers, bool complete) {
-             self.act([&](Endpoint& e, Nanos now, Effects& out) { e.ready(id, blocks, layers, complete, now, out); });
+             without_gil([&] { self.core().ready(id, blocks, layers, complete); });
            },
-           nb::arg("id"), nb::arg("blocks"), nb::kw_only(), nb::arg("layers") = 0, nb::arg("complete") = false)
+           nb::arg("id"), nb::arg("blocks"), nb::kw_only(), nb::arg("layers") = 0, nb::arg("complete") = false,
+           "The first `blocks` blocks are written and stay as they are. Where their pool checks, takes the checksums of the new ones.")
       .def("end_grant",
            [](PyCore& self, const TransferId& id, GrantEvent event) {
              return without_gil([&] { return self.core().shared().end_grant(id, event); });
@@ -192,12 +299,20 @@ void bind_core_class(nb::module_& m) {
            nb::arg("id"))
       .def("pull",
            [](PyCore& self, const TransferId& id, const AgentRef& source, uint32_t pool, const BlockArray& blocks, uint32_t first, std::vector<Lane> lanes,
-              Nanos deadline_ns, const Bytes32& content) {
-             TransferSpec spec{id, source, to_blocks(blocks), first, std::move(lanes), deadline_ns, 0, content};
+              Nanos deadline_ns, const Bytes32& content, bool wants_sums) {
+             TransferSpec spec;
+             spec.id = id;
+             spec.source = source;
+             spec.blocks = to_blocks(blocks);
+             spec.first = first;
+             spec.lanes = std::move(lanes);
+             spec.deadline = deadline_ns;
+             spec.content = content;
+             spec.wants_sums = wants_sums;
              without_gil([&] { self.core().pull(pool, std::move(spec)); });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0, nb::arg("lanes"),
-           nb::arg("deadline_ns") = kNever, nb::arg("content") = Bytes32{},
+           nb::arg("deadline_ns") = kNever, nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false,
            "Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The blocks are the core's until\n"
            "TransferDrained is told.")
       .def("cancel",
@@ -209,13 +324,15 @@ void bind_core_class(nb::module_& m) {
            nb::arg("id"), nb::arg("source"), "`id` will never be pulled from `source`: lets it know, where it can be reached.")
       .def("transfer_state",
            [](PyCore& self, const TransferId& id) {
-             return without_gil([&] { return self.core().shared().look([&](const Endpoint& e) { return e.transfer_state(id); }); });
+             const auto state = [&](const Endpoint& e) { return e.transfer_state(id); };
+             if (auto seen = self.core().shared().try_look(state)) return *seen;  // most often: who polls should not give the GIL away for it
+             return without_gil([&] { return self.core().shared().look(state); });
            },
-           nb::arg("id"))
+           nb::arg("id"), "Of a pull, fetch or push, also for some time after its end; None where it is not known. Quick: for polling.")
       .def("notify",
            [](PyCore& self, const AgentRef& to, const nb::bytes& payload) {
              std::string text(view(payload));
-             return self.act([&](Endpoint& e, Nanos now, Effects& out) { return e.notify(to, std::move(text), now, out); });
+             return without_gil([&] { return self.core().notify(to, std::move(text)); });
            },
            nb::arg("to"), nb::arg("payload"), "Returns the notification's number, which NotifDelivered or NotifFailed will name.")
       .def("counts", [](PyCore& self) { return without_gil([&] { return self.core().shared().look([](const Endpoint& e) { return e.counts(); }); }); })
@@ -229,6 +346,8 @@ void bind_core(nb::module_& m) {
   bind_statistics(m);
   bind_region(m);
   bind_core_class(m);
+  bind_lanes(m);
+  bind_ucx(m);
 }
 
 }  // namespace kvxfer

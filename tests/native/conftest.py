@@ -20,6 +20,18 @@ DIGEST = b"d" * 32
 POISON = 0xEE
 SECOND = 1_000_000_000
 LANES = [native.Lane.MAPPED, native.Lane.STREAM]
+_regions = itertools.count(100)
+
+
+@dataclasses.dataclass
+class Registered:
+    """A registered region of one node: its id, and its bytes as an array."""
+
+    id: int
+    memory: Any
+
+    def piece(self, offset: int, length: int) -> bytes:
+        return bytes(self.memory[offset : offset + length].tobytes())
 
 
 class Node:
@@ -38,16 +50,22 @@ class Node:
         has_unix: bool = True,
         limits: native.EndpointLimits | None = None,
         digest: bytes = DIGEST,
+        is_exposed: bool = False,
+        checks: bool = False,
+        core: dict[str, Any] | None = None,
     ) -> None:
+        """`core`: further arguments of its Core."""
         self.ref = native.AgentRef(name, 1, os.urandom(16))
         path = str(directory / name) if has_unix else ""
-        self.core = native.Core(self.ref, limits or make_limits(), bind_host="127.0.0.1", bind_port=0, unix_path=path)
+        self.core = native.Core(
+            self.ref, limits or make_limits(), bind_host="127.0.0.1", bind_port=0, unix_path=path, **(core or {})
+        )
         self.core.start()
         self.block_bytes, self.blocks = block_bytes, blocks
         self.segments = segments or [(0, block_bytes, block_bytes)]
         self.region = native.Region(region_bytes or block_bytes * blocks)
         self.memory = np.frombuffer(self.region, np.uint8)
-        info = native.PoolInfo(7, blocks, block_bytes, digest, is_shareable)
+        info = native.PoolInfo(7, blocks, block_bytes, digest, is_shareable, is_exposed, checks)
         self.core.add_pool(info, self.region, self.segments)
         self.events: list[Any] = []
 
@@ -89,6 +107,55 @@ class Node:
         array = np.asarray(blocks, dtype=np.uint32)
         self.core.pull(transfer, ref, 7, array, first=first, lanes=lanes or LANES, deadline_ns=deadline)
 
+    def register(self, nbytes: int, *, is_foreign: bool = False, **info: Any) -> Registered:
+        """Memory of this node that peers may read and write; `info` is RegionInfo's."""
+        region_id = next(_regions)
+        if is_foreign:
+            memory = np.zeros(nbytes, np.uint8)
+            self.core.add_foreign_region(
+                native.RegionInfo(region_id, nbytes, **info), memory.ctypes.data, nbytes, memory
+            )
+        else:
+            region = native.Region(nbytes)
+            memory = np.frombuffer(region, np.uint8)
+            self.core.add_region(native.RegionInfo(region_id, nbytes, is_shareable=True, **info), region)
+        return Registered(region_id, memory)
+
+    def post(
+        self,
+        verb: str,
+        transfer: bytes,
+        peer: Node | native.AgentRef,
+        local: Any,
+        remote: Any,
+        *,
+        ids: tuple[Any, Any] | None = None,
+        lanes: Any = None,
+        deadline_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        """`verb` is fetch or push; `local` and `remote` are rows (region, offset, stride, length, count)."""
+        ours, theirs = (native.Ranges(np.array(rows, dtype=np.uint64).reshape(-1, 5)) for rows in (local, remote))
+        picked = ids or (np.arange(ours.count), np.arange(theirs.count))
+        own_ids, peer_ids = (np.asarray(part, dtype=np.uint32) for part in picked)
+        getattr(self.core, verb)(
+            transfer,
+            peer.ref if isinstance(peer, Node) else peer,
+            ours,
+            own_ids,
+            theirs,
+            peer_ids,
+            lanes=lanes or LANES,
+            deadline_ns=time.monotonic_ns() + int(deadline_s * SECOND),
+            **options,
+        )
+
+    def fetch(self, transfer: bytes, peer: Any, local: Any, remote: Any, **options: Any) -> None:
+        self.post("fetch", transfer, peer, local, remote, **options)
+
+    def push(self, transfer: bytes, peer: Any, local: Any, remote: Any, **options: Any) -> None:
+        self.post("push", transfer, peer, local, remote, **options)
+
     def take(self) -> list[Any]:
         events = self.core.drain()
         self.events += events
@@ -126,6 +193,7 @@ class Node:
     def is_idle(self) -> bool:
         counts = self.core.counts()
         busy = sum(p.granted + p.reserved + p.quarantined for p in counts.pools)
+        busy += sum(r.grants + r.transfers for r in counts.regions)
         return busy + counts.transfers_live + counts.transfers_draining + counts.grants.alive == 0
 
 

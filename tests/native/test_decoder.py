@@ -22,12 +22,25 @@ codes = st.sampled_from(list(native.Code))
 agents = st.builds(native.AgentRef, st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True), u64, ids)
 triples = st.lists(st.tuples(u64, u64, u64), max_size=20)
 
+lanes = st.sampled_from(list(native.Lane))
+grids = st.lists(st.tuples(u32, u64, u64, u64, u32), max_size=12)
+lists = st.builds(native.WireList, grids, st.lists(u32, max_size=12))
+pulls = st.builds(native.Pull, ids, u32, u64, lanes, u32, u32, u64, nonces, u32, nonces, st.booleans())
+
+
+@st.composite
+def readies(draw: st.DrawFn) -> Any:
+    blocks = draw(st.lists(u32, max_size=50))
+    sums = draw(st.lists(u32, min_size=len(blocks), max_size=len(blocks))) if draw(st.booleans()) else []
+    return native.Ready(*draw(st.tuples(ids, u32, u32, u32, u32, u32, st.booleans(), u32, u32, u32)), blocks, sums)
+
+
 frames = st.one_of(
     st.builds(native.Hello, st.sampled_from(list(native.HelloStep)), agents, agents, nonces, nonces),
-    st.builds(native.Pull, ids, u32, u64, st.sampled_from(list(native.Lane)), u32, u32, u64, nonces, u32),
-    st.builds(native.Push, ids, u32),
-    st.builds(native.Ready, ids, u32, u32, u32, u32, u32, st.booleans(), u32, u32, u32, st.lists(u32, max_size=50)),
-    st.builds(native.Data, ids, u32, u32, u32, st.booleans(), st.integers(0, 100)),
+    pulls,
+    st.builds(native.Push, ids, lanes, lists, lists, u32, st.booleans(), st.none() | st.binary(max_size=100)),
+    readies(),
+    st.builds(native.Data, ids, u32, u32, u32, st.booleans(), st.integers(0, 100), st.booleans()),
     st.builds(native.Confirm, ids, u64),
     st.builds(native.Verdict, ids, u64, codes),
     st.builds(native.Release, ids),
@@ -37,7 +50,9 @@ frames = st.one_of(
     st.builds(native.Notif, st.sampled_from(list(native.NotifKind)), u64, u64, st.binary(max_size=300)),
     st.builds(native.Ping, st.sampled_from(list(native.PingKind)), u64),
     st.builds(native.ErrorFrame, ids, u32, codes, st.binary(max_size=512)),
-    st.builds(native.Map, u32, u64, u32, triples),
+    st.builds(native.Map, u32, u64, u32, triples, lanes, u64, st.binary(max_size=100)),
+    st.builds(native.Fetch, pulls, lists),
+    st.builds(native.Done, ids, codes, st.binary(max_size=512)),
 )
 KINDS = [
     "hello",
@@ -53,11 +68,12 @@ KINDS = [
     "cancel",
     "notif",
 ]
-KINDS += ["ping", "error", "map"]
+KINDS += ["ping", "error", "map", "fetch", "done"]
 
 
 def fields(frame: Any) -> dict[str, Any]:
-    return {name: getattr(frame, name) for name in dir(frame) if not name.startswith("_")}
+    found = {name: getattr(frame, name) for name in dir(frame) if not name.startswith("_")}
+    return {name: fields(v) if isinstance(v, (native.Pull, native.WireList)) else v for name, v in found.items()}
 
 
 def decode(data: bytes, cuts: list[int]) -> list[tuple[Any, bytes]]:
@@ -104,10 +120,55 @@ def test_every_cut_of_every_frame(frame: Any) -> None:
         assert native.encode(found) == wire
 
 
+@settings(max_examples=150, deadline=None)
+@given(frames)
+def test_every_body_that_is_too_short_or_too_long_is_refused(frame: Any) -> None:
+    wire = native.encode(frame)
+    header, body = wire[:4], wire[8:]
+    for size in [*range(len(body)), len(body) + 1]:
+        decoder = native.Decoder()
+        decoder.feed(header + size.to_bytes(4, "little") + (body + b"\0")[:size])
+        with pytest.raises(ProtocolViolation):
+            decoder.next()
+
+
+def test_lists_are_believed_only_as_far_as_they_are_there() -> None:
+    """A count of pieces is four bytes; what it claims may not be allocated before it has come."""
+    wire = native.encode(
+        native.Fetch(native.Pull(b"i" * 16, 1, 2, native.Lane.STREAM, 0, 1, 0, b"d" * 32, 0), native.WireList([]))
+    )
+    body = bytearray(wire[8:])
+    for claim in (1, 12289, 2**32 - 1):
+        for at in (len(body) - 8, len(body) - 4):
+            claimed = bytearray(body)
+            claimed[at : at + 4] = claim.to_bytes(4, "little")
+            decoder = native.Decoder()
+            decoder.feed(wire[:8] + bytes(claimed))
+            with pytest.raises(ProtocolViolation, match="list"):
+                decoder.next()
+
+
+def test_bounds_of_lists() -> None:
+    most = 384 * 1024
+    native.encode(
+        native.Push(
+            b"i" * 16,
+            native.Lane.STREAM,
+            native.WireList([(1, 0, 0, 1, 1)] * (most // 32)),
+            native.WireList([], [0] * (most // 4)),
+        )
+    )
+    for beyond in (native.WireList([(1, 0, 0, 1, 1)] * (most // 32 + 1)), native.WireList([], [0] * (most // 4 + 1))):
+        with pytest.raises(InvalidArgument, match="bound"):
+            native.encode(native.Push(b"i" * 16, native.Lane.STREAM, beyond, native.WireList([])))
+    with pytest.raises(InvalidArgument, match="one checksum"):
+        native.encode(native.Ready(b"i" * 16, 1, 1, 1, 0, 1, True, 1, 1, 0, [1, 2], [3]))
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 20), st.booleans())
 def test_anything_is_a_value_or_one_error(noise: bytes, kind: int, is_framed: bool) -> None:
-    data = b"KX\x01" + bytes([kind]) + len(noise).to_bytes(4, "little") + noise if is_framed else noise
+    data = b"KX\x02" + bytes([kind]) + len(noise).to_bytes(4, "little") + noise if is_framed else noise
     decoder = native.Decoder()
     try:
         decoder.feed(data)
@@ -135,7 +196,7 @@ def test_a_flipped_bit_is_another_frame_or_an_error(frame: Any, rng: random.Rand
 
 
 def test_bounds() -> None:
-    big = b"KX\x01\x0c" + (native.BODY_MAX + 1).to_bytes(4, "little")
+    big = b"KX\x02\x0c" + (native.BODY_MAX + 1).to_bytes(4, "little")
     decoder = native.Decoder()
     decoder.feed(big)
     with pytest.raises(ProtocolViolation, match="bound"):
@@ -145,9 +206,9 @@ def test_bounds() -> None:
     with pytest.raises(InvalidArgument):
         native.encode(native.Data(b"i" * 16, 1, 0, 1, False, 1 << 40))
     decoder = native.Decoder()
-    decoder.feed(b"KX\x02\x08")
+    decoder.feed(b"KX\x01\x08")
     decoder.feed(bytes(20))
-    with pytest.raises(ProtocolViolation, match="version 2"):
+    with pytest.raises(ProtocolViolation, match="version 1"):
         decoder.next()
 
 

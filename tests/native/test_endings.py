@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
+import select
 import socket
 import subprocess
 import sys
@@ -120,7 +122,7 @@ def test_little_is_kept_of_who_has_not_proven_itself(nodes: Any) -> None:
     """A frame as long as frames may be is refused long before it is whole."""
     p = nodes("source")
     with socket.create_connection(("127.0.0.1", p.core.tcp_port), 10) as stranger:
-        stranger.sendall(b"KX\x01\x01" + (512 * 1024).to_bytes(4, "little") + bytes(8192))
+        stranger.sendall(b"KX" + bytes([native.WIRE_VERSION, 1]) + (512 * 1024).to_bytes(4, "little") + bytes(8192))
         assert "before the session was proven" in p.wait_for(native.SessionRefused, 1.0).text
 
 
@@ -144,26 +146,170 @@ def test_notifications_that_nobody_takes_are_bounded(nodes: Any) -> None:
 
 FORKING = """
 import os, pathlib, signal, sys
+sys.path.insert(0, sys.argv[2])
+import conftest
 from kvxfer._native import _core as native
+from kvxfer.errors import Closed
 
-path = sys.argv[1]
-limits = native.EndpointLimits()
-agent = native.AgentRef("forks", 1, bytes(16))
-core = native.Core(agent, limits, bind_host="127.0.0.1", bind_port=0, unix_path=path)
-core.start()
+STREAM = [native.Lane.STREAM]
+directory = pathlib.Path(sys.argv[1])
+a, b = conftest.Node("forks", directory), conftest.Node("peer", directory)
+conftest.join(a, b)
+theirs, ours = a.register(65536, is_foreign=True), b.register(65536)
+rows = [(ours.id, 0, 65536, 65536, 1)], [(theirs.id, 0, 65536, 65536, 1)]
+b.fetch(os.urandom(16), a, *rows, lanes=STREAM)
+b.wait(lambda events: b.find(native.TransferFinal))
+go, stop = os.pipe(), os.pipe()
 if (child := os.fork()) == 0:
-    signal.alarm(20)
-    core.close()
-    os._exit(0)
+    signal.alarm(40)
+    os.read(go[0], 1)
+    os.set_blocking(stop[0], False)
+    info = native.RegionInfo(77, 4096)
+    calls = [a.core.drain, a.core.counts, lambda: a.core.remove_region(theirs.id), a.core.start, lambda: a.core.agent,
+             lambda: a.core.peer_dead(b.ref), lambda: a.core.notify(b.ref, b"x"), lambda: a.register(4096),
+             lambda: a.fetch(os.urandom(16), b, rows[1], rows[0]), lambda: a.grant(os.urandom(16), [1])]
+    frames, answered = a.core.statistics().frames_in, 0
+    is_over = False
+    while not is_over:
+        for call in calls:
+            try:
+                call()
+                answered += 1
+            except Closed as error:
+                answered += "belongs to the process" not in str(error)
+        try:
+            is_over = bool(os.read(stop[0], 1))
+        except BlockingIOError:
+            pass
+    a.core.close()
+    os._exit(0 if not answered and a.core.statistics().frames_in == frames else 1)
+a.core.remove_region(theirs.id)
+theirs.memory[:] = 2
+os.write(go[1], b"x")
+for _ in range(100):
+    transfer = os.urandom(16)
+    b.fetch(transfer, a, *rows, lanes=STREAM, deadline_s=20)
+    final = b.wait_drained(transfer)
+    assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.refused), (final.code, final.text)
+os.write(stop[1], b"x")
 assert os.waitpid(child, 0) == (child, 0)
-assert pathlib.Path(path).is_socket()
-core.close()
-assert not pathlib.Path(path).exists()
+assert pathlib.Path(a.core.unix_path).is_socket()
+again = a.register(65536)
+transfer = os.urandom(16)
+b.fetch(transfer, a, rows[0], [(again.id, 0, 65536, 65536, 1)], lanes=[native.Lane.MAPPED])
+assert b.wait_drained(transfer).state == native.TransferState.COMMITTED
+a.core.close()
+assert not pathlib.Path(a.core.unix_path).exists()
+b.core.close()
 """
 
 
-def test_a_forked_child_ends_nothing_of_its_parent(private_directories: pathlib.Path) -> None:
-    """In a process of its own: what else this one has loaded has opinions of its own about forks."""
-    path = private_directories / "forking"
-    done = subprocess.run([sys.executable, "-c", FORKING, str(path)], capture_output=True, text=True, timeout=60)
+def test_a_forked_child_has_no_part_in_its_parents_core(private_directories: pathlib.Path) -> None:
+    """It ends nothing and answers nobody, least of all out of its copy of what the parent has taken back.
+
+    In a process of its own: what else this one has loaded has opinions of its own about forks.
+    """
+    here = str(pathlib.Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, str(private_directories), here], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_descriptor_is_not_readable_for_ever(nodes: Any, new_id: NewId) -> None:
+    """Events that were taken before their signal was written: the next call takes that back."""
+    node = nodes("owner")
+    go, done = threading.Event(), threading.Event()
+    is_over = False
+
+    def end_grants() -> None:
+        while True:
+            go.wait()
+            go.clear()
+            if is_over:
+                return
+            transfer = new_id()
+            node.grant(transfer, [1])
+            node.core.end_grant(transfer, native.GrantEvent.REVOKE)
+            done.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=end_grants)
+    thread.start()
+    try:
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            done.clear()
+            go.set()
+            while not done.is_set():
+                node.core.drain()
+            looks = 0
+            while select.select([node.core.fileno()], [], [], 0)[0]:
+                node.core.drain()
+                looks += 1
+                assert looks < 100
+    finally:
+        is_over = True
+        go.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def test_a_grant_revoked_in_the_middle_of_checked_blocks(nodes: Any, new_id: NewId) -> None:
+    """The reader is told what ended it: that the rest went out as zeros is no broken byte."""
+    p, d = nodes.pair(block_bytes=1 << 20, blocks=64, checks=True)
+    for round_ in range(12):
+        transfer = new_id()
+        p.grant(transfer, np.arange(64))
+        d.pull(transfer, p, np.arange(64), lanes=[STREAM])
+        d.wait_for(native.TransferProgress, id=transfer)
+        time.sleep(0.001 * (round_ % 6))
+        p.core.end_grant(transfer, native.GrantEvent.REVOKE)
+        final = d.wait_drained(transfer)
+        if final.state != native.TransferState.COMMITTED:
+            assert final.code == native.Code.grant_revoked, final.text
+    assert d.core.statistics().checksum_failures == 0
+
+
+def test_a_push_that_cannot_be_told_is_answered(nodes: Any, new_id: NewId) -> None:
+    """Notifications that nobody takes cost who sends more of them this push, and not the session."""
+    p, d = nodes.pair(limits=nodes.limits())
+    source, target = p.register(4096), d.register(4096)
+    rows = [(source.id, 0, 64, 64, 1)], [(target.id, 0, 64, 64, 1)]
+    first = new_id()
+    p.push(first, d, *rows, lanes=[STREAM], notification=b"x")
+    assert p.wait_drained(first).state == native.TransferState.COMMITTED
+    payload = bytes(60000)
+    codes = set()
+    end = time.monotonic() + 30
+    while not codes and time.monotonic() < end:
+        ids = [new_id() for _ in range(32)]
+        for transfer in ids:
+            p.push(transfer, d, *rows, lanes=[STREAM], notification=payload)
+        codes = {p.wait_drained(transfer).code for transfer in ids} - {native.Code.ok}
+    assert codes == {native.Code.overloaded}
+    transfer = new_id()
+    p.push(transfer, d, *rows, lanes=[STREAM])
+    assert p.wait_drained(transfer).state == native.TransferState.COMMITTED
+    assert p.core.statistics().dials == 1
+
+
+def test_ended_offers_that_nobody_takes_are_bounded(nodes: Any) -> None:
+    """By the oldest of them; nothing else is lost."""
+    p, d = nodes.pair()
+    source, target = p.register(4096), d.register(4096)
+    p.core.notify(d.ref, b"before")
+    size = 32
+    left = 66000
+    while left > 0:
+        ids = [os.urandom(16) for _ in range(size)]
+        for transfer in ids:
+            p.push(transfer, d, [(source.id, 0, 1, 1, 1)], [(target.id, 0, 1, 1, 1)], lanes=[STREAM])
+        for transfer in ids:
+            p.wait_drained(transfer)
+        p.events.clear()
+        left -= size
+    events = d.core.drain()
+    assert 32768 <= sum(isinstance(event, native.OfferEnded) for event in events) <= 65536
+    assert sum(isinstance(event, native.NotifReceived) for event in events) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,64 +15,13 @@ import pytest
 from kvxfer._native import _core as native
 from kvxfer.errors import Closed, InvalidArgument, PeerGone, TransportError
 
+from .cutting_proxy import CuttingProxy
+
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED
 NewId = Callable[[], bytes]
 each_lane = pytest.mark.parametrize("lane", [MAPPED, STREAM], ids=["mapped", "stream"])
 KEY = b"k" * 32
-
-
-class CuttingProxy:
-    """Forwards TCP connections, and cuts each of the first ones after so many bytes towards the dialer."""
-
-    def __init__(self, port: int, cuts: list[int]) -> None:
-        self.port, self.cuts, self.cut = port, list(cuts), 0
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = self.listener.getsockname()[1]
-        self.sockets: list[socket.socket] = []
-        self.threads = [threading.Thread(target=self.serve)]
-        self.threads[0].start()
-
-    def serve(self) -> None:
-        while True:
-            try:
-                near, _ = self.listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection(("127.0.0.1", self.port))
-            limit = self.cuts.pop(0) if self.cuts else None
-            self.sockets += [near, far]
-            for pair in ((near, far, None), (far, near, limit)):
-                self.threads.append(threading.Thread(target=self.forward, args=pair))
-                self.threads[-1].start()
-
-    def forward(self, origin: socket.socket, to: socket.socket, limit: int | None) -> None:
-        try:
-            while data := origin.recv(min(65536, limit) if limit else 65536):
-                to.sendall(data)
-                if limit is not None and (limit := limit - len(data)) == 0:
-                    self.cut += 1
-                    break
-        except OSError:
-            pass
-        for end in (origin, to):
-            try:
-                end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
-
-    def close(self) -> None:
-        self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        for end in self.sockets:
-            try:
-                end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
-        for thread in self.threads:
-            thread.join(10)
-        for end in self.sockets:
-            end.close()
 
 
 def test_cut_in_the_middle_goes_on(nodes: Any, new_id: NewId) -> None:

@@ -5,28 +5,24 @@
 
 #include <algorithm>
 
+#include "lanes/mapped.hpp"
+
 namespace kvxfer {
 namespace {
 
 constexpr size_t kStagingBytes = 32 * 1024;
-constexpr size_t kTailBytes = 45;  // a DATA header, as it most often follows a payload
+constexpr size_t kTailBytes = 46;  // a DATA header, as it most often follows a payload
 constexpr size_t kIovecsMax = 1024;
 constexpr size_t kReadBytesMax = 1 << 20;
-constexpr size_t kBudgetBytes = 4 << 20;  // of one connection in one round
 constexpr size_t kDescriptorsMax = 8;     // received and not yet claimed by a MAP
-constexpr size_t kMappingsMax = 64;
+constexpr size_t kRemotesMax = 16384;     // pools and regions that one peer may let us read
+constexpr size_t kRemoteBytesMax = 8 << 20;  // kept of what it said of them: segments, keys, reasons
 constexpr size_t kUnprovenBytesMax = 4096;  // kept of a peer that has not proven itself: a HELLO has a few hundred
-
-uint8_t* scratch() {  // the IO thread's; what is read into it is never looked at again
-  static thread_local uint8_t bytes[256 * 1024];
-  return bytes;
-}
-constexpr size_t kScratchBytes = 256 * 1024;
 
 }  // namespace
 
-Connection::Connection(Fd fd, SessionKind kind, SharedEndpoint& shared, Statistics& statistics)
-    : fd_(std::move(fd)), kind_(kind), shared_(shared), statistics_(statistics), outbox_(statistics) {
+Connection::Connection(Fd fd, SessionKind kind, SharedEndpoint& shared, Statistics& statistics, LaneTools& tools)
+    : fd_(std::move(fd)), kind_(kind), shared_(shared), statistics_(statistics), tools_(tools), outbox_(statistics) {
   statistics_.connections.add();
 }
 
@@ -37,13 +33,21 @@ Connection::~Connection() {
 
 // --- in ---
 
-void Connection::receive() {
-  for (size_t budget = kBudgetBytes; budget != 0;) {
-    const size_t got = is_closing() ? read_away() : decoder_.payload_pending() != 0 ? read_payload() : read_frames();
+void Connection::receive(size_t budget) {
+  if (is_paused_ && !must_wait()) take_frames();
+  while (budget != 0 && !must_wait()) {
+    const bool is_frames = !is_closing() && decoder_.payload_pending() == 0;
+    const size_t got = is_closing() ? read_away() : is_frames ? read_frames() : read_payload();
     if (got == 0) return;
+    if (is_frames && got < kStagingBytes && decoder_.payload_pending() == 0) return;  // that was all: epoll tells of what follows
     budget -= std::min(budget, got);
     if (shared_.is_backed_up()) return;
   }
+}
+
+bool Connection::must_wait() {
+  is_paused_ = landing_ && landing_->must_wait(decoder_.payload_pending() == 0);
+  return is_paused_;
 }
 
 // Returns 0 where nothing is there just now.
@@ -54,12 +58,12 @@ size_t Connection::check_read(ssize_t got) const {
   fail_errno(Code::transport, "receiving failed");
 }
 
-size_t Connection::read_away() { return check_read(::recv(fd_.get(), scratch(), kScratchBytes, MSG_DONTWAIT)); }
+size_t Connection::read_away() { return check_read(::recv(fd_.get(), tools_.scratch.get(), kScratchBytes, MSG_DONTWAIT)); }
 
 size_t Connection::read_frames() {
-  uint8_t* const staging = scratch();
-  const size_t got = check_read(kind_ == SessionKind::Unix ? read_with_descriptors(staging, kStagingBytes)
-                                                           : ::recv(fd_.get(), staging, kStagingBytes, MSG_DONTWAIT));
+  uint8_t* const staging = tools_.scratch.get();
+  iovec vector{staging, kStagingBytes};
+  const size_t got = check_read(read_some(&vector, 1));
   if (got == 0) return 0;
   decoder_.feed({reinterpret_cast<const char*>(staging), got});
   take_frames();
@@ -67,12 +71,15 @@ size_t Connection::read_frames() {
   return got;
 }
 
-ssize_t Connection::read_with_descriptors(uint8_t* to, size_t size) {
-  iovec vector{to, size};
+// On a Unix socket whatever is read may have descriptors with it: those not asked for would be lost.
+ssize_t Connection::read_some(iovec* vectors, size_t count) {
+  if (kind_ != SessionKind::Unix) {
+    return count == 1 ? ::recv(fd_.get(), vectors->iov_base, vectors->iov_len, MSG_DONTWAIT) : ::readv(fd_.get(), vectors, static_cast<int>(count));
+  }
   alignas(cmsghdr) char control[CMSG_SPACE(kDescriptorsMax * sizeof(int))];
   msghdr message{};
-  message.msg_iov = &vector;
-  message.msg_iovlen = 1;
+  message.msg_iov = vectors;
+  message.msg_iovlen = count;
   message.msg_control = control;
   message.msg_controllen = sizeof control;
   const ssize_t got = ::recvmsg(fd_.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
@@ -100,6 +107,8 @@ void Connection::take_frames() {
       take_buffered_payload();
       if (decoder_.payload_pending() != 0) return;
     }
+    if (landing_) finish_payload();
+    if (landing_) return;
     const std::optional<Frame> frame = decoder_.next();
     if (!frame) return;
     statistics_.frames_in.add();
@@ -109,24 +118,41 @@ void Connection::take_frames() {
 }
 
 void Connection::on_frame(const Frame& frame) {
-  if (const auto* notif = std::get_if<Notif>(&frame)) {
-    if (!shared_.can_take_notification(notif->payload.size())) throw Error(Code::overloaded, "the owner takes no notifications at the moment");
-  }
+  if (refuses(frame)) return;
   const auto* data = std::get_if<Data>(&frame);
   const bool was_up = is_up_;
   Landing landing = shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) {
     endpoint.on_frame(session, frame, now, out);
     for (const Effect& effect : out) {
-      if (const auto* up = std::get_if<SessionUp>(&effect); up != nullptr && up->session == session) is_up_ = true;
+      const auto* up = std::get_if<SessionUp>(&effect);
+      if (up == nullptr || up->session != session) continue;
+      is_up_ = true;
+      peer_nonce_ = up->peer.boot_nonce;
     }
     return data != nullptr ? endpoint.data_arrives(session, *data, now) : Landing{};
   });
   if (is_up_ && !was_up) (kind_ == SessionKind::Unix ? statistics_.sessions_unix : statistics_.sessions_tcp).add();
   if (const auto* map = std::get_if<Map>(&frame); map != nullptr && is_up_) on_map(*map);
   if (landing.token == 0) return;
-  const std::shared_ptr<const Pool> pool = shared_.pool(landing.pool);
-  if (!pool) throw Error(Code::internal, "a landing in a pool that is not there");
-  landing_ = std::make_unique<IncomingBlocks>(data->id, std::move(landing), pool);
+  OwnMemory memory = shared_.find(landing.to);
+  if (!memory) throw Error(Code::internal, "a landing in memory that is not there");
+  landing_ = std::make_unique<IncomingBlocks>(*data, std::move(landing), std::move(memory), *tools_.staging);
+}
+
+// What it would tell an owner who takes nothing at the moment. A push that is known brings nothing that was not let in.
+bool Connection::refuses(const Frame& frame) {
+  const char* const why = "the owner takes no notifications at the moment";
+  if (const auto* notif = std::get_if<Notif>(&frame); notif != nullptr && !shared_.can_take_notification(notif->payload.size())) {
+    throw Error(Code::overloaded, why);
+  }
+  const auto* push = std::get_if<Push>(&frame);
+  if (push == nullptr || !push->has_notification || !is_up_ || shared_.can_take_notification(push->notification.size())) return false;
+  const bool is_known = shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects&) {
+    endpoint.heard(session, now);
+    return endpoint.has_met(push->id);
+  });
+  if (!is_known) outbox_.push(Done{push->id, Code::overloaded, why});
+  return !is_known;
 }
 
 bool Connection::may_land() {
@@ -139,21 +165,35 @@ bool Connection::may_land() {
 void Connection::take_buffered_payload() {
   const bool is_wanted = may_land();
   for (;;) {
-    const std::string_view bytes = decoder_.take_payload(kStagingBytes);
+    if (is_wanted && must_wait()) return;
+    const std::string_view bytes = decoder_.take_payload(is_wanted ? landing_->room_for(kStagingBytes) : kStagingBytes);
     if (bytes.empty()) break;
     if (!is_wanted) {
       statistics_.bytes_discarded.add(bytes.size());
       continue;
     }
-    for (size_t at = 0; at < bytes.size();) {
-      const BlockWalk::Span span = landing_->walk.peek(bytes.size() - at);
-      std::memcpy(span.data, bytes.data() + at, span.size);
-      landing_->walk.advance(span.size);
-      at += span.size;
-    }
-    statistics_.bytes_streamed_in.add(bytes.size());
+    const size_t blocks = static_cast<size_t>(std::min<uint64_t>(bytes.size(), landing_->left));
+    land(bytes.substr(0, blocks));
+    std::memcpy(landing_->trailer.data() + landing_->trailer_at, bytes.data() + blocks, bytes.size() - blocks);
+    landing_->trailer_at += bytes.size() - blocks;
+    statistics_.bytes_streamed_in.add(blocks);
   }
   if (decoder_.payload_pending() == 0) finish_payload();
+}
+
+void Connection::land(std::string_view bytes) {
+  if (landing_->scatter) {
+    if (!bytes.empty()) std::memcpy(landing_->scatter->room(bytes.size()).iov_base, bytes.data(), bytes.size());
+  } else {
+    BlockWalk walk = landing_->walk;
+    for (size_t at = 0; at < bytes.size();) {
+      const BlockWalk::Span span = walk.take(bytes.size() - at);
+      if (span.size == 0) throw Error(Code::internal, "a payload longer than its blocks");
+      std::memcpy(span.data, bytes.data() + at, span.size);
+      at += span.size;
+    }
+  }
+  landing_->landed(bytes.size());
 }
 
 size_t Connection::read_payload() {
@@ -163,19 +203,26 @@ size_t Connection::read_payload() {
   iovec vectors[kIovecsMax];
   size_t count = 0, bytes = 0;
   if (is_wanted) {
-    count = landing_->walk.gather(vectors, kIovecsMax - 1, static_cast<size_t>(std::min<uint64_t>(pending, kReadBytesMax)), bytes);
+    count = landing_->room(vectors, kIovecsMax - 2, static_cast<size_t>(std::min<uint64_t>(landing_->left, kReadBytesMax)), bytes);
+    std::string& trailer = landing_->trailer;
+    if (bytes == landing_->left && trailer.size() != landing_->trailer_at) {
+      vectors[count++] = {trailer.data() + landing_->trailer_at, trailer.size() - landing_->trailer_at};
+      bytes += trailer.size() - landing_->trailer_at;
+    }
   } else {
     bytes = static_cast<size_t>(std::min<uint64_t>(pending, kScratchBytes));
-    vectors[count++] = {scratch(), bytes};
+    vectors[count++] = {tools_.scratch.get(), bytes};
   }
   if (bytes == pending) vectors[count++] = {tail, sizeof tail};
-  const size_t got = check_read(::readv(fd_.get(), vectors, static_cast<int>(count)));
+  const size_t got = check_read(read_some(vectors, count));
   if (got == 0) return 0;
   const size_t payload = std::min(got, bytes);
   decoder_.skip_payload(payload);
   if (is_wanted) {
-    landing_->walk.advance(payload);
-    statistics_.bytes_streamed_in.add(payload);
+    const size_t blocks = static_cast<size_t>(std::min<uint64_t>(payload, landing_->left));
+    landing_->landed(blocks);
+    landing_->trailer_at += payload - blocks;
+    statistics_.bytes_streamed_in.add(blocks);
   } else {
     statistics_.bytes_discarded.add(payload);
     shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects&) { endpoint.heard(session, now); });
@@ -189,65 +236,167 @@ size_t Connection::read_payload() {
 }
 
 void Connection::finish_payload() {
-  if (!landing_) return;
+  if (!landing_ || must_wait()) return;
+  if (!landing_->is_intact()) {
+    statistics_.checksum_failures.add();
+    return stop_landing(Code::checksum, "blocks came with other bytes than the source sent");
+  }
   const std::unique_ptr<IncomingBlocks> landed = std::move(landing_);
   shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.read_landed(landed->id, landed->token, now, out); });
 }
 
 void Connection::stop_landing(Code code, const std::string& text, const TransferId* only) {
   if (!landing_ || (only != nullptr && landing_->id != *only)) return;
-  const std::unique_ptr<IncomingBlocks> stopped = std::move(landing_);
+  std::unique_ptr<IncomingBlocks> stopped = std::move(landing_);
+  if (stopped->is_in_flight()) return tools_.staging->stop_later(std::move(stopped), code, text);
   shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.read_stopped(stopped->id, stopped->token, code, text, now, out); });
 }
 
 void Connection::on_map(const Map& map) {
   Fd descriptor;
-  if (!descriptors_.empty()) {
+  if (map.lane == Lane::Mapped && map.region_bytes != 0 && !descriptors_.empty()) {
     descriptor = std::move(descriptors_.front());
     descriptors_.pop_front();
   }
-  MappingSlot slot;
+  const MapKey key{map.pool, map.lane};
+  if (remotes_.size() >= kRemotesMax && remotes_.count(key) == 0) return;  // a read that needs it will find none
+  RemoteSlot& slot = remotes_[key];
+  const bool is_withdrawn = map.region_bytes == 0 && slot.memory;
+  remote_bytes_ -= slot.bytes;
+  slot = {};
+  const size_t bytes = map.segments.size() * sizeof(Segment) + map.key.size();
+  if (remote_bytes_ + bytes > kRemoteBytesMax) {
+    remotes_.erase(key);
+    return;
+  }
+  remote_bytes_ += slot.bytes = bytes;
   try {
-    if (kind_ != SessionKind::Unix) throw Error(Code::no_lane, "memory can be mapped over a Unix socket only");
-    if (mappings_.size() >= kMappingsMax && mappings_.count(map.pool) == 0) throw Error(Code::no_lane, "the source maps too many pools");
-    new_mappings_.push_back(std::make_shared<Mapping>(map, std::move(descriptor)));
-    slot.mapping = new_mappings_.back();
+    new_remotes_.push_back(open_remote(map, std::move(descriptor)));
+    slot.memory = new_remotes_.back();
     statistics_.mappings.add();
   } catch (const Error& error) {
+    if (error.code() == Code::internal) throw;
     slot.refusal = error.what();
-    statistics_.mappings_refused.add();
-    if (mappings_.size() >= kMappingsMax) return;
+    if (!is_withdrawn) statistics_.mappings_refused.add();
   }
-  mappings_[map.pool] = std::move(slot);
 }
 
-std::shared_ptr<Mapping> Connection::take_new_mapping() {
-  if (new_mappings_.empty()) return nullptr;
-  const std::shared_ptr<Mapping> mapping = std::move(new_mappings_.back());
-  new_mappings_.pop_back();
-  return mapping;
+std::shared_ptr<RemoteMemory> Connection::open_remote(const Map& map, Fd descriptor) {
+  if (map.region_bytes == 0) throw Error(Code::no_lane, map.key.empty() ? "the source cannot let its memory be read" : printable(map.key));
+  if (map.lane == Lane::Ucx) {
+    if (!tools_.ucx) throw Error(Code::no_lane, "this agent does not use UCX");
+    return tools_.ucx->open(session, map);
+  }
+  if (map.lane != Lane::Mapped && map.lane != Lane::Cma) throw Error(Code::no_lane, "not a lane that memory is read by");
+  if (kind_ != SessionKind::Unix) throw Error(Code::no_lane, "memory of this host is read over a Unix socket only");
+  if (map.lane == Lane::Mapped) return open_mapped(map, std::move(descriptor), tools_.copier);
+  if (!cma_peer_) cma_peer_ = std::make_shared<CmaPeer>(fd_.get(), peer_nonce_);
+  return open_cma(map, cma_peer_);
 }
 
-std::shared_ptr<const Mapping> Connection::mapping(uint32_t pool) const {
-  const auto found = mappings_.find(pool);
-  if (found == mappings_.end()) throw Error(Code::no_lane, "the source did not let its pool be mapped");
-  if (!found->second.mapping) throw Error(Code::no_lane, found->second.refusal);
-  return found->second.mapping;
+std::shared_ptr<RemoteMemory> Connection::take_new_remote() {
+  if (new_remotes_.empty()) return nullptr;
+  const std::shared_ptr<RemoteMemory> memory = std::move(new_remotes_.back());
+  new_remotes_.pop_back();
+  return memory;
+}
+
+std::shared_ptr<const RemoteMemory> Connection::remote(uint32_t id, Lane lane) const {
+  const auto found = remotes_.find({id, lane});
+  if (found == remotes_.end()) throw Error(Code::no_lane, "the source did not let its memory be read by this lane");
+  if (!found->second.memory) throw Error(Code::no_lane, found->second.refusal);
+  return found->second.memory;
 }
 
 // --- out ---
 
-void Connection::send_map(const Pool& pool) {
-  if (!pool.region) throw Error(Code::internal, "a pool of foreign memory cannot be mapped");
-  uint64_t& serial = maps_sent_[pool.info.id];
-  if (serial == pool.serial) return;
-  serial = pool.serial;
-  outbox_.push_map(Map{pool.info.id, pool.region_bytes, pool.info.block_count, pool.layout.segments}, pool.region);
+void Connection::send_map(uint32_t id, Lane lane) {
+  std::shared_ptr<Region> region;
+  uint64_t serial = 0;
+  Map map = describe(id, lane, region, serial);
+  uint64_t& sent = maps_sent_[{id, lane}];
+  if (serial != 0 && sent == serial) return;
+  sent = serial;
+  outbox_.push_map(map, std::move(region));
 }
 
-void Connection::flush() {
+void Connection::withdraw(uint32_t id) {
+  may_land();
+  for (auto it = maps_sent_.lower_bound({id, Lane{}}); it != maps_sent_.end() && it->first.first == id; it = maps_sent_.erase(it)) {
+    if (session == 0 || it->second == 0) continue;
+    Map map;
+    map.pool = id;
+    map.lane = it->first.second;
+    map.key = "the source's memory is not registered any more";
+    outbox_.push(map);
+  }
+}
+
+// `serial`: of what is described; 0 where there is nothing. `region`: what is to be sent with it.
+Map Connection::describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region, uint64_t& serial) const {
+  Map map;
+  map.pool = id;
+  map.lane = lane;
+  uint8_t* base = nullptr;
+  std::shared_ptr<Region> shared_region;
+  std::shared_ptr<UcxMemory> ucx;
+  bool is_exposed = false, is_device = false, is_checked = false;
+  if (const std::shared_ptr<const OwnRegion> own = shared_.region(id)) {
+    serial = 1;
+    base = own->base;
+    map.region_bytes = own->info.bytes;
+    ucx = own->ucx;
+    is_exposed = own->info.is_exposed && own->info.can_read;
+    is_device = own->device != nullptr;
+    if (own->info.is_shareable) shared_region = own->region;
+  } else if (const std::shared_ptr<const Pool> pool = shared_.pool(id)) {
+    serial = pool->serial;
+    base = pool->layout.base;
+    map.region_bytes = pool->region_bytes;
+    map.block_count = pool->info.block_count;
+    map.segments = pool->layout.segments;
+    ucx = pool->ucx;
+    is_exposed = pool->info.is_exposed;
+    is_device = pool->device != nullptr;
+    is_checked = pool->info.checks;
+    if (pool->info.is_shareable) shared_region = pool->region;
+  }
+  const auto refuse = [&](const char* why) {
+    map.region_bytes = 0;
+    map.block_count = 0;
+    map.segments.clear();
+    map.key = why;
+  };
+  if (serial == 0) {
+    refuse("the source's memory is not registered any more");
+  } else if (is_device && lane != Lane::Ucx) {
+    refuse("the source's memory is on a device");
+  } else if (is_device && is_checked) {
+    refuse("checksums of memory on a device are taken by stream and unix alone");
+  } else if (lane == Lane::Mapped && kind_ == SessionKind::Unix && shared_region) {
+    region = std::move(shared_region);
+  } else if (lane == Lane::Mapped) {
+    refuse("the source's memory cannot be mapped (not allocated by kvxfer, or exposure is grant)");
+  } else if (!is_exposed) {
+    refuse("the source does not expose its memory (exposure is grant)");
+  } else if (lane == Lane::Cma && kind_ == SessionKind::Unix) {
+    describe_cma(map, base, shared_.boot_nonce());
+  } else if (lane == Lane::Ucx && tools_.ucx && ucx) {
+    try {
+      tools_.ucx->describe(*ucx, map);
+    } catch (const Error& error) {
+      if (error.code() != Code::no_lane) throw;
+      refuse(error.what());
+    }
+  } else {
+    refuse("the source does not serve this lane");
+  }
+  return map;
+}
+
+void Connection::flush(size_t budget) {
   std::vector<Data> finished;
-  for (size_t budget = kBudgetBytes; budget != 0;) {
+  while (budget != 0) {
     const bool can_more = outbox_.send(fd_.get(), shared_, finished);
     if (!finished.empty() && session != 0) {
       shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) {
@@ -267,8 +416,10 @@ void Connection::flush() {
 void Connection::begin_close(Nanos close_at) {
   stop_landing(Code::transport, "the session ended");
   outbox_.abandon_data();
-  mappings_.clear();
-  new_mappings_.clear();
+  remotes_.clear();
+  remote_bytes_ = 0;
+  new_remotes_.clear();
+  cma_peer_.reset();
   close_at_ = close_at;
   session = 0;
 }

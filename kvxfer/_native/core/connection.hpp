@@ -1,4 +1,4 @@
-// One connection: its socket, what waits to go out, what comes in, and the mappings its peer gave. The IO thread alone
+// One connection: its socket, what waits to go out, what comes in, and the memory its peer lets us read. The IO thread alone
 // touches it. It turns bytes into events of the endpoint; what follows from them is the IO thread's to perform.
 //
 // While blocks come in, each read from the socket is vectored into the blocks themselves with room behind them for the
@@ -7,14 +7,16 @@
 
 #include <map>
 
-#include "lanes/mapped.hpp"
+#include "lane_tools.hpp"
+#include "lanes/cma.hpp"
+#include "lanes/read_job.hpp"
 #include "outbox.hpp"
 
 namespace kvxfer {
 
 class Connection {
  public:
-  Connection(Fd fd, SessionKind kind, SharedEndpoint& shared, Statistics& statistics);
+  Connection(Fd fd, SessionKind kind, SharedEndpoint& shared, Statistics& statistics, LaneTools& tools);
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
   ~Connection();
@@ -26,17 +28,22 @@ class Connection {
   Nanos close_at() const { return close_at_; }
   Outbox& outbox() { return outbox_; }
 
-  // Reads what is there, within a budget. Throws Error: transport where the connection is lost, protocol or overloaded
+  // Reads what is there, about `budget` bytes of it. Throws Error: transport where the connection is lost, protocol or overloaded
   // where the peer is at fault.
-  void receive();
-  // Writes what the kernel takes, within a budget. Throws Error(transport).
-  void flush();
-  // Sends `map` once a session, with the descriptor of its pool.
-  void send_map(const Pool& pool);
-  // A mapping that came and was not yet taken from here, or nothing.
-  std::shared_ptr<Mapping> take_new_mapping();
-  // The pool that the peer gave as `pool`; throws Error(no_lane) with the reason why there is none.
-  std::shared_ptr<const Mapping> mapping(uint32_t pool) const;
+  void receive(size_t budget);
+  // Whether nothing more is taken from the socket until a device has taken what came for it.
+  bool is_paused() const { return is_paused_; }
+  // Writes what the kernel takes, about `budget` bytes. Throws Error(transport).
+  void flush(size_t budget);
+  // Lets the peer read our pool or region `id` by `lane`, or says why it cannot; once a session.
+  void send_map(uint32_t id, Lane lane);
+  // Our pool or region `id` is gone: a peer that was told how to read it is told so, and lets go of it; and what comes in
+  // lands no more if it was for there.
+  void withdraw(uint32_t id);
+  // Memory that came and was not yet taken from here, or nothing.
+  std::shared_ptr<RemoteMemory> take_new_remote();
+  // What the peer gave as its pool or region `id` by `lane`; throws Error(no_lane) with the reason why there is none.
+  std::shared_ptr<const RemoteMemory> remote(uint32_t id, Lane lane) const;
   // No byte goes into the blocks of the read under way any more; with an id, only where it is of that transfer.
   void stop_landing(Code code, const std::string& text, const TransferId* only = nullptr);
   // The session is over: sends what was queued, takes nothing more, waits for the peer to hang up until `close_at`.
@@ -51,32 +58,44 @@ class Connection {
   size_t read_payload();  // into blocks, or away
   size_t read_away();
   size_t check_read(ssize_t got) const;
-  ssize_t read_with_descriptors(uint8_t* to, size_t size);
+  ssize_t read_some(iovec* vectors, size_t count);
   void take_frames();
   void take_buffered_payload();
+  void land(std::string_view bytes);
   void on_frame(const Frame& frame);
   void on_map(const Map& map);
+  bool refuses(const Frame& frame);
+  std::shared_ptr<RemoteMemory> open_remote(const Map& map, Fd descriptor);
+  Map describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region, uint64_t& serial) const;
   bool may_land();
+  bool must_wait();
   void finish_payload();
 
-  struct MappingSlot {
-    std::shared_ptr<const Mapping> mapping;
+  struct RemoteSlot {
+    std::shared_ptr<const RemoteMemory> memory;
     std::string refusal;
+    size_t bytes = 0;  // of the MAP that is kept
   };
+  using MapKey = std::pair<uint32_t, Lane>;
 
   Fd fd_;
   const SessionKind kind_;
   SharedEndpoint& shared_;
   Statistics& statistics_;
+  LaneTools& tools_;
   Decoder decoder_;
   Outbox outbox_;
   std::unique_ptr<IncomingBlocks> landing_;
   std::deque<Fd> descriptors_;
-  std::vector<std::shared_ptr<Mapping>> new_mappings_;
-  std::map<uint32_t, MappingSlot> mappings_;  // by the peer's pool id
-  std::map<uint32_t, uint64_t> maps_sent_;    // own pool id to the serial of the pool that was sent
+  std::vector<std::shared_ptr<RemoteMemory>> new_remotes_;
+  std::map<MapKey, RemoteSlot> remotes_;    // by the peer's ids
+  size_t remote_bytes_ = 0;                 // of all of them
+  std::shared_ptr<CmaPeer> cma_peer_;       // made by the first MAP of that lane
+  Bytes16 peer_nonce_{};                    // of a session that is up: the proven peer's
+  std::map<MapKey, uint64_t> maps_sent_;    // by own ids: the serial of what was sent
   bool is_up_ = false;
   bool is_shut_down_ = false;
+  bool is_paused_ = false;
   Nanos close_at_ = 0;
 };
 

@@ -7,15 +7,17 @@
 
 namespace kvxfer {
 
-struct CoreAddress {
+struct CoreOptions {
   std::string bind_host;
   uint16_t bind_port = 0;
-  std::string unix_path;  // empty: none
+  std::string unix_path;       // empty: none
+  UcxOptions ucx;
+  unsigned copy_threads = 0;   // of the mapped lane, the IO thread being one of them; 0: as the host has cores
 };
 
 class Core {
  public:
-  Core(AgentRef self, EndpointLimits limits, CoreAddress address);
+  Core(AgentRef self, EndpointLimits limits, CoreOptions options);
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
   ~Core() { close(); }
@@ -24,27 +26,48 @@ class Core {
   // Joins the thread. Idempotent; calls beside it wait for the same end. In a forked child, which has a copy of the memory
   // and nothing else of the core, it leaves alone what is the parent's.
   void close();
+  // Where the IO loop is free, does a small portion of its work on this thread; `is_polling` looks at the sockets too.
+  // Returns whether it did.
+  bool help(bool is_polling);
 
   SharedEndpoint& shared() { return shared_; }
   const Statistics& statistics() const { return statistics_; }
-  const std::string& unix_path() const { return address_.unix_path; }
+  const std::string& unix_path() const { return options_.unix_path; }
   uint16_t tcp_port() const { return tcp_port_; }
+  const std::string& ucx_obstacle() const { return ucx_obstacle_; }  // why the `ucx` lane is off; empty: it is on
 
   void add_pool(const PoolInfo& info, std::shared_ptr<Region> region, std::vector<Segment> segments);
-  void add_pool(const PoolInfo& info, uint8_t* address, uint64_t bytes, std::vector<Segment> segments);
+  // `device`: the number of the CUDA device that `address` lies on; below 0: it is the host's. Throws Error(no_lane) where
+  // the driver cannot be had.
+  void add_pool(const PoolInfo& info, uint8_t* address, uint64_t bytes, std::vector<Segment> segments, int device = -1);
+  // `address` and `device` are looked at only where there is no `region`.
+  void add_region(const RegionInfo& info, std::shared_ptr<Region> region, uint8_t* address, int device = -1);
+  void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,
+             const Bytes32& content);
   void pull(uint32_t pool, TransferSpec spec);
+  void fetch(PostSpec spec);
+  void push(PostSpec spec);
+  uint64_t notify(const AgentRef& to, std::string payload);
+  // Tells the machines how far a grant's blocks are ready, with checksums of the new ones where their pool has checks:
+  // taken here, on the caller's thread.
+  void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete);
 
  private:
+  std::shared_ptr<UcxMemory> ucx_memory(uint8_t* address, uint64_t bytes, bool is_exposed, bool is_device = false) const;
+
   const EndpointLimits limits_;
-  const CoreAddress address_;
+  const CoreOptions options_;
   SharedEndpoint shared_;
   Statistics statistics_;
+  std::shared_ptr<UcxContext> ucx_;
+  std::string ucx_obstacle_;
   std::mutex lifetime_;  // start and close
+  std::mutex turn_;      // of the IO loop
   std::unique_ptr<IoThread> io_;
   std::thread thread_;
   std::atomic<uint16_t> tcp_port_{0};
   bool is_bound_ = false;
-  pid_t owner_ = 0;  // the process that started it
+  const pid_t owner_ = this_process();
 };
 
 }  // namespace kvxfer

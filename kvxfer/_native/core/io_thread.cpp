@@ -1,6 +1,6 @@
 #include "io_thread.hpp"
 
-#include <sys/epoll.h>
+#include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -13,14 +13,22 @@
 namespace kvxfer {
 namespace {
 
-constexpr uint64_t kWakeKey = 0, kTcpKey = 1, kUnixKey = 2;
+constexpr uint64_t kWakeKey = 0, kTcpKey = 1, kUnixKey = 2, kUcxKey = 3, kStagingKey = 4;
 constexpr int kRoundsMax = 4;                   // of effects before sockets are looked at again
-constexpr size_t kCopyBytesARound = 4 << 20;
-constexpr size_t kCopySliceBytes = 2 << 20;     // between two looks at whether the blocks are still held
+constexpr size_t kPortion = 4 << 20;            // of a connection, and of all one-sided reads, in one round
+constexpr size_t kPortionOfHelp = 128 << 10;    // for a thread that has other things to do
+constexpr int kEventsMax = 64;
+constexpr Nanos kPollPause = 100'000;           // whoever polls more often than this ...
+constexpr uint32_t kPollsMin = 8;               // ... so many times in a row ...
+constexpr Nanos kNap = 200'000;                 // ... is left alone with the sockets for so long
+constexpr Nanos kQuick = 50'000;                // a wait that was over almost at once; after so many of them ...
+constexpr uint32_t kQuickMin = 3, kQuickMax = 8;
+constexpr Nanos kSpin = 20'000;                 // ... the next one begins without sleep
 constexpr int kAcceptsARound = 64;
 constexpr size_t kQueuedFrameBytesMax = 16 << 20;  // beside our own notifications
 constexpr Nanos kLinger = 500 * kMillisecond;
-constexpr Nanos kAcceptRest = 100 * kMillisecond;
+constexpr Nanos kCloseMax = 5'000 * kMillisecond;  // for what is in flight to end
+constexpr Nanos kAcceptRest = 100 * kMillisecond, kCopiesRest = 20 * kMillisecond;  // a driver that failed does not ring
 
 Bytes32 random_nonce() {
   Bytes32 nonce;
@@ -30,76 +38,150 @@ Bytes32 random_nonce() {
 
 }  // namespace
 
-IoThread::IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, Fd tcp_listener, Fd unix_listener)
-    : shared_(shared), statistics_(statistics), limits_(limits), epoll_(::epoll_create1(EPOLL_CLOEXEC)), tcp_listener_(std::move(tcp_listener)),
-      unix_listener_(std::move(unix_listener)) {
+IoThread::IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, std::mutex& turn,
+                   Fd tcp_listener, Fd unix_listener)
+    : shared_(shared), statistics_(statistics), limits_(limits), tools_(std::move(tools)), turn_(turn),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)), tcp_listener_(std::move(tcp_listener)), unix_listener_(std::move(unix_listener)), reads_(shared, statistics), portion_(kPortion) {
   if (!epoll_) fail_errno(Code::limit_exceeded, "epoll_create1");
   poll(EPOLL_CTL_ADD, shared_.wake_fd(), EPOLLIN, kWakeKey);
   poll(EPOLL_CTL_ADD, tcp_listener_.get(), EPOLLIN, kTcpKey);
   if (unix_listener_) poll(EPOLL_CTL_ADD, unix_listener_.get(), EPOLLIN, kUnixKey);
+  if (tools_.ucx) poll(EPOLL_CTL_ADD, tools_.ucx->fd(), EPOLLIN, kUcxKey);
+  poll(EPOLL_CTL_ADD, tools_.staging->fd(), EPOLLIN, kStagingKey);
 }
 
 void IoThread::run() noexcept {
-  std::string failure;
+  std::unique_lock turn(turn_);
   try {
-    loop();
-    close_all();
-  } catch (const std::exception& error) {
-    failure = error.what();
-  }
-  copies_.clear();
-  connections_.clear();
-  dialing_.clear();
-  tcp_listener_.reset();
-  unix_listener_.reset();
-  if (failure.empty()) return;
-  std::fprintf(stderr, "kvxfer: the native core failed: %s\n", failure.c_str());
-  shared_.shut(failure);
-}
-
-void IoThread::loop() {
-  Nanos tick_at = 0;
-  while (!shared_.is_shut()) {
-    const Nanos now = monotonic_now();
-    tick_own(now);
-    if (now >= tick_at) shared_.act_io([](Endpoint& endpoint, Nanos at, Effects& out) { endpoint.tick(at, out); });
-    copy_some();
-    flush_touched();
-    bool is_quiet = false;
-    Nanos until = kNever;
-    for (int round = 0; round < kRoundsMax && !is_quiet; ++round) {
-      until = next_own_deadline();
-      std::deque<Effect> effects = shared_.take_effects(until, tick_at);
-      is_quiet = effects.empty();
-      for (Effect& effect : effects) perform(effect);
-      flush_touched();
+    while (!shared_.is_shut()) {
+      Nanos until = work();
+      if (until != 0 && warm_some()) until = 0;
+      wait(turn, until);
     }
-    // A deadline that a tick has just left in the past must not make this loop spin.
-    if (until <= now) until = now + kMillisecond;
-    const bool is_busy = !is_quiet || !copies_.empty() || !touched_.empty();
-    wait(is_busy || warm_some(), until);
+    if (!shared_.has_failed()) close_all();
+  } catch (const std::exception& error) {
+    fail(error);
   }
+  end();
 }
 
-void IoThread::wait(bool must_return, Nanos until) {
-  int timeout_ms = 0;
-  if (!must_return) {
-    const Nanos left = until == kNever ? kNever : until - monotonic_now();
-    timeout_ms = until == kNever ? -1 : static_cast<int>(std::clamp<Nanos>((left + kMillisecond - 1) / kMillisecond, 0, 1'000'000));
+void IoThread::fail(const std::exception& error) noexcept {
+  std::fprintf(stderr, "kvxfer: the native core failed: %s\n", error.what());
+  shared_.shut(error.what());
+}
+
+void IoThread::help(bool is_polling) noexcept {
+  if (shared_.is_shut() || (is_polling && is_bulk_)) return;  // much to read is the thread's own work, in larger portions
+  portion_ = kPortionOfHelp;
+  try {
+    if (is_polling) {
+      const Nanos now = monotonic_now();
+      polls_ = now - polled_at_ < kPollPause ? polls_ + 1 : 0;
+      polled_at_ = now;
+      epoll_event events[kEventsMax];
+      const int count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
+      for (int i = 0; i < count; ++i) on_ready(events[i].data.u64, events[i].events);
+      // Who polls is told first. What is to be sent goes out with what it posts next, or when the thread's nap is over.
+      if (is_napping_ && shared_.has_events()) {
+        portion_ = kPortion;
+        return;
+      }
+    }
+    Nanos until = work();
+    if (until != 0 && tools_.ucx) {  // what is in flight is looked after by this caller as long as it polls
+      const bool is_armed = tools_.ucx->may_sleep();
+      const Nanos by = tools_.ucx->wake_by();
+      until = is_armed || by != kNever ? std::min(until, by) : 0;
+    }
+    if (is_bulk_) polls_ = 0;  // no nap now
+    if (sleeps_until_ != 0 && until < sleeps_until_) shared_.wake();
+  } catch (const std::exception& error) {
+    fail(error);
   }
-  epoll_event events[64];
-  const int count = ::epoll_wait(epoll_.get(), events, 64, timeout_ms);
+  portion_ = kPortion;
+}
+
+// One round. Returns until when nothing is to be done but what sockets bring; 0: there is more at once.
+Nanos IoThread::work() {
+  const Nanos now = monotonic_now();
+  tick_own(now);
+  if (now >= tick_at_) shared_.act_io([](Endpoint& endpoint, Nanos at, Effects& out) { endpoint.tick(at, out); });
+  withdraw();
+  if (tools_.ucx) tools_.ucx->progress();
+  if (tools_.staging->is_used()) settle_copies();
+  is_bulk_ = reads_.work(portion_);
+  flush_touched();
+  bool is_quiet = false;
+  Nanos until = kNever;
+  for (int round = 0; round < kRoundsMax && !is_quiet; ++round) {
+    until = next_own_deadline();
+    std::deque<Effect> effects = shared_.take_effects(until, tick_at_);
+    is_quiet = effects.empty();
+    for (Effect& effect : effects) perform(effect);
+    flush_touched();
+  }
+  if (!is_quiet || is_bulk_ || reads_.has_new() || !touched_.empty() || shared_.has_withdrawn()) return 0;
+  if (tools_.staging->is_busy()) until = std::min(until, now + kCopiesRest);
+  // A deadline that a tick has just left in the past must not make this loop spin.
+  return until <= now ? now + kMillisecond : until;
+}
+
+void IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until) {
+  epoll_event events[kEventsMax];
+  int count = 0;
   statistics_.wakeups.add();
+  const bool is_polled = polls_ >= kPollsMin && monotonic_now() - polled_at_ < kPollPause;
+  if (until != 0 && tools_.ucx) until = tools_.ucx->may_sleep() || is_polled ? std::min(until, tools_.ucx->wake_by()) : 0;
+  if (until == 0) {
+    count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
+  } else {
+    sleeps_until_ = until;
+    is_napping_ = is_polled;
+    turn.unlock();
+    count = wait_unlocked(events, kEventsMax, until, is_polled);
+    turn.lock();
+    sleeps_until_ = 0;
+    is_napping_ = false;
+  }
   if (count < 0 && errno != EINTR) throw Error(Code::internal, errno_text("epoll_wait"));
   for (int i = 0; i < count; ++i) on_ready(events[i].data.u64, events[i].events);
 }
 
-void IoThread::on_ready(Key key, uint32_t events) {
-  if (key == kWakeKey) {
-    eventfd_t ignored;
-    ::eventfd_read(shared_.wake_fd(), &ignored);
-    return;
+// Without the turn. After waits that were over almost at once the next one is taken for such a one too, and for a moment
+// not slept through: being woken takes longer.
+int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled) {
+  const Nanos began = monotonic_now();
+  if (is_polled) {
+    pollfd wake{shared_.wake_fd(), POLLIN, 0};
+    const timespec nap{0, static_cast<long>(std::clamp<Nanos>(until - began, 0, kNap))};
+    ::ppoll(&wake, 1, &nap, nullptr);
+    if (wake.revents != 0) clear_wake();
+    return 0;
   }
+  int count = 0;
+  if (quick_ >= kQuickMin) {
+    do {
+      count = ::epoll_wait(epoll_.get(), events, size, 0);
+    } while (count == 0 && monotonic_now() - began < kSpin);
+  }
+  if (count == 0) {
+    const Nanos left = until == kNever ? kNever : until - monotonic_now();
+    const int timeout_ms = until == kNever ? -1 : static_cast<int>(std::clamp<Nanos>((left + kMillisecond - 1) / kMillisecond, 0, 1'000'000));
+    count = ::epoll_wait(epoll_.get(), events, size, timeout_ms);
+  }
+  quick_ = monotonic_now() - began < kQuick ? std::min(quick_ + 1, kQuickMax) : 0;
+  return count;
+}
+
+void IoThread::clear_wake() {
+  eventfd_t ignored;
+  ::eventfd_read(shared_.wake_fd(), &ignored);
+}
+
+void IoThread::on_ready(Key key, uint32_t events) {
+  if (key == kWakeKey) return clear_wake();
+  if (key == kUcxKey) return tools_.ucx->woken();  // progress is made in every round
+  if (key == kStagingKey) return tools_.staging->woken();
   if (key == kTcpKey) return accept(tcp_listener_, key, SessionKind::Tcp);
   if (key == kUnixKey) return accept(unix_listener_, key, SessionKind::Unix);
   if (dialing_.count(key) != 0) return finish_dial(key);
@@ -108,8 +190,8 @@ void IoThread::on_ready(Key key, uint32_t events) {
   touch(key);
   if ((events & ~static_cast<uint32_t>(EPOLLOUT)) == 0) return;  // what can go out is flushed with the rest
   try {
-    found->second->receive();
-    while (const std::shared_ptr<Mapping> mapping = found->second->take_new_mapping()) warming_.push_back(mapping);
+    found->second->receive(portion_);
+    while (const std::shared_ptr<RemoteMemory> memory = found->second->take_new_remote()) warming_.push_back(memory);
   } catch (const Error& error) {
     perform_now();  // its last frames may have said why it ends
     if (connections_.count(key) != 0) lose(key, error);
@@ -147,7 +229,7 @@ void IoThread::accept(Fd& listener, Key key, SessionKind kind) {
 void IoThread::open(Fd fd, SessionKind kind, std::optional<AgentRef> dialed) {
   if (kind == SessionKind::Tcp) tune_tcp(fd.get());
   const Key key = next_key_++;
-  auto connection = std::make_unique<Connection>(std::move(fd), kind, shared_, statistics_);
+  auto connection = std::make_unique<Connection>(std::move(fd), kind, shared_, statistics_, tools_);
   const Bytes32 nonce = random_nonce();
   connection->session = shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) {
     return dialed ? endpoint.dialed(*dialed, kind, nonce, now, out) : endpoint.accepted(kind, nonce, now, out);
@@ -184,7 +266,7 @@ void IoThread::finish_dial(Key key) {
     return dial_failed(dialing.peer, dialing.kind, Code::transport, errno_text("cannot connect", error));
   }
   if (dialing.kind == SessionKind::Unix && !is_same_user(dialing.fd.get())) {
-    return dial_failed(dialing.peer, dialing.kind, Code::unauthenticated, "the Unix socket belongs to another user's process");
+    return dial_failed(dialing.peer, dialing.kind, Code::no_lane, "the Unix socket belongs to another user's process");
   }
   poll(EPOLL_CTL_DEL, dialing.fd.get(), 0, key);
   open(std::move(dialing.fd), dialing.kind, std::move(dialing.peer));
@@ -255,6 +337,7 @@ void IoThread::perform(Effect& effect) {
   if (auto* e = std::get_if<SendData>(&effect)) return perform(*e);
   if (auto* e = std::get_if<ReadBlocks>(&effect)) return perform(*e);
   if (auto* e = std::get_if<TransferFinal>(&effect)) return stop_reads(e->id);
+  if (auto* e = std::get_if<OfferEnded>(&effect)) return stop_reads(e->id);
   if (auto* e = std::get_if<SendFrame>(&effect)) {
     Connection* connection = find(e->session);
     if (connection == nullptr) return;
@@ -274,73 +357,51 @@ Connection* IoThread::find(SessionId session) {
 }
 
 void IoThread::perform(const SendMap& effect) {
-  const std::shared_ptr<const Pool> pool = shared_.pool(effect.pool);
-  Connection* connection = find(effect.session);
-  if (connection != nullptr && pool) connection->send_map(*pool);
+  if (Connection* connection = find(effect.session)) connection->send_map(effect.pool, effect.lane);
 }
 
 void IoThread::perform(SendData& effect) {
-  const std::shared_ptr<const Pool> pool = shared_.pool(effect.pool);
   Connection* connection = find(effect.session);
-  if (connection != nullptr && pool) connection->outbox().push_data(std::move(effect), pool);
+  if (connection == nullptr) return;
+  if (OwnMemory memory = shared_.find(effect.from)) connection->outbox().push_data(std::move(effect), std::move(memory), *tools_.staging);
 }
 
 void IoThread::perform(ReadBlocks& effect) {
   const TransferId id = effect.id;
   const uint64_t token = effect.token;
+  const Lane lane = effect.lane;
   try {
-    const std::shared_ptr<const Pool> pool = shared_.pool(effect.pool);
-    if (!pool) throw Error(Code::internal, "a read into a pool that is not there");
-    Connection* connection = find(effect.session);
-    if (connection == nullptr) throw Error(Code::transport, "the session ended");
-    const uint32_t remote = effect.remote_pool;
-    copies_.push_back(std::make_unique<CopyJob>(std::move(effect), connection->mapping(remote), pool));
+    const OwnMemory memory = shared_.find(effect.to);
+    if (!memory) throw Error(Code::internal, "a read into memory that is not there");
+    if (memory.device && lane != Lane::Ucx) throw Error(Code::no_lane, "the reader's memory is on a device");
+    if (memory.device && !effect.sums.empty()) throw Error(Code::no_lane, "checksums of memory on a device are taken by stream and unix alone");
+    const Connection* connection = find(effect.session);
+    if (connection == nullptr || connection->is_closing()) throw Error(Code::transport, "the session ended");
+    reads_.add(open_read(std::move(effect), [&](uint32_t remote) { return connection->remote(remote, lane); }, memory));
   } catch (const Error& error) {
     if (error.code() == Code::internal) throw;
-    shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.read_stopped(id, token, error.code(), error.what(), now, out); });
+    reads_.report_stopped(id, token, error.code(), error.what());
+  }
+}
+
+void IoThread::withdraw() {
+  for (const uint32_t id : shared_.take_withdrawn()) {
+    for (auto& [key, connection] : connections_) {
+      connection->withdraw(id);
+      touch(key);
+    }
   }
 }
 
 void IoThread::stop_reads(const TransferId& id) {
   for (auto& [_, connection] : connections_) connection->stop_landing(Code::cancelled, "the transfer is over", &id);
-  for (auto it = copies_.begin(); it != copies_.end();) {
-    if ((*it)->id() != id) {
-      ++it;
-      continue;
-    }
-    stop_copy(**it, Code::cancelled, "the transfer is over");
-    it = copies_.erase(it);
-  }
-}
-
-void IoThread::stop_copy(const CopyJob& copy, Code code, const std::string& text) {
-  shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.read_stopped(copy.id(), copy.token(), code, text, now, out); });
-}
-
-// A portion of the copies under way, each in its turn.
-void IoThread::copy_some() {
-  for (size_t left = kCopyBytesARound; left != 0 && !copies_.empty();) {
-    std::unique_ptr<CopyJob> copy = std::move(copies_.front());
-    copies_.pop_front();
-    if (!shared_.may_land(copy->session(), copy->id(), copy->token())) {
-      stop_copy(*copy, Code::cancelled, "the transfer is over");
-      continue;
-    }
-    const size_t bytes = copy->copy(std::min(left, kCopySliceBytes));
-    statistics_.bytes_mapped.add(bytes);
-    left -= bytes;
-    if (copy->is_done()) {
-      shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.read_landed(copy->id(), copy->token(), now, out); });
-    } else {
-      copies_.push_back(std::move(copy));
-    }
-  }
+  reads_.stop(id);
 }
 
 bool IoThread::warm_some() {
   while (!warming_.empty()) {
-    const std::shared_ptr<Mapping> mapping = warming_.front().lock();
-    if (mapping && mapping->warm()) return true;
+    const std::shared_ptr<RemoteMemory> memory = warming_.front().lock();
+    if (memory && memory->warm()) return true;
     warming_.pop_front();
   }
   return false;
@@ -356,7 +417,7 @@ void IoThread::flush_touched() {
     const auto found = connections_.find(key);
     if (found == connections_.end()) continue;
     try {
-      found->second->flush();
+      found->second->flush(portion_);
       watch(key, *found->second);
     } catch (const Error& error) {
       if (error.code() == Code::internal) throw;
@@ -367,7 +428,8 @@ void IoThread::flush_touched() {
 }
 
 void IoThread::watch(Key key, Connection& connection) {
-  const uint32_t interest = EPOLLIN | (connection.outbox().is_empty() ? 0u : static_cast<uint32_t>(EPOLLOUT));
+  const bool has_out = !connection.outbox().is_empty() && !connection.outbox().is_waiting();
+  const uint32_t interest = (connection.is_paused() ? 0u : static_cast<uint32_t>(EPOLLIN)) | (has_out ? static_cast<uint32_t>(EPOLLOUT) : 0u);
   if (interest == connection.interest) return;
   connection.interest = interest;
   poll(EPOLL_CTL_MOD, connection.fd(), interest, key);
@@ -409,19 +471,25 @@ Nanos IoThread::next_own_deadline() const {
 void IoThread::close_all() {
   Nanos ignored = kNever;
   for (Effect& effect : shared_.take_effects(ignored, ignored)) {
-    if (std::holds_alternative<SendFrame>(effect) || std::holds_alternative<Hangup>(effect)) perform(effect);
+    // With what a frame speaks of: a READY without its MAP would cost the reader the lane.
+    const bool is_said = std::holds_alternative<SendFrame>(effect) || std::holds_alternative<SendMap>(effect);
+    if (is_said || std::holds_alternative<Hangup>(effect)) perform(effect);
   }
   for (auto& [_, connection] : connections_) {
     const SessionId session = connection->session;
     connection->begin_close(1);
     if (session != 0) shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.closed(session, now, out); });
     try {
-      connection->flush();
+      connection->flush(kPortion);
     } catch (const Error&) {
       continue;
     }
   }
-  for (const auto& copy : copies_) stop_copy(*copy, Code::closed, "the core is closed");
+  const Nanos until = monotonic_now() + kCloseMax;
+  finish_copies(until);
+  reads_.stop_all();
+  finish_reads(until);
+  reads_.work(0);
 }
 
 }  // namespace kvxfer

@@ -1,21 +1,33 @@
-// The one thread of a core: waits for sockets and deadlines, feeds the endpoint, performs its effects. It takes turns in
-// bounded portions, so that a long copy or a fast peer delays nobody's verdict, and sleeps without a timer where nothing
-// is due.
+// The loop of a core: waits for sockets and deadlines, feeds the endpoint, performs its effects. It takes turns in bounded
+// portions, so that a long copy or a fast peer delays nobody's verdict, and sleeps without a timer where nothing is due.
+//
+// A thread of its own runs it. But everything here is guarded by one mutex, the turn, which that thread lets go while it
+// waits; and a thread that has just posted something, or polls for its end, may take the turn and do what is to be done
+// itself. That saves two wakeups of a thread, which is more than a small read costs. While somebody polls without pause,
+// the thread leaves the sockets to it and only looks now and then whether it still does.
 #pragma once
+
+#include <sys/epoll.h>
 
 #include <unordered_map>
 
 #include "connection.hpp"
+#include "reads.hpp"
 
 namespace kvxfer {
 
 class IoThread {
  public:
   // `unix_listener` may be empty: nobody can map our pools then.
-  IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, Fd tcp_listener, Fd unix_listener);
+  IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, std::mutex& turn, Fd tcp_listener,
+           Fd unix_listener);
 
   // Returns when the endpoint was shut, every connection closed and every read reported over. An internal error shuts it.
+  // What does not end within a bound is kept for ever, with the memory that it may touch.
   void run() noexcept;
+  // Does on the caller's thread, which has the turn, a small portion of what is to be done. `is_polling`: looks at the
+  // sockets too. What is left is done by the thread.
+  void help(bool is_polling) noexcept;
 
  private:
   struct Dialing {
@@ -27,7 +39,11 @@ class IoThread {
   using Key = uint64_t;  // what epoll tells of a socket; never used twice
 
   void loop();
-  void wait(bool must_return, Nanos until);
+  Nanos work();
+  void wait(std::unique_lock<std::mutex>& turn, Nanos until);
+  int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled);
+  void clear_wake();
+  void fail(const std::exception& error) noexcept;
   void on_ready(Key key, uint32_t events);
   void close_all();
 
@@ -43,9 +59,14 @@ class IoThread {
   void perform(const SendMap& effect);
   void perform(SendData& effect);
   void perform(ReadBlocks& effect);
+  void withdraw();
+  // io_copies.cpp
+  void settle_copies();
+  void finish_copies(Nanos until);
+  void finish_reads(Nanos until);
+  void end() noexcept;
+  void report_copies(const std::vector<uint64_t>& gathers);
   void stop_reads(const TransferId& id);
-  void stop_copy(const CopyJob& copy, Code code, const std::string& text);
-  void copy_some();
   bool warm_some();  // true: there is more
 
   Connection* find(SessionId session);
@@ -62,16 +83,26 @@ class IoThread {
   SharedEndpoint& shared_;
   Statistics& statistics_;
   const EndpointLimits limits_;
+  LaneTools tools_;  // outlives what uses it
+  std::mutex& turn_;
   Fd epoll_, tcp_listener_, unix_listener_;
   std::unordered_map<Key, std::unique_ptr<Connection>> connections_;
   std::unordered_map<SessionId, Key> by_session_;
   std::unordered_map<Key, Dialing> dialing_;
-  std::deque<std::unique_ptr<CopyJob>> copies_;
-  std::deque<std::weak_ptr<Mapping>> warming_;
+  Reads reads_;
+  std::deque<std::weak_ptr<RemoteMemory>> warming_;
   std::vector<Key> touched_;
   Key next_key_ = 16;
   Nanos accept_again_at_ = kNever;  // listeners rest while there are no descriptors left
   size_t closing_ = 0;
+  size_t portion_;          // of bytes, for whoever has the turn
+  bool is_bulk_ = false;  // more is to be read than one portion
+  Nanos tick_at_ = 0;
+  Nanos sleeps_until_ = 0;  // of the thread; 0: it does not
+  bool is_napping_ = false;  // because another thread polls
+  Nanos polled_at_ = 0;     // by another thread; how often without a pause
+  uint32_t polls_ = 0;
+  uint32_t quick_ = 0;      // waits in a row that were over almost at once
 };
 
 }  // namespace kvxfer

@@ -9,6 +9,7 @@ namespace {
 
 constexpr size_t kIovecsMax = 1024;  // IOV_MAX
 constexpr size_t kSendBytesMax = 1 << 20;
+constexpr size_t kSummedBytesMax = 192 * 1024;  // of a call whose bytes are summed first: what still is in the cache then
 constexpr size_t kZerosBytes = 64 * 1024;
 
 uint8_t* zeros() {
@@ -31,9 +32,9 @@ void Outbox::push_map(const Map& map, std::shared_ptr<Region> region) {
   items_.back().region = std::move(region);
 }
 
-void Outbox::push_data(SendData send, std::shared_ptr<const Pool> pool) {
+void Outbox::push_data(SendData send, OwnMemory memory, Staging& staging) {
   push(send.frame);
-  items_.back().payload = std::make_unique<OutgoingBlocks>(std::move(send), std::move(pool));
+  items_.back().payload = std::make_unique<OutgoingBlocks>(std::move(send), std::move(memory), staging);
 }
 
 void Outbox::abandon_data() {
@@ -42,10 +43,52 @@ void Outbox::abandon_data() {
   items_.erase(std::remove_if(items_.begin(), items_.end(), is_unsent), items_.end());
 }
 
+// What may go out of an item's payload now. Where that is a look at blocks, `sending` has begun.
+void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes) {
+  OutgoingBlocks& payload = *item.payload;
+  uint64_t left = payload.left;
+  std::pair<const uint8_t*, size_t> staged{nullptr, 0};
+  if (payload.gather && left != 0 && !is_abandoned_) {
+    payload.gather->fill([&] { return sending.shared().begin_gather(payload.frame.id); });
+    is_waiting_ = payload.gather->is_waiting();
+    if (is_waiting_) return;
+    staged = payload.gather->front();
+  }
+  const bool is_looking = left != 0 && !is_abandoned_ && sending.begin(payload.frame.id);
+  if (is_looking && payload.is_staged) {
+    const auto [data, size] = staged;
+    const size_t looked = payload.frame.has_sums ? std::min(size, kSummedBytesMax) : size;
+    payload.sum(data, looked);
+    vectors[count++] = {const_cast<uint8_t*>(data), looked};
+    bytes += looked;
+    left -= looked;
+  } else if (is_looking) {
+    size_t looked = 0;
+    const size_t max = payload.frame.has_sums ? kSummedBytesMax : kSendBytesMax;
+    count += payload.walk.gather(vectors + count, kIovecsMax - count, max, looked);
+    payload.sum(looked);
+    bytes += looked;
+    left -= looked;
+  } else if (left != 0) {
+    payload.void_sums();
+    payload.gather.reset();
+    const size_t zero_bytes = static_cast<size_t>(std::min<uint64_t>(left, kZerosBytes));
+    vectors[count++] = {zeros(), zero_bytes};
+    bytes += zero_bytes;
+    left -= zero_bytes;
+  }
+  if (left == 0 && payload.trailer_left != 0 && count != kIovecsMax) {
+    const auto [sums, size] = payload.trailer();
+    vectors[count++] = {const_cast<char*>(sums), size};
+    bytes += size;
+  }
+}
+
 bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished) {
   iovec vectors[kIovecsMax];
   size_t count = 0, bytes = 0;
-  bool is_looking = false;
+  Sending sending(shared);
+  is_waiting_ = false;
   int passed_fd = -1;
   for (Item& item : items_) {
     if (count == kIovecsMax || bytes >= kSendBytesMax) break;
@@ -58,17 +101,8 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished) {
       bytes += left;
     }
     if (passed_fd >= 0) break;
-    if (!item.payload || item.payload->left == 0) continue;
-    if (count == kIovecsMax) break;
-    OutgoingBlocks& payload = *item.payload;
-    is_looking = !is_abandoned_ && shared.begin_send(payload.frame.id);
-    if (is_looking) {
-      count += payload.walk.gather(vectors + count, kIovecsMax - count, kSendBytesMax, bytes);
-    } else {
-      const size_t zero_bytes = static_cast<size_t>(std::min<uint64_t>(payload.left, kZerosBytes));
-      vectors[count++] = {zeros(), zero_bytes};
-      bytes += zero_bytes;
-    }
+    if (!item.payload) continue;
+    if (count != kIovecsMax) gather(item, sending, vectors, count, bytes);
     break;
   }
   sent_last_ = 0;
@@ -89,7 +123,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished) {
   }
   const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
   const int error = errno;
-  if (is_looking) shared.end_send();
+  sending.end();
   if (sent < 0) {
     if (error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS) return false;
     if (error == EINTR) return true;
@@ -111,11 +145,13 @@ void Outbox::consume(size_t bytes, std::vector<Data>& finished) {
     if (item.payload) {
       OutgoingBlocks& payload = *item.payload;
       const size_t part = static_cast<size_t>(std::min<uint64_t>(bytes, payload.left));
-      payload.walk.advance(part);
-      payload.left -= part;
+      payload.sent(part);
       bytes -= part;
       statistics_.bytes_streamed_out.add(part);
-      if (payload.left != 0) return;
+      const size_t sums = std::min(bytes, payload.trailer_left);
+      payload.trailer_left -= sums;
+      bytes -= sums;
+      if (!payload.is_done()) return;
       finished.push_back(payload.frame);
     }
     items_.pop_front();

@@ -4,6 +4,8 @@
 // grant ended meanwhile goes out as zeros: the peer was promised so many bytes, and will not be told that they are good.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <deque>
 
 #include "lanes/stream.hpp"
@@ -17,9 +19,10 @@ class Outbox {
   explicit Outbox(Statistics& statistics) : statistics_(statistics) {}
 
   void push(const Frame& frame);
-  void push_map(const Map& map, std::shared_ptr<Region> region);
-  void push_data(SendData send, std::shared_ptr<const Pool> pool);
+  void push_map(const Map& map, std::shared_ptr<Region> region);  // `region`: of the descriptor beside it, or none
+  void push_data(SendData send, OwnMemory memory, Staging& staging);
   bool is_empty() const { return items_.empty(); }
+  bool is_waiting() const { return is_waiting_; }  // for bytes out of a device, not for the kernel
   size_t frame_bytes() const { return frame_bytes_; }  // queued, payload not counted
   // No block is looked at any more; frames that have not begun and carry blocks are dropped.
   void abandon_data();
@@ -37,13 +40,14 @@ class Outbox {
     std::unique_ptr<OutgoingBlocks> payload;
   };
 
+  void gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes);
   void consume(size_t bytes, std::vector<Data>& finished);
 
   Statistics& statistics_;
   std::deque<Item> items_;
   size_t frame_bytes_ = 0;
   size_t sent_last_ = 0;
-  bool is_abandoned_ = false;
+  bool is_abandoned_ = false, is_waiting_ = false;
 };
 
 }  // namespace kvxfer

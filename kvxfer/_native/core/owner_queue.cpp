@@ -7,6 +7,7 @@ namespace {
 
 constexpr Nanos kProgressPeriod = 5 * kMillisecond;
 constexpr size_t kNotificationEventBytes = 1024;  // so that empty notifications are bounded too
+constexpr size_t kOffersMax = 65536;
 constexpr size_t kRefusalsMax = 1024;             // anybody can cause them; they are counted elsewhere
 
 }  // namespace
@@ -29,6 +30,7 @@ bool OwnerQueue::push(OwnerEvent event, Nanos now) {
   } else {
     if (const auto* notif = std::get_if<NotifReceived>(&event)) notification_bytes_ += notif->payload.size() + kNotificationEventBytes;
     if (std::holds_alternative<SessionRefused>(event) && ++refusals_ > kRefusalsMax) return false;
+    if (std::holds_alternative<OfferEnded>(event) && ++offers_ > kOffersMax) drop_offers();
     events_.push_back(std::move(event));
   }
   if (is_signalled_) return false;
@@ -37,23 +39,41 @@ bool OwnerQueue::push(OwnerEvent event, Nanos now) {
     return false;
   }
   due_ = kNever;
+  ++signals_owed_;
   return is_signalled_ = true;
+}
+
+// Half of them at once, so that each costs little.
+void OwnerQueue::drop_offers() {
+  size_t drop = kOffersMax / 2, kept = 0;
+  offers_ -= drop;
+  for (OwnerEvent& event : events_) {
+    if (drop != 0 && std::holds_alternative<OfferEnded>(event)) {
+      --drop;
+      continue;
+    }
+    if (const auto* progress = std::get_if<TransferProgress>(&event)) progress_[progress->id] = kept;
+    if (&events_[kept] != &event) events_[kept] = std::move(event);
+    ++kept;
+  }
+  events_.erase(events_.begin() + static_cast<std::ptrdiff_t>(kept), events_.end());
 }
 
 bool OwnerQueue::is_due(Nanos now) {
   if (now < due_) return false;
   due_ = kNever;
   progress_signalled_at_ = now;
+  ++signals_owed_;
   return is_signalled_ = true;
 }
 
 void OwnerQueue::signal() { ::eventfd_write(fd_.get(), 1); }
 
 std::vector<OwnerEvent> OwnerQueue::take() {
-  eventfd_t ignored;
-  ::eventfd_read(fd_.get(), &ignored);
+  eventfd_t written;
+  if (signals_owed_ != 0 && ::eventfd_read(fd_.get(), &written) == 0) signals_owed_ -= written;
   progress_.clear();
-  notification_bytes_ = refusals_ = 0;
+  notification_bytes_ = refusals_ = offers_ = 0;
   is_signalled_ = false;
   due_ = kNever;
   return std::exchange(events_, {});

@@ -19,8 +19,8 @@ struct CoreFailed {  // the IO thread is gone
   std::string text;
 };
 
-using OwnerEvent = std::variant<GrantEnded, TransferProgress, TransferFinal, TransferDrained, NotifReceived, NotifDelivered, NotifFailed,
-                                SessionUp, SessionRefused, CoreFailed>;
+using OwnerEvent = std::variant<GrantEnded, TransferProgress, TransferFinal, TransferDrained, OfferEnded, NotifReceived, NotifDelivered,
+                                NotifFailed, SessionUp, SessionRefused, CoreFailed>;
 
 class OwnerQueue {
  public:
@@ -28,21 +28,27 @@ class OwnerQueue {
 
   int fd() const { return fd_.get(); }
   // Returns whether the owner is to be signalled now. Of a transfer's progress only the newest is kept, and where nothing
-  // else is there its signal waits until due(): an owner woken for every chunk takes the core that moves the bytes.
+  // else is there its signal waits until due(): an owner woken for every chunk takes the core that moves the bytes. Of ended
+  // offers, which peers cause and nobody waits for, the oldest of too many are dropped.
   bool push(OwnerEvent event, Nanos now);
   Nanos due() const { return due_; }
   bool is_due(Nanos now);  // true once
   void signal();
   std::vector<OwnerEvent> take();
+  // What was taken is yet to be signalled: take() once more then.
+  bool owes_signal() const { return signals_owed_ != 0; }
   // What notifications that nobody took yet weigh: their payload, and a little for each.
   size_t notification_bytes() const { return notification_bytes_; }
 
  private:
+  void drop_offers();
+
   Fd fd_;
   std::vector<OwnerEvent> events_;
   std::unordered_map<TransferId, size_t, TransferIdHash> progress_;  // where in events_
-  size_t notification_bytes_ = 0, refusals_ = 0;
+  size_t notification_bytes_ = 0, refusals_ = 0, offers_ = 0;
   bool is_signalled_ = false;
+  uint64_t signals_owed_ = 0;  // decided, and not yet read from the eventfd: perhaps not even written
   Nanos due_ = kNever, progress_signalled_at_ = 0;
 };
 

@@ -1,6 +1,7 @@
 #include "pool.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvxfer {
 
@@ -25,40 +26,38 @@ uint64_t check_segments(const std::vector<Segment>& segments, uint32_t block_cou
   return sum;
 }
 
-BlockWalk::Span BlockWalk::peek(size_t max) const {
-  Span span;
-  size_t block = block_, segment = segment_;
-  uint64_t offset = offset_;
-  while (block < blocks_->size() && span.size < max) {
-    const Segment& s = layout_->segments[segment];
-    uint8_t* const here = layout_->base + s.offset + s.stride * (*blocks_)[block] + offset;
-    if (span.size != 0 && here != span.data + span.size) break;
-    if (span.size == 0) span.data = here;
-    span.size += s.length - offset;
-    offset = 0;
-    if (++segment == layout_->segments.size()) {
-      segment = 0;
-      ++block;
+void Bases::add(uint32_t region, uint8_t* base) {
+  if (2 * (used_ + 1) > slots_.size()) {
+    const std::vector<Slot> before = std::exchange(slots_, std::vector<Slot>(std::max<size_t>(8, slots_.size() * 2)));
+    mask_ = slots_.size() - 1;
+    used_ = 0;
+    for (const Slot& slot : before) {
+      if (slot.base != nullptr) place(slot);
     }
   }
-  span.size = std::min(span.size, max);
-  return span;
+  place({region, base});
 }
 
-void BlockWalk::advance(size_t bytes) {
-  while (bytes != 0) {
-    const uint64_t left = layout_->segments[segment_].length - offset_;
-    if (bytes < left) {
-      offset_ += bytes;
-      return;
-    }
-    bytes -= left;
-    offset_ = 0;
-    if (++segment_ == layout_->segments.size()) {
-      segment_ = 0;
-      ++block_;
-    }
+void Bases::place(const Slot& slot) {
+  size_t i = hash(slot.region) & mask_;
+  while (slots_[i].base != nullptr && slots_[i].region != slot.region) i = (i + 1) & mask_;
+  if (slots_[i].base == nullptr) ++used_;
+  slots_[i] = slot;
+}
+
+bool Bases::has_all(const Extent& extent) const {
+  const std::vector<Grid>& grids = extent.ranges->grids();
+  const bool is_table = extent.ranges->is_table();
+  bool has_last = false;
+  uint32_t last = 0;
+  for (uint32_t i = 0; i < extent.count; ++i) {
+    const uint32_t region = grids[is_table ? extent[i] : extent.ranges->grid_of(extent[i])].region;
+    if (has_last && region == last) continue;
+    if (find(region) == nullptr) return false;
+    last = region;
+    has_last = true;
   }
+  return true;
 }
 
 }  // namespace kvxfer

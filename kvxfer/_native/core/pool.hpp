@@ -1,9 +1,13 @@
-// Where the blocks of a pool lie, and a walk over their bytes that sees through segments and neighbours.
+// Where own and remote memory lies, and a walk over its bytes that sees through blocks, pieces and neighbours.
 //
-// Block b is the concatenation of its segments, segment s being `length` bytes at `offset + b * stride`. That order is what
-// goes over the wire, so two pools whose segments are cut differently still exchange blocks.
+// Memory is seen in one of two ways. As blocks: block b is the concatenation of its segments, segment s being `length` bytes
+// at `offset + b * stride`; that order is what goes over the wire, so two pools whose segments are cut differently still
+// exchange blocks. Or as pieces of ranges, which name regions: a table says where each region lies. Nothing is copied out
+// of either form; a walk finds the next piece when it comes to it, and takes pieces that touch for one.
 #pragma once
 
+#include <algorithm>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -12,14 +16,48 @@
 
 namespace kvxfer {
 
+class UcxMemory;  // lanes/ucx.hpp
+
+namespace cuda {
+class Context;  // lanes/cuda_api.hpp
+}
+
 // Throws Error(code) unless every segment of every block lies inside `bytes`, and, where `block_bytes` is not 0, the
 // lengths add up to it. Returns the bytes of one block.
 uint64_t check_segments(const std::vector<Segment>& segments, uint32_t block_count, uint64_t bytes, uint64_t block_bytes, Code code);
 
-// Memory seen as blocks. `base` is written only through pools of our own.
+// Region ids to addresses. Not changed any more once it is shared.
+class Bases {
+ public:
+  void add(uint32_t region, uint8_t* base);  // replaces what was said of the same region
+  uint8_t* find(uint32_t region) const {     // null: not known
+    for (size_t i = hash(region) & mask_; !slots_.empty(); i = (i + 1) & mask_) {
+      if (slots_[i].base == nullptr) break;
+      if (slots_[i].region == region) return slots_[i].base;
+    }
+    return nullptr;
+  }
+  // Whether every region that `extent` names is known.
+  bool has_all(const Extent& extent) const;
+
+ private:
+  struct Slot {
+    uint32_t region = 0;
+    uint8_t* base = nullptr;
+  };
+  static size_t hash(uint32_t region) { return (region * 0x9e3779b9u) >> 7; }
+  void place(const Slot& slot);
+
+  std::vector<Slot> slots_;  // open addressing, at most half full
+  size_t mask_ = 0, used_ = 0;
+};
+
+// Memory seen as blocks or, where `ranges` is set, as pieces. Written only where it is our own.
 struct Layout {
   uint8_t* base = nullptr;
   std::vector<Segment> segments;
+  std::shared_ptr<const Ranges> ranges;
+  std::shared_ptr<const Bases> bases;
 };
 
 struct Pool {
@@ -28,9 +66,36 @@ struct Pool {
   uint64_t region_bytes = 0;
   std::shared_ptr<Region> region;  // null: memory of somebody else
   uint64_t serial = 0;             // never used twice, unlike the id
+  std::shared_ptr<UcxMemory> ucx;  // null: not readable by that lane, nor filled by it
+  std::shared_ptr<cuda::Context> device;  // null: the host's memory
 };
 
-// A position inside the bytes of a list of blocks.
+// A registered region of our own.
+struct OwnRegion {
+  RegionInfo info;
+  uint8_t* base = nullptr;
+  std::shared_ptr<Region> region;
+  std::shared_ptr<UcxMemory> ucx;
+  std::shared_ptr<cuda::Context> device;
+};
+
+// All of them at one moment.
+struct RegionTable {
+  Bases bases;
+  std::map<uint32_t, std::shared_ptr<const OwnRegion>> regions;
+  bool has_devices = false;  // some of them is not the host's
+};
+
+// Own memory that an extent names, found, and what keeps it there while it is used. Whether it may be used is another question.
+struct OwnMemory {
+  std::shared_ptr<const Layout> layout;
+  std::shared_ptr<const Pool> pool;            // of blocks
+  std::shared_ptr<const RegionTable> regions;  // of pieces
+  std::shared_ptr<cuda::Context> device;       // some of it is there: nobody else may touch it
+  explicit operator bool() const { return layout != nullptr; }
+};
+
+// A position inside the bytes of some blocks or pieces. Layout and extent must stay where they are.
 class BlockWalk {
  public:
   struct Span {
@@ -39,35 +104,105 @@ class BlockWalk {
   };
 
   BlockWalk() = default;
-  BlockWalk(const Layout& layout, const std::vector<uint32_t>& blocks) : layout_(&layout), blocks_(&blocks) {}
+  // Every block lies inside the layout's memory, every region is known to its bases: checked by who made them.
+  BlockWalk(const Layout& layout, const Extent& extent)
+      : layout_(&layout), ids_(extent.ids ? extent.ids->data() + extent.first : nullptr), count_(extent.count) {
+    if (layout.ranges) {
+      grids_ = layout.ranges->grids().data();
+      is_table_ = layout.ranges->is_table();
+    }
+    if (count_ != 0) find();
+  }
 
-  bool is_done() const { return block_ == blocks_->size(); }
-  // The contiguous bytes from here on, at most `max`; empty at the end.
-  Span peek(size_t max) const;
-  void advance(size_t bytes);
+  bool is_done() const { return at_ == count_; }
+  // Where what comes next begins; null at the end.
+  const uint8_t* next() const { return is_done() ? nullptr : here_; }
+  // The contiguous bytes from here on, at most `max`; empty at the end. Goes past them.
+  Span take(size_t max) {
+    Span span{here_, 0};
+    while (at_ != count_ && span.size != max) {
+      if (here_ != span.data + span.size) break;
+      const size_t part = std::min<uint64_t>(left_, max - span.size);
+      span.size += part;
+      step(part);
+    }
+    return span;
+  }
+  Span peek(size_t max) const {
+    BlockWalk walk = *this;
+    return walk.take(max);
+  }
+  void advance(size_t bytes) {
+    while (bytes != 0) {
+      if (at_ == count_) throw Error(Code::internal, "a walk past the last block");
+      const size_t part = std::min<uint64_t>(left_, bytes);
+      bytes -= part;
+      step(part);
+    }
+  }
   // Fills up to `count` iovecs with up to `max` bytes from here on. Returns how many, and adds the bytes to `bytes`.
   template <class Iovec>
   size_t gather(Iovec* out, size_t count, size_t max, size_t& bytes) const {
     BlockWalk walk = *this;
     size_t used = 0;
     while (used < count && max != 0) {
-      const Span span = walk.peek(max);
+      const Span span = walk.take(max);
       if (span.size == 0) break;
       out[used].iov_base = span.data;
       out[used++].iov_len = span.size;
       bytes += span.size;
       max -= span.size;
-      walk.advance(span.size);
     }
     return used;
   }
 
  private:
+  void step(size_t bytes) {
+    here_ += bytes;
+    left_ -= bytes;
+    if (left_ != 0) return;
+    if (grids_ == nullptr && ++segment_ != layout_->segments.size()) return find();
+    segment_ = 0;
+    if (++at_ != count_) find();
+  }
+  void find() {
+    const uint32_t id = ids_[at_];
+    if (grids_ == nullptr) {
+      const Segment& s = layout_->segments[segment_];
+      here_ = layout_->base + s.offset + s.stride * id;
+      left_ = s.length;
+      return;
+    }
+    uint32_t inside = 0;  // which piece of its grid
+    if (is_table_) {
+      grid_ = id;
+    } else {
+      if (id < first_ || id - first_ >= grids_[grid_].count || !has_grid_) {
+        grid_ = layout_->ranges->grid_of(id);
+        first_ = layout_->ranges->first_of(grid_);
+        has_grid_ = true;
+      }
+      inside = id - first_;
+    }
+    const Grid& grid = grids_[grid_];
+    if (grid.region != region_ || base_ == nullptr) {
+      region_ = grid.region;
+      base_ = layout_->bases->find(region_);
+    }
+    here_ = base_ + grid.offset + grid.stride * inside;
+    left_ = grid.length;
+  }
+
   const Layout* layout_ = nullptr;
-  const std::vector<uint32_t>* blocks_ = nullptr;
-  size_t block_ = 0;
-  size_t segment_ = 0;
-  uint64_t offset_ = 0;  // inside the segment
+  const Grid* grids_ = nullptr;  // null: blocks
+  const uint32_t* ids_ = nullptr;
+  uint32_t at_ = 0, count_ = 0;
+  uint32_t segment_ = 0;
+  uint8_t* here_ = nullptr;
+  uint64_t left_ = 0;  // of the segment or piece
+  uint8_t* base_ = nullptr;
+  uint32_t region_ = 0, grid_ = 0, first_ = 0;
+  bool is_table_ = false, has_grid_ = false;
 };
 
 }  // namespace kvxfer

@@ -1,7 +1,13 @@
 #include "region.hpp"
 
 #include <fcntl.h>
+#include <linux/memfd.h>
 #include <sys/mman.h>
+#include <sys/vfs.h>
+
+#include <cstdio>
+#include <fstream>
+#include <string>
 
 #ifndef F_SEAL_FUTURE_WRITE
 #define F_SEAL_FUTURE_WRITE 0x0010
@@ -11,28 +17,119 @@
 #endif
 
 namespace kvxfer {
+namespace {
+
+constexpr uint64_t kBytesMax = uint64_t{1} << 46;
+constexpr uint64_t kHugeFrom = 2 << 20;  // a smaller region would waste most of a huge page
+constexpr long kHugetlbfs = 0x958458f6;
+constexpr const char* kShmemSwitch = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+
+// What the kernel does about huge pages in shared memory: "never", "advise", "always" and so on; empty where it does not say.
+std::string shmem_switch() {
+  std::string line;
+  std::ifstream file(kShmemSwitch);
+  std::getline(file, line);
+  const size_t begin = line.find('['), end = line.find(']');
+  return begin == std::string::npos || end == std::string::npos ? "" : line.substr(begin + 1, end - begin - 1);
+}
+
+// A number of KiB or pages behind `key`, in the part of the file that begins with `from`; 0 where there is none.
+uint64_t find_number(const char* path, const std::string& from, const std::string& key) {
+  std::ifstream file(path);
+  bool is_inside = from.empty();
+  for (std::string line; std::getline(file, line);) {
+    if (!is_inside) {
+      is_inside = line.compare(0, from.size(), from) == 0;
+    } else if (line.compare(0, key.size(), key) == 0) {
+      const size_t digits = line.find_first_of("0123456789");
+      return digits == std::string::npos ? 0 : std::stoull(line.substr(digits));
+    }
+  }
+  return 0;
+}
+
+uint64_t round_up(uint64_t bytes, uint64_t page) { return (bytes + page - 1) / page * page; }
+
+}  // namespace
 
 int required_seals() { return F_SEAL_FUTURE_WRITE | F_SEAL_SHRINK | F_SEAL_GROW; }
 
-Region::Region(uint64_t bytes, bool populate) : bytes_(bytes) {
-  if (bytes == 0 || bytes > (uint64_t{1} << 46)) throw Error(Code::invalid_argument, "a region needs 1 byte to 64 TiB, not " + std::to_string(bytes));
-  fd_ = Fd(::memfd_create("kvxfer region", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+uint64_t page_bytes(int fd) {
+  struct statfs status {};
+  if (::fstatfs(fd, &status) != 0 || static_cast<long>(status.f_type) != kHugetlbfs) return kSmallPage;
+  return static_cast<uint64_t>(status.f_bsize);
+}
+
+Region::Region(uint64_t bytes, bool populate, HugePages huge) : bytes_(bytes) {
+  if (bytes == 0 || bytes > kBytesMax) throw Error(Code::invalid_argument, "a region needs 1 byte to 64 TiB, not " + std::to_string(bytes));
+  const bool is_wanted = huge == HugePages::Require || (huge == HugePages::Auto && bytes >= kHugeFrom);
+  if (is_wanted && try_reserved(populate)) return;
+  make(0, bytes, huge);
+  // Whether the kernel gives them on request shows once they are there.
+  if (populate || huge == HugePages::Require) make_resident();
+  if (is_wanted) page_bytes_ = count_page_bytes();
+  if (huge != HugePages::Require || page_bytes_ > kSmallPage) return;
+  release();
+  const uint64_t page = find_number("/proc/meminfo", "", "Hugepagesize:") * 1024;
+  const uint64_t needed = page == 0 ? 0 : round_up(bytes, page) / page;
+  const uint64_t free = find_number("/proc/meminfo", "", "HugePages_Free:");
+  throw Error(Code::limit_exceeded, "no huge pages for a region of " + std::to_string(bytes) + " bytes: " + std::to_string(needed) + " are needed, " +
+                                        std::to_string(free) + " are free, and shared memory is given them '" + shmem_switch() +
+                                        "'; as root set aside more (sysctl vm.nr_hugepages) or write 'advise' to " + kShmemSwitch);
+}
+
+// Pages that were set aside: they are reserved by mapping them, so that a later write cannot miss one.
+bool Region::try_reserved(bool populate) {
+  const uint64_t page = find_number("/proc/meminfo", "", "Hugepagesize:") * 1024;
+  const uint64_t free = find_number("/proc/meminfo", "", "HugePages_Free:");
+  if (page == 0 || free < round_up(bytes_, page) / page) return false;
+  try {
+    make(MFD_HUGETLB, round_up(bytes_, page), HugePages::Never);
+  } catch (const Error&) {
+    return false;  // somebody else was faster, or a kernel that cannot seal them
+  }
+  page_bytes_ = page;
+  if (populate) make_resident();
+  return true;
+}
+
+void Region::make(unsigned flags, uint64_t mapped, HugePages huge) {
+  mapped_ = mapped;
+  fd_ = Fd(::memfd_create("kvxfer region", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags));
   if (!fd_) fail_errno(Code::limit_exceeded, "memfd_create");
-  if (::ftruncate(fd_.get(), static_cast<off_t>(bytes)) != 0) fail_errno(Code::limit_exceeded, "cannot size a region of " + std::to_string(bytes) + " bytes");
-  void* mapped = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
-  if (mapped == MAP_FAILED) fail_errno(Code::limit_exceeded, "cannot map a region of " + std::to_string(bytes) + " bytes");
-  address_ = static_cast<uint8_t*>(mapped);
-  ::madvise(address_, bytes, MADV_HUGEPAGE);  // taken where the host consents, harmless elsewhere
-  const bool is_sealed = ::fcntl(fd_.get(), F_ADD_SEALS, required_seals() | F_SEAL_SEAL) == 0;
-  const int seal_error = errno;
-  // EINVAL: a kernel before 5.14, where the pages come one fault at a time.
-  const bool is_populated = !populate || ::madvise(address_, bytes, MADV_POPULATE_WRITE) == 0 || errno == EINVAL;
-  if (is_sealed && is_populated) return;
-  const std::string text = is_sealed ? errno_text("cannot make " + std::to_string(bytes) + " bytes resident") : errno_text("cannot seal a region", seal_error);
-  ::munmap(address_, bytes);
+  if (::ftruncate(fd_.get(), static_cast<off_t>(mapped_)) != 0) fail_errno(Code::limit_exceeded, "cannot size a region of " + std::to_string(bytes_) + " bytes");
+  void* const at = ::mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  if (at == MAP_FAILED) fail_errno(Code::limit_exceeded, "cannot map a region of " + std::to_string(bytes_) + " bytes");
+  address_ = static_cast<uint8_t*>(at);
+  ::madvise(address_, mapped_, huge == HugePages::Never ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);  // harmless where the host does not consent
+  if (::fcntl(fd_.get(), F_ADD_SEALS, required_seals() | F_SEAL_SEAL) == 0) return;
+  const std::string text = errno_text("cannot seal a region");
+  release();
   throw Error(Code::limit_exceeded, text);
 }
 
-Region::~Region() { ::munmap(address_, bytes_); }
+void Region::make_resident() {
+  // EINVAL: a kernel before 5.14, where the pages come one fault at a time.
+  if (::madvise(address_, mapped_, MADV_POPULATE_WRITE) == 0 || errno == EINVAL) return;
+  const std::string text = errno_text("cannot make " + std::to_string(bytes_) + " bytes resident");
+  release();
+  throw Error(Code::limit_exceeded, text);
+}
+
+uint64_t Region::count_page_bytes() const {
+  const std::string consent = shmem_switch();
+  if (consent.empty() || consent == "never" || consent == "deny") return kSmallPage;
+  char from[32];
+  std::snprintf(from, sizeof from, "%lx-", static_cast<unsigned long>(reinterpret_cast<uintptr_t>(address_)));
+  if (find_number("/proc/self/smaps", from, "ShmemPmdMapped:") * 1024 < mapped_ / 2) return kSmallPage;
+  return find_number("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", "", "");
+}
+
+void Region::release() {
+  if (address_ != nullptr) ::munmap(address_, mapped_);
+  address_ = nullptr;
+}
+
+Region::~Region() { release(); }
 
 }  // namespace kvxfer

@@ -1,7 +1,9 @@
 // A region: memory made by kvxfer, which a same-host reader can be given to look at and can never change.
 //
 // It is a memfd that its owner maps read-write first and then seals: FUTURE_WRITE (nobody else can map it writable),
-// SHRINK and GROW (a reader that checked the size once cannot be made to fault), SEAL (the seals stay).
+// SHRINK and GROW (a reader that checked the size once cannot be made to fault), SEAL (the seals stay). Where the host has
+// huge pages set aside, or gives them to shared memory on request, it is made of those: a copy of scattered blocks spends
+// much of its time on the translations of small ones.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +12,24 @@
 
 namespace kvxfer {
 
+constexpr uint64_t kSmallPage = 4096;
+
 // What a reader insists on before it maps a descriptor that a peer sent.
 int required_seals();
+// Of the pages that a memfd is made of; kSmallPage where nothing larger was set aside for it.
+uint64_t page_bytes(int fd);
+
+enum class HugePages : uint8_t {
+  Auto,     // where enough are set aside, else where the kernel gives them on request, else small ones
+  Never,
+  Require,  // or none at all
+};
 
 class Region {
  public:
-  // `populate`: every page is resident when this returns. Throws Error(invalid_argument, limit_exceeded).
-  Region(uint64_t bytes, bool populate);
+  // `populate`: every page is resident when this returns; required huge pages always are. Throws Error(invalid_argument,
+  // limit_exceeded).
+  explicit Region(uint64_t bytes, bool populate = true, HugePages huge = HugePages::Auto);
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
   ~Region();
@@ -24,11 +37,20 @@ class Region {
   uint8_t* address() const { return address_; }
   uint64_t bytes() const { return bytes_; }
   int fd() const { return fd_.get(); }
+  // Of most of its pages. Where the kernel gives huge ones on request, as it was once the region was populated.
+  uint64_t page_bytes() const { return page_bytes_; }
 
  private:
+  bool try_reserved(bool populate);
+  void make(unsigned flags, uint64_t mapped, HugePages huge);
+  void make_resident();
+  void release();
+  uint64_t count_page_bytes() const;
+
+  const uint64_t bytes_;
+  uint64_t mapped_ = 0, page_bytes_ = kSmallPage;
   Fd fd_;
   uint8_t* address_ = nullptr;
-  uint64_t bytes_ = 0;
 };
 
 }  // namespace kvxfer

@@ -4,16 +4,34 @@
 #include <time.h>
 
 #include <algorithm>
+#include <chrono>
 
 namespace kvxfer {
 namespace {
 
 constexpr size_t kNotificationBacklogMax = 64 << 20;
 constexpr size_t kEffectsBacklogMax = 512;
+constexpr auto kWithdrawWait = std::chrono::seconds(5);  // for the IO thread to let go of a region: a slice of a copy, a call
 
 bool is_confirmation(const Frame& frame) {
   const auto* verdict = std::get_if<Verdict>(&frame);
   return verdict != nullptr && verdict->code == Code::ok;
+}
+
+// A push has another id on the wire for each of its lanes; they differ in the last byte.
+bool is_same_post(const TransferId& one, const TransferId& other) {
+  return std::equal(one.raw.begin(), one.raw.end() - 1, other.raw.begin());
+}
+
+// The first device that some of the pieces lie on. Copies by its context reach those of other devices and the host's too.
+std::shared_ptr<cuda::Context> device_of(const RegionTable& table, const Extent& extent) {
+  const std::vector<Grid>& grids = extent.ranges->grids();
+  const bool is_table = extent.ranges->is_table();
+  for (uint32_t i = 0; i < extent.count; ++i) {
+    const OwnRegion& region = *table.regions.at(grids[is_table ? extent[i] : extent.ranges->grid_of(extent[i])].region);
+    if (region.device) return region.device;
+  }
+  return nullptr;
 }
 
 template <class T, class Variant>
@@ -34,30 +52,33 @@ SharedEndpoint::SharedEndpoint(AgentRef self, EndpointLimits limits)
   if (!wake_fd_) fail_errno(Code::limit_exceeded, "eventfd");
 }
 
+void SharedEndpoint::check_process() const {
+  if (owner_ != this_process()) throw Error(Code::closed, "this core belongs to the process that made it; a forked child needs its own");
+}
+
 void SharedEndpoint::check_open() const {
   if (!failure_.empty()) throw Error(Code::internal, "the native core failed: " + failure_);
   if (is_shut_) throw Error(Code::closed, "the native core is closed");
 }
 
 // Owner's events to the owner, the rest to the IO thread; it also learns which transfers are final, to stop what still
-// fills their blocks, and which sessions are up. Only the end of a grant that is being sent is told later, after the send:
-// the IO thread goes on meanwhile, and what it then tells of a transfer must not overtake what is told here.
+// fills their blocks, and which sessions are up. Only what gives back memory that is being sent from is told later, after
+// the send: the end of a grant, the drain of a push. The IO thread goes on meanwhile, and what it then tells of a transfer
+// must not overtake what is told here.
 void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
-  std::optional<OwnerEvent> told_after_send;
+  std::vector<OwnerEvent> told_after_send;
   const Nanos now = monotonic_now();
   for (Effect& effect : effects) {
     std::visit(
         [&](auto& e) {
           using E = std::decay_t<decltype(e)>;
           if constexpr (is_alternative<E, OwnerEvent>) {
-            if constexpr (std::is_same_v<E, TransferFinal> || std::is_same_v<E, SessionUp>) effects_.push_back(e);
-            if constexpr (std::is_same_v<E, GrantEnded>) {
-              if (!is_io && sending_ && *sending_ == e.id) {
-                told_after_send = std::move(e);
-                return;
-              }
+            constexpr bool ends_reads = std::is_same_v<E, TransferFinal> || std::is_same_v<E, OfferEnded>;
+            if constexpr (ends_reads || std::is_same_v<E, SessionUp>) effects_.push_back(e);
+            if constexpr (std::is_same_v<E, GrantEnded> || std::is_same_v<E, TransferDrained>) {
+              if (!is_io && sending_ && is_same_post(*sending_, e.id)) return told_after_send.emplace_back(std::move(e)), void();
             }
-            turn.must_signal |= events_.push(std::move(e), now);
+            push_event(turn, std::move(e), now);
           } else {
             if constexpr (std::is_same_v<E, SendFrame>) {
               if (is_shut_ && is_confirmation(e.frame)) return;  // the owner was told that it is all over, and may have written
@@ -71,14 +92,26 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
     sleep_until_ = 0;
     turn.must_wake = true;
   }
-  if (!told_after_send) return;
+  if (is_io && removing_ != 0) read_ended_.notify_all();  // perhaps it did
+  if (told_after_send.empty()) return;
   wait_send_ended(turn.lock);
-  turn.must_signal |= events_.push(std::move(*told_after_send), monotonic_now());
+  for (OwnerEvent& event : told_after_send) push_event(turn, std::move(event), monotonic_now());
+}
+
+void SharedEndpoint::push_event(Turn& turn, OwnerEvent&& event, Nanos now) {
+  turn.must_signal |= events_.push(std::move(event), now);
+  has_events_.store(true, std::memory_order_release);
 }
 
 void SharedEndpoint::wait_send_ended(std::unique_lock<std::mutex>& lock) {
   const uint64_t under_way = sends_;
   send_ended_.wait(lock, [&] { return !sending_ || sends_ != under_way; });
+}
+
+void SharedEndpoint::wait_gathers_ended(std::unique_lock<std::mutex>& lock) {
+  const uint64_t next = next_gather_;
+  send_ended_.wait(lock, [&] { return gathers_.empty() || *gathers_.begin() >= next || keeps_memory(); });
+  if (keeps_memory()) throw Error(Code::internal, "copies out of this memory do not end");
 }
 
 SharedEndpoint::Turn::~Turn() {
@@ -91,9 +124,25 @@ void SharedEndpoint::shut(const std::string& failure) {
   Turn turn(*this);
   is_shut_ = true;
   turn.must_wake = true;
-  if (failure.empty() || !failure_.empty()) return;
-  failure_ = failure;
-  turn.must_signal = events_.push(CoreFailed{failure}, monotonic_now());
+  if (failure_.empty()) failure_ = failure;
+}
+
+bool SharedEndpoint::has_failed() const {
+  std::lock_guard lock(mutex_);
+  return !failure_.empty();
+}
+
+void SharedEndpoint::tell_failure() {
+  Turn turn(*this);
+  if (!failure_.empty()) push_event(turn, CoreFailed{failure_}, monotonic_now());
+}
+
+void SharedEndpoint::keep_memory() {
+  std::lock_guard lock(mutex_);
+  new auto(pools_);
+  new auto(regions_);
+  keeps_memory_.store(true, std::memory_order_release);
+  send_ended_.notify_all();
 }
 
 bool SharedEndpoint::is_shut() const {
@@ -101,7 +150,15 @@ bool SharedEndpoint::is_shut() const {
   return is_shut_;
 }
 
+void SharedEndpoint::leak_memory() {
+  new auto(std::move(pools_));
+  new auto(std::move(regions_));
+  new auto(std::move(region_table_));
+  new auto(std::move(effects_));
+}
+
 void SharedEndpoint::add_pool(Pool pool) {
+  check_process();
   std::lock_guard lock(mutex_);
   check_open();
   endpoint_.add_pool(pool.info);
@@ -111,14 +168,69 @@ void SharedEndpoint::add_pool(Pool pool) {
 }
 
 void SharedEndpoint::remove_pool(uint32_t pool) {
-  std::unique_lock lock(mutex_);
+  Turn turn(*this);
   check_open();
   endpoint_.remove_pool(pool);
   pools_.erase(pool);
-  wait_send_ended(lock);  // perhaps of a grant that another thread is just ending
+  withdraw(turn, pool);
+  wait_send_ended(turn.lock);  // perhaps of a grant that another thread is just ending
+  wait_gathers_ended(turn.lock);
+}
+
+// Peers that were told how to read it are to let go of it.
+void SharedEndpoint::withdraw(Turn& turn, uint32_t id) {
+  withdrawn_.push_back(id);
+  has_withdrawn_.store(true, std::memory_order_release);
+  if (sleep_until_ != 0) turn.must_wake = true;
+  sleep_until_ = 0;
+}
+
+std::vector<uint32_t> SharedEndpoint::take_withdrawn() {
+  if (!has_withdrawn_.load(std::memory_order_acquire)) return {};
+  std::lock_guard lock(mutex_);
+  has_withdrawn_.store(false, std::memory_order_release);
+  return std::exchange(withdrawn_, {});
+}
+
+void SharedEndpoint::add_region(OwnRegion region) {
+  check_process();
+  std::lock_guard lock(mutex_);
+  check_open();
+  endpoint_.add_region(region.info);
+  const uint32_t id = region.info.id;
+  regions_[id] = std::make_shared<const OwnRegion>(std::move(region));
+  region_table_.reset();
+}
+
+void SharedEndpoint::remove_region(uint32_t region) {
+  Turn turn(*this);
+  const auto give_up_at = std::chrono::steady_clock::now() + kWithdrawWait;
+  for (;;) {
+    check_open();
+    try {
+      run(turn, false, [&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.remove_region(region, now, out); });
+      break;
+    } catch (const Error& error) {
+      // Where it is an own fetch that holds the region, nothing was done; else it is what peers' pushes still bring.
+      if (error.code() != Code::blocks_busy || !endpoint_.is_withdrawn(region)) throw;
+    }
+    withdraw(turn, region);  // what still fills it is found to be over
+    if (std::exchange(turn.must_wake, false)) ::eventfd_write(wake_fd_.get(), 1);
+    if (std::exchange(turn.must_signal, false)) events_.signal();
+    ++removing_;
+    const bool is_late = read_ended_.wait_until(turn.lock, give_up_at) == std::cv_status::timeout;
+    --removing_;
+    if (is_late) throw Error(Code::blocks_busy, "peers' writes into region " + std::to_string(region) + " do not stop");
+  }
+  regions_.erase(region);
+  region_table_.reset();
+  withdraw(turn, region);
+  wait_send_ended(turn.lock);
+  wait_gathers_ended(turn.lock);
 }
 
 void SharedEndpoint::set_peer(const AgentRef& peer, const Bytes32& key, PeerAddress address) {
+  check_process();
   std::lock_guard lock(mutex_);
   check_open();
   if (peer == endpoint_.self()) return;
@@ -142,8 +254,12 @@ GrantState SharedEndpoint::end_grant(const TransferId& id, GrantEvent event) {
 }
 
 std::vector<OwnerEvent> SharedEndpoint::take_events() {
+  check_process();
   std::lock_guard lock(mutex_);
-  return events_.take();
+  has_events_.store(false, std::memory_order_release);
+  std::vector<OwnerEvent> events = events_.take();
+  owes_signal_.store(events_.owes_signal(), std::memory_order_release);
+  return events;
 }
 
 std::deque<Effect> SharedEndpoint::take_effects(Nanos& sleep_until, Nanos& tick_at) {
@@ -151,13 +267,13 @@ std::deque<Effect> SharedEndpoint::take_effects(Nanos& sleep_until, Nanos& tick_
   if (events_.due() != kNever) turn.must_signal = events_.is_due(monotonic_now());
   tick_at = endpoint_.next_deadline();
   sleep_until = std::min({sleep_until, tick_at, events_.due()});
-  sleep_until_ = effects_.empty() && !is_shut_ ? sleep_until : 0;
+  sleep_until_ = effects_.empty() && withdrawn_.empty() && !is_shut_ ? sleep_until : 0;
   return std::exchange(effects_, {});
 }
 
 void SharedEndpoint::tell(OwnerEvent event) {
   Turn turn(*this);
-  turn.must_signal = events_.push(std::move(event), monotonic_now());
+  push_event(turn, std::move(event), monotonic_now());
 }
 
 bool SharedEndpoint::can_take_notification(size_t bytes) const {
@@ -174,6 +290,43 @@ std::shared_ptr<const Pool> SharedEndpoint::pool(uint32_t id) const {
   std::lock_guard lock(mutex_);
   const auto found = pools_.find(id);
   return found == pools_.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<const OwnRegion> SharedEndpoint::region(uint32_t id) const {
+  std::lock_guard lock(mutex_);
+  const auto found = regions_.find(id);
+  return found == regions_.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<const RegionTable> SharedEndpoint::region_table() const {
+  std::lock_guard lock(mutex_);
+  if (!region_table_) {
+    auto table = std::make_shared<RegionTable>();
+    table->regions = regions_;
+    for (const auto& [id, region] : regions_) {
+      table->bases.add(id, region->base);
+      table->has_devices |= region->device != nullptr;
+    }
+    region_table_ = std::move(table);
+  }
+  return region_table_;
+}
+
+OwnMemory SharedEndpoint::find(const Extent& extent) const {
+  OwnMemory memory;
+  if (!extent.ranges) {
+    memory.pool = pool(extent.pool);
+    if (!memory.pool) return memory;
+    memory.layout = std::shared_ptr<const Layout>(memory.pool, &memory.pool->layout);
+    memory.device = memory.pool->device;
+    return memory;
+  }
+  memory.regions = region_table();
+  if (!memory.regions->bases.has_all(extent)) return {};
+  if (memory.regions->has_devices) memory.device = device_of(*memory.regions, extent);
+  memory.layout = std::make_shared<const Layout>(
+      Layout{nullptr, {}, extent.ranges, std::shared_ptr<const Bases>(memory.regions, &memory.regions->bases)});
+  return memory;
 }
 
 std::optional<PeerAddress> SharedEndpoint::address(const AgentRef& peer) const {
@@ -194,6 +347,20 @@ bool SharedEndpoint::begin_send(const TransferId& id) {
 void SharedEndpoint::end_send() {
   std::lock_guard lock(mutex_);
   sending_.reset();
+  send_ended_.notify_all();
+}
+
+uint64_t SharedEndpoint::begin_gather(const TransferId& id) {
+  std::lock_guard lock(mutex_);
+  if (is_shut_ || endpoint_.grant_state(id, monotonic_now()) != GrantState::Alive) return 0;
+  gathers_.insert(next_gather_);
+  return next_gather_++;
+}
+
+void SharedEndpoint::gathers_ended(const std::vector<uint64_t>& numbers) {
+  if (numbers.empty()) return;
+  std::lock_guard lock(mutex_);
+  for (const uint64_t number : numbers) gathers_.erase(number);
   send_ended_.notify_all();
 }
 

@@ -4,16 +4,23 @@
 // The IO thread names the grant whose blocks it is about to send, or the read whose blocks it is about to fill, under the
 // mutex. A read keeps its blocks reserved or quarantined in the machines until its end is reported. A grant has no such
 // state, so whoever ends one waits here until no send of it is under way: after that not one more byte of its blocks is
-// taken out of memory.
+// taken out of memory. A region that peers' pushes may still fill is taken back once the IO thread has let go of it.
+//
+// All of it is of the process that made it. In a forked child every call of any thread throws before it takes the mutex.
 #pragma once
 
+#include <sys/eventfd.h>
+
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "owner_queue.hpp"
 #include "pool.hpp"
+#include "process.hpp"
 
 namespace kvxfer {
 
@@ -30,6 +37,8 @@ class SharedEndpoint {
   SharedEndpoint(AgentRef self, EndpointLimits limits);
 
   // --- any thread ---
+  // Throws Error(closed) in a forked child.
+  void check_process() const;
   // Calls `act(endpoint, now, effects)` under the mutex. What it throws is thrown, after its effects were taken care of.
   template <class F>
   auto act(F&& act) {
@@ -37,24 +46,57 @@ class SharedEndpoint {
     check_open();
     return run(turn, false, std::forward<F>(act));
   }
+  // As act(), but returns whether the IO thread is now to be woken, or its work to be done by the caller.
+  template <class F>
+  [[nodiscard]] bool act_awake(F&& act) {
+    Turn turn(*this);
+    check_open();
+    run(turn, false, std::forward<F>(act));
+    return std::exchange(turn.must_wake, false);
+  }
+  void wake() { ::eventfd_write(wake_fd_.get(), 1); }
   // Only looks; allowed after the end too.
   template <class F>
   auto look(F&& look) const {
+    check_process();
     std::lock_guard lock(mutex_);
+    return look(static_cast<const Endpoint&>(endpoint_));
+  }
+  // As look(), where the mutex is free at this moment: for callers that hold what others wait for.
+  template <class F>
+  auto try_look(F&& look) const -> std::optional<decltype(look(std::declval<const Endpoint&>()))> {
+    check_process();
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return std::nullopt;
     return look(static_cast<const Endpoint&>(endpoint_));
   }
   void add_pool(Pool pool);
   void remove_pool(uint32_t pool);
+  void add_region(OwnRegion region);
+  // When it returns, no byte of the region is read or written any more. Waits for peers' pushes into it to stop, which it
+  // ends; throws Error(blocks_busy) where an own fetch may still write there.
+  void remove_region(uint32_t region);
   void set_peer(const AgentRef& peer, const Bytes32& key, PeerAddress address);
   void peer_dead(const AgentRef& peer);
   GrantState end_grant(const TransferId& id, GrantEvent event);
   std::vector<OwnerEvent> take_events();
+  // False: take_events() would give nothing, as of a moment ago. Takes no lock.
+  bool has_events() const { return has_events_.load(std::memory_order_acquire); }
+  // True: the descriptor is, or soon will be, readable for events that were taken: another call takes that back.
+  bool owes_signal() const { return owes_signal_.load(std::memory_order_acquire); }
   int event_fd() const { return events_.fd(); }
   int wake_fd() const { return wake_fd_.get(); }
   // From here on every call throws: Error(closed), or Error(internal) where `failure` says what broke. And nothing is
   // confirmed to anybody: an owner who is told so takes its grants for ended.
   void shut(const std::string& failure);
   bool is_shut() const;
+  bool has_failed() const;
+  // Something still moves bytes and does not end: own memory is never given back any more.
+  void keep_memory();
+  bool keeps_memory() const { return keeps_memory_.load(std::memory_order_acquire); }
+  // In a forked child: what would be taken back from devices is the parent's. Takes no lock, a thread that is not here may
+  // have held it.
+  void leak_memory();
 
   // --- the IO thread ---
   template <class F>
@@ -65,22 +107,38 @@ class SharedEndpoint {
   // What is to be done now. Nothing: the thread may sleep until `sleep_until`, and is woken where that gets earlier. Sets
   // `tick_at` to when the endpoint wants to be ticked.
   std::deque<Effect> take_effects(Nanos& sleep_until, Nanos& tick_at);
+  // Pools and regions that were removed since the last call.
+  std::vector<uint32_t> take_withdrawn();
+  bool has_withdrawn() const { return has_withdrawn_.load(std::memory_order_acquire); }
   void tell(OwnerEvent event);
+  // Where it failed: that it is over, the last that is told. Nothing is read or written any more.
+  void tell_failure();
   bool can_take_notification(size_t bytes) const;
   // More waits to be performed than a peer should be able to ask for before something of it is.
   bool is_backed_up() const;
   std::shared_ptr<const Pool> pool(uint32_t id) const;
+  std::shared_ptr<const OwnRegion> region(uint32_t id) const;
+  // Where the blocks or pieces lie; empty where a pool or a region of them is not there any more.
+  OwnMemory find(const Extent& extent) const;
+  const Bytes16& boot_nonce() const { return endpoint_.self().boot_nonce; }  // stays where it is, never changes
   std::optional<PeerAddress> address(const AgentRef& peer) const;
   // True where the grant is alive now: its blocks may be read until end_send().
   bool begin_send(const TransferId& id);
   void end_send();
+  // The number of a copy out of the memory of `id`'s blocks that takes its time, 0 where the grant is not alive. What it
+  // gives may be looked at between begin_send() and end_send(): the grant was alive all the while, then.
+  uint64_t begin_gather(const TransferId& id);
+  void gathers_ended(const std::vector<uint64_t>& numbers);
   // True where the read still holds its blocks: they may be filled until its end is reported. Also: bytes came.
   bool may_land(SessionId session, const TransferId& id, uint64_t token);
 
  private:
   // The mutex held, and after it was let go the wakeups that became due: who is woken finds it free.
   struct Turn {
-    explicit Turn(SharedEndpoint& shared) : shared_(shared), lock(shared.mutex_) {}
+    explicit Turn(SharedEndpoint& shared) : shared_(shared) {
+      shared.check_process();
+      lock = std::unique_lock(shared.mutex_);
+    }
     ~Turn();
     SharedEndpoint& shared_;
     std::unique_lock<std::mutex> lock;
@@ -108,21 +166,52 @@ class SharedEndpoint {
   void check_open() const;
   void deliver(Turn& turn, bool is_io, Effects&& effects);
   void wait_send_ended(std::unique_lock<std::mutex>& lock);
+  void wait_gathers_ended(std::unique_lock<std::mutex>& lock);
+  void withdraw(Turn& turn, uint32_t id);
+  void push_event(Turn& turn, OwnerEvent&& event, Nanos now);
+  std::shared_ptr<const RegionTable> region_table() const;
 
+  const pid_t owner_ = this_process();
   mutable std::mutex mutex_;
-  std::condition_variable send_ended_;
+  std::condition_variable send_ended_, read_ended_;
   Endpoint endpoint_;
   std::map<uint32_t, std::shared_ptr<const Pool>> pools_;
+  std::map<uint32_t, std::shared_ptr<const OwnRegion>> regions_;
+  mutable std::shared_ptr<const RegionTable> region_table_;  // made where it is asked for; null after a change
   std::map<AgentRef, PeerAddress> addresses_;
   std::deque<Effect> effects_;
+  std::vector<uint32_t> withdrawn_;
+  std::atomic<bool> has_withdrawn_{false};
   OwnerQueue events_;
+  std::atomic<bool> has_events_{false}, owes_signal_{false}, keeps_memory_{false};
+  size_t removing_ = 0;  // threads that wait for reads to end
   std::optional<TransferId> sending_;
   uint64_t sends_ = 0;
+  std::set<uint64_t> gathers_;  // under way
+  uint64_t next_gather_ = 1;
   Fd wake_fd_;
   Nanos sleep_until_ = 0;  // 0: awake
   uint64_t next_pool_serial_ = 1;
   bool is_shut_ = false;
   std::string failure_;
+};
+
+// From begin_send() to end_send(), whatever is thrown between.
+class Sending {
+ public:
+  explicit Sending(SharedEndpoint& shared) : shared_(shared) {}
+  Sending(const Sending&) = delete;
+  Sending& operator=(const Sending&) = delete;
+  ~Sending() { end(); }
+  bool begin(const TransferId& id) { return is_under_way_ = shared_.begin_send(id); }
+  void end() {
+    if (std::exchange(is_under_way_, false)) shared_.end_send();
+  }
+  SharedEndpoint& shared() { return shared_; }
+
+ private:
+  SharedEndpoint& shared_;
+  bool is_under_way_ = false;
 };
 
 }  // namespace kvxfer

@@ -14,63 +14,90 @@ namespace kvxfer {
 namespace {
 
 constexpr uint64_t kWarmBytes = 16 << 20;
-constexpr uint64_t kPageBytes = 4096;
+constexpr size_t kRunsMax = 1024;
+constexpr uint64_t kPastCacheBytes = 512 * 1024;  // of a read that goes past the cache: more than a core has for itself
+constexpr size_t kVerifyBytes = 256 * 1024;       // copied before they are verified, while they are in the cache
 
-}  // namespace
-
-Mapping::Mapping(const Map& map, Fd fd) : fd_(std::move(fd)), bytes_(map.region_bytes), block_count_(map.block_count) {
-  if (!fd_) throw Error(Code::no_lane, "the source sent no descriptor with its pool");
-  const int seals = ::fcntl(fd_.get(), F_GET_SEALS);
-  if (seals < 0 || (seals & required_seals()) != required_seals()) throw Error(Code::no_lane, "the source's memory is not sealed");
-  struct stat status {};
-  if (::fstat(fd_.get(), &status) != 0 || bytes_ == 0 || static_cast<uint64_t>(status.st_size) < bytes_) {
-    throw Error(Code::no_lane, "the source's memory is smaller than it says");
+class MappedMemory final : public RemoteMemory {
+ public:
+  MappedMemory(const Map& map, Fd fd, std::shared_ptr<Copier> copier) : RemoteMemory(map), fd_(std::move(fd)), copier_(std::move(copier)) {
+    if (!fd_) throw Error(Code::no_lane, "the source sent no descriptor with its memory");
+    const int seals = ::fcntl(fd_.get(), F_GET_SEALS);
+    if (seals < 0 || (seals & required_seals()) != required_seals()) throw Error(Code::no_lane, "the source's memory is not sealed");
+    struct stat status {};
+    if (::fstat(fd_.get(), &status) != 0 || static_cast<uint64_t>(status.st_size) < bytes()) {
+      throw Error(Code::no_lane, "the source's memory is smaller than it says");
+    }
+    const uint64_t page = page_bytes(fd_.get());
+    mapped_ = (bytes() + page - 1) / page * page;  // whole pages alone can be unmapped again, where they are huge
+    void* const at = ::mmap(nullptr, mapped_, PROT_READ, MAP_SHARED, fd_.get(), 0);
+    if (at == MAP_FAILED) throw Error(Code::no_lane, errno_text("cannot map the source's memory"));
+    ::madvise(at, mapped_, MADV_HUGEPAGE);
+    ::madvise(at, mapped_, MADV_DONTDUMP);
+    set_base(static_cast<uint8_t*>(at));
+    if (page > kSmallPage) fd_.reset();  // so few faults are not worth taking ahead
   }
-  block_bytes_ = check_segments(map.segments, block_count_, bytes_, 0, Code::no_lane);
-  void* mapped = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, fd_.get(), 0);
-  if (mapped == MAP_FAILED) throw Error(Code::no_lane, errno_text("cannot map the source's memory"));
-  ::madvise(mapped, bytes_, MADV_HUGEPAGE);
-  ::madvise(mapped, bytes_, MADV_DONTDUMP);
-  layout_ = Layout{static_cast<uint8_t*>(mapped), map.segments};
-}
+  ~MappedMemory() override { ::munmap(base(), mapped_); }
 
-bool Mapping::warm() {
+  std::unique_ptr<ReadJob> open(ReadBlocks read, RemotePlace from, OwnMemory to) const override;
+  bool warm() override;
+
+ private:
+  Fd fd_;  // until all is warm
+  const std::shared_ptr<Copier> copier_;
+  uint64_t warm_ = 0, mapped_ = 0;
+};
+
+bool MappedMemory::warm() {
   const off_t data = fd_ ? ::lseek(fd_.get(), static_cast<off_t>(warm_), SEEK_DATA) : -1;
-  const auto begin = static_cast<uint64_t>(data) & ~(kPageBytes - 1);
-  if (data >= 0 && begin < bytes_) {
+  const auto begin = static_cast<uint64_t>(data) & ~(kSmallPage - 1);
+  if (data >= 0 && begin < bytes()) {
     const off_t hole = ::lseek(fd_.get(), data, SEEK_HOLE);
-    const uint64_t end = std::min({hole < 0 ? bytes_ : static_cast<uint64_t>(hole), begin + kWarmBytes, bytes_});
+    const uint64_t end = std::min({hole < 0 ? bytes() : static_cast<uint64_t>(hole), begin + kWarmBytes, bytes()});
     warm_ = std::max(end, begin + 1);
-    if (::madvise(layout_.base + begin, end - begin, MADV_POPULATE_READ) == 0) return true;
+    if (::madvise(base() + begin, end - begin, MADV_POPULATE_READ) == 0) return true;
   }
   fd_.reset();
   return false;
 }
 
-Mapping::~Mapping() { ::munmap(layout_.base, bytes_); }
-
-CopyJob::CopyJob(ReadBlocks read, std::shared_ptr<const Mapping> from, std::shared_ptr<const Pool> to)
-    : read_(std::move(read)), from_(std::move(from)), to_(std::move(to)) {
-  if (from_->block_bytes() != to_->info.block_bytes) throw Error(Code::no_lane, "the source's mapped blocks have another size than ours");
-  if (read_.from.size() != read_.to.size()) throw Error(Code::internal, "a read of as many blocks as it fills was due");
-  for (uint32_t block : read_.from) {
-    if (block >= from_->block_count()) throw Error(Code::no_lane, "the source named a block outside of its pool");
+class MappedRead final : public ReadJob {
+ public:
+  MappedRead(ReadBlocks read, RemotePlace from, OwnMemory to, Copier& copier)
+      : ReadJob(std::move(read), std::move(from), std::move(to)), copier_(copier), walk_(walk_source(), walk_target()), runs_(kRunsMax) {
+    // What is verified is looked at right after the copy: it had better be in the cache.
+    stores_ = !has_sums() && bytes() >= kPastCacheBytes ? Stores::PastCache : Stores::InCache;
   }
-  source_ = BlockWalk(from_->layout(), read_.from);
-  target_ = BlockWalk(to_->layout, read_.to);
+
+  bool is_done() const override { return walk_.is_done(); }
+
+  size_t read(size_t max) override {
+    size_t done = 0;
+    while (done < max && !walk_.is_done()) {
+      size_t bytes = 0;
+      const size_t count = walk_.take(runs_.data(), runs_.size(), has_sums() ? std::min(max - done, kVerifyBytes) : max - done, bytes);
+      copier_.copy(runs_.data(), count, stores_);
+      verify(bytes);
+      done += bytes;
+    }
+    return done;
+  }
+
+ private:
+  Copier& copier_;  // of a memory that this read keeps
+  RunWalk walk_;
+  std::vector<Run> runs_;
+  Stores stores_;
+};
+
+std::unique_ptr<ReadJob> MappedMemory::open(ReadBlocks read, RemotePlace from, OwnMemory to) const {
+  return std::make_unique<MappedRead>(std::move(read), std::move(from), std::move(to), *copier_);
 }
 
-size_t CopyJob::copy(size_t max) {
-  size_t copied = 0;
-  while (copied < max && !target_.is_done()) {
-    const BlockWalk::Span to = target_.peek(max - copied);
-    const BlockWalk::Span from = source_.peek(to.size);
-    std::memcpy(to.data, from.data, from.size);
-    source_.advance(from.size);
-    target_.advance(from.size);
-    copied += from.size;
-  }
-  return copied;
+}  // namespace
+
+std::shared_ptr<RemoteMemory> open_mapped(const Map& map, Fd descriptor, std::shared_ptr<Copier> copier) {
+  return std::make_shared<MappedMemory>(map, std::move(descriptor), std::move(copier));
 }
 
 }  // namespace kvxfer

@@ -1,35 +1,119 @@
-// The `stream` lane: the blocks of one DATA frame on their way out of, or into, their pool. Vectored writes straight from
-// blocks, vectored reads straight into them; no byte is copied in between.
+// The `stream` lane, and `unix`, which is the same over a Unix socket: the blocks or pieces of one DATA frame on their way
+// out of, or into, our memory. Vectored writes straight from them, vectored reads straight into them; no byte is copied in
+// between. Where the frame has checksums they are taken of each chunk just before it goes out, and just after it came in,
+// while it is in the cache. Memory on a device goes by pinned host memory (staging.hpp).
+//
+// What is left of a frame whose grant ended goes out as zeros, of which nobody knew the checksums: all of that frame's are
+// kNoSum then, and what has no sum is not compared. It is never committed either: its source gives no verdict ok.
 #pragma once
 
+#include <optional>
+
 #include "core/pool.hpp"
+#include "staging.hpp"
 
 namespace kvxfer {
 
+constexpr uint32_t kNoSum = 0x9d1ce5a7;  // as likely to be a checksum as any other
+
+// CRC-32C of each of some blocks or pieces, as their bytes pass in order.
+class RunningSums {
+ public:
+  RunningSums(const Layout& layout, const Extent& extent);
+  // The next `bytes` are what they are.
+  void advance(size_t bytes);
+  // As they lie at `data`, and not where the blocks do.
+  void advance(const uint8_t* data, size_t bytes);
+  uint64_t passed() const { return passed_; }
+  const std::vector<uint32_t>& sums() const { return sums_; }  // of those that have passed whole
+
+ private:
+  void add(const uint8_t* data, size_t bytes);  // of one block
+  uint64_t bytes_of(uint32_t i) const { return block_bytes_ != 0 ? block_bytes_ : extent_->ranges->bytes_of((*extent_)[i]); }
+
+  const Extent* extent_;
+  uint64_t block_bytes_ = 0;  // of each; 0 where they differ
+  BlockWalk walk_;
+  uint64_t left_ = 0, passed_ = 0;
+  uint32_t sum_ = 0;
+  std::vector<uint32_t> sums_;
+};
+
 struct OutgoingBlocks {
-  OutgoingBlocks(SendData send, std::shared_ptr<const Pool> from)
-      : frame(send.frame), blocks(std::move(send.blocks)), pool(std::move(from)), left(frame.payload_bytes), walk(pool->layout, blocks) {}
+  OutgoingBlocks(SendData send, OwnMemory from, Staging& staging);
   OutgoingBlocks(const OutgoingBlocks&) = delete;
   OutgoingBlocks& operator=(const OutgoingBlocks&) = delete;
 
+  // Where checksums are to be taken: takes those of the next `bytes` from the walk's position on, where they are not known.
+  void sum(size_t bytes);
+  // The same of bytes that were gathered.
+  void sum(const uint8_t* data, size_t bytes);
+  void sent(size_t bytes) {
+    left -= bytes;
+    if (!is_staged) return walk.advance(bytes);
+    if (gather) gather->sent(bytes);
+  }
+  // Checksums as they go over the wire, once `left` is 0; begins at what is still to be sent of them.
+  std::pair<const char*, size_t> trailer();
+  // Zeros go out from here on.
+  void void_sums() {
+    has_no_sums_ = true;
+    trailer_.clear();  // not a byte of it is out before the blocks
+  }
+  bool is_done() const { return left == 0 && trailer_left == 0; }
+
   const Data frame;
-  const std::vector<uint32_t> blocks;
-  const std::shared_ptr<const Pool> pool;
-  uint64_t left;
+  const Extent extent;
+  const OwnMemory memory;
+  uint64_t left;          // of the blocks
+  size_t trailer_left;    // of their checksums
   BlockWalk walk;
+  const bool is_staged;   // the blocks are on a device
+  std::unique_ptr<Gather> gather;  // null, too, once the grant has ended
+
+ private:
+  std::optional<RunningSums> running_;
+  std::vector<uint32_t> known_;
+  std::string trailer_;
+  bool has_no_sums_ = false;
 };
 
 struct IncomingBlocks {
-  IncomingBlocks(const TransferId& transfer, Landing landing, std::shared_ptr<const Pool> to)
-      : id(transfer), token(landing.token), blocks(std::move(landing.blocks)), pool(std::move(to)), walk(pool->layout, blocks) {}
+  IncomingBlocks(const Data& data, Landing landing, OwnMemory to, Staging& staging);
   IncomingBlocks(const IncomingBlocks&) = delete;
   IncomingBlocks& operator=(const IncomingBlocks&) = delete;
 
+  // `bytes` more of the blocks are in place.
+  void landed(size_t bytes) {
+    if (scatter) return scatter_more(bytes);
+    walk.advance(bytes);
+    left -= bytes;
+    if (running_) running_->advance(bytes);
+  }
+  // Where the next bytes may be written, at most `max`; returns how many iovecs that took, and adds the bytes to `bytes`.
+  size_t room(iovec* out, size_t count, size_t max, size_t& bytes);
+  // Of `max` bytes as they follow, how many may be put there at once.
+  size_t room_for(size_t max) { return scatter && left != 0 ? scatter->room(max).iov_len : max; }
+  // Staged blocks alone: what came last is not yet where it belongs, or nothing more can come for now. Throws Error(transport).
+  bool must_wait(bool has_come_whole);
+  bool is_in_flight() const { return scatter && scatter->is_in_flight(); }
+  // Whether the blocks have the checksums that followed them.
+  bool is_intact() const;
+
   const TransferId id;
   const uint64_t token;
-  const std::vector<uint32_t> blocks;
-  const std::shared_ptr<const Pool> pool;
+  const Extent extent;
+  const OwnMemory memory;
+  uint64_t left;             // of the blocks
+  std::string trailer;       // where the checksums land
+  size_t trailer_at = 0;
   BlockWalk walk;
+  std::unique_ptr<Scatter> scatter;  // of blocks on a device
+
+ private:
+  void scatter_more(size_t bytes);
+
+  std::optional<RunningSums> running_;
 };
 
 }  // namespace kvxfer

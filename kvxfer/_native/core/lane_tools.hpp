@@ -1,0 +1,25 @@
+// What lanes need beside sockets, once a core: threads that copy, the UCX worker, pinned memory. Made before the IO thread
+// runs; touched by it alone from then on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "lanes/copy.hpp"
+#include "lanes/staging.hpp"
+#include "lanes/ucx_worker.hpp"
+
+namespace kvxfer {
+
+constexpr size_t kScratchBytes = 256 * 1024;
+
+struct LaneTools {
+  std::shared_ptr<Copier> copier;
+  std::unique_ptr<UcxWorker> ucx;  // null: that lane is off
+  std::unique_ptr<Staging> staging;
+  // For bytes on their way to a decoder, or to nowhere; whoever has the turn uses it.
+  std::unique_ptr<uint8_t[]> scratch{new uint8_t[kScratchBytes]};
+};
+
+}  // namespace kvxfer

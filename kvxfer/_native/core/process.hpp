@@ -1,0 +1,11 @@
+// Which process this is, for what must not be used by another: a forked child has a copy of all memory, and of nothing else.
+#pragma once
+
+#include <sys/types.h>
+
+namespace kvxfer {
+
+// As getpid(), without a system call: a child made by fork() is told before anything of it runs.
+pid_t this_process();
+
+}  // namespace kvxfer

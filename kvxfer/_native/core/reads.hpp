@@ -1,0 +1,50 @@
+// The reads of one-sided lanes under way: each in its turn, in portions, and asked before each whether its blocks are still
+// held. Whoever drives the IO loop drives these.
+#pragma once
+
+#include <deque>
+
+#include "lanes/read_job.hpp"
+#include "shared_endpoint.hpp"
+#include "statistics.hpp"
+
+namespace kvxfer {
+
+class Reads {
+ public:
+  Reads(SharedEndpoint& shared, Statistics& statistics) : shared_(shared), statistics_(statistics) {}
+
+  void add(std::unique_ptr<ReadJob> job) {
+    jobs_.push_back(std::move(job));
+    has_new_ = true;
+  }
+  // About `budget` bytes of what can be read now. True: there is more to be read at once.
+  bool work(size_t budget);
+  void stop(const TransferId& id);  // the transfer is over
+  void stop_all();                  // the core is
+  void report_stopped(const TransferId& id, uint64_t token, Code code, const std::string& text);
+  bool has_new() const { return has_new_; }  // since the last work()
+  bool is_in_flight() const;  // something may still land
+  // Of those that are in flight nothing is ever given back.
+  void keep();
+
+ private:
+  struct Stopped {
+    std::unique_ptr<ReadJob> job;
+    Code code;
+    std::string text;
+  };
+
+  void stop(std::unique_ptr<ReadJob> job, Code code, const std::string& text);
+  void settle_stopped();
+  std::unique_ptr<ReadJob> take_first();
+  void count(Lane lane, size_t bytes);
+
+  SharedEndpoint& shared_;
+  Statistics& statistics_;
+  std::deque<std::unique_ptr<ReadJob>> jobs_;
+  bool has_new_ = false;
+  std::vector<Stopped> stopped_;  // their ends are reported once nothing of them can land any more
+};
+
+}  // namespace kvxfer

@@ -1,0 +1,206 @@
+#include "cma.hpp"
+
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <fstream>
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+#ifndef SO_PEERPIDFD
+#define SO_PEERPIDFD 77
+#endif
+
+namespace kvxfer {
+namespace {
+
+constexpr size_t kCallBytes = 4 << 20;  // one call's: a thousand small blocks, and not so long that others wait
+constexpr int kCapSysPtrace = 19;
+constexpr const char* kNotToBeHad = "process_vm_readv is not to be had: a kernel without it, or a seccomp profile that has to allow it";
+constexpr const char* kYamaScope = "/proc/sys/kernel/yama/ptrace_scope";
+
+// 0 where the kernel has no Yama, or it forbids nothing.
+int yama_scope() {
+  int scope = 0;
+  std::ifstream(kYamaScope) >> scope;
+  return scope;
+}
+
+bool can_trace_anybody() {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);) {
+    if (line.compare(0, 7, "CapEff:") == 0) return (std::stoull(line.substr(7), nullptr, 16) >> kCapSysPtrace & 1) != 0;
+  }
+  return false;
+}
+
+std::string yama_text(int scope) {
+  const std::string how = scope >= 3 ? "which nothing but a reboot with another setting lifts"
+                                     : "as root: sysctl kernel.yama.ptrace_scope=0, or give it CAP_SYS_PTRACE";
+  return std::string(kYamaScope) + " is " + std::to_string(scope) + " (" + how + ")";
+}
+
+// Why the kernel may have said EPERM of that process.
+std::string refusal_text(int pid) {
+  std::string text = "ptrace is not allowed: ";
+  const int scope = yama_scope();
+  struct stat status {};
+  const bool is_found = ::stat(("/proc/" + std::to_string(pid)).c_str(), &status) == 0;
+  if (scope != 0 && (scope >= 3 || !can_trace_anybody())) return text + yama_text(scope);
+  if (is_found && status.st_uid == ::geteuid()) {
+    return text + "the source has more capabilities or another group than this process, or a filter of system calls forbids it (run both alike)";
+  }
+  // The kernel shows a process that is not dumpable as root's.
+  if (is_found && status.st_uid == 0) {
+    return text + "the source is root's, or not dumpable (run both as one user; do not start it setuid or with file capabilities)";
+  }
+  return text + "the source is another user's process (run both as one user, or give this one CAP_SYS_PTRACE)";
+}
+
+class CmaMemory final : public RemoteMemory {
+ public:
+  CmaMemory(const Map& map, std::shared_ptr<CmaPeer> from) : RemoteMemory(map), peer(std::move(from)) {
+    if (map.key.size() != sizeof nonce_address) throw Error(Code::no_lane, "the source does not say where its nonce lies");
+    for (size_t i = 0; i < sizeof nonce_address; ++i) nonce_address |= uint64_t{static_cast<uint8_t>(map.key[i])} << 8 * i;
+    uint64_t end;
+    if (map.address == 0 || __builtin_add_overflow(map.address, bytes(), &end)) throw Error(Code::no_lane, "the source's memory wraps around");
+    iovec to[1], from_list[1];
+    peer->read(to, 0, from_list, 0, 0, nonce_address);  // what is refused is better known now
+  }
+
+  std::unique_ptr<ReadJob> open(ReadBlocks read, RemotePlace from, OwnMemory to) const override;
+
+  const std::shared_ptr<CmaPeer> peer;
+  uint64_t nonce_address = 0;
+};
+
+// Takes up to `count` runs of up to `max` bytes together off the walk. Returns how many, and adds their bytes to `bytes`.
+size_t take_runs(BlockWalk& walk, iovec* out, size_t count, size_t max, size_t& bytes) {
+  size_t used = 0;
+  for (BlockWalk::Span span; used < count && (span = walk.take(max)).size != 0; ++used) {
+    out[used] = {span.data, span.size};
+    bytes += span.size;
+    max -= span.size;
+    if (max == 0) return used + 1;
+  }
+  return used;
+}
+
+class CmaRead final : public ReadJob {
+ public:
+  CmaRead(ReadBlocks read, RemotePlace from, OwnMemory to, const CmaMemory& memory)
+      : ReadJob(std::move(read), std::move(from), std::move(to)), memory_(memory), from_(walk_source()), to_(walk_target()),
+        from_runs_(CmaPeer::kRunsMax + 1), to_runs_(CmaPeer::kRunsMax + 1) {}
+
+  bool is_done() const override { return to_.is_done(); }
+
+  size_t read(size_t max) override {
+    size_t done = 0;
+    while (done < max && !to_.is_done()) {
+      const size_t bytes = read_once(std::min(max - done, kCallBytes));
+      verify(bytes);
+      done += bytes;
+    }
+    return done;
+  }
+
+ private:
+  size_t read_once(size_t max) {
+    const BlockWalk from_before = from_;
+    size_t bytes = 0, to_bytes = 0;
+    size_t from_count = take_runs(from_, from_runs_.data(), CmaPeer::kRunsMax, max, bytes);
+    const size_t to_count = take_runs(to_, to_runs_.data(), CmaPeer::kRunsMax, bytes, to_bytes);
+    if (to_bytes < bytes) {  // the target is cut into more runs
+      from_ = from_before;
+      bytes = 0;
+      from_count = take_runs(from_, from_runs_.data(), CmaPeer::kRunsMax, to_bytes, bytes);
+    }
+    if (bytes == 0 || bytes != to_bytes) throw Error(Code::internal, "a read of as many bytes as it fills was due");
+    memory_.peer->read(to_runs_.data(), to_count, from_runs_.data(), from_count, bytes, memory_.nonce_address);
+    return bytes;
+  }
+
+  const CmaMemory& memory_;  // one of those that this read keeps
+  BlockWalk from_, to_;
+  std::vector<iovec> from_runs_, to_runs_;
+};
+
+std::unique_ptr<ReadJob> CmaMemory::open(ReadBlocks read, RemotePlace from, OwnMemory to) const {
+  return std::make_unique<CmaRead>(std::move(read), std::move(from), std::move(to), *this);
+}
+
+}  // namespace
+
+std::string cma_obstacle(int pid) {
+  uint64_t here = 1, there = 2;
+  const iovec to{&here, sizeof here}, from{&there, sizeof there};
+  if (::process_vm_readv(::getpid(), &to, 1, &from, 1, 0) != static_cast<ssize_t>(sizeof here)) return kNotToBeHad;
+  if (pid != 0) {  // where it may be read, it is only our address that means nothing there
+    const iovec nowhere{reinterpret_cast<void*>(8), 8};
+    const bool is_read = ::process_vm_readv(pid, &to, 1, &nowhere, 1, 0) >= 0 || errno == EFAULT;
+    return is_read ? "" : errno == EPERM ? refusal_text(pid) : errno_text("process " + std::to_string(pid) + " cannot be read");
+  }
+  const int scope = yama_scope();
+  if (scope != 0 && (scope >= 3 || !can_trace_anybody())) return "ptrace is not allowed: " + yama_text(scope);
+  if (::prctl(PR_GET_DUMPABLE) != 1) return "this process is not dumpable, so no other can read it (do not start it setuid or with file capabilities)";
+  return "";
+}
+
+CmaPeer::CmaPeer(int unix_socket, const Bytes16& boot_nonce) : boot_nonce_(boot_nonce) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  if (::getsockopt(unix_socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid <= 0) {
+    throw Error(Code::no_lane, "the source's process cannot be seen from here (another pid namespace)");
+  }
+  pid_ = peer.pid;
+  int fd = -1;
+  size = sizeof fd;
+  if (::getsockopt(unix_socket, SOL_SOCKET, SO_PEERPIDFD, &fd, &size) != 0) fd = static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0));
+  pidfd_ = Fd(fd);
+  if (!pidfd_) throw Error(Code::no_lane, errno_text("cannot hold on to the source's process"));
+}
+
+bool CmaPeer::is_alive() const {
+  pollfd look{pidfd_.get(), POLLIN, 0};
+  return ::poll(&look, 1, 0) == 0;
+}
+
+void CmaPeer::fail(int error) const {
+  if (error == ESRCH || !is_alive()) throw Error(Code::transport, "the source's process has ended");
+  if (error == EPERM) throw Error(Code::no_lane, refusal_text(pid_));
+  if (error == ENOSYS) throw Error(Code::no_lane, kNotToBeHad);
+  if (error == EFAULT) throw Error(Code::no_lane, "the source's memory is not where it says");
+  throw Error(Code::no_lane, errno_text("process_vm_readv", error));
+}
+
+void CmaPeer::read(iovec* to, size_t to_count, iovec* from, size_t from_count, size_t bytes, uint64_t nonce_address) const {
+  Bytes16 nonce{};
+  to[to_count++] = {nonce.data(), nonce.size()};
+  from[from_count++] = {reinterpret_cast<void*>(nonce_address), nonce.size()};
+  ssize_t got;
+  do {
+    got = ::process_vm_readv(pid_, to, to_count, from, from_count, 0);
+  } while (got < 0 && errno == EINTR);
+  if (got < 0) fail(errno);
+  if (static_cast<size_t>(got) != bytes + nonce.size()) fail(EFAULT);  // it stops, without a word, at the first byte that is not there
+  if (nonce != boot_nonce_) throw Error(Code::transport, "the source's process is not the one that the session was made with");
+  if (!is_alive()) throw Error(Code::transport, "the source's process has ended");
+}
+
+void describe_cma(Map& map, const void* address, const Bytes16& boot_nonce) {
+  map.address = reinterpret_cast<uintptr_t>(address);
+  map.key.clear();
+  for (int i = 0; i < 8; ++i) map.key += static_cast<char>(reinterpret_cast<uintptr_t>(boot_nonce.data()) >> 8 * i & 0xFF);
+}
+
+std::shared_ptr<RemoteMemory> open_cma(const Map& map, std::shared_ptr<CmaPeer> peer) {
+  return std::make_shared<CmaMemory>(map, std::move(peer));
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,86 @@
+// Copies between two address ranges of this process, thousands of scattered runs at a time. It decides how bytes move:
+// by which instructions, past the cache or into it, by one thread or several; never which bytes, nor whether they may.
+//
+// The pools it was measured with are far larger than any cache. There a copy waits for memory, so each run's successor is
+// asked for while the run itself is copied, and stores go past the cache, which spares reading what is overwritten. A
+// small copy is left in the cache: somebody is about to look at it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "core/pool.hpp"
+
+namespace kvxfer {
+
+struct Run {
+  uint8_t* to = nullptr;
+  const uint8_t* from = nullptr;
+  size_t size = 0;
+};
+
+enum class Stores { InCache, PastCache };
+
+// By the calling thread. `to` and `from` of a run do not overlap.
+void copy_runs(const Run* runs, size_t count, Stores stores);
+
+// How many threads copy where nobody said: one up to 7 cores, then one for every four, at most four.
+unsigned default_copy_threads();
+
+// The threads that copy for one IO thread, itself the first of them. The others are started by the first large copy. Whoever
+// comes late finds nothing left to do, and nobody waits for a thread that has not begun.
+class Copier {
+ public:
+  explicit Copier(unsigned threads = 1) : wanted_(threads == 0 ? 0 : threads - 1) {}
+  Copier(const Copier&) = delete;
+  Copier& operator=(const Copier&) = delete;
+  ~Copier();
+
+  // Every byte is in place when this returns. One caller at a time.
+  void copy(const Run* runs, size_t count, Stores stores);
+
+ private:
+  struct Part {
+    size_t first = 0, count = 0;  // of runs
+  };
+  struct Work {
+    void cut(const Run* given, size_t count);
+    void take_parts();
+
+    std::vector<Run> runs;
+    std::vector<Part> parts;
+    Stores stores = Stores::InCache;
+    std::atomic<size_t> next{0}, done{0};  // parts
+  };
+  void start();
+  void help();
+
+  size_t wanted_;  // of the others
+  std::vector<std::thread> helpers_;
+  std::mutex mutex_;
+  std::condition_variable has_work_;
+  std::shared_ptr<Work> work_;        // the newest
+  std::atomic<uint64_t> round_{0};    // how many there were
+  bool is_over_ = false;
+};
+
+// Two walks over as many bytes, as the runs that both leave in one piece.
+class RunWalk {
+ public:
+  RunWalk() = default;
+  RunWalk(BlockWalk from, BlockWalk to) : from_(std::move(from)), to_(std::move(to)) {}
+
+  bool is_done() const { return to_left_.size == 0 && to_.is_done(); }
+  // Up to `count` runs of up to `max` bytes together. Returns how many, and adds their bytes to `bytes`.
+  size_t take(Run* runs, size_t count, size_t max, size_t& bytes);
+
+ private:
+  BlockWalk from_, to_;
+  BlockWalk::Span from_left_, to_left_;
+};
+
+}  // namespace kvxfer

@@ -1,0 +1,94 @@
+// The few functions of the CUDA driver that device memory needs, out of a libcuda that is loaded at run time: nothing of it
+// is linked, and a process without device memory never loads it. KVXFER_CUDA_LIBRARY names another file than libcuda.so.1.
+//
+// Knows contexts, and nothing of blocks.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+namespace kvxfer::cuda {
+
+using Result = int;
+using Stream = void*;
+using Event = void*;
+using Address = unsigned long long;
+using HostFunction = void (*)(void*);
+
+constexpr Result kSuccess = 0, kNotReady = 600;
+
+struct Location {
+  int type = 0, id = 0;
+};
+struct CopyAttributes {  // CUmemcpyAttributes
+  int source_access = 1;  // in the order of the stream
+  Location source_hint, target_hint;
+  unsigned flags = 0;
+};
+
+struct Library {
+  Result (*init)(unsigned);
+  Result (*device_count)(int*);
+  Result (*device_get)(int*, int);
+  Result (*context_retain)(void**, int);
+  Result (*context_release)(int);
+  Result (*context_push)(void*);
+  Result (*context_pop)(void**);
+  Result (*host_alloc)(void**, size_t, unsigned);
+  Result (*host_free)(void*);
+  Result (*stream_create)(Stream*, unsigned);
+  Result (*stream_destroy)(Stream);
+  Result (*stream_synchronize)(Stream);
+  Result (*stream_wait_event)(Stream, Event, unsigned);
+  Result (*copy)(Address to, Address from, size_t, Stream);
+  // Null where the driver is older than 12.8.
+  Result (*copy_batch)(Address* to, Address* from, size_t* sizes, size_t count, CopyAttributes*, size_t*, size_t, size_t* failed, Stream);
+  Result (*event_create)(Event*, unsigned);
+  Result (*event_destroy)(Event);
+  Result (*event_record)(Event, Stream);
+  Result (*event_query)(Event);
+  Result (*launch_host)(Stream, HostFunction, void*);
+  Result (*error_string)(Result, const char**);
+
+  std::string text(Result result) const;
+};
+
+// Once a process; a failure is not remembered. Throws Error(no_lane).
+const Library& load();
+
+// The primary context of one device, the one that the process's own CUDA code uses. Immutable: any thread may have it.
+class Context {
+ public:
+  // Throws Error(no_lane): no driver, or no such device.
+  static std::shared_ptr<Context> of(int device);
+  Context(const Library& library, int device);
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+  ~Context();
+
+  const Library& library() const { return library_; }
+  int device() const { return device_; }
+  // Throws Error(transport) with what the driver says unless `result` is success.
+  void check(Result result, const char* what) const;
+
+  // Makes it the calling thread's for as long as this lives. Throws Error(transport).
+  class Current {
+   public:
+    explicit Current(const Context& context);
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+    ~Current();
+
+   private:
+    const Context& context_;
+  };
+
+ private:
+  const Library& library_;
+  const int device_;
+  int handle_ = 0;  // CUdevice
+  void* context_ = nullptr;
+};
+
+}  // namespace kvxfer::cuda

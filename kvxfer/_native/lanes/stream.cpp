@@ -1,0 +1,135 @@
+#include "stream.hpp"
+
+#include "crc32c.hpp"
+
+namespace kvxfer {
+namespace {
+
+constexpr size_t kSumBytes = 4;
+constexpr size_t kAheadBytes = 512;  // of the next block, asked for while this one is summed: blocks lie anywhere
+
+void append_sum(std::string& to, uint32_t sum) {
+  for (int shift = 0; shift < 32; shift += 8) to.push_back(static_cast<char>(sum >> shift));
+}
+
+uint32_t sum_at(const std::string& from, size_t index) {
+  uint32_t sum = 0;
+  for (size_t i = 0; i < kSumBytes; ++i) sum |= uint32_t{static_cast<uint8_t>(from[index * kSumBytes + i])} << (8 * i);
+  return sum;
+}
+
+uint64_t trailer_bytes(const Data& data) { return data.has_sums ? uint64_t{data.count} * kSumBytes : 0; }
+
+}  // namespace
+
+RunningSums::RunningSums(const Layout& layout, const Extent& extent) : extent_(&extent), walk_(layout, extent) {
+  if (extent.ranges) {
+    block_bytes_ = extent.ranges->uniform_bytes();
+  } else {
+    for (const Segment& segment : layout.segments) block_bytes_ += segment.length;
+  }
+  sums_.reserve(extent.count);
+  if (extent.count != 0) left_ = bytes_of(0);
+}
+
+void RunningSums::advance(size_t bytes) {
+  passed_ += bytes;
+  while (bytes != 0) {
+    const BlockWalk::Span span = walk_.take(static_cast<size_t>(std::min<uint64_t>(bytes, left_)));
+    if (span.size == 0) throw Error(Code::internal, "a checksum past the last block");
+    if (const uint8_t* next = walk_.next()) {
+      for (size_t ahead = 0; ahead < kAheadBytes; ahead += 64) __builtin_prefetch(next + ahead);
+    }
+    add(span.data, span.size);
+    bytes -= span.size;
+  }
+}
+
+void RunningSums::advance(const uint8_t* data, size_t bytes) {
+  passed_ += bytes;
+  while (bytes != 0) {
+    const size_t part = static_cast<size_t>(std::min<uint64_t>(bytes, left_));
+    if (part == 0) throw Error(Code::internal, "a checksum past the last block");
+    add(data, part);
+    data += part;
+    bytes -= part;
+  }
+}
+
+void RunningSums::add(const uint8_t* data, size_t bytes) {
+  sum_ = crc32c(data, bytes, sum_);
+  left_ -= bytes;
+  if (left_ != 0) return;
+  sums_.push_back(std::exchange(sum_, 0));
+  if (sums_.size() < extent_->count) left_ = bytes_of(static_cast<uint32_t>(sums_.size()));
+}
+
+OutgoingBlocks::OutgoingBlocks(SendData send, OwnMemory from, Staging& staging)
+    : frame(send.frame), extent(std::move(send.from)), memory(std::move(from)), left(frame.payload_bytes - trailer_bytes(frame)),
+      trailer_left(trailer_bytes(frame)), walk(*memory.layout, extent), is_staged(memory.device != nullptr), known_(std::move(send.sums)) {
+  if (frame.payload_bytes < trailer_bytes(frame) || frame.count != extent.count) {
+    throw Error(Code::internal, "a DATA frame of other blocks than it has");
+  }
+  if (frame.has_sums && known_.size() != frame.count) running_.emplace(*memory.layout, extent);
+  if (is_staged) gather = std::make_unique<Gather>(staging, memory.device, *memory.layout, extent, left);
+}
+
+void OutgoingBlocks::sum(size_t bytes) {
+  if (!running_) return;
+  const uint64_t sent = frame.payload_bytes - trailer_bytes(frame) - left;
+  if (sent + bytes > running_->passed()) running_->advance(static_cast<size_t>(sent + bytes - running_->passed()));
+}
+
+void OutgoingBlocks::sum(const uint8_t* data, size_t bytes) {
+  if (!running_) return;
+  const uint64_t sent = frame.payload_bytes - trailer_bytes(frame) - left;
+  const uint64_t known = running_->passed() - sent;
+  if (bytes > known) running_->advance(data + known, static_cast<size_t>(bytes - known));
+}
+
+std::pair<const char*, size_t> OutgoingBlocks::trailer() {
+  if (trailer_.empty()) {
+    const std::vector<uint32_t>& sums = running_ ? running_->sums() : known_;
+    for (uint32_t i = 0; i < frame.count; ++i) append_sum(trailer_, has_no_sums_ ? kNoSum : sums.at(i));
+  }
+  return {trailer_.data() + trailer_.size() - trailer_left, trailer_left};
+}
+
+IncomingBlocks::IncomingBlocks(const Data& data, Landing landing, OwnMemory to, Staging& staging)
+    : id(data.id), token(landing.token), extent(std::move(landing.to)), memory(std::move(to)), left(data.payload_bytes - trailer_bytes(data)),
+      trailer(trailer_bytes(data), '\0'), walk(*memory.layout, extent) {
+  if (data.has_sums) running_.emplace(*memory.layout, extent);
+  if (memory.device) scatter = std::make_unique<Scatter>(staging, memory.device, *memory.layout, extent, left);
+}
+
+size_t IncomingBlocks::room(iovec* out, size_t count, size_t max, size_t& bytes) {
+  if (!scatter) return walk.gather(out, count, max, bytes);
+  out[0] = scatter->room(max);
+  bytes += out[0].iov_len;
+  return out[0].iov_len != 0 ? 1 : 0;
+}
+
+void IncomingBlocks::scatter_more(size_t bytes) {
+  if (bytes == 0) return;
+  if (running_) running_->advance(static_cast<const uint8_t*>(scatter->room(bytes).iov_base), bytes);
+  left -= bytes;
+  scatter->filled(bytes);
+}
+
+bool IncomingBlocks::must_wait(bool has_come_whole) {
+  if (!scatter) return false;
+  if (has_come_whole) return !scatter->is_done();
+  return left != 0 && scatter->room(1).iov_len == 0;
+}
+
+bool IncomingBlocks::is_intact() const {
+  if (!running_) return true;
+  const std::vector<uint32_t>& sums = running_->sums();
+  for (size_t i = 0; i < sums.size(); ++i) {
+    const uint32_t sum = sum_at(trailer, i);
+    if (sum != kNoSum && sum != sums[i]) return false;
+  }
+  return sums.size() * kSumBytes == trailer.size();
+}
+
+}  // namespace kvxfer

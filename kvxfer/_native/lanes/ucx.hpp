@@ -1,0 +1,84 @@
+// UCX as one agent uses it: a loaded libucp, one context, and our own memory registered with it. Any thread may register
+// memory; the worker that moves bytes (ucx_worker.hpp) is the IO thread's alone.
+//
+// The context has the features RMA and WAKEUP and nothing else. What it sets, unless the operator's environment says it
+// (UCX_<NAME>): TLS, every transport but tcp, because whoever reaches UCX's tcp port can read and write this process; and
+// PROTO_EMULATION_ENABLE=n, because an emulated get is slower than our own `stream`, unless tcp is named, which needs it.
+// RNDV_THRESH=inf and {POSIX,SYSV}_ERROR_HANDLING=y are what lets an endpoint on one host be made in peer error mode: see
+// docs/ucx.md.
+#pragma once
+
+#include <unistd.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ucx_api.hpp"
+
+namespace kvxfer {
+
+struct UcxOptions {
+  std::string library_path;  // of libucp.so.0; empty: no UCX in this process, nothing is loaded
+  std::string tls;           // UCX_TLS of our context; empty: UCX_TLS where it is set, else every transport but tcp
+};
+
+class UcxContext;
+
+// Own memory that peers may read (where it was registered so) and that reads may fill. Deregistered with the last share:
+// hold one as long as a read into it is in flight.
+class UcxMemory {
+ public:
+  UcxMemory(const UcxMemory&) = delete;
+  UcxMemory& operator=(const UcxMemory&) = delete;
+  ~UcxMemory();
+
+  uint8_t* address() const { return address_; }
+  uint64_t bytes() const { return bytes_; }
+  bool is_readable() const { return is_readable_; }
+  bool is_device() const { return is_device_; }  // never to be touched by the CPU
+  ucp::Memory* handle() const { return handle_; }
+
+ private:
+  friend class UcxContext;
+  UcxMemory(std::shared_ptr<UcxContext> context, uint8_t* address, uint64_t bytes, bool is_readable, bool is_device, ucp::Memory* handle)
+      : context_(std::move(context)), address_(address), bytes_(bytes), is_readable_(is_readable), is_device_(is_device), handle_(handle) {}
+
+  const std::shared_ptr<UcxContext> context_;
+  uint8_t* const address_;
+  const uint64_t bytes_;
+  const bool is_readable_, is_device_;
+  ucp::Memory* const handle_;
+};
+
+class UcxContext : public std::enable_shared_from_this<UcxContext> {
+ public:
+  // Throws Error(no_lane) with the reason.
+  explicit UcxContext(const UcxOptions& options);
+  UcxContext(const UcxContext&) = delete;
+  UcxContext& operator=(const UcxContext&) = delete;
+  ~UcxContext();
+
+  const ucp::Library& library() const { return library_; }
+  ucp::Context* handle() const { return handle_; }
+  // False in a forked child: what it has is a copy of memory, and the devices behind it are the parent's.
+  bool is_mine() const { return owner_ == ::getpid(); }
+  // Names as UCX has them (rc_mlx5, cuda_ipc, cma, ...), each once.
+  const std::vector<std::string>& transports() const { return transports_; }
+  bool has_rdma() const;
+  bool has_cuda() const { return has_cuda_; }
+
+  // Any thread; pins the memory where a transport needs that, which takes its time. `is_readable`: by peers. `is_device`:
+  // known to be; UCX finds out by itself, and memory it takes for the host's although it is not is refused. Throws
+  // Error(no_lane).
+  std::shared_ptr<UcxMemory> add_memory(uint8_t* address, uint64_t bytes, bool is_readable, bool is_device = false);
+
+ private:
+  const ucp::Library& library_;
+  const pid_t owner_ = ::getpid();
+  ucp::Context* handle_ = nullptr;
+  std::vector<std::string> transports_;
+  bool has_cuda_ = false;
+};
+
+}  // namespace kvxfer

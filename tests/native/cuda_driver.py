@@ -1,0 +1,74 @@
+"""A stand-in for the CUDA driver (fake_cuda.cpp), built and told what to do. No GPU needed."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import pathlib
+import subprocess
+import time
+from typing import Any
+
+import numpy as np
+
+SOURCE = pathlib.Path(__file__).parent / "fake_cuda.cpp"
+
+
+def build(path: pathlib.Path) -> None:
+    compiler = os.environ.get("CXX", "g++").split()
+    command = [*compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", str(SOURCE), "-o", str(path)]
+    subprocess.run(command, check=True, timeout=120)
+
+
+@dataclasses.dataclass
+class DeviceMemory:
+    address: int
+    bytes: Any
+    """What is in it, as the device sees it."""
+
+    def piece(self, offset: int, length: int) -> bytes:
+        return bytes(self.bytes[offset : offset + length].tobytes())
+
+
+class Driver:
+    """The stand-in, told what to do."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.library = ctypes.CDLL(str(path))
+        for name in ("fake_alloc", "fake_shadow", "fake_count"):
+            getattr(self.library, name).restype = ctypes.c_uint64
+        self.library.fake_alloc.argtypes = [ctypes.c_size_t]
+        self.library.fake_shadow.argtypes = [ctypes.c_uint64]
+
+    def set(
+        self,
+        *,
+        delay_us: int = 0,
+        has_batch: bool = True,
+        held: bool = False,
+        failing_copies: int = 0,
+        failing_allocs: int = 0,
+        lost: bool = False,
+    ) -> None:
+        self.library.fake_set(delay_us, has_batch, held, failing_copies, failing_allocs, lost)
+
+    def count(self, what: str) -> int:
+        names = ("copies", "batches", "early", "violations", "pinned", "contexts", "waiting")
+        return int(self.library.fake_count(names.index(what)))
+
+    def alloc(self, nbytes: int, seed: int | None = None) -> DeviceMemory:
+        address = int(self.library.fake_alloc(nbytes))
+        shadow = (ctypes.c_uint8 * nbytes).from_address(int(self.library.fake_shadow(address)))
+        memory = np.frombuffer(shadow, np.uint8)
+        if seed is None:
+            memory[:] = 0xEE
+        else:
+            memory[:] = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+        return DeviceMemory(address, memory)
+
+    def wait_for_copies(self) -> None:
+        end = time.monotonic() + 20
+        while self.count("waiting") == 0:
+            assert time.monotonic() < end, "nothing was asked of the device"
+            time.sleep(0.001)

@@ -1,0 +1,319 @@
+"""The `cma` lane: bytes arrive whole, lies are told as such, and where ptrace is not allowed the reason is said."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer._native import _core as native
+
+from .test_mapping import KEY, LyingSource
+
+CMA, STREAM = native.Lane.CMA, native.Lane.STREAM
+COMMITTED = native.TransferState.COMMITTED
+BLOCK, BLOCKS = 4096, 16
+BYTES = BLOCK * BLOCKS
+NewId = Callable[[], bytes]
+
+pytestmark = pytest.mark.skipif(native.cma_obstacle() != "", reason=f"here: {native.cma_obstacle()}")
+
+
+# --- bytes arrive ---
+
+
+def test_a_pull(nodes: Any, new_id: NewId) -> None:
+    p, d = nodes.pair(blocks=3000, is_exposed=True, is_shareable=False)
+    granted = np.random.default_rng(1).permutation(3000)[:2500]
+    filled = np.sort(np.random.default_rng(2).permutation(3000)[:2500])
+    transfer = new_id()
+    p.grant(transfer, granted)
+    d.pull(transfer, p, filled, lanes=[CMA])
+    final = d.wait_drained(transfer)
+    assert (final.state, final.lane) == (COMMITTED, CMA), final.text
+    assert d.content(filled) == p.content(granted)
+    others = sorted(set(range(3000)) - set(filled.tolist()))
+    assert set(b"".join(d.content(others))) == {0xEE}
+    assert d.core.statistics().bytes_cma == 2500 * BLOCK
+
+
+def test_blocks_that_are_cut_differently_on_both_sides(nodes: Any, new_id: NewId) -> None:
+    """Segments of 1000 and 3096 bytes there, of 4096 here: no run of one side is a run of the other."""
+    cut = [(0, 1000, 1000), (1000 * 64, 3096, 3096)]
+    p, d = nodes.pair(is_exposed=True, is_shareable=False, region_bytes=BLOCK * 64, source={"segments": cut})
+    transfer = new_id()
+    p.grant(transfer, range(64))
+    d.pull(transfer, p, range(63, -1, -1), lanes=[CMA])
+    assert d.wait_drained(transfer).state == COMMITTED
+    assert d.content(range(63, -1, -1)) == p.content(range(64))
+
+
+@pytest.mark.parametrize("checks", [False, True], ids=["plain", "checked"])
+def test_memory_that_kvxfer_did_not_make(nodes: Any, new_id: NewId, checks: bool) -> None:
+    p, d = nodes("source"), nodes("reader")
+    nodes.join(p, d)
+    theirs, ours = p.register(1 << 20, is_foreign=True), d.register(1 << 20, is_foreign=True)
+    theirs.memory[:] = np.random.default_rng(3).integers(0, 256, 1 << 20, dtype=np.uint8)
+    ours.memory[:] = 0xEE
+    transfer = new_id()
+    d.fetch(
+        transfer,
+        p,
+        [(ours.id, 100, 3000, 3000, 100), (ours.id, 600_000, 3000, 3000, 1)],
+        [(theirs.id, 7, 5000, 3000, 100), (theirs.id, 900_001, 3000, 3000, 1)],
+        lanes=[CMA],
+        wants_sums=checks,
+    )
+    final = d.wait_drained(transfer)
+    assert (final.state, final.lane) == (COMMITTED, CMA), final.text
+    expected = np.full(1 << 20, 0xEE, np.uint8)
+    for i in range(100):
+        expected[100 + 3000 * i : 3100 + 3000 * i] = theirs.memory[7 + 5000 * i : 3007 + 5000 * i]
+    expected[600_000:603_000] = theirs.memory[900_001:903_001]
+    assert np.array_equal(ours.memory, expected)
+
+
+def test_what_is_not_exposed_goes_another_way(nodes: Any, new_id: NewId) -> None:
+    p, d = nodes.pair(is_exposed=False)
+    transfer = new_id()
+    p.grant(transfer, [1, 2])
+    d.pull(transfer, p, [3, 4], lanes=[CMA, STREAM])
+    final = d.wait_drained(transfer)
+    assert (final.state, final.lane) == (COMMITTED, STREAM)
+    assert "exposed" in final.lane_notes
+    assert d.content([3, 4]) == p.content([1, 2])
+
+
+# --- sources that lie ---
+
+
+def own_memory() -> mmap.mmap:
+    memory = mmap.mmap(-1, BYTES)
+    memory[:] = b"\x5a" * BYTES
+    return memory
+
+
+def address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class Liar(LyingSource):
+    """A source whose pool may be read by every lane, and that minds not how its reader hangs up."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.endpoint.remove_pool(3)
+        self.endpoint.add_pool(native.PoolInfo(3, BLOCKS, BLOCK, b"d" * 32, False, True))
+
+    def serve(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            super().serve()
+
+
+@pytest.fixture
+def lie(nodes: Any, new_id: NewId, private_directories: pathlib.Path) -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """Pulls blocks 1 and 2 of a source in this process, its MAP `change`d first; returns the reader and the end."""
+    sources: list[Liar] = []
+    kept: list[Any] = []
+
+    def pull(change: Callable[[dict[str, Any]], None], ids: list[int] | None = None) -> tuple[Any, Any]:
+        d = nodes("reader", block_bytes=BLOCK, blocks=BLOCKS)
+        d.fill(0xEE)
+        path = private_directories / "sockets" / "liar"
+        source = Liar(path, d.ref, None, [], ids)
+        memory, nonce = own_memory(), ctypes.create_string_buffer(source.ref.boot_nonce, 16)
+        kept.extend((memory, nonce))
+        says: dict[str, Any] = {
+            "pool": 3,
+            "region_bytes": BYTES,
+            "block_count": BLOCKS,
+            "segments": [(0, BLOCK, BLOCK)],
+            "lane": CMA,
+            "address": address_of(memory),
+            "key": ctypes.addressof(nonce).to_bytes(8, "little"),
+        }
+        change(says)
+        source.frame = native.Map(**says)
+        sources.append(source)
+        source.thread.start()
+        transfer = new_id()
+        source.endpoint.grant(transfer, 3, [1, 2], "", 10**11, 2, 1)
+        d.core.set_peer(source.ref, KEY, tcp_host="127.0.0.1", tcp_port=0, unix_path=str(path))
+        d.pull(transfer, source.ref, [4, 5], lanes=[CMA])
+        final = d.wait_drained(transfer)
+        d.core.close()
+        path.unlink()
+        return d, final
+
+    yield pull
+    for source in sources:
+        source.close()
+
+
+def test_an_honest_source(lie: Any) -> None:
+    d, final = lie(lambda says: None)
+    assert final.state == COMMITTED, final.text
+    assert set(d.block(4) + d.block(5)) == {0x5A}
+
+
+def another_nonce(says: dict[str, Any]) -> None:
+    says["key"] = says["address"].to_bytes(8, "little")
+
+
+def nowhere(says: dict[str, Any]) -> None:
+    says["address"] = 4096
+
+
+def around_the_end(says: dict[str, Any]) -> None:
+    says["address"] = (1 << 64) - BLOCK
+
+
+def no_key(says: dict[str, Any]) -> None:
+    says["key"] = b"\x01\x02"
+
+
+def key_of_nowhere(says: dict[str, Any]) -> None:
+    says["key"] = (8).to_bytes(8, "little")
+
+
+def segment_outside(says: dict[str, Any]) -> None:
+    says["segments"] = [(BYTES, BLOCK, BLOCK)]
+
+
+def blocks_without_segments(says: dict[str, Any]) -> None:
+    says["segments"] = []
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (another_nonce, "not the one that the session was made with"),
+        (nowhere, "not where it says"),
+        (around_the_end, "wraps around"),
+        (no_key, "where its nonce lies"),
+        (key_of_nowhere, "not where it says"),
+        (segment_outside, "leaves the region"),
+        (blocks_without_segments, "where its blocks lie"),
+    ],
+)
+def test_a_lie_is_told_as_such(lie: Any, change: Any, why: str) -> None:
+    d, final = lie(change)
+    assert final.state == native.TransferState.FAILED
+    assert why in final.text + final.lane_notes
+    assert set(d.memory.tobytes()) == {0xEE}
+
+
+def test_blocks_outside_of_the_pool_are_not_read(lie: Any) -> None:
+    d, final = lie(lambda says: None, ids=[1, BLOCKS])
+    assert final.state == native.TransferState.FAILED
+    assert "outside" in final.text + final.lane_notes
+    assert set(d.memory.tobytes()) == {0xEE}
+
+
+# --- processes ---
+
+READER = textwrap.dedent(
+    """
+    import ctypes, json, os, select, sys, time
+    import numpy as np
+    from kvxfer._native import _core as native
+
+    drop, source_pid, nonce, port, path, transfer = sys.argv[1:]
+    if drop == "user":
+        os.setresgid(65534, 65534, 65534)
+        os.setresuid(65534, 65534, 65534)
+    elif drop == "capabilities":
+        none = (ctypes.c_uint32 * 6)()
+        version = (ctypes.c_uint32 * 2)(0x20080522, 0)
+        assert ctypes.CDLL(None).capset(version, none) == 0
+    obstacle = native.cma_obstacle(int(source_pid))
+    ref = native.AgentRef("reader", 1, b"r" * 16)
+    core = native.Core(ref, native.EndpointLimits(), bind_host="127.0.0.1", bind_port=0, unix_path="")
+    core.start()
+    memory = np.full(4096 * 16, 0xEE, np.uint8)
+    info = native.PoolInfo(7, 16, 4096, b"d" * 32, False, False, False)
+    core.add_foreign_pool(info, memory.ctypes.data, memory.nbytes, memory, [(0, 4096, 4096)])
+    source = native.AgentRef("source", 1, bytes.fromhex(nonce))
+    core.set_peer(source, b"k" * 32, tcp_host="127.0.0.1", tcp_port=int(port), unix_path=path)
+    lanes = [native.Lane.CMA, native.Lane.STREAM]
+    blocks = np.arange(8, dtype=np.uint32)
+    deadline = time.monotonic_ns() + 30 * 10**9
+    core.pull(bytes.fromhex(transfer), source, 7, blocks, lanes=lanes, deadline_ns=deadline)
+    final = None
+    while final is None:
+        select.select([core.fileno()], [], [], 1)
+        final = next((e for e in core.drain() if isinstance(e, native.TransferFinal)), None)
+    core.close()
+    got = memory[: 8 * 4096].tobytes().hex()
+    print(json.dumps([obstacle, final.state.name, final.lane.name, final.lane_notes + final.text, got]))
+    """
+)
+
+
+def read_from_afar(nodes: Any, transfer: bytes, drop: str) -> tuple[str, str, str]:
+    """A reader in a process of its own that gave something up first: what it met, by which lane it read, and why."""
+    p = nodes("source", blocks=16, is_exposed=True, is_shareable=False)
+    p.fill_random()
+    reader = native.AgentRef("reader", 1, b"r" * 16)
+    p.core.set_peer(reader, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="")
+    os.chmod(p.core.unix_path, 0o777)
+    p.grant(transfer, range(8), ttl_s=60)
+    arguments = [drop, os.getpid(), p.ref.boot_nonce.hex(), p.core.tcp_port, p.core.unix_path, transfer.hex()]
+    command = [sys.executable, "-c", READER, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    obstacle, state, lane, notes, got = json.loads(done.stdout)
+    assert state == "COMMITTED", notes
+    assert bytes.fromhex(got) == b"".join(p.content(range(8)))
+    return obstacle, lane, notes
+
+
+@pytest.fixture
+def open_nodes(nodes: Any) -> Iterator[Any]:
+    """Nodes whose Unix sockets another user can reach, so that it is not the directory that keeps them apart."""
+    with tempfile.TemporaryDirectory(prefix="kvx-open-") as directory:
+        os.chmod(directory, 0o711)
+        nodes.directory = pathlib.Path(directory)
+        yield nodes
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user or give capabilities up")
+
+
+def test_another_process_is_read(nodes: Any, new_id: NewId) -> None:
+    obstacle, lane, notes = read_from_afar(nodes, new_id(), "nothing")
+    assert obstacle == "", obstacle
+    assert lane == "CMA", notes
+
+
+@needs_root
+def test_without_capabilities_the_next_lane_serves(open_nodes: Any, new_id: NewId) -> None:
+    obstacle, lane, notes = read_from_afar(open_nodes, new_id(), "capabilities")
+    assert lane == "STREAM"
+    assert "ptrace is not allowed" in obstacle
+    assert "ptrace is not allowed" in notes
+
+
+@needs_root
+def test_under_another_user_the_next_lane_serves(open_nodes: Any, new_id: NewId) -> None:
+    obstacle, lane, notes = read_from_afar(open_nodes, new_id(), "user")
+    assert lane == "STREAM"
+    assert "ptrace is not allowed" in obstacle
+    assert "user" in notes
+
+
+def test_an_obstacle_is_told_of_a_process_that_is_not_there() -> None:
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    assert "cannot be read" in native.cma_obstacle(int(done.stdout))

@@ -1,0 +1,60 @@
+"""The copies of the `mapped` lane: runs of any length and alignment, past the cache or into it, by several threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer._native import _core as native
+
+MAPPED = native.Lane.MAPPED
+MIB = 1 << 20
+POISON = 0xEE
+NewId = Callable[[], bytes]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("length", [1, 7, 63, 257, 4095, 4097, 12_289, 300_001])
+def test_pieces_of_any_length_and_alignment(nodes: Any, new_id: NewId, threads: int, length: int) -> None:
+    """Pieces far apart and pieces that touch, in any order; no byte beside them changes."""
+    p, d = nodes("source"), nodes("reader", core={"copy_threads": threads})
+    nodes.join(p, d)
+    count = min(3000, 6 * MIB // length)
+    size = count * (length + 100) + 4096
+    theirs, ours = p.register(size), d.register(size)
+    random = np.random.default_rng(length)
+    theirs.memory[:] = random.integers(0, 256, size, dtype=np.uint8)
+    ours.memory[:] = POISON
+    there = 13 + random.permutation(count) * (length + 100)
+    gaps = random.integers(0, 2, count) * random.integers(0, 100, count)
+    here = 5 + np.cumsum(length + gaps) - length
+    transfer = new_id()
+    rows = [
+        [(region.id, int(at), length, length, 1) for at in starts] for region, starts in ((ours, here), (theirs, there))
+    ]
+    d.fetch(transfer, p, *rows, lanes=[MAPPED])
+    final = d.wait_drained(transfer)
+    assert (final.state, final.lane) == (native.TransferState.COMMITTED, MAPPED), final.text
+    expected = np.full(size, POISON, np.uint8)
+    for begin, origin in zip(here, there, strict=True):
+        expected[begin : begin + length] = theirs.memory[origin : origin + length]
+    assert np.array_equal(ours.memory, expected)
+
+
+def test_many_large_copies_by_several_threads(nodes: Any, new_id: NewId) -> None:
+    p, d = nodes.pair(blocks=4096, block_bytes=4096, reader={"core": {"copy_threads": 4}})
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        granted, filled = random.permutation(4096)[:2048], random.permutation(4096)[:2048]
+        d.fill(POISON)
+        transfer = new_id()
+        p.grant(transfer, granted)
+        d.pull(transfer, p, filled, lanes=[MAPPED])
+        assert d.wait_drained(transfer).state == native.TransferState.COMMITTED
+        theirs, ours = (node.memory.reshape(4096, 4096) for node in (p, d))
+        assert np.array_equal(ours[filled], theirs[granted])
+        rest = np.setdiff1d(np.arange(4096), filled)
+        assert np.all(ours[rest] == POISON)
