@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
 from kvxfer.errors import ConfigError
 from kvxfer.types import Lane
@@ -17,11 +18,51 @@ def check_positive(name: str, value: float, *, maximum: float = math.inf) -> Non
         raise ConfigError(f"{name} must be above 0{at_most}, not {value!r}")
 
 
+CHECKS = ("off", "on", "sampled")
+
+
+def check_checks(name: str, value: str) -> None:
+    """Raise ConfigError unless ``value`` says when checksums are used."""
+    if value not in CHECKS:
+        raise ConfigError(f"{name} must be one of {', '.join(CHECKS)}, not {value!r}")
+
+
 def check_address(name: str, value: str) -> None:
     """Raise ConfigError unless ``value`` is ``host:port``."""
     host, _, port = value.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(f"{name} must be host:port, not {value!r}")
+
+
+DEFAULT_LANES = (Lane.MAPPED, Lane.UCX, Lane.CMA, Lane.UNIX, Lane.STREAM)
+LANES_VARIABLE = "KVXFER_LANES"
+
+
+def operator_lanes(environ: Mapping[str, str]) -> tuple[Lane, ...]:
+    """The lanes that ``KVXFER_LANES`` allows to everything in a process: ``stream,ucx``. Unset or empty: all.
+
+    Raises ConfigError for a name that is no lane.
+    """
+    names = [name.strip().lower() for name in environ.get(LANES_VARIABLE, "").split(",") if name.strip()]
+    known = {lane.value: lane for lane in Lane}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{LANES_VARIABLE} names {name!r}, which is no lane; lanes are {', '.join(known)}")
+    return tuple(dict.fromkeys(known[name] for name in names)) or tuple(Lane)
+
+
+def allowed_lanes(wanted: Sequence[Lane], environ: Mapping[str, str]) -> tuple[Lane, ...]:
+    """``wanted`` as far as the operator allows it, in the order of ``wanted``.
+
+    Raises ConfigError where nothing is left.
+    """
+    operator = operator_lanes(environ)
+    lanes = tuple(lane for lane in dict.fromkeys(wanted) if lane in operator)
+    if not lanes:
+        raise ConfigError(
+            f"{LANES_VARIABLE}={environ.get(LANES_VARIABLE, '')} leaves none of the lanes {', '.join(wanted)}"
+        )
+    return lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +75,18 @@ class AgentConfig:
     advertise_host: str = ""
     """Host that peers dial, where it differs from ``bind_host`` (containers); empty means ``bind_host``."""
     insecure: bool = False
-    lanes: tuple[Lane, ...] = (Lane.MAPPED, Lane.STREAM)
-    """Allowed lanes, best first."""
+    lanes: tuple[Lane, ...] = DEFAULT_LANES
+    """Allowed lanes, best first. ``KVXFER_LANES`` in the environment narrows them: see :func:`operator_lanes`."""
+    calibrate: bool = True
+    """Try the lane first that was the fastest so far between the pair; without it the order of ``lanes`` rules."""
     runtime_dir: str = ""
     """Directory (0700) for the Unix socket; empty picks ``$XDG_RUNTIME_DIR/kvxfer`` or a private temporary one."""
+    ucx_library: str = ""
+    """``libucp.so.0``, or a directory that has it; ``KVXFER_UCX_LIBRARY`` goes before it. Empty: the system's, else the
+    ``libucx`` wheel's. Looked for only where ``ucx`` is among the lanes."""
+    ucx_tls: str = ""
+    """UCX's transports, as ``UCX_TLS`` names them; ``KVXFER_UCX_TLS`` goes before it. Empty: ``UCX_TLS``, else all
+    but tcp."""
     grant_ttl_s: float = 10.0
     grant_life_max_s: float = 600.0
     """No renewal carries a grant past this age."""
@@ -51,6 +100,10 @@ class AgentConfig:
     """How long a transfer tries to reach its source before it fails with ``peer_gone``."""
     grants_max: int = 65536
     transfers_max: int = 65536
+    stripes: int = 1
+    """Connections to one peer over which its transfers may be spread (lanes ``stream`` and ``unix``)."""
+    stream_checks: str = "off"
+    """Whether posts over registered memory carry CRC-32Cs: ``off``, ``on``, or ``sampled`` (one transfer in 16)."""
     notifications_max: int = 1024
     """Unacknowledged notifications to one peer."""
     notification_bytes_max: int = 65536
@@ -64,12 +117,14 @@ class AgentConfig:
             "transfers_max",
             "notifications_max",
             "notification_bytes_max",
+            "stripes",
         ):
             check_positive(name, getattr(self, name), maximum=1 << 24)
         if self.grant_ttl_s > self.grant_life_max_s:
             raise ConfigError(
                 f"grant_ttl_s {self.grant_ttl_s} must not exceed grant_life_max_s {self.grant_life_max_s}"
             )
+        check_checks("stream_checks", self.stream_checks)
         if not self.lanes:
             raise ConfigError("lanes must name at least one lane")
         if not 0 <= self.bind_port < 65536:

@@ -46,8 +46,19 @@ class Lane(enum.StrEnum):
     """A way to move bytes inside a session."""
 
     MAPPED = "mapped"
+    CMA = "cma"
+    UCX = "ucx"
+    UNIX = "unix"
+    """As ``stream``, over the Unix socket of an agent on the same host."""
     STREAM = "stream"
     MEMORY = "memory"
+
+
+class MemoryKind(enum.StrEnum):
+    """Where memory lies: what the CPU may touch, and what only a device's own engines may."""
+
+    HOST = "host"
+    CUDA = "cuda"
 
 
 class Exposure(enum.StrEnum):
@@ -222,6 +233,58 @@ class PoolRecord:
     exposure: Exposure
     is_shareable: bool
     """Whether the pool's memory was allocated by kvxfer, so that ``mapped`` can reach it."""
+    memory: MemoryKind = MemoryKind.HOST
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionRecord:
+    """A registered region as other agents see it: an open-ended grant (``can_read``) and offer (``can_write``) of every
+    byte of it. ``region_id`` is never used again in one life of an agent, so that a stale record meets a refusal.
+    """
+
+    region_id: int
+    address: int
+    """Where it lies in its owner's process; ``device`` counts among those of its ``memory`` kind."""
+    length_bytes: int
+    memory: MemoryKind = MemoryKind.HOST
+    device: int = 0
+    can_read: bool = True
+    can_write: bool = True
+    is_shareable: bool = False
+    """Whether it was allocated by kvxfer, so that ``mapped`` can reach it."""
+    exposure: Exposure = Exposure.POOL
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.region_id < 1 << 32:
+            raise InvalidArgument(f"region id {self.region_id} does not fit 32 bits")
+        if not (0 < self.address < 1 << 64 and 0 < self.length_bytes <= (1 << 64) - self.address):
+            raise InvalidArgument(f"{self.length_bytes} bytes at {self.address:#x} are no memory")
+
+    def to_json(self) -> str:
+        """JSON that :meth:`from_json` reads; how it reaches a peer is the application's affair."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> RegionRecord:
+        """Parse what :meth:`to_json` wrote; raise InvalidArgument for anything else."""
+        try:
+            values: Any = json.loads(text)
+        except ValueError as error:
+            raise InvalidArgument(f"region record is not JSON: {error}") from None
+        kinds = {field.name: _RECORD_KINDS.get(str(field.type), str) for field in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or set(values) != set(kinds):
+            raise InvalidArgument(f"region record must have exactly the fields {sorted(kinds)}")
+        for name, kind in kinds.items():
+            if type(values[name]) is not kind:
+                raise InvalidArgument(f"region record field {name!r} must be {kind.__name__}")
+        try:
+            values["memory"], values["exposure"] = MemoryKind(values["memory"]), Exposure(values["exposure"])
+        except ValueError as error:
+            raise InvalidArgument(f"region record: {error}") from None
+        return cls(**values)
+
+
+_RECORD_KINDS: dict[str, type] = {"int": int, "bool": bool}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +295,8 @@ class DataAddress:
     tcp_port: int
     unix_path: str
     host_id: str
+    lanes: tuple[Lane, ...] = ()
+    """The lanes that its operator allows and that it could load; empty: it does not say."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,11 @@ class Exposure(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXPOSURE_UNSPECIFIED: _ClassVar[Exposure]
     EXPOSURE_POOL: _ClassVar[Exposure]
     EXPOSURE_GRANT: _ClassVar[Exposure]
+
+class MemoryKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMORY_KIND_HOST: _ClassVar[MemoryKind]
+    MEMORY_KIND_CUDA: _ClassVar[MemoryKind]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
@@ -25,6 +30,8 @@ ROLE_BOTH: Role
 EXPOSURE_UNSPECIFIED: Exposure
 EXPOSURE_POOL: Exposure
 EXPOSURE_GRANT: Exposure
+MEMORY_KIND_HOST: MemoryKind
+MEMORY_KIND_CUDA: MemoryKind
 
 class Incarnation(_message.Message):
     __slots__ = ("number", "boot_nonce")
@@ -75,32 +82,36 @@ class CompatibilityRecord(_message.Message):
     def __init__(self, model: _Optional[str] = ..., config_fingerprint: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_tokens: _Optional[int] = ..., axes: _Optional[str] = ..., packing: _Optional[str] = ..., rope: _Optional[str] = ..., attention_backend: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
 
 class PoolRecord(_message.Message):
-    __slots__ = ("pool_id", "record", "block_count", "block_bytes", "exposure", "is_shareable")
+    __slots__ = ("pool_id", "record", "block_count", "block_bytes", "exposure", "is_shareable", "memory")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     EXPOSURE_FIELD_NUMBER: _ClassVar[int]
     IS_SHAREABLE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     pool_id: int
     record: CompatibilityRecord
     block_count: int
     block_bytes: int
     exposure: Exposure
     is_shareable: bool
-    def __init__(self, pool_id: _Optional[int] = ..., record: _Optional[_Union[CompatibilityRecord, _Mapping]] = ..., block_count: _Optional[int] = ..., block_bytes: _Optional[int] = ..., exposure: _Optional[_Union[Exposure, str]] = ..., is_shareable: bool = ...) -> None: ...
+    memory: MemoryKind
+    def __init__(self, pool_id: _Optional[int] = ..., record: _Optional[_Union[CompatibilityRecord, _Mapping]] = ..., block_count: _Optional[int] = ..., block_bytes: _Optional[int] = ..., exposure: _Optional[_Union[Exposure, str]] = ..., is_shareable: bool = ..., memory: _Optional[_Union[MemoryKind, str]] = ...) -> None: ...
 
 class DataAddress(_message.Message):
-    __slots__ = ("tcp_host", "tcp_port", "unix_path", "host_id")
+    __slots__ = ("tcp_host", "tcp_port", "unix_path", "host_id", "lanes")
     TCP_HOST_FIELD_NUMBER: _ClassVar[int]
     TCP_PORT_FIELD_NUMBER: _ClassVar[int]
     UNIX_PATH_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
     tcp_host: str
     tcp_port: int
     unix_path: str
     host_id: str
-    def __init__(self, tcp_host: _Optional[str] = ..., tcp_port: _Optional[int] = ..., unix_path: _Optional[str] = ..., host_id: _Optional[str] = ...) -> None: ...
+    lanes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tcp_host: _Optional[str] = ..., tcp_port: _Optional[int] = ..., unix_path: _Optional[str] = ..., host_id: _Optional[str] = ..., lanes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("queued_requests", "running_requests", "queued_prefill_tokens", "free_blocks", "total_blocks")

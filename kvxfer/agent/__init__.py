@@ -6,11 +6,13 @@ from kvxfer.agent.agent import Agent
 from kvxfer.agent.grant import Grant
 from kvxfer.agent.notifications import Delivery, Notification
 from kvxfer.agent.pool import Pool
+from kvxfer.agent.posts import AgentPost
 from kvxfer.agent.statistics import AgentStatistics
 from kvxfer.agent.transfer import Transfer, TransferProgress, TransferResult
 
 __all__ = [
     "Agent",
+    "AgentPost",
     "AgentStatistics",
     "Delivery",
     "Grant",

@@ -1,38 +1,37 @@
 """The agent: one worker process's part of kvxfer, as an asyncio object. Decides the order of starting and stopping, and
-whom an event belongs to; must never judge a grant or move a byte (the transport does), nor know requests and engines.
+what may be called when; must never judge a grant or move a byte (the transport does), nor know requests and engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
-from kvxfer._native import _core
 from kvxfer.agent.books import Books
 from kvxfer.agent.enrolment import alone, open_session
 from kvxfer.agent.grant import Grant
-from kvxfer.agent.grants import Grants
-from kvxfer.agent.memory import region_of
+from kvxfer.agent.life import Life
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Delivery, Notification, Notifications
-from kvxfer.agent.peers import Peers
-from kvxfer.agent.pool import Pool, plan_segments
-from kvxfer.agent.pulls import PullOrder, Pulls
-from kvxfer.agent.pump import EventPump
+from kvxfer.agent.pool import Pool
+from kvxfer.agent.pools import Pools
+from kvxfer.agent.posts import AgentPost
+from kvxfer.agent.pulls import PullOrder
 from kvxfer.agent.statistics import AgentStatistics
 from kvxfer.agent.transfer import Transfer
 from kvxfer.config import AgentConfig, check_positive
 from kvxfer.errors import Closed, InvalidArgument, KvxferError
-from kvxfer.transport.base import Binding, Event, Transport, allocate_region, as_blocks, as_content
+from kvxfer.transport.base import Binding, as_blocks, as_content
+from kvxfer.transport.descriptors import Prepared
 from kvxfer.transport.memory import MemoryBinding
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.network import MemoryNetwork
+from kvxfer.transport.posts import Op, Registration
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,
@@ -43,6 +42,7 @@ from kvxfer.types import (
     Member,
     Membership,
     PoolRecord,
+    RegionRecord,
     Role,
     Segment,
     TransferId,
@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from kvxfer.rpc import CoordinatorSession
 
 log = logging.getLogger("kvxfer.agent")
-
-CLOSE_S = 2.0
-"""How long :meth:`Agent.close` waits for reads that are under way."""
 
 
 class Agent:
@@ -91,21 +88,16 @@ class Agent:
         self._network = network
         self._connect_s = connect_s
         self._lanes = self.config.lanes if network is None else (Lane.MEMORY,)
-        self._pools: dict[int, Pool] = {}
-        self._next_pool_id = 1
-        self._grants: Grants | None = None
+        self._pools = Pools()
         self._load = Load()
         self._notifications = Notifications()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._transport: Transport | None = None
-        self._pump: EventPump | None = None
-        self._peers: Peers | None = None
-        self._pulls: Pulls | None = None
-        self._session: CoordinatorSession | None = None
         self._books = Books(info.agent_id, self._notifications)
+        self._life: Life | None = None
+        self._session: CoordinatorSession | None = None
         self._metrics: AgentMetrics | None = None
         self._failure: KvxferError | None = None
         self._closed: asyncio.Future[None] | None = None
+        self._is_entered = False
         self._is_closing = False
 
     async def __aenter__(self) -> Agent:
@@ -113,32 +105,31 @@ class Agent:
 
         Raises ConfigError, CoordinatorUnavailable, AuthenticationFailed, and Refused where the agent id is in use.
         """
-        if self._loop is not None or self._is_closing:
+        if self._is_entered or self._is_closing:
             raise Closed("an agent is entered once")
-        self._loop = asyncio.get_running_loop()
+        self._is_entered = True
         binding: Binding = NativeBinding(self.config) if self._network is None else MemoryBinding(self._network)
         try:
             ref = await self._register(binding.address)
-            self._transport = binding.open(ref, self.config)
+            transport = binding.open(ref, self.config)
         except BaseException:
             binding.close()
             if self._session is not None:
                 await self._session.close()
             raise
+        session = self._session
         try:
-            for pool in self._pools.values():
-                self._transport.add_pool(pool.published, pool.region, pool.segments)
-            self._grants = Grants(self._transport, self._loop)
-            self._peers = Peers(self._transport)
             self._metrics = AgentMetrics(self.registry, self.statistics)
-            self._pulls = Pulls(self._transport, self._peers, self._books, self._metrics)
-            self._pump = EventPump(self._transport, self._on_event, self._on_failure)
-            self._pump.start()
-            if self._session is not None:
-                self._peers.coordinator_is(self._session.is_connected)
-                self._peers.apply(self._session.membership)
-                self._session.set_pools(pool.published for pool in self._pools.values())
+            self._life = Life(transport, self.config, self._books, self._metrics, self._notifications, self._on_failure)
+            self._pools.open(transport, None if session is None else session.set_pools)
+            self._life.start()
+            if session is not None:
+                self._life.peers.coordinator_is(session.is_connected)
+                self._life.peers.apply(session.membership)
+                session.set_pools(self._pools.published)
         except BaseException:
+            if self._life is None:
+                transport.close()
             await self.close()
             raise
         log.info("%r", self)
@@ -152,24 +143,24 @@ class Agent:
     @property
     def ref(self) -> AgentRef:
         """This life's full name; raises Closed before the context was entered."""
-        return (self._transport or self._open_transport()).ref
+        return (self._life or self._open()).transport.ref
 
     @property
     def address(self) -> DataAddress:
         """Where peers reach this agent."""
-        return self._open_transport().address
+        return self._open().transport.address
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        return tuple(self._pools.values())
+        return tuple(self._pools)
 
     def members(self) -> tuple[Member, ...]:
         """The other lives that are known, the newest of a name last."""
-        return () if self._peers is None else tuple(self._peers)
+        return () if self._life is None else tuple(self._life.peers)
 
     async def wait_member(self, agent_id: str, *, timeout_s: float) -> Member:
         """Wait until an agent of that name is known and has a pool. Raises PeerGone, CoordinatorUnavailable."""
-        return await self._open_peers().wait(agent_id, timeout_s, with_pools=True)
+        return await self._open().peers.wait(agent_id, timeout_s, with_pools=True)
 
     def load(self, load: Load) -> None:
         """What the next heartbeat says. From any thread."""
@@ -187,11 +178,11 @@ class Agent:
         use as their session key, and the pools that may be pulled from. Again: replaces what was known of that life.
         """
         info = WorkerInfo(ref.agent_id, Role.BOTH, "", "")
-        self._open_peers().add(Member(ref, info, address, tuple(pools), session_key=key))
+        self._open().peers.add(Member(ref, info, address, tuple(pools), session_key=key))
 
     def disconnect_peer(self, ref: AgentRef) -> None:
         """Say that exactly this life is dead: what it reads or is read from ends."""
-        self._open_peers().remove(ref)
+        self._open().peers.remove(ref)
 
     # --- pools ---
 
@@ -202,19 +193,14 @@ class Agent:
         block_count: int,
         block_bytes: int,
         exposure: Exposure = Exposure.POOL,
+        checks: str = "off",
     ) -> Pool:
         """A pool in memory made by kvxfer, zeroed, block ``b`` at ``b * block_bytes``: readers on this host can map it
-        (lane ``mapped``), unless ``exposure`` is GRANT or this agent's own lanes leave ``mapped`` out. Raises
-        LimitExceeded where the host has not so much memory.
+        (lane ``mapped``), unless ``exposure`` is GRANT. ``checks``: whether blocks travel with CRC-32Cs, from here and
+        to here: ``off``, ``on``, or ``sampled`` (one transfer in 16). Raises LimitExceeded where the host has not so
+        much memory.
         """
-        if block_count < 1 or block_bytes < 1:
-            raise InvalidArgument(f"a pool needs blocks and bytes, not {block_count} blocks of {block_bytes}")
-        exposure = exposure if Lane.MAPPED in self.config.lanes else Exposure.GRANT
-        region = allocate_region(block_count * block_bytes)
-        segments = (Segment(0, block_bytes, block_bytes),)
-        return self._add_pool(
-            Pool(self._publish(record, block_count, block_bytes, exposure, is_shareable=True), region, segments)
-        )
+        return self._pools.allocate(record, block_count, block_bytes, exposure, checks)
 
     def register_pool(
         self,
@@ -223,26 +209,20 @@ class Agent:
         *,
         block_count: int,
         segments: Sequence[Segment] | None = None,
-        exposure: Exposure = Exposure.GRANT,
+        exposure: Exposure = Exposure.POOL,
+        checks: str = "off",
     ) -> Pool:
         """A pool in memory that is there already: a contiguous CPU tensor, array, buffer, or ``(address, length)``.
         It is kept alive as long as the pool. Without ``segments``, block ``b`` is the ``b``-th of equal parts.
 
         Raises InvalidArgument for memory with gaps or segments that do not fit, LaneUnavailable for memory of a GPU.
         """
-        region = region_of(memory)
-        parts, block_bytes = plan_segments(block_count, region.length_bytes, segments)
-        return self._add_pool(
-            Pool(self._publish(record, block_count, block_bytes, exposure, is_shareable=False), region, parts)
-        )
+        return self._pools.register(record, memory, block_count, segments, exposure, checks)
 
     def remove_pool(self, pool: Pool) -> None:
         """Take a pool back. Raises BlocksBusy while a block of it is granted, reserved or quarantined."""
         self._check_own(pool)
-        if self._transport is not None:
-            self._transport.remove_pool(pool.pool_id)
-        del self._pools[pool.pool_id]
-        self._publish_pools()
+        self._pools.remove(pool)
 
     # --- source ---
 
@@ -265,7 +245,7 @@ class Agent:
         if the reader gave the transfer up before.
         """
         self._check_own(pool)
-        return self._open_grants().make(
+        return self._open().grants.make(
             pool.pool_id,
             as_blocks(blocks),
             transfer_id=transfer_id,
@@ -277,7 +257,7 @@ class Agent:
 
     def decline(self, transfer_id: TransferId) -> None:
         """This grant will never be made: its reader need not wait. From any thread. Raises InvalidArgument."""
-        self._open_grants().decline(transfer_id)
+        self._open().grants.decline(transfer_id)
 
     # --- destination ---
 
@@ -303,24 +283,83 @@ class Agent:
         until it is found the blocks are not reserved yet, so that BlocksBusy too may come late.
         """
         self._check_own(pool)
-        self._open_transport()
+        life = self._open()
         index = as_blocks(blocks)
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
         if source == self.info.agent_id:
             raise InvalidArgument("an agent does not pull from itself")
         allowed = self._lanes if lanes is None else tuple(lanes)
-        order = PullOrder(transfer_id, source, pool.published, index, first, allowed, deadline_s, as_content(content))
-        assert self._pulls is not None
-        return self._pulls.start(order)
+        order = PullOrder(
+            transfer_id, source, pool.published, index, first, allowed, deadline_s, as_content(content), pool.checks
+        )
+        return life.pulls.start(order)
 
     def give_up(self, transfer_id: TransferId, source: str) -> None:
         """This id will never be pulled here: its source, if known, need not wait for the grant to expire.
 
         Raises InvalidArgument for a transfer that has begun (cancel that).
         """
-        transport, member = self._open_transport(), self._open_peers().find(source)
+        life = self._open()
+        member = life.peers.find(source)
         if member is not None:
-            transport.give_up(transfer_id, member.ref)
+            life.transport.give_up(transfer_id, member.ref)
+
+    # --- registered memory ---
+
+    def register(self, memory: Any, *, can_read: bool = True, can_write: bool = True) -> Registration:
+        """Let every proven peer read and write ``memory`` (contiguous CPU tensor, array, buffer, ``(address, length)``
+        or a Region) at any time until :meth:`deregister`: an open-ended grant and offer. It is kept alive so long.
+
+        Raises InvalidArgument for memory with gaps, LaneUnavailable for memory of a GPU.
+        """
+        return self._open().posts.poster.register(memory, can_read=can_read, can_write=can_write)
+
+    def deregister(self, registration: Registration) -> None:
+        """Take it back: once this returned no peer reads or writes it. Raises BlocksBusy while a post of ours uses it,
+        or a peer's write into it drains."""
+        self._open().posts.poster.deregister(registration)
+
+    def memory(self) -> tuple[RegionRecord, ...]:
+        """What is registered here, for peers (``to_json``): they need it to prepare."""
+        return self._open().posts.poster.records()
+
+    def prepare(
+        self, descriptors: Any, *, peer: str | None = None, records: Sequence[RegionRecord] | None = None
+    ) -> Prepared:
+        """Find descriptors in our registered memory, or in that of ``peer``, whose :meth:`memory` is ``records``
+        (needed when they are new). Descriptors: see :meth:`~kvxfer.transport.descriptors.Descriptors.of`. Once made, a
+        list is posted from many times. Raises InvalidArgument naming the first that lies in no region; PeerGone.
+        """
+        return self._open().posts.prepare(descriptors, peer, records)
+
+    def post(
+        self,
+        op: Op,
+        local: Prepared,
+        local_ids: npt.ArrayLike | None,
+        remote: Prepared,
+        remote_ids: npt.ArrayLike | None,
+        *,
+        lanes: Sequence[Lane] | None = None,
+        notification: bytes | None = None,
+        deadline_s: float | None = None,
+    ) -> AgentPost:
+        """READ the peer's descriptors ``remote_ids`` into ours, ``local_ids``, one by one (``None``: all), or WRITE the
+        other way, which has the peer's agent read. ``notification`` is told to the peer once the bytes are committed.
+
+        A wrong call raises here: InvalidArgument, LimitExceeded, LaneUnavailable, PeerGone. What goes wrong later is
+        raised by awaiting.
+        """
+        return self._open().posts.post(
+            op,
+            local,
+            local_ids,
+            remote,
+            remote_ids,
+            lanes=self._lanes if lanes is None else lanes,
+            notification=notification,
+            deadline_s=deadline_s,
+        )
 
     # --- notifications ---
 
@@ -329,12 +368,12 @@ class Agent:
 
         Raises PeerGone or CoordinatorUnavailable (not known), InvalidArgument (too long), LimitExceeded.
         """
-        transport, peers = self._open_transport(), self._open_peers()
-        member = peers.find(agent_id)
+        life = self._open()
+        member = life.peers.find(agent_id)
         if member is None:
-            raise peers.unknown(agent_id)
+            raise life.peers.unknown(agent_id)
         delivery = Delivery(asyncio.get_running_loop(), member.ref)
-        self._notifications.sent(transport.notify(member.ref, payload), delivery)
+        self._notifications.sent(life.transport.notify(member.ref, payload), delivery)
         return delivery
 
     def notifications(self) -> AsyncIterator[Notification]:
@@ -343,18 +382,17 @@ class Agent:
 
     def statistics(self) -> AgentStatistics:
         """Counts of this moment; after :meth:`close`, of the last one. From any thread."""
-        return self._books.statistics(
-            None if self._pump is None else self._transport,
-            [] if self._pulls is None else self._pulls.transfers,
-            0 if self._pulls is None else self._pulls.searching,
-            None if self._session is None else self._session.is_connected,
-        )
+        is_connected = None if self._session is None else self._session.is_connected
+        life = self._life
+        if life is None or life.is_over:
+            return self._books.statistics(None, [], 0, {}, is_connected)
+        figures = life.calibrations.figures()
+        return self._books.statistics(life.transport, life.pulls.transfers, life.pulls.searching, figures, is_connected)
 
     def __repr__(self) -> str:
-        transport = self._transport
-        if transport is None or self._pump is None:
+        if self._life is None or self._life.is_over:
             return f"<Agent {self.info.agent_id} {'closed' if self._is_closing else 'not started'}>"
-        return f"<Agent {transport.ref}, {len(self._pools)} pools, {len(self.members())} peers>"
+        return f"<Agent {self.ref}, {len(self._pools)} pools, {len(self.members())} peers>"
 
     # --- the end ---
 
@@ -367,49 +405,22 @@ class Agent:
             return
         self._closed = asyncio.get_running_loop().create_future()
         self._is_closing = True
+        self._pools.close()
         error = self._failure or Closed("the agent was closed")
         try:
-            if self._peers is not None:
-                self._peers.close()
-            await self._wind_down(error)
+            if self._life is not None:
+                await self._life.close(error)
             if self._session is not None:
                 await self._session.close()
         finally:
-            self._shut(error)
+            try:
+                if self._life is not None:
+                    self._life.shut(error)
+            finally:
+                self._notifications.close(error)
+                if self._metrics is not None and self._is_guest:
+                    self._metrics.close()
             self._closed.set_result(None)
-
-    async def _wind_down(self, error: KvxferError) -> None:
-        if self._pump is None or not self._pump.is_running or self._pulls is None or self._grants is None:
-            return
-        self._pulls.cancel_all(error)
-        self._grants.revoke_all("the agent closes")
-        deadline_s = time.monotonic() + CLOSE_S
-        while (self._pulls or self._grants) and self._pump.is_running and time.monotonic() < deadline_s:
-            await asyncio.sleep(0.001)
-            self._pump.drain()
-
-    def _shut(self, error: KvxferError) -> None:
-        """The part of the end that waits for nothing."""
-        if self._pump is not None:
-            self._pump.drain()
-            self._pump.stop()
-            self._pump = None
-        try:
-            if self._transport is not None:
-                self._books.remember(self._transport)
-                self._transport.close()
-        finally:
-            self._fail_all(error)
-            if self._metrics is not None and self._is_guest:
-                self._metrics.close()
-
-    def _fail_all(self, error: KvxferError) -> None:
-        """Nothing moves any more: end everything that is still open."""
-        if self._pulls is not None:
-            self._pulls.fail_all(error)
-        if self._grants is not None:
-            self._grants.fail_all()
-        self._notifications.close(error)
 
     # --- inside ---
 
@@ -421,7 +432,7 @@ class Agent:
             self._token,
             self.info,
             address,
-            (pool.published for pool in self._pools.values()),
+            self._pools.published,
             self._load,
             on_membership=self._on_membership,
             on_state=self._on_coordinator,
@@ -429,70 +440,25 @@ class Agent:
         return await self._session.start(self._connect_s)
 
     def _on_membership(self, membership: Membership) -> None:
-        if self._peers is not None and not self._is_closing:
-            self._peers.apply(membership)
+        if self._life is not None and not self._is_closing:
+            self._life.peers.apply(membership)
 
     def _on_coordinator(self, is_connected: bool) -> None:
-        if self._peers is not None and not self._is_closing:
+        if self._life is not None and not self._is_closing:
             log.info("%s: the coordinator %s", self.info.agent_id, "is heard" if is_connected else "is lost")
-            self._peers.coordinator_is(is_connected)
-
-    def _publish(
-        self, record: CompatibilityRecord, block_count: int, block_bytes: int, exposure: Exposure, *, is_shareable: bool
-    ) -> PoolRecord:
-        if self._is_closing:
-            raise Closed("the agent was closed")
-        pool_id, self._next_pool_id = self._next_pool_id, self._next_pool_id + 1
-        return PoolRecord(pool_id, record, block_count, block_bytes, exposure, is_shareable)
-
-    def _add_pool(self, pool: Pool) -> Pool:
-        if self._transport is not None:
-            self._transport.add_pool(pool.published, pool.region, pool.segments)
-        self._pools[pool.pool_id] = pool
-        self._publish_pools()
-        return pool
-
-    def _publish_pools(self) -> None:
-        if self._session is not None:
-            self._session.set_pools(pool.published for pool in self._pools.values())
+            self._life.peers.coordinator_is(is_connected)
 
     def _check_own(self, pool: Pool) -> None:
-        if self._pools.get(pool.pool_id) is not pool:
+        if pool not in self._pools:
             raise InvalidArgument(f"{pool!r} is no pool of agent {self.info.agent_id}")
 
-    def _open_transport(self) -> Transport:
+    def _open(self) -> Life:
         if self._failure is not None:
             raise self._failure
-        if self._transport is None or self._is_closing:
+        if self._life is None or self._is_closing:
             raise Closed(f"agent {self.info.agent_id} {'was closed' if self._is_closing else 'is not started'}")
-        return self._transport
-
-    def _open_grants(self) -> Grants:
-        self._open_transport()
-        assert self._grants is not None
-        return self._grants
-
-    def _open_peers(self) -> Peers:
-        self._open_transport()
-        assert self._peers is not None
-        return self._peers
-
-    def _on_event(self, event: Event) -> None:
-        if isinstance(event, (_core.TransferProgress, _core.TransferFinal, _core.TransferDrained)):
-            if self._pulls is not None:
-                self._pulls.handle(event)
-        elif isinstance(event, _core.GrantEnded):
-            if self._grants is not None:
-                self._grants.handle(event)
-        elif isinstance(event, (_core.NotifReceived, _core.NotifDelivered, _core.NotifFailed)):
-            self._notifications.handle(event)
-        elif isinstance(event, _core.SessionRefused):
-            self._books.session_refused()
-            log.warning("%s: a session was refused (%s): %s", self.info.agent_id, event.code.name, event.text)
-        else:
-            log.debug("%s: %s", self.info.agent_id, type(event).__name__)
+        return self._life
 
     def _on_failure(self, error: KvxferError) -> None:
         log.error("%s: %s", self.info.agent_id, error)
         self._failure = error
-        self._fail_all(error)

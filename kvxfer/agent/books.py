@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from kvxfer._native import _core
 from kvxfer.agent.notifications import Notifications
 from kvxfer.agent.statistics import (
     AgentStatistics,
     GrantStatistics,
     PoolStatistics,
     Quarantine,
+    RegionStatistics,
     SessionStatistics,
 )
-from kvxfer.agent.transfer import Transfer, TransferResult
+from kvxfer.agent.transfer import Transfer
 from kvxfer.errors import KvxferError
-from kvxfer.transport.base import Transport, TransportCounts
-from kvxfer.types import Lane
+from kvxfer.policy.calibration import LaneFigure
+from kvxfer.transport.base import LANES_BACK, Transport, TransportCounts
+from kvxfer.types import Lane, TransferState
 
 _GRANT_FIELDS = ("alive", "released", "expired", "revoked", "reader_gone")
 
@@ -30,15 +33,20 @@ class Books:
         self._notifications = notifications
         self._outcomes: dict[str, collections.Counter[str]] = {}
         self._bytes: collections.Counter[Lane] = collections.Counter()
+        self._offers: dict[str, collections.Counter[str]] = {}
         self._refused = 0
         self._last: TransportCounts | None = None
 
-    def committed(self, result: TransferResult) -> None:
-        self._outcomes.setdefault(result.lane.value, collections.Counter())["committed"] += 1
-        self._bytes[result.lane] += result.bytes
+    def committed(self, lane: Lane, byte_count: int) -> None:
+        self._outcomes.setdefault(lane.value, collections.Counter())["committed"] += 1
+        self._bytes[lane] += byte_count
 
     def failed(self, lane: str, error: KvxferError) -> None:
         self._outcomes.setdefault(lane, collections.Counter())[error.code] += 1
+
+    def offer_ended(self, event: _core.OfferEnded) -> None:
+        """A peer's write into our registered memory is over."""
+        self._offers.setdefault(LANES_BACK[event.lane].value, collections.Counter())[outcome_of(event)] += 1
 
     def session_refused(self) -> None:
         self._refused += 1
@@ -53,6 +61,7 @@ class Books:
         self._last = dataclasses.replace(
             counts,
             pools=tuple(dataclasses.replace(pool, granted=0, reserved=0, quarantined=0) for pool in counts.pools),
+            regions=(),
             grants_alive=0,
             grants_revoked=counts.grants_revoked + counts.grants_alive,
             pulls_waiting=0,
@@ -65,9 +74,14 @@ class Books:
         )
 
     def statistics(
-        self, transport: Transport | None, transfers: Sequence[Transfer], searching: int, is_connected: bool | None
+        self,
+        transport: Transport | None,
+        transfers: Sequence[Transfer],
+        searching: int,
+        figures: Mapping[str, Mapping[Lane, LaneFigure]],
+        is_connected: bool | None,
     ) -> AgentStatistics:
-        """``searching``: transfers that the transport does not have yet."""
+        """``searching``: transfers that the transport does not have yet. ``figures``: what lanes reached, by peer."""
         counts = self._last
         if transport is not None:
             try:
@@ -76,11 +90,16 @@ class Books:
             except KvxferError:
                 counts = self._last
         pools: tuple[PoolStatistics, ...] = ()
+        regions: tuple[RegionStatistics, ...] = ()
         grants, sessions, live, draining, peers = GrantStatistics(), SessionStatistics(refused=self._refused), 0, 0, 0
         if counts is not None:
             pools = tuple(
                 PoolStatistics(pool.pool_id, pool.blocks, pool.reserved, pool.granted, pool.quarantined)
                 for pool in counts.pools
+            )
+            regions = tuple(
+                RegionStatistics(region.region_id, region.length_bytes, region.grants, region.transfers)
+                for region in counts.regions
             )
             grants = GrantStatistics(
                 **{name: getattr(counts, f"grants_{name}") for name in _GRANT_FIELDS},
@@ -93,11 +112,14 @@ class Books:
         return AgentStatistics(
             agent=self._name,
             pools=pools,
+            regions=regions,
             grants=grants,
             transfers_live=live + searching,
             transfers_draining=draining,
             outcomes={lane: dict(outcomes.copy()) for lane, outcomes in self._outcomes.copy().items()},
             bytes=dict(self._bytes.copy()),
+            offers={lane: dict(outcomes.copy()) for lane, outcomes in self._offers.copy().items()},
+            lanes=figures,
             quarantines=tuple(
                 Quarantine(
                     str(transfer.transfer_id),
@@ -112,3 +134,9 @@ class Books:
             peers=peers,
             is_coordinator_connected=is_connected,
         )
+
+
+def outcome_of(event: _core.OfferEnded) -> str:
+    """``committed``, or the code of what ended a peer's write."""
+    is_committed = TransferState(int(event.state)) is TransferState.COMMITTED
+    return "committed" if is_committed else str(event.code.name)

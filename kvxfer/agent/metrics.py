@@ -31,6 +31,12 @@ class AgentMetrics:
         self._bytes = Counter(
             "kvxfer_transfer_bytes", "Bytes of committed transfers by lane", ["lane"], registry=registry
         )
+        self._offers = Counter(
+            "kvxfer_offers",
+            "Finished writes of peers into registered memory by lane and outcome: committed, or the error's code",
+            ["lane", "outcome"],
+            registry=registry,
+        )
         self._seconds = Histogram(
             "kvxfer_transfer_seconds",
             "Duration of committed transfers by phase: queue (until the first block was ready), plan, wire, confirm",
@@ -52,8 +58,11 @@ class AgentMetrics:
     def failed(self, lane: str, code: str) -> None:
         self._transfers.labels(lane, code).inc()
 
+    def offer_ended(self, lane: str, outcome: str) -> None:
+        self._offers.labels(lane, outcome).inc()
+
     def close(self) -> None:
-        for collector in (self._transfers, self._bytes, self._seconds, self._gauges):
+        for collector in (self._transfers, self._bytes, self._offers, self._seconds, self._gauges):
             self.registry.unregister(collector)
 
 

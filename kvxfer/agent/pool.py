@@ -19,7 +19,7 @@ class Pool:
     itself.
     """
 
-    def __init__(self, published: PoolRecord, region: Region, segments: Sequence[Segment]) -> None:
+    def __init__(self, published: PoolRecord, region: Region, segments: Sequence[Segment], checks: str = "off") -> None:
         check_segments(
             segments,
             block_count=published.block_count,
@@ -29,6 +29,8 @@ class Pool:
         self._published = published
         self.region = region
         self.segments = tuple(segments)
+        self.checks = checks
+        """When its blocks carry CRC-32Cs: ``off``, ``on`` or ``sampled``."""
 
     @property
     def pool_id(self) -> int:

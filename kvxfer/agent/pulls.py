@@ -28,6 +28,8 @@ from kvxfer.errors import (
 from kvxfer.policy.lanes import LaneEnd, choose_lanes, explain
 from kvxfer.protocol.handshake import check, compare
 from kvxfer.transport.base import DURATION_MAX_S, NO_CONTENT, Blocks, Transport
+from kvxfer.transport.calibrations import Calibrations
+from kvxfer.transport.posts import wants_sums
 from kvxfer.types import Lane, Member, PoolRecord, TransferId
 
 log = logging.getLogger("kvxfer.agent")
@@ -51,6 +53,7 @@ class PullOrder:
     lanes: tuple[Lane, ...]
     deadline_s: float
     content: bytes = NO_CONTENT
+    checks: str = "off"
     started_s: float = dataclasses.field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -64,11 +67,14 @@ class PullOrder:
 class Pulls:
     """Lives on the agent's loop."""
 
-    def __init__(self, transport: Transport, peers: Peers, books: Books, metrics: AgentMetrics) -> None:
+    def __init__(
+        self, transport: Transport, peers: Peers, books: Books, metrics: AgentMetrics, calibrations: Calibrations
+    ) -> None:
         self._transport = transport
         self._peers = peers
         self._books = books
         self._metrics = metrics
+        self._calibrations = calibrations
         self._transfers: dict[bytes, Transfer] = {}
         self._searches: dict[bytes, asyncio.Task[None]] = {}
 
@@ -171,6 +177,7 @@ class Pulls:
             lanes=lanes,
             deadline_s=max(order.deadline_s - planned_s, 0.001),
             content=order.content,
+            wants_sums=wants_sums(order.checks, order.transfer_id.raw),
         )
         transfer._begin(member.ref, lanes, reasons, planned_s)
 
@@ -181,7 +188,8 @@ class Pulls:
         lanes, reasons = choose_lanes(ours, LaneEnd(member.address, theirs), order.lanes)
         if not lanes:
             raise LaneUnavailable(f"no lane joins {self._transport.ref} and {member.ref}: {explain(None, reasons)}")
-        return lanes, reasons
+        nbytes = len(order.blocks) * order.pool.block_bytes
+        return self._calibrations.order(member.ref, member.address.host_id, lanes, nbytes), reasons
 
     def _cancel(self, transfer: Transfer) -> None:
         search = self._searches.pop(transfer.transfer_id.raw, None)
@@ -199,9 +207,17 @@ class Pulls:
         transfer._drain()
         self._count(transfer, error)
 
+    def _measure(self, result: TransferResult) -> None:
+        source = next((member for member in self._peers if member.ref == result.source), None)
+        if source is not None:
+            seconds = result.seconds["wire"] + result.seconds["confirm"]
+            self._calibrations.measured(result.source, source.address.host_id, result.lane, result.bytes, seconds)
+
     def _count(self, transfer: Transfer, outcome: TransferResult | KvxferError) -> None:
         if isinstance(outcome, TransferResult):
-            self._books.committed(outcome)
+            self._books.committed(outcome.lane, outcome.bytes)
+            if outcome.bytes_before_complete == 0:  # else it waited for the source to compute
+                self._measure(outcome)
             self._metrics.committed(outcome.lane.value, outcome.bytes, outcome.seconds)
             return
         log.info("%r ended: %s", transfer, outcome)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.agent.notifications import NotificationStatistics
+from kvxfer.policy.calibration import LaneFigure
 from kvxfer.types import GrantState, Lane
 
 
@@ -21,6 +22,17 @@ class PoolStatistics:
     reserved: int
     granted: int
     quarantined: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionStatistics:
+    """What is under way over one registered region: ``grants`` (reads by peers, own writes to peers) and ``transfers``
+    (own reads into it, writes of peers)."""
+
+    region_id: int
+    bytes: int
+    grants: int
+    transfers: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +73,20 @@ class Quarantine:
 @dataclasses.dataclass(frozen=True)
 class AgentStatistics:
     """Everything that one agent counts. ``outcomes``: finished transfers, by lane, then by ``committed`` or the error's
-    code (a transfer that never had a lane counts under ``none``). ``bytes``: of committed transfers.
+    code (a transfer that never had a lane counts under ``none``); posts count as transfers. ``bytes``: of committed
+    ones. ``offers``: writes of peers into our registered memory, likewise. ``lanes``: by peer, what each lane reached.
     """
 
     agent: str
     pools: tuple[PoolStatistics, ...]
+    regions: tuple[RegionStatistics, ...]
     grants: GrantStatistics
     transfers_live: int
     transfers_draining: int
     outcomes: Mapping[str, Mapping[str, int]]
     bytes: Mapping[Lane, int]
+    offers: Mapping[str, Mapping[str, int]]
+    lanes: Mapping[str, Mapping[Lane, LaneFigure]]
     quarantines: tuple[Quarantine, ...]
     sessions: SessionStatistics
     notifications: NotificationStatistics
@@ -81,13 +97,20 @@ class AgentStatistics:
     def is_idle(self) -> bool:
         """Whether no block is reserved, granted or quarantined, and no transfer or grant is alive."""
         blocks = sum(pool.reserved + pool.granted + pool.quarantined for pool in self.pools)
+        blocks += sum(region.grants + region.transfers for region in self.regions)
         return blocks + self.grants.alive + self.transfers_live + self.transfers_draining == 0
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON has it."""
         values = dataclasses.asdict(self)
         values["pools"] = list(values["pools"])
+        values["regions"] = list(values["regions"])
         values["quarantines"] = list(values["quarantines"])
         values["bytes"] = {lane.value: count for lane, count in self.bytes.items()}
         values["outcomes"] = {lane: dict(outcomes) for lane, outcomes in self.outcomes.items()}
+        values["offers"] = {lane: dict(outcomes) for lane, outcomes in self.offers.items()}
+        values["lanes"] = {
+            peer: {lane.value: dataclasses.asdict(figure) for lane, figure in figures.items()}
+            for peer, figures in self.lanes.items()
+        }
         return values

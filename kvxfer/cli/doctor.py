@@ -26,13 +26,13 @@ from typing import Any
 from kvxfer import __version__
 from kvxfer.cli.console import size, table
 from kvxfer.cli.flags import print_json_line
-from kvxfer.config import check_address, check_positive
+from kvxfer.config import LANES_VARIABLE, check_address, check_positive, operator_lanes
 from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.types import Lane
 
 F_ADD_SEALS = 1033
 SEALS = 0x0002 | 0x0004 | 0x0010
 """SHRINK, GROW and FUTURE_WRITE: what the ``mapped`` lane puts on a pool."""
-NOT_HERE = "not in this version"
 PACKAGES = ("numpy", "grpcio", "protobuf", "prometheus-client", "fastapi", "httpx", "torch", "transformers", "gguf")
 
 
@@ -80,13 +80,21 @@ def lanes() -> list[Finding]:
     """The native core and every lane: usable or not, and why."""
     core = _tried("core", "native core", _native_core)
     found = [core]
-    for name, check in (("mapped", _mapped), ("stream", _stream)):
-        finding = _tried("lanes", name, check)
-        if finding.is_ok and not core.is_ok:
-            finding = Finding("lanes", name, False, "the native core does not load")
-        found.append(finding)
-    found.append(Finding("lanes", "cma", False, NOT_HERE))
-    found.append(Finding("lanes", "ucx", False, NOT_HERE))
+    checks = {
+        Lane.MAPPED: _mapped,
+        Lane.CMA: _cma,
+        Lane.UCX: _ucx,
+        Lane.UNIX: _unix,
+        Lane.STREAM: _stream,
+    }
+    allowed = operator_lanes(os.environ)
+    for lane, check in checks.items():
+        if lane not in allowed:
+            found.append(Finding("lanes", lane.value, False, f"not allowed by {LANES_VARIABLE}"))
+        elif core.is_ok:
+            found.append(_tried("lanes", lane.value, check))
+        else:
+            found.append(Finding("lanes", lane.value, False, "the native core does not load"))
     return found
 
 
@@ -124,6 +132,30 @@ def _mapped() -> str:
     finally:
         os.close(descriptor)
     return "sealed shared memory, descriptors over Unix sockets: same host, pools that kvxfer allocates"
+
+
+def _cma() -> str:
+    obstacle = importlib.import_module("kvxfer._native._core").cma_obstacle()
+    if obstacle:
+        raise ConfigError(obstacle)
+    return "the kernel copies between processes: same host and user, any memory"
+
+
+def _ucx() -> str:
+    from kvxfer.transport import ucx
+
+    report = ucx.inspect()
+    if report.obstacle:
+        raise ConfigError(report.obstacle)
+    return str(report)
+
+
+def _unix() -> str:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        ours.sendall(b"x")
+        theirs.recv(1)
+    return "as stream, over a Unix socket: same host and user"
 
 
 def _stream() -> str:

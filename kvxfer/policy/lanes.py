@@ -1,34 +1,51 @@
-"""Decides which lanes can carry one pull, best first, and says of every other lane why not; must never know how a lane
+"""Decides which lanes can carry a read, best first, and says of every other lane why not; must never know how a lane
 moves bytes, nor try one.
 
-The order is the caller's. A lane that is possible here may still turn out not to be there for us (a socket file that a
-container does not see, a mapping that is refused): the native core then goes on to the next one of the list and notes
-why, and both texts together are the transfer's ``lane_reason``.
+What can be is known from four things: what the operators of both sides allow (an address names the lanes that its agent
+serves), where the two are, whose memory it is, and what kind of memory. What is best among those is measured
+(:mod:`kvxfer.policy.calibration`). A lane that is possible here may still turn out not to be there for us (a socket
+file that a container does not see, a ptrace rule, a mapping that is refused): the native core then goes on to the next
+one of the list and notes why, and both texts together are the transfer's ``lane_reason``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from kvxfer.types import DataAddress, Exposure, Lane, PoolRecord
+from kvxfer.types import DataAddress, Exposure, Lane, MemoryKind
 
 MEMORY_HOST = "memory:"
 """How the ``host_id`` of an agent in an in-process network begins."""
 
 
+class Memory(Protocol):
+    """What decides about lanes in the record of a pool or of a region."""
+
+    @property
+    def exposure(self) -> Exposure: ...
+    @property
+    def is_shareable(self) -> bool:
+        """Allocated by kvxfer, so that a reader on the same host may map it."""
+        ...
+
+    @property
+    def memory(self) -> MemoryKind: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class LaneEnd:
-    """One side of a pull: where the agent can be reached, and the pool that takes part."""
+    """One side of a read: where the agent can be reached, and the pool or region that takes part."""
 
     address: DataAddress
-    pool: PoolRecord
+    pool: Memory
 
 
 def choose_lanes(
     ours: LaneEnd, theirs: LaneEnd, allowed: Sequence[Lane]
 ) -> tuple[tuple[Lane, ...], Mapping[Lane, str]]:
-    """The lanes that can carry a pull from ``theirs`` (the source) to ``ours``, in the order of ``allowed``; and for
+    """The lanes that can carry a read from ``theirs`` (the source) to ``ours``, in the order of ``allowed``; and for
     every lane of ``allowed`` one clause that says why it can or cannot.
     """
     lanes: list[Lane] = []
@@ -59,9 +76,16 @@ def explain(lane: Lane | None, reasons: Mapping[Lane, str], notes: str = "") -> 
 
 _MERITS = {
     Lane.MAPPED: "same host, source pool in shared memory",
+    Lane.CMA: "same host and user, read out of the source process",
+    Lane.UCX: "both sides have UCX",
+    Lane.UNIX: "same host, sent over its Unix socket",
     Lane.STREAM: "the source is reached over TCP",
     Lane.MEMORY: "same process",
 }
+
+
+_DEVICE_LANES = (Lane.UCX, Lane.UNIX, Lane.STREAM)
+"""These carry memory on a device; the sockets by pinned host memory, with the driver that whoever registered it has."""
 
 
 def _obstacle(lane: Lane, ours: LaneEnd, theirs: LaneEnd) -> str | None:
@@ -70,14 +94,23 @@ def _obstacle(lane: Lane, ours: LaneEnd, theirs: LaneEnd) -> str | None:
     if lane is Lane.MEMORY:
         is_memory = ours.address.host_id.startswith(MEMORY_HOST)
         return None if is_memory and is_same_host else "the two agents do not share an in-process network"
+    for end, where in ((ours, "here"), (theirs, "at the source")):
+        if end.address.lanes and lane not in end.address.lanes:
+            return f"not served {where} (its operator's lanes, or nothing to load)"
+    if lane not in _DEVICE_LANES:
+        for end, side in ((ours, "destination"), (theirs, "source")):
+            if end.pool.memory is not MemoryKind.HOST:
+                return f"the {side} memory is on a device"
     if lane is Lane.STREAM:
         return None if theirs.address.tcp_port else "the source listens on no TCP port"
+    if lane is not Lane.UNIX and theirs.pool.exposure is not Exposure.POOL:
+        return "the source pool is exposed by grant only"
+    if lane is Lane.UCX:
+        return None
     if not is_same_host:
         return "the source is on another host, or another user's"
     if not ours.address.unix_path or not theirs.address.unix_path:
         return f"the {'reader' if theirs.address.unix_path else 'source'} listens on no Unix socket"
-    if theirs.pool.exposure is not Exposure.POOL:
-        return "the source pool is exposed by grant only"
-    if not theirs.pool.is_shareable:
+    if lane is Lane.MAPPED and not theirs.pool.is_shareable:
         return "the source pool's memory was not allocated by kvxfer"
     return None

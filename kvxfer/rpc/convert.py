@@ -20,8 +20,10 @@ from kvxfer.types import (
     DataAddress,
     Exposure,
     Incarnation,
+    Lane,
     Load,
     Member,
+    MemoryKind,
     PoolRecord,
     Role,
     WorkerInfo,
@@ -31,6 +33,7 @@ from kvxfer.types import (
 PROTOCOL_VERSION = 1
 POOLS_MAX = 64
 TEXT_BYTES_MAX = 1024
+LANES_MAX = 32
 COUNT_MAX = (1 << 53) - 1
 NUMBER_MAX = (1 << 63) - 1
 PART_MEMBERS_MAX = 32
@@ -41,6 +44,9 @@ MESSAGE_BYTES_MAX = 32 << 20
 _ROLES = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE, Role.BOTH: pb.ROLE_BOTH}
 _EXPOSURES = {Exposure.POOL: pb.EXPOSURE_POOL, Exposure.GRANT: pb.EXPOSURE_GRANT}
 _ROLES_BACK = {number: role for role, number in _ROLES.items()}
+_MEMORIES = {MemoryKind.HOST: pb.MEMORY_KIND_HOST, MemoryKind.CUDA: pb.MEMORY_KIND_CUDA}
+_MEMORIES_BACK = {number: kind for kind, number in _MEMORIES.items()}
+_LANES = {lane.value: lane for lane in Lane}
 _EXPOSURES_BACK = {number: exposure for exposure, number in _EXPOSURES.items()}
 _RECORD_FIELDS = tuple(field.name for field in dataclasses.fields(CompatibilityRecord))
 _LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Load))
@@ -120,6 +126,9 @@ def read_pool(message: pb.PoolRecord) -> PoolRecord:
     exposure = _EXPOSURES_BACK.get(message.exposure)
     if exposure is None:
         raise ProtocolViolation(f"pool.exposure {message.exposure} is unknown")
+    memory = _MEMORIES_BACK.get(message.memory)
+    if memory is None:
+        raise ProtocolViolation(f"pool.memory {message.memory} is unknown")
     return PoolRecord(
         message.pool_id,
         read_record(message.record),
@@ -127,6 +136,7 @@ def read_pool(message: pb.PoolRecord) -> PoolRecord:
         _count("pool.block_bytes", message.block_bytes, minimum=1),
         exposure,
         message.is_shareable,
+        memory,
     )
 
 
@@ -138,6 +148,7 @@ def write_pool(value: PoolRecord) -> pb.PoolRecord:
         block_bytes=value.block_bytes,
         exposure=_EXPOSURES[value.exposure],
         is_shareable=value.is_shareable,
+        memory=_MEMORIES[value.memory],
     )
 
 
@@ -162,12 +173,25 @@ def read_address(message: pb.DataAddress) -> DataAddress:
         _count("address.tcp_port", message.tcp_port, maximum=65535),
         _text("address.unix_path", message.unix_path),
         _text("address.host_id", message.host_id),
+        _lanes(message.lanes),
     )
+
+
+def _lanes(names: Iterable[str]) -> tuple[Lane, ...]:
+    """A lane of a later version is none that we could use."""
+    found = list(names)
+    if len(found) > LANES_MAX:
+        raise ProtocolViolation(f"address.lanes names more than LANES_MAX={LANES_MAX}")
+    return tuple(dict.fromkeys(_LANES[name] for name in found if name in _LANES))
 
 
 def write_address(value: DataAddress) -> pb.DataAddress:
     return pb.DataAddress(
-        tcp_host=value.tcp_host, tcp_port=value.tcp_port, unix_path=value.unix_path, host_id=value.host_id
+        tcp_host=value.tcp_host,
+        tcp_port=value.tcp_port,
+        unix_path=value.unix_path,
+        host_id=value.host_id,
+        lanes=[lane.value for lane in value.lanes],
     )
 
 

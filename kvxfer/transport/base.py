@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,9 @@ from kvxfer.types import (
     GrantState,
     Incarnation,
     Lane,
+    MemoryKind,
     PoolRecord,
+    RegionRecord,
     Segment,
     TransferId,
     TransferState,
@@ -41,6 +43,7 @@ Event: TypeAlias = (
     | _core.TransferProgress
     | _core.TransferFinal
     | _core.TransferDrained
+    | _core.OfferEnded
     | _core.NotifReceived
     | _core.NotifDelivered
     | _core.NotifFailed
@@ -61,7 +64,7 @@ SEGMENTS_MAX = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """One piece of host memory, and what keeps it there."""
+    """One piece of the host's or of a device's memory, and what keeps it there."""
 
     address: int
     length_bytes: int
@@ -69,6 +72,16 @@ class Region:
     """Held as long as the region: the tensor, array or mapping that the address belongs to."""
     shared: _core.Region | None = None
     """The memory file behind it, where kvxfer allocated it so that readers may map it."""
+    memory: MemoryKind = MemoryKind.HOST
+    device: int = 0
+    """Which of its kind, as this process numbers them."""
+
+
+class Pieces(NamedTuple):
+    """A list of pieces of registered memory: which pieces of ``ranges``, in which order. ``ids``: uint32, shape [n]."""
+
+    ranges: _core.Ranges
+    ids: Blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +100,27 @@ class PoolCounts:
 
 
 @dataclasses.dataclass(frozen=True)
+class RegionCounts:
+    """What is under way over one registered region."""
+
+    region_id: int
+    length_bytes: int
+    grants: int
+    """Reads by peers, and own writes to peers."""
+    transfers: int
+    """Own reads, and writes of peers, which may still fill it."""
+
+    @property
+    def is_idle(self) -> bool:
+        return self.grants + self.transfers == 0
+
+
+@dataclasses.dataclass(frozen=True)
 class TransportCounts:
     """What the machines hold now, and (``grants_*`` but alive, ``verdicts_*``) what they decided so far."""
 
     pools: tuple[PoolCounts, ...]
+    regions: tuple[RegionCounts, ...]
     grants_alive: int
     grants_released: int
     grants_expired: int
@@ -111,6 +141,7 @@ class TransportCounts:
         """Whether nothing is promised, under way or waiting."""
         return (
             all(pool.is_idle for pool in self.pools)
+            and all(region.is_idle for region in self.regions)
             and self.grants_alive + self.pulls_waiting + self.transfers_live + self.transfers_draining == 0
         )
 
@@ -136,12 +167,30 @@ class Transport(Protocol):
         """The events since the last call, oldest first; of a transfer's progress perhaps only the newest."""
         ...
 
-    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment]) -> None:
-        """Register memory. The segments' lengths add up to ``block_bytes``. Raises InvalidArgument."""
+    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
+        """Register memory. The segments' lengths add up to ``block_bytes``. ``checks``: blocks read from it always go
+        with CRC-32Cs. Raises InvalidArgument."""
         ...
 
     def remove_pool(self, pool_id: int) -> None:
         """Forget a pool. Raises BlocksBusy while anything of it is granted, reserved or quarantined."""
+        ...
+
+    def add_region(self, record: RegionRecord, region: Region) -> None:
+        """Register memory that proven peers may read and write at any time, as far as ``record`` says, until it is
+        removed: an open-ended grant and offer. Raises InvalidArgument (an id that is or was in use).
+        """
+        ...
+
+    def remove_region(self, region_id: int) -> None:
+        """End it: reads by peers are revoked, writes by peers cancelled; once this returned no byte lands there.
+
+        Raises BlocksBusy, and may be called again, while an own read or a peer's write may still fill it.
+        """
+        ...
+
+    def set_guest_key(self, key: bytes) -> None:
+        """Let in whoever proves these 32 bytes, under the name that it gives itself, as long as its session lasts."""
         ...
 
     def set_peer(self, ref: AgentRef, address: DataAddress, key: bytes) -> None:
@@ -205,16 +254,55 @@ class Transport(Protocol):
         lanes: Sequence[Lane],
         deadline_s: float,
         content: bytes = NO_CONTENT,
+        wants_sums: bool = False,
     ) -> None:
         """Start to fill ``blocks`` from the grant's positions ``first...``; they are the transport's until
-        TransferDrained. ``content`` as in :meth:`grant`.
+        TransferDrained. ``content`` as in :meth:`grant`. ``wants_sums``: CRC-32Cs are checked where the source can
+        give them.
 
         Raises InvalidArgument, BlocksBusy, LimitExceeded, PeerGone (that life is not known).
         """
         ...
 
+    def fetch(
+        self,
+        transfer_id: TransferId,
+        peer: AgentRef,
+        local: Pieces,
+        remote: Pieces,
+        *,
+        lanes: Sequence[Lane],
+        deadline_s: float,
+        notification: bytes | None = None,
+        wants_sums: bool = False,
+    ) -> None:
+        """Start to read the peer's pieces into ours, one by one of equal length; ``notification`` is told to the peer
+        once they are committed here. TransferFinal and TransferDrained follow.
+
+        Raises InvalidArgument (lists that do not match, a local piece outside its region), LimitExceeded, PeerGone,
+        LaneUnavailable.
+        """
+        ...
+
+    def push(
+        self,
+        transfer_id: TransferId,
+        peer: AgentRef,
+        local: Pieces,
+        remote: Pieces,
+        *,
+        lanes: Sequence[Lane],
+        deadline_s: float,
+        notification: bytes | None = None,
+        wants_sums: bool = False,
+    ) -> None:
+        """Start to have the peer's core read our pieces into its own; otherwise as :meth:`fetch`. TransferDrained comes
+        once nothing of our memory can be under way any more.
+        """
+        ...
+
     def cancel(self, transfer_id: TransferId) -> None:
-        """End a transfer, if it is not over; TransferFinal and TransferDrained follow."""
+        """End a pull, a fetch or a push, if it is not over; TransferFinal and TransferDrained follow."""
         ...
 
     def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
@@ -319,12 +407,15 @@ LANES: dict[Lane, _core.Lane] = {
     Lane.MAPPED: _core.Lane.MAPPED,
     Lane.STREAM: _core.Lane.STREAM,
     Lane.MEMORY: _core.Lane.MEMORY,
+    Lane.CMA: _core.Lane.CMA,
+    Lane.UCX: _core.Lane.UCX,
+    Lane.UNIX: _core.Lane.UNIX,
 }
 LANES_BACK: dict[_core.Lane, Lane] = {native: lane for lane, native in LANES.items()}
 
 
-def limits_from(config: AgentConfig) -> _core.EndpointLimits:
-    """An agent's settings as the machines take them."""
+def limits_from(config: AgentConfig, lanes: Sequence[Lane]) -> _core.EndpointLimits:
+    """An agent's settings as the machines take them; ``lanes`` are those that it serves and uses."""
     limits = _core.EndpointLimits()
     grants, transfers = limits.grants, limits.transfers
     grants.grants_max = grants.tombstones_max = config.grants_max
@@ -338,6 +429,8 @@ def limits_from(config: AgentConfig) -> _core.EndpointLimits:
     transfers.reconnect_ns = round(config.reconnect_s * NS_PER_S)
     limits.grants, limits.transfers = grants, transfers
     limits.transfers_max = limits.finished_max = config.transfers_max
+    limits.stripes = config.stripes
+    limits.lanes = sum(1 << int(LANES[lane].value) for lane in set(lanes))
     limits.notifications_max = config.notifications_max
     limits.notification_bytes_max = config.notification_bytes_max
     return limits
@@ -348,6 +441,9 @@ def counts_from(native: _core.EndpointCounts) -> TransportCounts:
     return TransportCounts(
         pools=tuple(
             PoolCounts(pool.pool, pool.blocks, pool.granted, pool.reserved, pool.quarantined) for pool in native.pools
+        ),
+        regions=tuple(
+            RegionCounts(region.region, region.bytes, region.grants, region.transfers) for region in native.regions
         ),
         grants_alive=grants.alive,
         grants_released=grants.released,

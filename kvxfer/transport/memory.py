@@ -7,34 +7,41 @@ It decides how the machines' effects become actions of the network; it must neve
 from __future__ import annotations
 
 import collections
-import ctypes
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from kvxfer._native import _core
-from kvxfer.config import AgentConfig
-from kvxfer.errors import Closed, KvxferError
+from kvxfer.config import AgentConfig, allowed_lanes
+from kvxfer.errors import BlocksBusy, Closed, KvxferError
 from kvxfer.transport.base import (
     LANES,
     NO_CONTENT,
     Blocks,
     Event,
+    Pieces,
     Region,
     TransportCounts,
     as_nanoseconds,
-    check_segments,
     counts_from,
     limits_from,
     read_ref,
     write_ref,
 )
+from kvxfer.transport.memory_bytes import BlockMemory, Memories, RegionMemory
 from kvxfer.transport.network import MemoryNetwork, Passage
-from kvxfer.types import AgentRef, DataAddress, GrantState, Lane, PoolRecord, Segment, TransferId, TransferState
+from kvxfer.types import (
+    AgentRef,
+    DataAddress,
+    GrantState,
+    Lane,
+    PoolRecord,
+    RegionRecord,
+    Segment,
+    TransferId,
+    TransferState,
+)
 
 MEMORY = _core.SessionKind.MEMORY
 
@@ -60,7 +67,7 @@ class MemoryBinding:
 
     @property
     def address(self) -> DataAddress:
-        return DataAddress("", 0, "", self.network.name)
+        return DataAddress("", 0, "", self.network.name, (Lane.MEMORY,))
 
     def open(self, ref: AgentRef, config: AgentConfig) -> MemoryTransport:
         return MemoryTransport(self.network, ref, config)
@@ -76,11 +83,12 @@ class MemoryTransport:
         self, network: MemoryNetwork, ref: AgentRef, config: AgentConfig, limits: _core.EndpointLimits | None = None
     ) -> None:
         """``limits`` stands in for those that follow from ``config``."""
-        self.endpoint = _core.Endpoint(write_ref(ref), limits or limits_from(config))
+        lanes = allowed_lanes((Lane.MEMORY,), os.environ)
+        self.endpoint = _core.Endpoint(write_ref(ref), limits or limits_from(config, lanes))
         self.links: dict[int, _Link] = {}
         self._network = network
         self._ref = ref
-        self._memories: dict[int, BlockMemory] = {}
+        self._memories = Memories()
         self._events: collections.deque[Event] = collections.deque()
         self._eventfd: int | None = None
         self._is_closed = False
@@ -114,18 +122,41 @@ class MemoryTransport:
                 os.eventfd_read(self._eventfd)
             return events
 
-    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment]) -> None:
+    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
         with self._open() as endpoint:
             memory = BlockMemory(pool, region, segments)
             endpoint.add_pool(
-                _core.PoolInfo(pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), False)
+                _core.PoolInfo(
+                    pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), False, False, checks
+                )
             )
-            self._memories[pool.pool_id] = memory
+            self._memories.pools[pool.pool_id] = memory
 
     def remove_pool(self, pool_id: int) -> None:
         with self._open() as endpoint:
             endpoint.remove_pool(pool_id)
-            del self._memories[pool_id]
+            del self._memories.pools[pool_id]
+
+    def add_region(self, record: RegionRecord, region: Region) -> None:
+        with self._open() as endpoint:
+            memory = RegionMemory(region, record.can_read)
+            info = _core.RegionInfo(
+                record.region_id, record.length_bytes, record.can_read, record.can_write, False, True
+            )
+            endpoint.add_region(info)
+            self._memories.regions[record.region_id] = memory
+
+    def remove_region(self, region_id: int) -> None:
+        with self._open() as endpoint:
+            is_gone, effects = endpoint.remove_region(region_id, self._network.now_ns)
+            self.act(effects)
+            if not is_gone:
+                raise BlocksBusy(f"region {region_id} may still be written to: a transfer into it has not drained")
+            del self._memories.regions[region_id]
+
+    def set_guest_key(self, key: bytes) -> None:
+        with self._open() as endpoint:
+            endpoint.set_guest_key(key)
 
     def set_peer(self, ref: AgentRef, address: DataAddress, key: bytes) -> None:
         with self._open() as endpoint:
@@ -158,7 +189,9 @@ class MemoryTransport:
 
     def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.ready(transfer_id.raw, blocks, layers, complete, self._network.now_ns))
+            pool_id, fresh = endpoint.becoming_ready(transfer_id.raw, blocks)
+            sums = [_core.crc32c(row.tobytes()) for row in self._memories.pools[pool_id].read(fresh)] if fresh else []
+            self.act(endpoint.ready(transfer_id.raw, blocks, layers, complete, self._network.now_ns, sums))
 
     def revoke_grant(self, transfer_id: TransferId) -> GrantState:
         return self._end_grant(transfer_id, _core.GrantEvent.REVOKE)
@@ -182,6 +215,7 @@ class MemoryTransport:
         lanes: Sequence[Lane],
         deadline_s: float,
         content: bytes = NO_CONTENT,
+        wants_sums: bool = False,
     ) -> None:
         with self._open() as endpoint:
             now_ns = self._network.now_ns
@@ -197,8 +231,69 @@ class MemoryTransport:
                     self._network.random.getrandbits(64),
                     now_ns,
                     content,
+                    wants_sums,
                 )
             )
+
+    def fetch(
+        self,
+        transfer_id: TransferId,
+        peer: AgentRef,
+        local: Pieces,
+        remote: Pieces,
+        *,
+        lanes: Sequence[Lane],
+        deadline_s: float,
+        notification: bytes | None = None,
+        wants_sums: bool = False,
+    ) -> None:
+        with self._open() as endpoint:
+            self._post(endpoint.fetch, transfer_id, peer, local, remote, lanes, deadline_s, notification, wants_sums)
+
+    def push(
+        self,
+        transfer_id: TransferId,
+        peer: AgentRef,
+        local: Pieces,
+        remote: Pieces,
+        *,
+        lanes: Sequence[Lane],
+        deadline_s: float,
+        notification: bytes | None = None,
+        wants_sums: bool = False,
+    ) -> None:
+        with self._open() as endpoint:
+            self._post(endpoint.push, transfer_id, peer, local, remote, lanes, deadline_s, notification, wants_sums)
+
+    def _post(
+        self,
+        act: Callable[..., Sequence[_Effect]],
+        transfer_id: TransferId,
+        peer: AgentRef,
+        local: Pieces,
+        remote: Pieces,
+        lanes: Sequence[Lane],
+        deadline_s: float,
+        notification: bytes | None,
+        wants_sums: bool,
+    ) -> None:
+        now_ns = self._network.now_ns
+        self.act(
+            act(
+                transfer_id.raw,
+                write_ref(peer),
+                local.ranges,
+                local.ids.tolist(),
+                remote.ranges,
+                remote.ids.tolist(),
+                [LANES[lane] for lane in lanes],
+                now_ns + as_nanoseconds("deadline_s", deadline_s),
+                self._network.random.getrandbits(64),
+                now_ns,
+                notification,
+                wants_sums,
+            )
+        )
 
     def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
         with self._open() as endpoint:
@@ -334,10 +429,10 @@ class MemoryTransport:
         link = self.links.get(effect.session)
         reader, source = self._ref, link.peer.ref if link is not None else self._ref
 
-        def stop(text: str = "the connection was lost") -> None:
+        def stop(text: str = "the connection was lost", code: _core.Code = _core.Code.transport) -> None:
             if not self._is_closed:
                 now_ns = self._network.now_ns
-                self.act(self.endpoint.read_stopped(effect.id, effect.token, _core.Code.transport, text, now_ns))
+                self.act(self.endpoint.read_stopped(effect.id, effect.token, code, text, now_ns))
 
         def arrive() -> None:
             if self._is_closed:
@@ -345,19 +440,22 @@ class MemoryTransport:
             if not self.endpoint.is_landing(effect.id, effect.token):
                 stop("the transfer is over")
                 return
-            remote = link.peer.memory(effect.remote_pool) if link is not None and effect.session in self.links else None
-            if remote is None:
+            data = link.peer.read(effect.source) if link is not None and effect.session in self.links else None
+            if data is None:
                 stop("the source's memory is gone")
                 return
-            self._memories[effect.pool].write(effect.to_blocks, remote.read(effect.from_blocks))
+            if effect.sums and list(effect.sums) != [_core.crc32c(piece) for piece in data]:
+                stop("a block has another checksum than its source said", _core.Code.checksum)
+                return
+            self._memories.write(effect.to, data)
             self.act(self.endpoint.read_landed(effect.id, effect.token, self._network.now_ns))
 
         passage = Passage(source, reader, "read")
         self._network.post(lambda: self._network.judge(passage, arrive, cut=stop, drop=stop))
 
-    def memory(self, pool_id: int) -> BlockMemory | None:
-        """What a reader sees of a pool, while this life lasts."""
-        return None if self._is_closed else self._memories.get(pool_id)
+    def read(self, extent: _core.Extent) -> list[bytes] | None:
+        """What a reader sees of our memory, while this life lasts."""
+        return None if self._is_closed else self._memories.read(extent)
 
     def _open(self) -> _Open:
         return _Open(self)
@@ -385,36 +483,3 @@ class _Open:
     def __exit__(self, *_: object) -> None:
         self._transport._network.wake()
         self._transport._network.lock.release()
-
-
-class BlockMemory:
-    """The blocks of one registered pool as bytes, whatever their segments."""
-
-    def __init__(self, pool: PoolRecord, region: Region, segments: Sequence[Segment]) -> None:
-        check_segments(
-            segments, block_count=pool.block_count, block_bytes=pool.block_bytes, length_bytes=region.length_bytes
-        )
-        self._owner = region.owner
-        flat = np.ctypeslib.as_array((ctypes.c_uint8 * region.length_bytes).from_address(region.address))
-        self._views = [
-            np.lib.stride_tricks.as_strided(
-                flat[segment.offset_bytes :],
-                shape=(pool.block_count, segment.length_bytes),
-                strides=(segment.stride_bytes, 1),
-            )
-            for segment in segments
-        ]
-
-    def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """The bytes of ``blocks``, shape [len(blocks), block_bytes], segments in order."""
-        index = np.asarray(blocks, dtype=np.int64)
-        return np.concatenate([view[index] for view in self._views], axis=1)
-
-    def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """The reverse of :meth:`read`."""
-        index = np.asarray(blocks, dtype=np.int64)
-        begin = 0
-        for view in self._views:
-            end = begin + view.shape[1]
-            view[index] = data[:, begin:end]
-            begin = end

@@ -24,16 +24,18 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvxfer._native import _core
-from kvxfer.config import AgentConfig
+from kvxfer.config import AgentConfig, allowed_lanes
 from kvxfer.errors import ConfigError
+from kvxfer.transport import ucx
 from kvxfer.transport.base import (
     LANES,
     NO_CONTENT,
     Blocks,
     Event,
+    Pieces,
     Region,
     TransportCounts,
     as_nanoseconds,
@@ -48,7 +50,9 @@ from kvxfer.types import (
     Exposure,
     GrantState,
     Lane,
+    MemoryKind,
     PoolRecord,
+    RegionRecord,
     Segment,
     TransferId,
     TransferState,
@@ -66,6 +70,12 @@ class NativeBinding:
     def __init__(self, config: AgentConfig) -> None:
         """Raises ConfigError: the port is taken, the host is not ours or not loopback, no place for the socket."""
         self._held: socket.socket | None = None
+        allowed = allowed_lanes(config.lanes, os.environ)
+        self._ucx = ucx.core_options(config, allowed)
+        missing = {Lane.MEMORY} if self._ucx[0] else {Lane.MEMORY, Lane.UCX}
+        lanes = tuple(lane for lane in allowed if lane not in missing)
+        if not lanes:
+            raise ConfigError(f"none of the lanes {', '.join(allowed)} can join processes here")
         host = _numeric(config.bind_host)
         advertised = _numeric(config.advertise_host) if config.advertise_host else host
         if not ipaddress.ip_address(host).is_loopback and not config.insecure:
@@ -89,7 +99,7 @@ class NativeBinding:
         except BaseException:
             self._held.close()
             raise
-        self._address = DataAddress(advertised, self._port, str(self._socket_path), host_id())
+        self._address = DataAddress(advertised, self._port, str(self._socket_path), host_id(), lanes)
 
     @property
     def address(self) -> DataAddress:
@@ -98,10 +108,12 @@ class NativeBinding:
     def open(self, ref: AgentRef, config: AgentConfig) -> NativeTransport:
         core = _core.Core(
             write_ref(ref),
-            limits_from(config),
+            limits_from(config, self._address.lanes),
             bind_host=self._host,
             bind_port=self._port,
             unix_path=str(self._socket_path),
+            ucx_library=self._ucx[0],
+            ucx_tls=self._ucx[1],
         )
         core.start()
         if self._held is not None:
@@ -152,20 +164,43 @@ class NativeTransport:
     def drain(self) -> list[Event]:
         return self.core.drain()
 
-    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment]) -> None:
+    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
         check_segments(
             segments, block_count=pool.block_count, block_bytes=pool.block_bytes, length_bytes=region.length_bytes
         )
-        is_shared = region.shared is not None and pool.is_shareable and pool.exposure is Exposure.POOL
-        info = _core.PoolInfo(pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), is_shared)
+        is_exposed = pool.exposure is Exposure.POOL
+        is_shared = region.shared is not None and pool.is_shareable and is_exposed
+        info = _core.PoolInfo(
+            pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), is_shared, is_exposed, checks
+        )
         parts = [(segment.offset_bytes, segment.stride_bytes, segment.length_bytes) for segment in segments]
         if region.shared is not None:
             self.core.add_pool(info, region.shared, parts)
         else:
-            self.core.add_foreign_pool(info, region.address, region.length_bytes, region.owner, parts)
+            self.core.add_foreign_pool(info, region.address, region.length_bytes, region.owner, parts, _device(region))
 
     def remove_pool(self, pool_id: int) -> None:
         self.core.remove_pool(pool_id)
+
+    def add_region(self, record: RegionRecord, region: Region) -> None:
+        info = _core.RegionInfo(
+            record.region_id,
+            record.length_bytes,
+            record.can_read,
+            record.can_write,
+            record.is_shareable,
+            record.exposure is Exposure.POOL,
+        )
+        if region.shared is not None:
+            self.core.add_region(info, region.shared)
+        else:
+            self.core.add_foreign_region(info, region.address, region.length_bytes, region.owner, _device(region))
+
+    def remove_region(self, region_id: int) -> None:
+        self.core.remove_region(region_id)
+
+    def set_guest_key(self, key: bytes) -> None:
+        self.core.set_guest_key(key)
 
     def set_peer(self, ref: AgentRef, address: DataAddress, key: bytes) -> None:
         is_same_host = address.host_id == self.address.host_id
@@ -228,6 +263,7 @@ class NativeTransport:
         lanes: Sequence[Lane],
         deadline_s: float,
         content: bytes = NO_CONTENT,
+        wants_sums: bool = False,
     ) -> None:
         self.core.pull(
             transfer_id.raw,
@@ -238,6 +274,60 @@ class NativeTransport:
             content=content,
             lanes=[LANES[lane] for lane in lanes],
             deadline_ns=time.monotonic_ns() + as_nanoseconds("deadline_s", deadline_s),
+            wants_sums=wants_sums,
+        )
+
+    def fetch(
+        self,
+        transfer_id: TransferId,
+        peer: AgentRef,
+        local: Pieces,
+        remote: Pieces,
+        *,
+        lanes: Sequence[Lane],
+        deadline_s: float,
+        notification: bytes | None = None,
+        wants_sums: bool = False,
+    ) -> None:
+        self._post(self.core.fetch, transfer_id, peer, local, remote, lanes, deadline_s, notification, wants_sums)
+
+    def push(
+        self,
+        transfer_id: TransferId,
+        peer: AgentRef,
+        local: Pieces,
+        remote: Pieces,
+        *,
+        lanes: Sequence[Lane],
+        deadline_s: float,
+        notification: bytes | None = None,
+        wants_sums: bool = False,
+    ) -> None:
+        self._post(self.core.push, transfer_id, peer, local, remote, lanes, deadline_s, notification, wants_sums)
+
+    def _post(
+        self,
+        act: Callable[..., None],
+        transfer_id: TransferId,
+        peer: AgentRef,
+        local: Pieces,
+        remote: Pieces,
+        lanes: Sequence[Lane],
+        deadline_s: float,
+        notification: bytes | None,
+        wants_sums: bool,
+    ) -> None:
+        act(
+            transfer_id.raw,
+            write_ref(peer),
+            local.ranges,
+            local.ids,
+            remote.ranges,
+            remote.ids,
+            lanes=[LANES[lane] for lane in lanes],
+            deadline_ns=time.monotonic_ns() + as_nanoseconds("deadline_s", deadline_s),
+            notification=notification,
+            wants_sums=wants_sums,
         )
 
     def cancel(self, transfer_id: TransferId) -> None:
@@ -267,6 +357,11 @@ def host_id() -> str:
     """This kernel's boot id and our uid: agents with an equal one can share memory."""
     boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}:{os.geteuid()}"
+
+
+def _device(region: Region) -> int:
+    """The CUDA device of a region as the native core is told; -1: it is the host's."""
+    return region.device if region.memory is MemoryKind.CUDA else -1
 
 
 def _numeric(host: str) -> str:

@@ -16,6 +16,7 @@ from agent_support import BLOCK_BYTES, RECORD, info
 
 from kvxfer import Agent, TransferId
 from kvxfer.rpc import load_token
+from kvxfer.transport.base import allocate_region
 
 
 async def main(coordinator: str, token_file: str) -> None:
@@ -28,6 +29,11 @@ async def main(coordinator: str, token_file: str) -> None:
         grants = {}
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             order = json.loads(line)
+            if "register" in order:
+                registration = agent.register(allocate_region(order["register"]))
+                registration.region.owner[:] = order["fill"]
+                print(registration.record.to_json(), flush=True)
+                continue
             transfer_id = TransferId.from_hex(order["transfer_id"])
             await agent.wait_member("d", timeout_s=20)
             if transfer_id not in grants:

@@ -72,7 +72,7 @@ async def test_a_pull_moves_the_bytes_and_says_how(pair: Pair) -> None:
 async def test_lanes_can_be_named(pair: Pair) -> None:
     source, destination = pair
     if source.address.tcp_port == 0:
-        with pytest.raises(LaneUnavailable, match="no TCP port"):
+        with pytest.raises(LaneUnavailable, match="not served here"):
             await destination.pull(
                 destination.pools[0], [0], transfer_id=fresh_id(), source="source", lanes=[Lane.STREAM]
             )
@@ -303,14 +303,14 @@ async def test_a_broken_core_fails_everything_loudly(pair: Pair, monkeypatch: py
     _, destination = pair
     transfer = destination.pull(destination.pools[0], [1], transfer_id=fresh_id(), source="source")
     grant = destination.grant(destination.pools[0], [2], transfer_id=fresh_id())
-    assert destination._pump is not None
+    assert destination._life is not None
 
     class Broken:
         def drain(self) -> list[object]:
             raise RuntimeError("seeded")
 
-    monkeypatch.setattr(destination._pump, "_transport", Broken())
-    destination._pump.drain()
+    monkeypatch.setattr(destination._life.pump, "_transport", Broken())
+    destination._life.pump.drain()
     with pytest.raises(TransportError, match="seeded"):
         await transfer
     await transfer.wait_drained()
@@ -319,10 +319,10 @@ async def test_a_broken_core_fails_everything_loudly(pair: Pair, monkeypatch: py
         destination.pull(destination.pools[0], [1], transfer_id=fresh_id(), source="source")
 
 
-async def test_a_registered_pool_goes_over_stream() -> None:
+async def test_a_registered_pool_is_sent() -> None:
     async with Agent(info("source")) as source, Agent(info("destination")) as destination:
         memory = np.arange(4 * 64, dtype=np.uint8).reshape(4, 64)
-        pool = source.register_pool(RECORD, memory, block_count=4)
+        pool = source.register_pool(RECORD, memory, block_count=4, exposure=Exposure.GRANT)
         into = destination.register_pool(RECORD, bytearray(4 * 64), block_count=4, exposure=Exposure.GRANT)
         introduce(source, destination)
         transfer_id = fresh_id()
@@ -330,7 +330,7 @@ async def test_a_registered_pool_goes_over_stream() -> None:
         transfer = destination.pull(into, [3], transfer_id=transfer_id, source="source")
         assert isinstance(transfer, Transfer)
         result = await transfer
-        assert result.lane is Lane.STREAM
+        assert result.lane is Lane.UNIX
         assert "exposed by grant only" in result.lane_reason
         with pytest.raises(InvalidArgument, match="caller's"):
             _ = pool.array
@@ -365,8 +365,8 @@ async def test_a_pull_with_impossible_numbers_leaves_nothing_behind(pair: Pair, 
 
 async def test_a_search_that_was_cancelled_does_not_take_its_successor_along(pair: Pair) -> None:
     destination = pair[1]
-    assert destination._peers is not None
-    destination._peers.coordinator_is(True)  # somebody may still say who "nobody" is
+    assert destination._life is not None
+    destination._life.peers.coordinator_is(True)  # somebody may still say who "nobody" is
     transfer_id, pool = fresh_id(), destination.pools[0]
     first = destination.pull(pool, [0], transfer_id=transfer_id, source="nobody")
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The page about the agent: its example runs and prints what it says, and every name on it exists."""
+"""The pages about the agent: their examples run and print what they say, and every name on them exists."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from kvxfer import errors
 
 pytestmark = pytest.mark.checkout
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "agent.md"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "agent.md"
 
 
-def test_the_example_runs() -> None:
-    text = PAGE.read_text()
+@pytest.mark.parametrize("name", ["agent.md", "descriptors.md"])
+def test_the_example_runs(name: str) -> None:
+    text = (DOCS / name).read_text()
     example, output = re.search(r"```python\n(.*?)```.*?```\n(.*?)```", text, re.DOTALL).groups()
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,8 @@ import pytest
 from agent_support import RECORD, info
 
 from kvxfer import Agent, Segment
-from kvxfer.agent.memory import region_of
 from kvxfer.errors import Closed, InvalidArgument, LaneUnavailable
+from kvxfer.transport.host_memory import region_of
 
 
 def tensor(memory: np.ndarray, **changes: object) -> types.SimpleNamespace:
@@ -69,9 +69,8 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(InvalidArgument, match=why):
             region_of(given)
-    gpu = types.SimpleNamespace(type="cuda", __str__=lambda self: "cuda:0")
-    with pytest.raises(LaneUnavailable, match="host memory only"):
-        region_of(tensor(memory, device=gpu))
+    with pytest.raises(LaneUnavailable, match="host and of CUDA devices"):
+        region_of(tensor(memory, device=types.SimpleNamespace(type="xpu")))
     with pytest.raises(LaneUnavailable, match="GPU"):
         region_of(types.SimpleNamespace(__cuda_array_interface__={}))
 

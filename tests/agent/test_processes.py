@@ -7,17 +7,23 @@ import contextlib
 import json
 import os
 import pathlib
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 from agent_support import BLOCK_BYTES, RECORD, Coordinator, fresh_id, info, until
 
 import kvxfer
 from kvxfer import Agent, AgentConfig, Lane
-from kvxfer.errors import PeerGone
+from kvxfer.errors import DeadlineExceeded, PeerGone
+from kvxfer.transport import ucx
+from kvxfer.transport.base import allocate_region
+from kvxfer.transport.posts import Op
+from kvxfer.types import RegionRecord
 
 SCRIPT = pathlib.Path(__file__).with_name("source_process.py")
 
@@ -115,3 +121,65 @@ async def test_a_killed_source_ends_its_pulls_in_bounded_time(
         await until(lambda: agent.members() == ())
         with pytest.raises(PeerGone):
             await agent.pull(into, [1], transfer_id=fresh_id(), source="p", deadline_s=0.3)
+
+
+REGION_BYTES = 64 << 20
+LANES = [lane for lane in Lane if lane is not Lane.MEMORY and (lane is not Lane.UCX or ucx.find_library().path)]
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("op", Op)
+async def test_a_peer_that_dies_under_a_post(
+    coordinator: Coordinator, op: Op, lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the middle it ends the post in bounded time, and our memory is ours again: nothing lands any more."""
+    monkeypatch.setenv("KVXFER_LANES", lane.value)
+    async with source_process(coordinator) as peer, make_destination(coordinator) as agent:
+        mine = agent.register(allocate_region(REGION_BYTES))
+        array = mine.region.owner
+        assert isinstance(array, np.ndarray)
+        rows = np.zeros((REGION_BYTES >> 16, 3), np.uint64)
+        rows[:, 0], rows[:, 1] = mine.record.address + np.arange(len(rows)) * (1 << 16), 1 << 16
+        local = agent.prepare(rows)
+        await agent.wait_member("p", timeout_s=10)
+        record = RegionRecord.from_json(json.dumps(await peer.tell(register=REGION_BYTES, fill=7)))
+        rows[:, 0] = record.address + np.arange(len(rows)) * (1 << 16)
+        remote = agent.prepare(rows, peer="p", records=[record])
+        array[:] = 1
+        await agent.post(op, local, [0], remote, [1], lanes=[lane])
+        post = agent.post(op, local, None, remote, None, lanes=[lane])
+        await asyncio.sleep(0.004)
+        peer.process.kill()
+        await peer.process.wait()
+        killed_s = time.monotonic()
+        with contextlib.suppress(PeerGone):
+            await post
+        await post.wait_drained()
+        assert time.monotonic() - killed_s < 15
+        array[:] = 2
+        await asyncio.sleep(0.02)
+        assert (array == 2).all()
+        agent.deregister(mine)
+        assert agent.statistics().is_idle
+
+
+@pytest.mark.parametrize("op", Op)
+async def test_a_peer_that_stops_is_not_waited_for(coordinator: Coordinator, op: Op) -> None:
+    """SIGSTOP: the deadline ends the post. What was read of a stopped peer's memory is not committed."""
+    async with source_process(coordinator) as peer, make_destination(coordinator) as agent:
+        await agent.wait_member("p", timeout_s=10)
+        record = RegionRecord.from_json(json.dumps(await peer.tell(register=1 << 20, fill=7)))
+        mine = agent.register(allocate_region(1 << 20))
+        local = agent.prepare([(mine.record.address, 1 << 20, 0)])
+        remote = agent.prepare([(record.address, 1 << 20, 0)], peer="p", records=[record])
+        await agent.post(op, local, None, remote, None)
+        peer.process.send_signal(signal.SIGSTOP)
+        try:
+            post = agent.post(op, local, None, remote, None, deadline_s=0.5)
+            with pytest.raises((DeadlineExceeded, PeerGone)):
+                await post
+            async with asyncio.timeout(15):
+                await post.wait_drained()
+        finally:
+            peer.process.send_signal(signal.SIGCONT)
+        agent.deregister(mine)

@@ -55,10 +55,23 @@ def test_missing_model_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> No
 def test_doctor_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for lane in ("mapped", "stream"):
+    for lane in ("mapped", "unix", "stream"):
         assert any(line.split()[:2] == [lane, "yes"] for line in lines)
-    for lane in ("cma", "ucx"):
-        assert any(line.split()[:2] == [lane, "no"] and "not in this version" in line for line in lines)
+    for lane in ("cma", "ucx"):  # of the host and of what is installed; but there is always a word of it
+        assert any(line.split()[0] == lane and line.split()[1] in ("yes", "no") for line in lines if line)
+
+
+def test_doctor_knows_what_the_operator_allows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVXFER_LANES", "stream")
+    assert cli.main(["doctor", "--json"]) == 0
+    findings = {f["name"]: f for f in json.loads(capsys.readouterr().out)["findings"] if f["section"] == "lanes"}
+    assert [name for name, finding in findings.items() if finding["is_ok"]] == ["stream"]
+    assert findings["cma"]["detail"] == "not allowed by KVXFER_LANES"
+    monkeypatch.setenv("KVXFER_LANES", "stream,warp")
+    assert cli.main(["doctor"]) == 2
+    assert "'warp', which is no lane" in capsys.readouterr().err
 
 
 def test_doctor_json(capsys: pytest.CaptureFixture[str]) -> None:

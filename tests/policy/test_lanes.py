@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kvxfer.policy.lanes import LaneEnd, choose_lanes, explain
-from kvxfer.types import CompatibilityRecord, DataAddress, Exposure, Lane, PoolRecord
+from kvxfer.types import CompatibilityRecord, DataAddress, Exposure, Lane, MemoryKind, PoolRecord
 
 RECORD = CompatibilityRecord("m", "c", "w", "f", 1, 1, 1, 1, "a", "p", "r", "b")
 POOL = PoolRecord(1, RECORD, 4, 64, Exposure.POOL, True)
@@ -75,3 +75,31 @@ def test_what_the_core_gave_up_is_told() -> None:
     assert explain(Lane.STREAM, reasons, "connect: No such file") == (
         "stream: the source is reached over TCP (not connect: No such file)"
     )
+
+
+EVERY = (Lane.MAPPED, Lane.CMA, Lane.UCX, Lane.UNIX, Lane.STREAM)
+
+
+def test_memory_of_an_engine_is_reached_without_a_mapping() -> None:
+    assert choose_lanes(END, end(is_shareable=False), EVERY)[0] == EVERY[1:]
+    assert choose_lanes(END, end(exposure=Exposure.GRANT), EVERY)[0] == (Lane.UNIX, Lane.STREAM)
+    assert choose_lanes(END, end(host_id="host:1"), EVERY)[0] == (Lane.UCX, Lane.STREAM)
+
+
+@pytest.mark.parametrize("side", ["ours", "theirs"])
+def test_device_memory_goes_by_ucx_and_by_sockets(side: str) -> None:
+    ends = {"ours": END, "theirs": END, side: end(memory=MemoryKind.CUDA)}
+    lanes, reasons = choose_lanes(ends["ours"], ends["theirs"], EVERY)
+    assert lanes == (Lane.UCX, Lane.UNIX, Lane.STREAM)
+    where = {"ours": "the destination", "theirs": "the source"}[side]
+    assert reasons[Lane.MAPPED] == reasons[Lane.CMA] == f"{where} memory is on a device"
+    ends[side] = end(memory=MemoryKind.CUDA, lanes=(Lane.CMA, Lane.STREAM))
+    assert choose_lanes(ends["ours"], ends["theirs"], EVERY)[0] == (Lane.STREAM,)
+
+
+@pytest.mark.parametrize("side", ["ours", "theirs"])
+def test_what_an_operator_does_not_allow_is_not_used(side: str) -> None:
+    ends = {"ours": END, "theirs": END, side: end(lanes=(Lane.STREAM, Lane.CMA))}
+    lanes, reasons = choose_lanes(ends["ours"], ends["theirs"], EVERY)
+    assert lanes == (Lane.CMA, Lane.STREAM)
+    assert "not served " + {"ours": "here", "theirs": "at the source"}[side] in reasons[Lane.MAPPED]

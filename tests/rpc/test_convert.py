@@ -18,8 +18,10 @@ from kvxfer.types import (
     DataAddress,
     Exposure,
     Incarnation,
+    Lane,
     Load,
     Member,
+    MemoryKind,
     PoolRecord,
     Role,
     WorkerInfo,
@@ -45,11 +47,13 @@ pools = st.lists(
         st.integers(1, 2**50),
         st.sampled_from(Exposure),
         st.booleans(),
+        st.sampled_from(MemoryKind),
     ),
     max_size=4,
     unique_by=lambda pool: pool.pool_id,
 ).map(tuple)
-addresses = st.builds(DataAddress, texts, st.integers(0, 65535), texts, texts)
+lanes = st.lists(st.sampled_from(Lane), unique=True).map(tuple)
+addresses = st.builds(DataAddress, texts, st.integers(0, 65535), texts, texts, lanes)
 loads = st.builds(Load, counts, counts, counts, counts, counts)
 infos = st.builds(WorkerInfo, agent_ids, st.sampled_from(Role), texts, texts, counts, small, texts)
 hellos = st.builds(Hello, infos, addresses, nonces, st.integers(0, convert.NUMBER_MAX), pools, loads, st.booleans())
@@ -130,3 +134,10 @@ def test_a_member_must_have_its_own_info() -> None:
     message.session_key = bytes(31)
     with pytest.raises(ProtocolViolation, match="session_key must be 0 or 32 bytes"):
         convert.read_member(message)
+
+
+def test_lanes_of_a_later_version_are_left_out() -> None:
+    message = pb.DataAddress(tcp_host="h", lanes=["warp", "stream", "stream"])
+    assert convert.read_address(message).lanes == (Lane.STREAM,)
+    with pytest.raises(ProtocolViolation, match="LANES_MAX"):
+        convert.read_address(pb.DataAddress(lanes=["stream"] * (convert.LANES_MAX + 1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvxfer.clock import SystemClock
@@ -10,6 +11,7 @@ from kvxfer.errors import Closed, InvalidArgument
 from kvxfer.testing.lane_parties import MemoryLaneMaker, Party, fresh_id, introduce, make_party
 from kvxfer.testing.lane_steps import PLAIN, expect_outcome, expect_poison, grant, pull
 from kvxfer.transport import Fate, MemoryNetwork, Passage
+from kvxfer.transport.memory_bytes import BlockMemory
 from kvxfer.types import TransferId
 
 CONFIG = AgentConfig(stall_s=0.2, reconnect_s=5.0)
@@ -134,3 +136,26 @@ def test_a_closed_transport_says_so(maker: MemoryLaneMaker) -> None:
         source.transport.fileno()
     assert "closed" in repr(source.transport)
     destination.transport.close()
+
+
+@pytest.mark.parametrize(("wants_sums", "outcome"), [(True, "checksum"), (False, "committed")])
+def test_a_checksum_finds_what_changed_on_the_way(
+    maker: MemoryLaneMaker, monkeypatch: pytest.MonkeyPatch, wants_sums: bool, outcome: str
+) -> None:
+    """The owner's checksums, made when it announced the blocks, meet other bytes: nothing commits."""
+    source = make_party(maker, "source", PLAIN, CONFIG, checks=True)
+    destination = make_party(maker, "destination", PLAIN, CONFIG)
+    introduce(source, destination)
+    source.fill(1)
+    transfer_id = fresh_id()
+    grant(source, transfer_id, [1, 2])
+    read = BlockMemory.read
+
+    def flip(self: BlockMemory, blocks: list[int]) -> np.ndarray:
+        data = read(self, blocks)
+        data[-1, -1] ^= 1
+        return data
+
+    monkeypatch.setattr(BlockMemory, "read", flip)
+    pull(maker, destination, source, transfer_id, [3, 4], wants_sums=wants_sums)
+    expect_outcome(maker, [source, destination], destination, transfer_id, outcome)

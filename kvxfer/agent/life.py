@@ -1,0 +1,111 @@
+"""What an agent has between entering and closing: the transport and everything that lives on its events. Decides whom
+an event belongs to, and in which order things end; must never judge a grant or move a byte (the transport does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from kvxfer._native import _core
+from kvxfer.agent.books import Books, outcome_of
+from kvxfer.agent.grants import Grants
+from kvxfer.agent.metrics import AgentMetrics
+from kvxfer.agent.notifications import Notifications
+from kvxfer.agent.peers import Peers
+from kvxfer.agent.posts import Posts
+from kvxfer.agent.pulls import Pulls
+from kvxfer.agent.pump import EventPump
+from kvxfer.config import AgentConfig
+from kvxfer.errors import KvxferError
+from kvxfer.transport.base import LANES_BACK, Event, Transport
+from kvxfer.transport.calibrations import Calibrations
+
+log = logging.getLogger("kvxfer.agent")
+
+CLOSE_S = 2.0
+"""How long an agent that closes waits for reads that are under way."""
+
+
+class Life:
+    """One life of one agent, on the loop that made it."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        config: AgentConfig,
+        books: Books,
+        metrics: AgentMetrics,
+        notifications: Notifications,
+        on_failure: Callable[[KvxferError], None],
+    ) -> None:
+        """``on_failure`` is told once if the transport broke; everything that was open has ended then."""
+        self.transport = transport
+        self.books = books
+        self.metrics = metrics
+        self.notifications = notifications
+        self.calibrations = Calibrations(transport.address.host_id, is_used=config.calibrate)
+        self.grants = Grants(transport, asyncio.get_running_loop())
+        self.peers = Peers(transport)
+        self.pulls = Pulls(transport, self.peers, books, metrics, self.calibrations)
+        self.pump = EventPump(transport, self._on_event, self._fail)
+        self.posts = Posts(transport, config, self.peers, books, metrics, self.calibrations, self.pump.drain)
+        self._on_failure = on_failure
+        self.is_over = False
+
+    def start(self) -> None:
+        self.pump.start()
+
+    async def close(self, error: KvxferError) -> None:
+        """End: what is open ends with ``error``, grants are revoked, what is under way drains, at most CLOSE_S."""
+        self.peers.close()
+        if not self.pump.is_running:
+            return
+        self.pulls.cancel_all(error)
+        self.posts.cancel_all(error)
+        self.grants.revoke_all("the agent closes")
+        deadline_s = time.monotonic() + CLOSE_S
+        while (self.pulls or self.posts or self.grants) and self.pump.is_running and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.001)
+            self.pump.drain()
+
+    def shut(self, error: KvxferError) -> None:
+        """The part of the end that waits for nothing."""
+        self.is_over = True
+        self.pump.drain()
+        self.pump.stop()
+        try:
+            self.books.remember(self.transport)
+            self.transport.close()
+        finally:
+            self.end_all(error)
+
+    def end_all(self, error: KvxferError) -> None:
+        """Nothing moves any more: end everything that is still open."""
+        self.pulls.fail_all(error)
+        self.posts.fail_all(error)
+        self.grants.fail_all()
+        self.notifications.close(error)
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, (_core.TransferProgress, _core.TransferFinal, _core.TransferDrained)):
+            if not self.posts.handle(event):
+                self.pulls.handle(event)
+        elif isinstance(event, _core.GrantEnded):
+            self.grants.handle(event)
+        elif isinstance(event, (_core.NotifReceived, _core.NotifDelivered, _core.NotifFailed)):
+            self.notifications.handle(event)
+        elif isinstance(event, _core.OfferEnded):
+            self.books.offer_ended(event)
+            self.metrics.offer_ended(LANES_BACK[event.lane].value, outcome_of(event))
+        elif isinstance(event, _core.SessionRefused):
+            self.books.session_refused()
+            log.warning("%s: a session was refused (%s): %s", self.transport.ref, event.code.name, event.text)
+        else:
+            log.debug("%s: %s", self.transport.ref, type(event).__name__)
+
+    def _fail(self, error: KvxferError) -> None:
+        self._on_failure(error)
+        self.end_all(error)

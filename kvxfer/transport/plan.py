@@ -1,0 +1,128 @@
+"""What a post will ask the core for: checks two prepared lists against each other and cuts them into transfers that one
+frame each can carry. Decides where to cut; must never know lanes, time or what became of an earlier post.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer._native import _core
+from kvxfer.errors import InvalidArgument
+from kvxfer.transport.base import Blocks, Pieces, as_blocks
+from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Prepared, Words
+from kvxfer.transport.peer import RemotePeer
+
+LIST_BYTES_MAX = 384 * 1024
+"""Of one list of ranges in one frame; the core's own bound."""
+SHARE_BYTES_MIN = 8 << 20
+"""A post is spread over several connections only where each gets at least so much."""
+
+
+class Op(enum.StrEnum):
+    """What a post does, seen from the agent that posts."""
+
+    READ = "READ"
+    WRITE = "WRITE"
+
+
+class Part(NamedTuple):
+    """One transfer: pieces of our memory, and as many of the peer's."""
+
+    local: Pieces
+    remote: Pieces
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A checked post that can be started many times."""
+
+    op: Op
+    local: Prepared
+    remote: Prepared
+    peer: RemotePeer
+    parts: tuple[Part, ...]
+    pieces: int
+    nbytes: int
+
+
+def make_plan(
+    op: Op,
+    local: Prepared,
+    local_ids: npt.ArrayLike | None,
+    remote: Prepared,
+    remote_ids: npt.ArrayLike | None,
+    *,
+    shares: int = 1,
+) -> Plan:
+    """Descriptor ``local_ids[i]`` of ours and ``remote_ids[i]`` of the peer's are one move; ``None``: all of a list, in
+    order. ``shares``: over how many connections a large post is spread.
+
+    Raises InvalidArgument: lists of unequal length, an index outside its list, a pair of unequal lengths, a local list
+    that is remote or the reverse.
+    """
+    if local.peer is not None or remote.peer is None:
+        raise InvalidArgument("a post needs a local list and one prepared for a peer")
+    own = None if local_ids is None else as_blocks(local_ids)
+    other = None if remote_ids is None else as_blocks(remote_ids)
+    count, other_count = (p.count if ids is None else len(ids) for p, ids in ((local, own), (remote, other)))
+    if count != other_count:
+        raise InvalidArgument(f"{count} local descriptors do not pair with {other_count} of the peer")
+    mine, theirs = local.pieces(own), remote.pieces(other)
+    if local.length_bytes and local.length_bytes == remote.length_bytes:
+        nbytes = local.length_bytes * count
+    else:
+        nbytes = _compare(local.lengths(mine), remote.lengths(theirs), count)
+    shares = max(1, min(shares, nbytes // SHARE_BYTES_MIN))
+    size = -(-len(mine) // shares)
+    on_wire = (remote,) if op is Op.READ else (local, remote)
+    size = min(size, *(_pieces_max(prepared) for prepared in on_wire))
+    parts = tuple(
+        Part(
+            _cut(local, mine[begin : begin + size], is_sent=op is Op.WRITE),
+            _cut(remote, theirs[begin : begin + size], is_sent=True),
+        )
+        for begin in range(0, len(mine), size)
+    )
+    return Plan(op, local, remote, remote.peer, parts, count, nbytes)
+
+
+def _compare(mine: Words, theirs: Words, count: int) -> int:
+    """Bytes in all. Raises InvalidArgument unless the lengths pair."""
+    is_cut = len(mine) != count or len(theirs) != count
+    if len(mine) != len(theirs):
+        raise InvalidArgument("the descriptors of some pair have different lengths")
+    is_equal = mine == theirs
+    if not is_equal.all():
+        which = "some pair" if is_cut else f"pair {int(np.argmin(is_equal))}"
+        raise InvalidArgument(f"the descriptors of {which} have different lengths")
+    return int(mine.sum())
+
+
+def _pieces_max(prepared: Prepared) -> int:
+    """How many pieces one frame can carry."""
+    if prepared.is_table:
+        return LIST_BYTES_MAX // GRID_BYTES
+    if _is_sent_whole(prepared):
+        return (LIST_BYTES_MAX - GRID_BYTES * len(prepared.grids)) // PICK_BYTES
+    return LIST_BYTES_MAX // (GRID_BYTES + PICK_BYTES)
+
+
+def _is_sent_whole(prepared: Prepared) -> bool:
+    """Whether the grids are few enough to go with every frame."""
+    return GRID_BYTES * len(prepared.grids) <= LIST_BYTES_MAX // 2
+
+
+def _cut(prepared: Prepared, pieces: Blocks, *, is_sent: bool) -> Pieces:
+    if not is_sent or prepared.is_table or _is_sent_whole(prepared):
+        return Pieces(prepared.ranges, np.ascontiguousarray(pieces))
+    grid = prepared.grids_of(pieces)
+    used, slot = np.unique(grid, return_inverse=True)
+    grids = np.ascontiguousarray(prepared.grids[used])
+    ends, own_ends = np.cumsum(prepared.grids[:, 4]), np.cumsum(grids[:, 4])
+    within = pieces - (ends - prepared.grids[:, 4])[grid]
+    return Pieces(_core.Ranges(grids), (within + (own_ends - grids[:, 4])[slot]).astype(np.uint32))

@@ -1,0 +1,246 @@
+"""One post: the transfers that it was cut into, as one. Decides what their states are together; must never be told of
+an event that is not its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvxfer._native import _core
+from kvxfer.clock import NS_PER_S
+from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled, from_code
+from kvxfer.policy.lanes import explain
+from kvxfer.transport.base import LANES_BACK
+from kvxfer.transport.plan import Plan
+from kvxfer.types import Lane, TransferId, TransferState
+
+if TYPE_CHECKING:
+    from kvxfer.transport.posts import Poster
+
+SPIN_S = 50e-6
+"""A wait looks for so long before it sleeps: most posts of a few blocks are over by then."""
+SLEEP_MS = 5
+"""Of one sleep; another thread may take the events that would have ended it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PostStatistics:
+    """One post in numbers. ``post_us``: the call that started it; ``transfer_us``: from that call's begin until it was
+    final here (until now, while it is not). ``seconds``: of its slowest transfer, by phase as in TransferResult."""
+
+    bytes: int
+    pieces: int
+    parts: int
+    post_us: float
+    transfer_us: float
+    lane: Lane | None
+    lane_reason: str
+    attempts: int
+    seconds: Mapping[str, float]
+
+
+class Post:
+    """Made by :meth:`Poster.start`. After it is final the memory of a read may be used; after it drained, any of it may
+    be given back.
+    """
+
+    def __init__(
+        self,
+        poster: Poster,
+        plan: Plan,
+        ids: Sequence[bytes],
+        reasons: Mapping[Lane, str],
+        notification: bytes | None,
+        on_final: Callable[[Post], None] | None,
+        on_drained: Callable[[Post], None] | None,
+        begun_ns: int,
+    ) -> None:
+        self.plan = plan
+        self.transfer_ids = tuple(ids)
+        self._poster = poster
+        self._reasons = reasons
+        self._notification = notification
+        self._on_final = on_final
+        self._on_drained = on_drained
+        self._states = dict.fromkeys(ids, TransferState.CONNECTING)
+        self._live: set[bytes] = set()
+        self._is_started = False
+        self._state = TransferState.CONNECTING
+        self._error: KvxferError | None = None
+        self._end_with: KvxferError | None = None
+        self._slowest: _core.TransferFinal | None = None
+        self._attempts = 0
+        self._begun_ns, self._post_ns, self._final_ns = begun_ns, 0, 0
+
+    def __repr__(self) -> str:
+        drained = "" if self.is_drained or not self.is_final else ", draining"
+        return (
+            f"<Post {self.plan.op} {self.plan.nbytes} bytes in {self.plan.pieces} pieces, peer {self.plan.peer.ref}: "
+            f"{self._state.name.lower()}{drained}>"
+        )
+
+    @property
+    def is_final(self) -> bool:
+        return self._state.is_final
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the transport is done with our memory."""
+        return self._is_started and not self._live
+
+    @property
+    def error(self) -> KvxferError | None:
+        """What ended it, where it is final and not committed."""
+        return self._error
+
+    def poll(self) -> TransferState:
+        """The state now; takes the transport's events first. Never waits. Raises only what on_event callbacks raise."""
+        if self._live or not self._state.is_final:
+            self._poster.poll()
+        return self._state
+
+    def wait(self, timeout_s: float) -> TransferState:
+        """Poll until the post is final, at most ``timeout_s``; the state then."""
+        self._wait(lambda: self._state.is_final, timeout_s)
+        return self._state
+
+    def wait_drained(self, timeout_s: float) -> bool:
+        """Poll until the post drained, at most ``timeout_s``; whether it did."""
+        return self._wait(lambda: self.is_drained, timeout_s)
+
+    def result(self) -> PostStatistics:
+        """What it took. Raises the error that ended it; InvalidArgument while it is not final."""
+        if self._error is not None:
+            raise self._error
+        if not self.is_final:
+            raise InvalidArgument(f"{self!r} is not over")
+        return self.statistics()
+
+    def cancel(self, error: KvxferError | None = None) -> None:
+        """Give it up: it ends as cancelled (with ``error``, where given), unless it has ended. Returns at once."""
+        if not self._state.is_final:
+            with self._poster._lock:
+                self._end_with = self._end_with or error
+                self._cancel_rest()
+
+    def statistics(self) -> PostStatistics:
+        final = self._slowest
+        names = ("queue", "wire", "confirm")
+        lane = None if final is None else LANES_BACK[final.lane]
+        end_ns = self._final_ns or time.monotonic_ns()
+        return PostStatistics(
+            bytes=self.plan.nbytes,
+            pieces=self.plan.pieces,
+            parts=len(self.plan.parts),
+            post_us=self._post_ns / 1e3,
+            transfer_us=(end_ns - self._begun_ns) / 1e3,
+            lane=lane,
+            lane_reason=explain(lane, self._reasons, "" if final is None else final.lane_notes),
+            attempts=self._attempts,
+            seconds={name: 0.0 if final is None else getattr(final, f"{name}_ns") / NS_PER_S for name in names},
+        )
+
+    def _wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
+        begin_s = time.monotonic()
+        poller: select.poll | None = None
+        while True:
+            self._poster.poll()
+            now_s = time.monotonic()
+            if until() or now_s - begin_s >= timeout_s:
+                return until()
+            if now_s - begin_s < SPIN_S:
+                continue
+            if poller is None:
+                poller = select.poll()
+                poller.register(self._poster.transport.fileno(), select.POLLIN)
+            poller.poll(min(SLEEP_MS, max(1.0, (begin_s + timeout_s - now_s) * 1e3)))
+
+    # --- for the poster; its lock is held ---
+
+    def _began(self, identity: bytes) -> None:
+        self._live.add(identity)
+
+    def _posted(self) -> None:
+        self._is_started = True
+        self._post_ns = time.monotonic_ns() - self._begun_ns
+
+    def _abandon(self, error: KvxferError) -> None:
+        """A transfer of it could not be started: the call raises, and those that were are cancelled."""
+        self._is_started = True
+        self._on_final = self._on_drained = None
+        self._cancel_rest()
+        self._end(TransferState.FAILED, error)
+
+    def _moved(self, event: _core.TransferProgress) -> None:
+        if not self._state.is_final:
+            self._states[event.id] = TransferState(int(event.state))
+            self._state = min(min(self._states.values()), TransferState.CONFIRMING)
+
+    def _finished(self, event: _core.TransferFinal) -> None:
+        state = self._states[event.id] = TransferState(int(event.state))
+        self._attempts += event.attempts
+        if self._slowest is None or _duration_ns(event) >= _duration_ns(self._slowest):
+            self._slowest = event
+        if self._state.is_final:
+            return
+        if state is not TransferState.COMMITTED:
+            error = self._end_with or from_code(
+                event.code.name, f"{self.plan.op} with {self.plan.peer.ref}: {event.text}"
+            )
+            self._slowest = event
+            self._cancel_rest()
+            self._end(state, error)
+        elif all(other is TransferState.COMMITTED for other in self._states.values()):
+            self._commit()
+
+    def _commit(self) -> None:
+        if self._notification is not None:
+            try:
+                self._poster.transport.notify(self.plan.peer.ref, self._notification)
+            except KvxferError as error:
+                self._end(TransferState.FAILED, error)
+                return
+        self._measure()
+        self._end(TransferState.COMMITTED, None)
+
+    def _measure(self) -> None:
+        final, peer = self._slowest, self.plan.peer
+        if final is not None:
+            is_one = len(self.plan.parts) == 1
+            duration_ns = final.wire_ns + final.confirm_ns if is_one else time.monotonic_ns() - self._begun_ns
+            lane, seconds = LANES_BACK[final.lane], duration_ns / NS_PER_S
+            self._poster.calibrations.measured(peer.ref, peer.address.host_id, lane, self.plan.nbytes, seconds)
+
+    def _end(self, state: TransferState, error: KvxferError | None) -> None:
+        self._state, self._error = state, error
+        self._final_ns = time.monotonic_ns()
+        if self._on_final is not None:
+            self._on_final(self)
+
+    def _drained(self, identity: bytes) -> None:
+        self._live.discard(identity)
+        if self.is_drained and self._on_drained is not None:
+            self._on_drained(self)
+
+    def _broken(self, error: KvxferError) -> None:
+        self._live.clear()
+        if not self._state.is_final:
+            is_cancel = isinstance(error, TransferCancelled)
+            self._end(TransferState.CANCELLED if is_cancel else TransferState.FAILED, self._end_with or error)
+        if self._on_drained is not None:
+            self._on_drained(self)
+
+    def _cancel_rest(self) -> None:
+        for identity, state in self._states.items():
+            if identity in self._live and not state.is_final:
+                with contextlib.suppress(KvxferError):  # a transport that is gone has nothing left to cancel
+                    self._poster.transport.cancel(TransferId(identity))
+
+
+def _duration_ns(event: _core.TransferFinal) -> int:
+    return event.queue_ns + event.wire_ns + event.confirm_ns

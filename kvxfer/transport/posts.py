@@ -1,0 +1,291 @@
+"""Reads and writes of registered memory, posted and polled: no event loop, any thread. Decides which events of a
+transport belong to which post, and what the transfers that one post was cut into are together; must never judge a grant
+or move a byte (the transport does), nor wait where the caller only asked.
+
+A post is committed once every transfer of it is; the first that fails names its error, and the others are cancelled.
+Its notification is told to the peer exactly once, after all of its bytes are committed: it goes with the transfer where
+there is one, and is sent when the last has committed where there are several.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from kvxfer._native import _core
+from kvxfer.config import AgentConfig
+from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, TransportError
+from kvxfer.transport.base import Event, Region, Transport, allocate_region
+from kvxfer.transport.calibrations import Calibrations
+from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared
+from kvxfer.transport.host_memory import region_of
+from kvxfer.transport.peer import RemotePeer
+from kvxfer.transport.plan import Op, Plan, make_plan
+from kvxfer.transport.post import Post
+from kvxfer.types import Exposure, Lane, RegionRecord, TransferId
+
+__all__ = ["Op", "Plan", "Post", "Poster", "Registration", "RemotePeer"]
+
+REGION_ID_FIRST = 1 << 24
+"""Regions are numbered from here on, pools below: one name on the wire is one memory."""
+SAMPLE = 16
+"""One transfer of so many is checked where checks are sampled."""
+
+
+class Registration:
+    """One registered region: its record, to be given to peers, and its memory, which is kept alive as long as it."""
+
+    def __init__(self, record: RegionRecord, region: Region) -> None:
+        self.record = record
+        self.region = region
+
+    def __repr__(self) -> str:
+        return f"<Registration {self.record.region_id}: {self.record.length_bytes} bytes at {self.record.address:#x}>"
+
+
+class Poster:
+    """The registered memory of one agent, and its posts. Thread-safe."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        config: AgentConfig | None = None,
+        calibrations: Calibrations | None = None,
+        drain: Callable[[], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        """Without ``drain`` the poster takes the transport's events itself whenever it is polled, and gives those that
+        are not its own to ``on_event``, which must not block. With it, whoever takes the events gives each to
+        :meth:`handle`, and ``drain`` is how a poll asks for that.
+        """
+        self.transport = transport
+        self.config = config or AgentConfig()
+        self.calibrations = calibrations or Calibrations(transport.address.host_id, is_used=self.config.calibrate)
+        self._drain = drain
+        self._on_event = on_event
+        self._lock = threading.RLock()
+        self._drain_lock = threading.RLock()
+        self._numbers = itertools.count(REGION_ID_FIRST)
+        self._registrations: dict[int, Registration] = {}
+        self._table: MemoryTable | None = None
+        self._posts: dict[bytes, Post] = {}
+        self._failure: KvxferError | None = None
+
+    def __repr__(self) -> str:
+        return f"<Poster of {self.transport.ref}: {len(self._registrations)} regions, {len(self.posts)} posts>"
+
+    # --- memory ---
+
+    def register(
+        self, memory: Any, *, can_read: bool = True, can_write: bool = True, exposure: Exposure = Exposure.POOL
+    ) -> Registration:
+        """Let proven peers read and write ``memory`` (see :func:`~kvxfer.transport.host_memory.region_of`; or a Region)
+        until :meth:`deregister`. It is kept alive so long.
+
+        Raises InvalidArgument, LaneUnavailable for memory of a device that cannot be used.
+        """
+        region = memory if isinstance(memory, Region) else region_of(memory)
+        with self._lock:
+            self._check_failure()
+            record = RegionRecord(
+                next(self._numbers),
+                region.address,
+                region.length_bytes,
+                can_read=can_read,
+                can_write=can_write,
+                memory=region.memory,
+                device=region.device,
+                is_shareable=region.shared is not None and exposure is Exposure.POOL,
+                exposure=exposure,
+            )
+            self.transport.add_region(record, region)
+            registration = self._registrations[record.region_id] = Registration(record, region)
+            self._table = None
+        return registration
+
+    def allocate(self, length_bytes: int, *, can_read: bool = True, can_write: bool = True) -> Registration:
+        """Register zeroed memory made by kvxfer, which readers on this host can map; ``region.owner`` is a uint8 array
+        over it. Raises LimitExceeded where the host has not so much."""
+        return self.register(allocate_region(length_bytes), can_read=can_read, can_write=can_write)
+
+    def deregister(self, registration: Registration) -> None:
+        """Take a region back; once this returns no byte of it is read or written by a peer any more.
+
+        Raises BlocksBusy while a post of ours uses it or a peer's write into it has not drained (its cancelling has
+        begun: try again); InvalidArgument for a region that is not registered here.
+        """
+        region_id = registration.record.region_id
+        with self._lock:
+            if self._registrations.get(region_id) is not registration:
+                raise InvalidArgument(f"{registration!r} is not registered here")
+            busy = next((post for post in self.posts if region_id in post.plan.local.regions), None)
+            if busy is not None:
+                raise BlocksBusy(f"{registration!r} is used by {busy!r}")
+            self.transport.remove_region(region_id)
+            del self._registrations[region_id]
+            self._table = None
+
+    def records(self) -> tuple[RegionRecord, ...]:
+        """What peers need to know to read and write here."""
+        with self._lock:
+            return tuple(registration.record for registration in self._registrations.values())
+
+    # --- posts ---
+
+    def prepare(self, descriptors: Any, *, peer: RemotePeer | None = None) -> Prepared:
+        """Find descriptors (whatever :meth:`Descriptors.of` takes) in our registered memory, or in a peer's.
+
+        Raises InvalidArgument, naming the first descriptor that lies in no region.
+        """
+        parsed = Descriptors.of(descriptors)
+        if peer is not None:
+            return peer.table.resolve(parsed, peer)
+        with self._lock:
+            table = self._table
+            if table is None:
+                table = self._table = MemoryTable(self.records())
+        return table.resolve(parsed)
+
+    def plan(
+        self,
+        op: Op,
+        local: Prepared,
+        local_ids: npt.ArrayLike | None,
+        remote: Prepared,
+        remote_ids: npt.ArrayLike | None,
+    ) -> Plan:
+        """Check a post and cut it, to be started once or many times. Raises InvalidArgument; see :func:`make_plan`."""
+        return make_plan(op, local, local_ids, remote, remote_ids, shares=self.config.stripes)
+
+    def start(
+        self,
+        plan: Plan,
+        *,
+        lanes: Sequence[Lane] | None = None,
+        notification: bytes | None = None,
+        deadline_s: float | None = None,
+        wants_sums: bool | None = None,
+        on_final: Callable[[Post], None] | None = None,
+        on_drained: Callable[[Post], None] | None = None,
+    ) -> Post:
+        """Begin to move the bytes. ``lanes``: allowed, best first; ``wants_sums``: whether CRC-32Cs are checked. Until
+        the post drained, the memory that it fills (a read) or reads (a write) is the transport's. The callbacks are
+        made by whoever drains, in the order of the events, and must not block.
+
+        Raises InvalidArgument, LimitExceeded, PeerGone, LaneUnavailable (names each lane's obstacle).
+        """
+        begun_ns = time.monotonic_ns()
+        transport, peer, is_read = self.transport, plan.peer, plan.op is Op.READ
+        allowed = self.config.lanes if lanes is None else lanes
+        chosen, reasons = peer.lanes(transport.address, plan.local, plan.remote, allowed, is_read=is_read)
+        chosen = self.calibrations.order(peer.ref, peer.address.host_id, chosen, plan.nbytes)
+        deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
+        ids = [secrets.token_bytes(16) for _ in plan.parts]
+        rides = notification if len(ids) == 1 else None
+        after = notification if len(ids) > 1 else None
+        post = Post(self, plan, ids, reasons, after, on_final, on_drained, begun_ns)
+        act = transport.fetch if is_read else transport.push
+        with self._lock:
+            self._check_failure()
+            for identity, part in zip(ids, plan.parts, strict=True):
+                sums = self._wants_sums(identity) if wants_sums is None else wants_sums
+                self._posts[identity] = post
+                try:
+                    act(
+                        TransferId(identity),
+                        peer.ref,
+                        part.local,
+                        part.remote,
+                        lanes=chosen,
+                        deadline_s=deadline_s,
+                        notification=rides,
+                        wants_sums=sums,
+                    )
+                except BaseException as error:
+                    del self._posts[identity]
+                    post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
+                    raise
+                post._began(identity)
+        post._posted()
+        return post
+
+    def post(
+        self,
+        op: Op,
+        local: Prepared,
+        local_ids: npt.ArrayLike | None,
+        remote: Prepared,
+        remote_ids: npt.ArrayLike | None,
+        **options: Any,
+    ) -> Post:
+        """:meth:`plan` and :meth:`start` in one."""
+        return self.start(self.plan(op, local, local_ids, remote, remote_ids), **options)
+
+    @property
+    def posts(self) -> tuple[Post, ...]:
+        """Those that have not drained."""
+        with self._lock:
+            return tuple(dict.fromkeys(self._posts.values()))
+
+    def poll(self) -> None:
+        """Take what happened since; never waits."""
+        if self._drain is not None:
+            self._drain()
+            return
+        with self._drain_lock:
+            for event in self.transport.drain():
+                if isinstance(event, _core.CoreFailed):
+                    self.fail_all(TransportError(f"the native core failed: {event.text}"))
+                if not self.handle(event) and self._on_event is not None:
+                    self._on_event(event)
+
+    def handle(self, event: Event) -> bool:
+        """Take one event of the transport; False where it belongs to no post here."""
+        if not isinstance(event, (_core.TransferProgress, _core.TransferFinal, _core.TransferDrained)):
+            return False
+        with self._lock:
+            post = self._posts.get(event.id)
+            if post is None:
+                return False
+            if isinstance(event, _core.TransferProgress):
+                post._moved(event)
+            elif isinstance(event, _core.TransferFinal):
+                post._finished(event)
+            else:
+                del self._posts[event.id]
+                post._drained(event.id)
+        return True
+
+    def cancel_all(self, error: KvxferError | None = None) -> None:
+        """Give every post up; they end with ``error``."""
+        for post in self.posts:
+            post.cancel(error)
+
+    def fail_all(self, error: KvxferError) -> None:
+        """The transport moves nothing any more: end what is still open."""
+        with self._lock:
+            posts, self._failure = self.posts, error
+            self._posts.clear()
+            for post in posts:
+                post._broken(error)
+
+    def _wants_sums(self, identity: bytes) -> bool:
+        return wants_sums(self.config.stream_checks, identity)
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def wants_sums(checks: str, identity: bytes) -> bool:
+    """Whether one transfer is checked, by the policy ``off``, ``on`` or ``sampled``: one in SAMPLE, the same one
+    whoever asks."""
+    return checks == "on" or (checks == "sampled" and zlib.crc32(identity) % SAMPLE == 0)

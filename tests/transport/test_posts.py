@@ -1,0 +1,302 @@
+"""Posts over a transport that only writes down what it is asked: how several transfers are one post."""
+
+from __future__ import annotations
+
+import threading
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer._native import _core
+from kvxfer.config import AgentConfig
+from kvxfer.errors import (
+    BlocksBusy,
+    DeadlineExceeded,
+    InvalidArgument,
+    LaneUnavailable,
+    LimitExceeded,
+    PeerGone,
+    TransferCancelled,
+    TransportError,
+)
+from kvxfer.transport.posts import Op, Plan, Post, Poster, RemotePeer, wants_sums
+from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, RegionRecord, TransferId, TransferState
+
+REF = AgentRef("a", Incarnation(1, bytes(16)))
+PEER_REF = AgentRef("b", Incarnation(2, bytes(16)))
+ADDRESS = DataAddress("127.0.0.1", 1, "/x", "host", (Lane.MAPPED, Lane.STREAM))
+MANY = 25_000
+"""Scattered pieces: three transfers."""
+
+
+class Recorder:
+    """A transport to which nothing happens until a test says so."""
+
+    ref = REF
+    address = ADDRESS
+
+    def __init__(self) -> None:
+        self.asked: list[types.SimpleNamespace] = []
+        self.cancelled: list[bytes] = []
+        self.notified: list[bytes] = []
+        self.removed: list[int] = []
+        self.events: list[Any] = []
+        self.refuse_after: int | None = None
+        self.notify_error: Exception | None = None
+
+    def add_region(self, record: RegionRecord, region: Any) -> None: ...
+
+    def remove_region(self, region_id: int) -> None:
+        self.removed.append(region_id)
+
+    def fetch(self, transfer_id: TransferId, peer: AgentRef, local: Any, remote: Any, **options: Any) -> None:
+        if self.refuse_after is not None and len(self.asked) >= self.refuse_after:
+            raise LimitExceeded("transfers_max")
+        self.asked.append(types.SimpleNamespace(id=transfer_id.raw, peer=peer, **options))
+
+    push = fetch
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        self.cancelled.append(transfer_id.raw)
+
+    def notify(self, to: AgentRef, payload: bytes) -> int:
+        if self.notify_error is not None:
+            raise self.notify_error
+        self.notified.append(payload)
+        return len(self.notified)
+
+    def drain(self) -> list[Any]:
+        events, self.events = self.events, []
+        return events
+
+
+class Setting:
+    def __init__(self, patch: pytest.MonkeyPatch, **config: Any) -> None:
+        self.transport = Recorder()
+        self.others: list[object] = []
+        settings = AgentConfig(**config)
+        self.poster = Poster(self.transport, config=settings, on_event=self.others.append)  # type: ignore[arg-type]
+        self.memory = np.zeros(MANY * 64, np.uint8)
+        self.registration = self.poster.register(self.memory)
+        self.peer = RemotePeer(PEER_REF, ADDRESS, [self.registration.record])
+        patch.setattr(_core, "TransferFinal", types.SimpleNamespace)
+
+    def plan(self, count: int = MANY, op: Op = Op.READ) -> Plan:
+        rows = np.zeros((count, 3), np.uint64)
+        rows[:, 0] = self.registration.record.address + np.arange(count) * 50
+        rows[:, 0] += np.random.default_rng(1).integers(0, 20, count).astype(np.uint64)
+        rows[:, 1] = 16
+        return self.poster.plan(op, self.poster.prepare(rows), None, self.poster.prepare(rows, peer=self.peer), None)
+
+    def finish(self, identity: bytes, state: TransferState = TransferState.COMMITTED, code: str = "ok") -> None:
+        self.transport.events.append(
+            types.SimpleNamespace(
+                id=identity,
+                state=state,
+                code=types.SimpleNamespace(name=code),
+                text="why",
+                lane=_core.Lane.STREAM,
+                lane_notes="",
+                attempts=1,
+                queue_ns=1000,
+                wire_ns=2000,
+                confirm_ns=3000,
+            )
+        )
+
+    def drained(self, post: Post, *identities: bytes) -> None:
+        for identity in identities or post.transfer_ids:
+            with self.poster._lock:
+                del self.poster._posts[identity]
+                post._drained(identity)
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
+    return Setting(monkeypatch)
+
+
+def test_committed_once_all_are(setting: Setting) -> None:
+    post = setting.poster.start(setting.plan(), notification=b"done", lanes=[Lane.STREAM])
+    first, *rest = post.transfer_ids
+    assert len(rest) == 2
+    assert [asked.notification for asked in setting.transport.asked] == [None] * 3
+    assert post.poll() is TransferState.CONNECTING
+    for identity in rest:
+        setting.finish(identity)
+        assert not post.poll().is_final
+    with pytest.raises(InvalidArgument, match="not over"):
+        post.result()
+    assert setting.transport.notified == []
+    setting.finish(first)
+    assert post.poll() is TransferState.COMMITTED
+    assert setting.transport.notified == [b"done"]
+    assert not post.is_drained
+    with pytest.raises(BlocksBusy, match="used by"):
+        setting.poster.deregister(setting.registration)
+    setting.drained(post)
+    assert post.is_drained
+    numbers = post.result()
+    assert (numbers.bytes, numbers.pieces, numbers.parts, numbers.lane) == (MANY * 16, MANY, 3, Lane.STREAM)
+    assert numbers.transfer_us >= numbers.post_us > 0
+    assert numbers.seconds == {"queue": 1e-6, "wire": 2e-6, "confirm": 3e-6}
+    assert numbers.attempts == 3
+    setting.poster.deregister(setting.registration)
+    assert setting.transport.removed == [setting.registration.record.region_id]
+    assert setting.poster.records() == ()
+
+
+def test_a_single_transfer_takes_its_notification_along(setting: Setting) -> None:
+    post = setting.poster.start(setting.plan(100), notification=b"done")
+    assert [asked.notification for asked in setting.transport.asked] == [b"done"]
+    setting.finish(post.transfer_ids[0])
+    assert post.poll() is TransferState.COMMITTED
+    assert setting.transport.notified == []
+
+
+def test_the_first_failure_ends_it(setting: Setting) -> None:
+    post = setting.poster.start(setting.plan(), notification=b"done")
+    first, second, third = post.transfer_ids
+    setting.finish(second, TransferState.FAILED, "deadline")
+    assert post.poll() is TransferState.FAILED
+    assert isinstance(post.error, DeadlineExceeded)
+    assert setting.transport.cancelled == [first, third]
+    setting.finish(first)
+    setting.finish(third, TransferState.CANCELLED, "cancelled")
+    assert post.poll() is TransferState.FAILED
+    assert setting.transport.notified == []
+    with pytest.raises(DeadlineExceeded, match="READ with b"):
+        post.result()
+
+
+def test_cancel(setting: Setting) -> None:
+    post = setting.poster.start(setting.plan())
+    post.cancel()
+    assert setting.transport.cancelled == list(post.transfer_ids)
+    for identity in post.transfer_ids:
+        setting.finish(identity, TransferState.CANCELLED, "cancelled")
+    assert post.poll() is TransferState.CANCELLED
+    assert isinstance(post.error, TransferCancelled)
+    count = len(setting.transport.cancelled)
+    post.cancel()
+    assert len(setting.transport.cancelled) == count
+
+
+def test_a_notification_that_cannot_be_sent_fails_the_post(setting: Setting) -> None:
+    post = setting.poster.start(setting.plan(), notification=b"done")
+    setting.transport.notify_error = PeerGone("gone")
+    for identity in post.transfer_ids:
+        setting.finish(identity)
+    assert post.poll() is TransferState.FAILED
+    assert isinstance(post.error, PeerGone)
+
+
+def test_a_call_that_raises_leaves_nothing_running(setting: Setting) -> None:
+    setting.transport.refuse_after = 2
+    with pytest.raises(LimitExceeded):
+        setting.poster.start(setting.plan())
+    assert setting.transport.cancelled == [asked.id for asked in setting.transport.asked]
+    (post,) = setting.poster.posts
+    assert post.is_final
+    assert not post.is_drained
+    setting.drained(post, *(asked.id for asked in setting.transport.asked))
+    assert setting.poster.posts == ()
+
+
+def test_a_transport_that_broke(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    post = setting.poster.start(setting.plan())
+    monkeypatch.setattr(_core, "CoreFailed", types.SimpleNamespace)
+    setting.transport.events.append(types.SimpleNamespace(text="a bug", id=b""))
+    assert post.poll() is TransferState.FAILED
+    assert isinstance(post.error, TransportError)
+    assert post.is_drained
+    assert len(setting.others) == 1
+    with pytest.raises(TransportError, match="a bug"):
+        setting.poster.start(setting.plan(10))
+
+
+def test_other_events_go_on(setting: Setting) -> None:
+    event = object()
+    setting.transport.events.append(event)
+    setting.poster.poll()
+    assert setting.others == [event]
+    setting.finish(b"\0" * 16)
+    setting.poster.poll()
+    assert len(setting.others) == 2
+
+
+def test_lanes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting.poster.start(setting.plan(10))
+    assert setting.transport.asked[-1].lanes == (Lane.STREAM,)  # numpy's memory cannot be mapped
+    with pytest.raises(LaneUnavailable, match="not allocated by kvxfer"):
+        setting.poster.start(setting.plan(10), lanes=[Lane.MAPPED])
+    given = setting.poster.allocate(1 << 16)
+    peer = RemotePeer(PEER_REF, ADDRESS, [given.record])
+    mine = setting.poster.prepare([(setting.registration.record.address, 64, 0)])
+    theirs = setting.poster.prepare([(given.record.address, 64, 0)], peer=peer)
+    setting.poster.post(Op.READ, mine, None, theirs, None)
+    assert setting.transport.asked[-1].lanes == (Lane.MAPPED, Lane.STREAM)
+    setting.poster.post(Op.WRITE, mine, None, theirs, None)  # read by the peer out of numpy's memory
+    assert setting.transport.asked[-1].lanes == (Lane.STREAM,)
+
+
+def test_what_was_slow_is_tried_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    for calibrate, best in ((True, Lane.STREAM), (False, Lane.MAPPED)):
+        setting = Setting(monkeypatch, calibrate=calibrate)
+        given = setting.poster.allocate(1 << 20)
+        peer = RemotePeer(PEER_REF, ADDRESS, [given.record])
+        row = [(given.record.address, 1 << 20, 0)]
+        plan = setting.poster.plan(
+            Op.READ, setting.poster.prepare(row), None, setting.poster.prepare(row, peer=peer), None
+        )
+        for _ in range(3):
+            setting.poster.calibrations.measured(PEER_REF, ADDRESS.host_id, Lane.MAPPED, 1 << 20, 0.1)
+        setting.poster.start(plan)
+        assert setting.transport.asked[-1].lanes[0] is best
+
+
+def test_sums_are_wanted_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for checks, wanted in (("off", False), ("on", True)):
+        setting = Setting(monkeypatch, stream_checks=checks)
+        setting.poster.start(setting.plan(10))
+        setting.poster.start(setting.plan(10), wants_sums=not wanted)
+        assert [asked.wants_sums for asked in setting.transport.asked] == [wanted, not wanted]
+    ids = [number.to_bytes(16, "big") for number in range(4000)]
+    share = sum(wants_sums("sampled", identity) for identity in ids)
+    assert 150 < share < 350
+    assert [wants_sums("sampled", identity) for identity in ids] == [wants_sums("sampled", i) for i in ids]
+
+
+def test_two_threads_poll(setting: Setting) -> None:
+    """Whoever polls takes the events of all; nobody misses the end of its own."""
+    posts = [setting.poster.start(setting.plan(100)) for _ in range(20)]
+
+    def poll(mine: list[Post]) -> None:
+        while not all(post.poll().is_final for post in mine):
+            pass
+
+    threads = [threading.Thread(target=poll, args=(posts[index::2],)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for post in posts:
+        setting.finish(post.transfer_ids[0])
+    for thread in threads:
+        thread.join(20)
+    assert all(post.poll() is TransferState.COMMITTED for post in posts)
+
+
+def test_registrations(setting: Setting) -> None:
+    record = setting.registration.record
+    assert record.length_bytes == len(setting.memory)
+    assert not record.is_shareable
+    with pytest.raises(InvalidArgument, match="contiguous"):
+        setting.poster.register(np.zeros((4, 4))[:, 1])
+    other = Setting.__new__(Setting)
+    other.registration = setting.poster.register(bytearray(64), can_write=False)
+    assert not other.registration.record.can_write
+    assert other.registration.record.region_id == record.region_id + 1
+    setting.poster.deregister(other.registration)
+    with pytest.raises(InvalidArgument, match="not registered"):
+        setting.poster.deregister(other.registration)
