@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "router": ("services", "run the router: the OpenAI API in front of the workers"),
     "serve": ("serve", "start coordinator, workers and router on this machine and keep them up"),
     "demo": ("demo", "answer one prompt over prefill and decode workers, and compare with a single process"),
+    "nixl": ("nixl", "run a program that imports NIXL on kvxfer instead"),
     "doctor": ("doctor", "say which lanes this machine has, and why not the others"),
     "model": ("model", "fetch, list or remove models"),
     "version": ("", "print the version"),

@@ -1,0 +1,182 @@
+"""One NIXL agent's place on kvxfer's transport: its name and life, its memory, its remotes, its notifications. Decides
+when the transport is opened and what its metadata says; must never know NIXL's handles.
+
+The transport opens with the first network backend, as NIXL's does. The background threads of the metadata exchange hold
+this object, and never the agent in front of it: so that an agent that the program drops is closed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import threading
+import time
+
+from kvxfer.connectors.nixl.dlists import nixlRegDList
+from kvxfer.connectors.nixl.errors import nixlBackendError, nixlInvalidParamError, nixlNotFoundError, translated
+from kvxfer.connectors.nixl.inbox import HELLO, Inbox, envelope_for
+from kvxfer.connectors.nixl.metadata import (
+    AgentMetadata,
+    decode_metadata,
+    encode_metadata,
+    invalidation_proof,
+    wire_id,
+)
+from kvxfer.connectors.nixl.registry import Registry
+from kvxfer.connectors.nixl.remotes import Remotes
+from kvxfer.connectors.nixl.settings import Settings
+from kvxfer.transport.native import NativeBinding
+from kvxfer.transport.posts import Poster
+from kvxfer.types import AgentRef, Incarnation
+
+HOT_LOOP_S = 50e-6
+"""A poll that finds nothing so soon after another one is a loop: the processor is offered to whoever moves the
+bytes."""
+
+
+class Link:
+    """What an open transport brings with it."""
+
+    def __init__(self, name: str, settings: Settings, inbox: Inbox) -> None:
+        """Raises by NIXL's names."""
+        with translated():
+            config = settings.agent_config(os.environ)
+            self.ref = AgentRef(wire_id(name), Incarnation(0, secrets.token_bytes(16)))
+            self.capability = secrets.token_bytes(32)
+            binding = NativeBinding(config)
+            try:
+                self.transport = binding.open(self.ref, config)
+            except BaseException:
+                binding.close()
+                raise
+            self.transport.set_guest_key(self.capability)
+            self.poster = Poster(self.transport, config=config, on_event=inbox.take_event)
+            self.registry = Registry(self.poster)
+            self.remotes = Remotes(name, self.transport)
+            self.wrap = envelope_for(name)
+
+
+class Endpoint:
+    """Thread-safe; every method raises by NIXL's names."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        if not name:
+            raise nixlInvalidParamError("an agent needs a non-empty name")
+        self.name = name
+        self.settings = settings
+        self.inbox = Inbox()
+        self._lock = threading.RLock()
+        self._link: Link | None = None
+        self._is_closed = False
+        self._last_poll_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._link is not None
+
+    @property
+    def link(self) -> Link:
+        """Raises nixlBackendError where no network backend was created, or all is closed."""
+        if self._link is None:
+            raise nixlBackendError(
+                f"agent {self.name!r} "
+                + ("was closed" if self._is_closed else "has no backend that reaches other agents")
+            )
+        return self._link
+
+    def open(self) -> None:
+        """Take a port and a socket; nothing happens where that was done."""
+        with self._lock:
+            if self._is_closed:
+                raise nixlBackendError(f"agent {self.name!r} was closed")
+            if self._link is None:
+                self._link = Link(self.name, self.settings, self.inbox)
+
+    def close(self) -> None:
+        """Hang up; after it returned no byte of the agent's memory is read or written. Callable twice."""
+        with self._lock:
+            link, self._link, self._is_closed = self._link, None, True
+        if link is not None:
+            link.transport.close()
+
+    def poll(self) -> None:
+        """Take what happened since the last call; never waits, but offers the processor where it is called in a
+        loop."""
+        with translated():
+            self.link.poster.poll()
+        now_s = time.monotonic()
+        if now_s - self._last_poll_s < HOT_LOOP_S:
+            os.sched_yield()
+        self._last_poll_s = now_s
+
+    # --- metadata ---
+
+    def metadata(self) -> bytes:
+        """All of it. Raises nixlInvalidParamError where nothing could be reached."""
+        if self._link is None:
+            raise nixlInvalidParamError(f"agent {self.name!r} has no backend that reaches other agents")
+        return encode_metadata(self._describe(self._link.poster.records(), is_whole=True, has_connection=True))
+
+    def partial_metadata(self, descs: nixlRegDList, *, has_connection: bool) -> bytes:
+        """Of these rows, with or without how to reach us; an empty list means only that."""
+        link = self.link
+        records = () if descs.isEmpty() else link.registry.records(descs)
+        return encode_metadata(
+            self._describe(records, is_whole=False, has_connection=has_connection or descs.isEmpty())
+        )
+
+    def load(self, blob: bytes) -> str:
+        """Add another agent's metadata; returns its name."""
+        metadata = decode_metadata(blob)
+        if self._link is None:
+            raise nixlBackendError(f"agent {self.name!r} has no backend that reaches agent {metadata.name!r}")
+        return self._link.remotes.add(metadata).name
+
+    def forget(self, name: str) -> bool:
+        """Remove a remote agent; whether it was known. Raises nixlInvalidParamError for our own name."""
+        if name == self.name:
+            raise nixlInvalidParamError("an agent cannot remove itself")
+        return self._link is not None and self._link.remotes.remove(name)
+
+    def own_proof(self) -> bytes:
+        """Proves to those who hold our metadata that it is we who take it back."""
+        return invalidation_proof(self.link.capability, self.link.ref)
+
+    def forget_proven(self, name: str, proof: bytes) -> None:
+        """Remove a remote agent that asked for it itself. Raises nixlNotFoundError for any other proof."""
+        remote = None if self._link is None else self._link.remotes.find(name)
+        if remote is None or not hmac.compare_digest(proof, invalidation_proof(remote.capability, remote.ref)):
+            raise nixlNotFoundError(f"agent {name!r} is not known here in the life that asks to be forgotten")
+        self.forget(name)
+
+    # --- notifications ---
+
+    def notify(self, name: str, message: bytes) -> None:
+        """Raises nixlNotFoundError for an agent that is not known."""
+        link = self.link
+        payload = link.wrap(message)
+        if name == self.name:
+            self.inbox.put(name, message)
+            return
+        remote = link.remotes.get(name)
+        with translated():
+            link.transport.notify(remote.ref, payload)
+
+    def connect(self, name: str) -> None:
+        """Have a session opened, before there is anything to say."""
+        link = self.link
+        remote = link.remotes.get(name)
+        with translated():
+            link.transport.notify(remote.ref, HELLO)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else repr(self._link.transport) if self._link is not None else "not open"
+        return f"<Endpoint {self.name} {state}>"
+
+    def _describe(self, records: tuple[object, ...], *, is_whole: bool, has_connection: bool) -> AgentMetadata:
+        link = self.link
+        metadata = AgentMetadata(self.name, link.ref, records, is_whole)  # type: ignore[arg-type]
+        if not has_connection:
+            return metadata
+        return AgentMetadata(self.name, link.ref, metadata.records, is_whole, link.transport.address, link.capability)

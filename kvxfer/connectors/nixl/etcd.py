@@ -1,0 +1,178 @@
+"""Metadata through etcd, by the keys that NIXL uses, over etcd's own HTTP gateway (v3 API) with the standard library.
+Decides keys, waits and bounds; must never know what a blob holds.
+
+Who can read the namespace can reach the agents in it: their metadata is a capability.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from typing import Any
+
+from kvxfer.connectors.nixl.errors import nixlBackendError, nixlInvalidParamError, nixlNotFoundError
+from kvxfer.connectors.nixl.metadata import BLOB_BYTES_MAX
+
+REQUEST_S = 5.0
+POLL_S = 0.1
+"""How often a key that is not there yet is asked for."""
+RETRY_S = 1.0
+DEFAULT_LABEL = "metadata"
+log = logging.getLogger("nixl.kvxfer")
+
+
+class EtcdClient:
+    """One namespace behind some endpoints, the first that answers is used. Thread-safe."""
+
+    def __init__(self, endpoints: str, namespace: str) -> None:
+        """``endpoints``: URLs, separated by ``,`` or ``;``. Raises nixlInvalidParamError."""
+        self._namespace = namespace
+        self._endpoints = [self._parse(text.strip()) for text in endpoints.replace(";", ",").split(",") if text.strip()]
+        if not self._endpoints:
+            raise nixlInvalidParamError("NIXL_ETCD_ENDPOINTS names no endpoint")
+
+    def key(self, agent: str, label: str = "") -> str:
+        return f"{self._namespace}/{agent}/{label}"
+
+    def put(self, agent: str, label: str, blob: bytes) -> None:
+        """Raises nixlBackendError."""
+        self._ask("kv/put", {"key": _encode(self.key(agent, label).encode()), "value": _encode(blob)})
+
+    def get(self, agent: str, label: str) -> bytes | None:
+        """None where there is nothing, or nothing yet. Raises nixlBackendError."""
+        found = self._ask("kv/range", {"key": _encode(self.key(agent, label).encode())}).get("kvs") or []
+        return base64.b64decode(found[0].get("value", "")) or None if found else None
+
+    def wait(self, agent: str, label: str, timeout_s: float) -> bytes:
+        """What is there, or comes within ``timeout_s``. Raises nixlNotFoundError, nixlBackendError."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            blob = self.get(agent, label)
+            if blob is not None:
+                return blob
+            if time.monotonic() >= end_s:
+                raise nixlNotFoundError(f"etcd has no {self.key(agent, label)!r}, and none came in {timeout_s:g} s")
+            time.sleep(POLL_S)
+
+    def delete(self, agent: str) -> None:
+        """All labels of an agent. Raises nixlBackendError."""
+        prefix = self.key(agent).encode()
+        self._ask("kv/deleterange", {"key": _encode(prefix), "range_end": _encode(_after(prefix))})
+
+    def agent_of(self, key: bytes) -> str | None:
+        """Whose key it is."""
+        begin, text = self._namespace + "/", key.decode(errors="replace")
+        name, _, label = text[len(begin) :].rpartition("/")
+        return name if text.startswith(begin) and name and label else None
+
+    def open_watch(self) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """A stream of what happens in the namespace, one JSON object a line. Raises nixlBackendError."""
+        prefix = (self._namespace + "/").encode()
+        body = {"create_request": {"key": _encode(prefix), "range_end": _encode(_after(prefix)), "filters": ["NOPUT"]}}
+        return self._send("watch", body, None)
+
+    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        connection, response = self._send(path, body, REQUEST_S)
+        try:
+            text = response.read(BLOB_BYTES_MAX * 2)
+            answer = json.loads(text)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise nixlBackendError(f"etcd: {path}: {error}") from None
+        finally:
+            connection.close()
+        if response.status != 200 or not isinstance(answer, dict):
+            raise nixlBackendError(f"etcd: {path}: HTTP {response.status}: {text[:200]!r}")
+        return answer
+
+    def _send(
+        self, path: str, body: dict[str, Any], timeout_s: float | None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        text = json.dumps(body)
+        reason = ""
+        for url in self._endpoints:
+            kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+            connection = kind(url.hostname or "", url.port or 2379, timeout=REQUEST_S)
+            try:
+                connection.request("POST", f"/v3/{path}", text, {"Content-Type": "application/json"})
+                if connection.sock is not None:
+                    connection.sock.settimeout(timeout_s)
+                return connection, connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                reason = f"{url.netloc}: {error}"
+                connection.close()
+        raise nixlBackendError(f"etcd cannot be reached: {reason}")
+
+    @staticmethod
+    def _parse(text: str) -> urllib.parse.SplitResult:
+        url = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
+        try:
+            is_right = url.scheme in ("http", "https") and url.hostname is not None and (url.port or 1) > 0
+        except ValueError:
+            is_right = False
+        if not is_right:
+            raise nixlInvalidParamError(f"NIXL_ETCD_ENDPOINTS: {text!r} is no http(s)://host:port")
+        return url
+
+
+class EtcdWatch:
+    """Tells of agents that took their metadata back, on a thread of its own, until :meth:`close`."""
+
+    def __init__(self, client: EtcdClient, on_gone: Callable[[str], None]) -> None:
+        self._client = client
+        self._on_gone = on_gone
+        self._closed = threading.Event()
+        self._connection: http.client.HTTPConnection | None = None
+        self._thread = threading.Thread(target=self._run, name="nixl-etcd-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join(REQUEST_S)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._connection, response = self._client.open_watch()
+                if self._closed.is_set():
+                    return
+                self._follow(response)
+            except (nixlBackendError, OSError, ValueError, http.client.HTTPException) as error:
+                if not self._closed.is_set():
+                    log.warning("the watch of etcd broke off: %s", error)
+            finally:
+                if self._connection is not None:
+                    self._connection.close()
+            self._closed.wait(RETRY_S)
+
+    def _follow(self, response: http.client.HTTPResponse) -> None:
+        for line in iter(lambda: response.readline(1 << 20), b""):
+            answer = json.loads(line)
+            result = answer.get("result") if isinstance(answer, dict) else None
+            for event in (result or {}).get("events") or []:
+                if event.get("type") != "DELETE":
+                    continue
+                agent = self._client.agent_of(base64.b64decode(event.get("kv", {}).get("key", "")))
+                if agent is not None:
+                    self._on_gone(agent)
+
+
+def _encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _after(prefix: bytes) -> bytes:
+    """The first key that does not begin with ``prefix``: etcd's way to name a range."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])

@@ -1,0 +1,61 @@
+"""``nixl.logging``: loggers under ``nixl``, at the level of ``NIXL_LOG_LEVEL``, written to stdout as NIXL's are.
+Decides format and level."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+_LEVELS = {
+    "TRACE": logging.DEBUG,
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARN": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "FATAL": logging.CRITICAL,
+}
+_lock = threading.Lock()
+_is_set_up = False
+
+
+class _Stdout(logging.StreamHandler):  # type: ignore[type-arg]
+    """Whatever ``sys.stdout`` is at that moment: it may be replaced (by a test, by a redirect)."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> object:
+        return sys.stdout
+
+
+def setup_logging() -> None:
+    """Once a process: a handler for ``nixl``, unless the program has put one there."""
+    global _is_set_up
+    with _lock:
+        if _is_set_up:
+            return
+        _is_set_up = True
+        logger = logging.getLogger("nixl")
+        name = os.environ.get("NIXL_LOG_LEVEL", "").upper()
+        if not logger.handlers:
+            handler = _Stdout()
+            handler.setFormatter(
+                logging.Formatter(
+                    "%(asctime)s NIXL %(levelname)-7s %(filename)s:%(lineno)d %(message)s", "%Y-%m-%d %H:%M:%S"
+                )
+            )
+            logger.addHandler(handler)
+            logger.propagate = False
+        if logger.level == logging.NOTSET or name in _LEVELS:
+            logger.setLevel(_LEVELS.get(name, logging.INFO))
+        if name and name not in _LEVELS:
+            logger.warning("NIXL_LOG_LEVEL=%s is none of %s; INFO it is", name, ", ".join(_LEVELS))
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger ``nixl.NAME``, without leading underscores of the name."""
+    setup_logging()
+    return logging.getLogger(f"nixl.{name.lstrip('_')}")

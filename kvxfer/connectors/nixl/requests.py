@@ -1,0 +1,256 @@
+"""NIXL's transfer requests: made once, posted as often as wanted, one post at a time. Decides what state a request is
+in, by NIXL's rules; must never know how bytes move.
+
+A request to the agent itself (NIXL calls it loopback) is a copy in memory, over when :meth:`post` returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.connectors.nixl.endpoint import Endpoint
+from kvxfer.connectors.nixl.enums import nixl_status_t
+from kvxfer.connectors.nixl.errors import (
+    nixlInvalidParamError,
+    nixlNotFoundError,
+    nixlNotPostedError,
+    nixlRepostActiveError,
+    translate,
+    translated,
+)
+from kvxfer.connectors.nixl.remotes import Remote
+from kvxfer.errors import PeerGone
+from kvxfer.transport.base import as_blocks
+from kvxfer.transport.descriptors import Prepared
+from kvxfer.transport.plan import Plan
+from kvxfer.transport.post import Post
+from kvxfer.types import Lane
+
+RELEASE_S = 1.0
+"""How long a release waits for a transfer that it cancelled to let go of the memory."""
+IN_PROG, SUCCESS = nixl_status_t.NIXL_IN_PROG, nixl_status_t.NIXL_SUCCESS
+
+
+@dataclasses.dataclass(frozen=True)
+class nixlXferTelemetry:
+    """What a finished transfer took: microseconds (``startTime`` on the steady clock), bytes, descriptors. ``lane`` is
+    ours: how the bytes went."""
+
+    startTime: int = 0
+    postDuration: int = 0
+    xferDuration: int = 0
+    totalBytes: int = 0
+    descCount: int = 0
+    lane: Lane | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DList:
+    """A prepared list: of our own memory (``agent_name`` empty), or of a remote's, or of ours as a remote's."""
+
+    agent_name: str
+    prepared: Prepared
+    remote: Remote | None
+    rows: npt.NDArray[np.uint64]
+
+    def check_alive(self) -> None:
+        """Raises nixlNotFoundError where its remote was removed since."""
+        if self.remote is not None and self.remote.is_gone:
+            raise nixlNotFoundError(
+                f"agent {self.agent_name!r} was removed since this list was prepared: prepare it again"
+            )
+
+    def pieces(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+        """(address, length) of the descriptors ``ids``, shape [n, 2]."""
+        rows = self.rows
+        if rows.shape[1] == 5:
+            counts = rows[:, 3].astype(np.int64)
+            row = np.repeat(np.arange(len(rows)), counts)
+            step = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+            rows = np.stack((rows[row, 0] + step.astype(np.uint64) * rows[row, 4], rows[row, 1]), axis=1)
+        if int(ids.max()) >= len(rows):
+            raise nixlInvalidParamError(f"index {int(ids.max())} is outside a list of {len(rows)} descriptors")
+        return rows[ids, :2]
+
+
+class Request(Protocol):
+    """What a transfer handle stands for."""
+
+    backend: int
+
+    def post(self, message: bytes) -> nixl_status_t: ...
+    def status(self) -> nixl_status_t: ...
+    def release(self) -> None: ...
+    def telemetry(self) -> nixlXferTelemetry: ...
+    def estimate_us(self) -> int | None: ...
+
+
+class RemoteRequest:
+    """Between us and another agent."""
+
+    def __init__(self, endpoint: Endpoint, remote: Remote, plan: Plan, message: bytes, backend: int) -> None:
+        self.backend = backend
+        self._endpoint = endpoint
+        self._remote = remote
+        self._plan = plan
+        self._message = message
+        self._payload: bytes | None = endpoint.link.wrap(message) if message else None
+        self._post: Post | None = None
+        self._start_us = 0
+        self._is_measured = False
+
+    def post(self, message: bytes) -> nixl_status_t:
+        """Start it (again). A message replaces the one before, for later posts too.
+
+        Raises nixlNotFoundError (the remote was removed), nixlRepostActiveError, and what a start can raise.
+        """
+        link = self._endpoint.link
+        self._check_known()
+        if self._post is not None and not self._post.poll().is_final:
+            raise nixlRepostActiveError(f"the transfer is under way: {self._post!r}")
+        if message:
+            self._payload, self._message = link.wrap(message), message
+        self._start_us, self._is_measured = time.monotonic_ns() // 1000, False
+        with translated():
+            self._post = link.poster.start(self._plan, notification=self._payload)
+        return self.status()
+
+    def status(self) -> nixl_status_t:
+        """Raises nixlNotPostedError, nixlNotFoundError (the remote was removed meanwhile), and what ended it."""
+        post = self._post
+        if post is None:
+            raise nixlNotPostedError("the transfer was not posted")
+        if not post.is_final:
+            self._endpoint.poll()
+        if not post.is_final:
+            self._check_known()
+            return IN_PROG
+        if post.error is None:
+            self._measure(post)
+            return SUCCESS
+        if isinstance(post.error, PeerGone):
+            self._check_known()
+        raise translate(post.error)
+
+    def release(self) -> None:
+        """Give it up and wait for the memory to be free. Raises nixlRepostActiveError where that takes too long."""
+        post = self._post
+        if post is None or not self._endpoint.is_open:
+            return
+        if not post.is_final:
+            post.cancel()
+        if not post.wait_drained(RELEASE_S):
+            raise nixlRepostActiveError(f"the transfer was cancelled and still uses its memory: {post!r}")
+
+    def telemetry(self) -> nixlXferTelemetry:
+        """Raises as :meth:`status`; of a transfer under way, what is known so far."""
+        self.status()
+        assert self._post is not None
+        seen = self._post.statistics()
+        post_us = max(1, round(seen.post_us))
+        transfer_us = max(post_us, round(seen.transfer_us))
+        return nixlXferTelemetry(self._start_us, post_us, transfer_us, seen.bytes, seen.pieces, seen.lane)
+
+    def estimate_us(self) -> int | None:
+        self._check_known()
+        lane = None if self._post is None else self._post.statistics().lane
+        seconds = self._remote.estimate_s(lane, self._plan.nbytes)
+        return None if seconds is None else max(1, round(seconds * 1e6))
+
+    def _check_known(self) -> None:
+        if self._remote.is_gone:
+            raise nixlNotFoundError(f"agent {self._remote.name!r} was removed after this transfer was made")
+
+    def _measure(self, post: Post) -> None:
+        if not self._is_measured:
+            self._is_measured = True
+            seen = post.statistics()
+            if seen.lane is not None:
+                self._remote.speed.measured(seen.lane, seen.bytes, seen.transfer_us / 1e6)
+
+
+class LoopRequest:
+    """Between an agent and itself."""
+
+    def __init__(
+        self,
+        source: npt.NDArray[np.uint64],
+        destination: npt.NDArray[np.uint64],
+        message: bytes,
+        backend: int,
+        deliver: Callable[[bytes], None],
+        check: Callable[[], None],
+    ) -> None:
+        """Piece i of ``source`` goes to piece i of ``destination``; both shape [n, 2] (address, length).
+        ``check`` raises where the memory is not registered any more.
+
+        Raises nixlInvalidParamError where they do not pair.
+        """
+        if len(source) != len(destination) or not np.array_equal(source[:, 1], destination[:, 1]):
+            raise nixlInvalidParamError("the descriptors of both sides do not pair by number and length")
+        self.backend = backend
+        self._runs = _join(source, destination)
+        self._nbytes, self._pieces = int(source[:, 1].sum()), len(source)
+        self._message = message
+        self._deliver = deliver
+        self._check = check
+        self._telemetry: nixlXferTelemetry | None = None
+
+    def post(self, message: bytes) -> nixl_status_t:
+        self._check()
+        self._message = message or self._message
+        begun_ns = time.monotonic_ns()
+        for source, destination, length in self._runs:
+            ctypes.memmove(destination, source, length)
+        took_us = max(1, (time.monotonic_ns() - begun_ns) // 1000)
+        self._telemetry = nixlXferTelemetry(begun_ns // 1000, took_us, took_us, self._nbytes, self._pieces, Lane.MEMORY)
+        if self._message:
+            self._deliver(self._message)
+        return SUCCESS
+
+    def status(self) -> nixl_status_t:
+        if self._telemetry is None:
+            raise nixlNotPostedError("the transfer was not posted")
+        return SUCCESS
+
+    def release(self) -> None:
+        pass
+
+    def telemetry(self) -> nixlXferTelemetry:
+        self.status()
+        assert self._telemetry is not None
+        return self._telemetry
+
+    def estimate_us(self) -> int | None:
+        return None if self._telemetry is None else self._telemetry.xferDuration
+
+
+def as_indices(indices: object) -> npt.NDArray[np.uint32]:
+    """Indices of a prepared list. Raises nixlInvalidParamError for anything else, an empty list among it."""
+    array = np.asarray(indices)
+    if array.dtype.kind == "f" and bool((array == np.floor(array)).all()):
+        array = array.astype(np.int64)  # NIXL casts them: whole numbers it is
+    with translated():
+        return as_blocks(array)
+
+
+def state_of(status: nixl_status_t) -> str:
+    """The word that NIXL's Python uses for it."""
+    return "DONE" if status == SUCCESS else "PROC" if status == IN_PROG else "ERR"
+
+
+def _join(source: npt.NDArray[np.uint64], destination: npt.NDArray[np.uint64]) -> list[tuple[int, int, int]]:
+    """(from, to, length), neighbours on both sides as one."""
+    follows = (source[1:, 0] == source[:-1, 0] + source[:-1, 1]) & (
+        destination[1:, 0] == destination[:-1, 0] + destination[:-1, 1]
+    )
+    begins = np.flatnonzero(np.concatenate(([True], ~follows)))
+    lengths = np.add.reduceat(source[:, 1], begins)
+    return list(zip(source[begins, 0].tolist(), destination[begins, 0].tolist(), lengths.tolist(), strict=True))

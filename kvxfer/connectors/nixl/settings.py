@@ -1,0 +1,88 @@
+"""What NIXL has no parameter for, from the environment. Decides names and defaults.
+
+``KVXFER_NIXL_HOST``        where the agent's data port and its metadata listener bind (127.0.0.1)
+``KVXFER_NIXL_ADVERTISE``   what peers dial, where that differs
+``KVXFER_NIXL_INSECURE=1``  allow an address that is not loopback: sessions authenticate, and do not encrypt
+``KVXFER_NIXL_DEADLINE_S``  the most one transfer may take (600)
+``KVXFER_NIXL_CHECKS``      CRC-32C over posts: off, on or sampled (off)
+``KVXFER_NIXL_BAD_INPUT``   ``none``: the ``get_*_descs`` calls log and return None for bad input, as NIXL does; they
+                            raise otherwise
+``KVXFER_LANES``            the lanes that everything in the process may use
+``NIXL_TELEMETRY_ENABLE``, ``NIXL_ETCD_ENDPOINTS``, ``NIXL_ETCD_NAMESPACE`` and ``NIXL_LOG_LEVEL`` mean what they mean
+to NIXL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from kvxfer.config import DEFAULT_LANES, AgentConfig, allowed_lanes
+from kvxfer.errors import ConfigError
+
+TRUE = frozenset({"y", "yes", "on", "1", "true", "enable", "enabled"})
+FALSE = frozenset({"n", "no", "off", "0", "false", "disable", "disabled"})
+NOTIFICATION_BYTES_MAX = 192 * 1024
+"""With its envelope; one frame must carry it beside two full lists of ranges."""
+ENVELOPE_BYTES_MAX = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One agent's share of the environment, read when the agent is made."""
+
+    host: str = "127.0.0.1"
+    advertise: str = ""
+    insecure: bool = False
+    deadline_s: float = 600.0
+    checks: str = "off"
+    none_for_bad_input: bool = False
+    telemetry: bool | None = None
+    """``None``: what the agent's own config says."""
+    etcd_endpoints: str = ""
+    etcd_namespace: str = "/nixl/agents/"
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Settings:
+        """Raises ConfigError for a value that means nothing."""
+        bad_input = environ.get("KVXFER_NIXL_BAD_INPUT", "").lower()
+        if bad_input not in ("", "raise", "none"):
+            raise ConfigError(f"KVXFER_NIXL_BAD_INPUT must be raise or none, not {bad_input!r}")
+        deadline = environ.get("KVXFER_NIXL_DEADLINE_S") or "600"
+        try:
+            deadline_s = float(deadline)
+        except ValueError:
+            raise ConfigError(f"KVXFER_NIXL_DEADLINE_S must be a number of seconds, not {deadline!r}") from None
+        return cls(
+            host=environ.get("KVXFER_NIXL_HOST") or "127.0.0.1",
+            advertise=environ.get("KVXFER_NIXL_ADVERTISE", ""),
+            insecure=bool(_switch(environ, "KVXFER_NIXL_INSECURE")),
+            deadline_s=deadline_s,
+            checks=environ.get("KVXFER_NIXL_CHECKS") or "off",
+            none_for_bad_input=bad_input == "none",
+            telemetry=_switch(environ, "NIXL_TELEMETRY_ENABLE"),
+            etcd_endpoints=environ.get("NIXL_ETCD_ENDPOINTS", ""),
+            etcd_namespace=environ.get("NIXL_ETCD_NAMESPACE") or "/nixl/agents/",
+        )
+
+    def agent_config(self, environ: Mapping[str, str]) -> AgentConfig:
+        """Raises ConfigError, where the operator's lanes leave none too."""
+        return AgentConfig(
+            bind_host=self.host,
+            advertise_host=self.advertise,
+            insecure=self.insecure,
+            lanes=allowed_lanes(DEFAULT_LANES, environ),
+            transfer_deadline_s=self.deadline_s,
+            stream_checks=self.checks,
+            notifications_max=65536,
+            notification_bytes_max=NOTIFICATION_BYTES_MAX,
+        )
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool | None:
+    text = environ.get(name, "").strip().lower()
+    if not text:
+        return None
+    if text not in TRUE | FALSE:
+        raise ConfigError(f"{name} must be yes or no, not {text!r}")
+    return text in TRUE

@@ -1,0 +1,43 @@
+"""Agents for the tests of the NIXL connector, closed when a test is over."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from nixl_support import MakeAgent
+
+from kvxfer.connectors.nixl import nixl_agent, nixl_agent_config
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("NIXL_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def make_agent() -> Iterator[MakeAgent]:
+    """``make_agent(name, **config)``."""
+    agents: list[nixl_agent] = []
+
+    def make(name: str, **config: Any) -> nixl_agent:
+        agents.append(nixl_agent(name, nixl_agent_config(**config)))
+        return agents[-1]
+
+    yield make
+    for agent in agents:
+        agent.close()
+
+
+@pytest.fixture
+def pair(make_agent: MakeAgent) -> tuple[nixl_agent, nixl_agent]:
+    """An initiator that may ask for telemetry, and a target."""
+    return make_agent("initiator", capture_telemetry=True), make_agent("target")

@@ -1,0 +1,298 @@
+"""Metadata from listener to listener, and through a small etcd."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.server
+import json
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from nixl_support import MakeAgent, finish, memory, notifications, register, row, until
+
+from kvxfer.connectors.nixl import nixl_agent, p2p
+from kvxfer.connectors.nixl.bindings import nixlBackendError, nixlInvalidParamError, nixlNotFoundError
+from kvxfer.connectors.nixl.etcd import EtcdClient
+from kvxfer.connectors.nixl.metadata import decode_metadata
+
+HOST = "127.0.0.1"
+
+
+def port_of(agent: nixl_agent) -> int:
+    port = agent.agent.listenPort
+    assert port is not None
+    return port
+
+
+# --- from listener to listener ---
+
+
+def test_send_fetch_and_invalidate(make_agent: MakeAgent) -> None:
+    one = make_agent("one", enable_listen_thread=True, listen_port=0)
+    other = make_agent("other", enable_listen_thread=True, listen_port=0)
+    mine, theirs = memory(4096), memory(4096, seed=1)
+    register(one, mine)
+    register(other, theirs)
+    one.fetch_remote_metadata("other", HOST, port_of(other))
+    one.send_local_metadata(HOST, port_of(other))
+    until(lambda: one.check_remote_metadata("other") and other.check_remote_metadata("one"))
+    local, remote = one.get_xfer_descs([row(mine)], "DRAM"), one.get_xfer_descs([row(theirs)], "DRAM")
+    finish(one, one.initialize_xfer("READ", local, remote, "other", b"done"))
+    assert (mine == theirs).all()
+    assert notifications(other) == {"one": [b"done"]}
+    one.invalidate_local_metadata(HOST, port_of(other))
+    until(lambda: not other.check_remote_metadata("one"))
+
+
+def test_an_agent_that_does_not_listen_can_fetch(make_agent: MakeAgent) -> None:
+    one = make_agent("one")
+    other = make_agent("other", enable_listen_thread=True, listen_port=0)
+    one.fetch_remote_metadata("other", HOST, port_of(other))
+    until(lambda: one.check_remote_metadata("other"))
+
+
+def test_partial(make_agent: MakeAgent) -> None:
+    one = make_agent("one", enable_listen_thread=True, listen_port=0)
+    other = make_agent("other")
+    arrays = [memory(4096), memory(4096)]
+    descs = [register(other, array) for array in arrays]
+    lists = [one.get_xfer_descs([row(array)], "DRAM") for array in arrays]
+    other.send_partial_agent_metadata(descs[0], True, ["UCX"], HOST, port_of(one))
+    until(lambda: one.check_remote_metadata("other", lists[0]))
+    assert not one.check_remote_metadata("other", lists[1])
+    other.send_partial_agent_metadata(descs[1], False, [], HOST, port_of(one))
+    until(lambda: one.check_remote_metadata("other", lists[1]))
+
+
+def test_what_was_asked_for_is_sent_before_an_agent_closes(make_agent: MakeAgent) -> None:
+    one = make_agent("one", enable_listen_thread=True, listen_port=0)
+    other = make_agent("other")
+    one.add_remote_agent(other.get_agent_metadata())
+    other.invalidate_local_metadata(HOST, port_of(one))
+    other.close()
+    until(lambda: not one.check_remote_metadata("other"))
+
+
+def test_nobody_else_invalidates(make_agent: MakeAgent, caplog: pytest.LogCaptureFixture) -> None:
+    one = make_agent("one", enable_listen_thread=True, listen_port=0)
+    other = make_agent("other")
+    one.add_remote_agent(other.get_agent_metadata())
+    logger = logging.getLogger("nixl")
+    logger.addHandler(caplog.handler)
+    try:
+        p2p.tell(HOST, port_of(one), p2p.FORGET, bytes(32) + b"other")
+        until(lambda: "asks to be forgotten" in caplog.text)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert one.check_remote_metadata("other")
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"NIXLCOMM:SEND",
+        b"\x0d\0\0\0\0\0\0\0NIXLCOMM:SEND",
+        p2p.HEAD.pack(p2p.MAGIC, 1, p2p.LOAD, 1 << 30),
+        p2p.HEAD.pack(p2p.MAGIC, 1, p2p.LOAD, 4) + b"junk",
+        p2p.HEAD.pack(p2p.MAGIC, 1, 9, 0),
+        p2p.HEAD.pack(p2p.MAGIC, 1, p2p.FORGET, 40) + bytes(32) + b"\xff" * 8,
+        b"\0",
+    ],
+)
+def test_noise_ends_its_own_connection_only(make_agent: MakeAgent, noise: bytes) -> None:
+    agent = make_agent("one", enable_listen_thread=True, listen_port=0)
+    with socket.create_connection((HOST, port_of(agent)), 10) as connection:
+        connection.settimeout(20)
+        connection.sendall(noise)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b""
+    assert p2p.tell(HOST, port_of(agent), p2p.SEND)
+
+
+def test_nobody_listens(make_agent: MakeAgent) -> None:
+    agent = make_agent("one")
+    with socket.create_server((HOST, 0)) as server:
+        port = int(server.getsockname()[1])
+    agent.send_local_metadata(HOST, port)
+    agent.fetch_remote_metadata("other", HOST, port)
+    for call in (agent.send_local_metadata, agent.invalidate_local_metadata, lambda: agent.fetch_remote_metadata("x")):
+        with pytest.raises(nixlInvalidParamError, match="NIXL_ETCD_ENDPOINTS"):
+            call()
+
+
+def test_another_host_is_the_operators_choice(make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_NIXL_HOST", "0.0.0.0")
+    monkeypatch.setenv("KVXFER_NIXL_ADVERTISE", HOST)
+    with pytest.raises(nixlInvalidParamError, match="insecure"):
+        make_agent("refused")
+    monkeypatch.setenv("KVXFER_NIXL_INSECURE", "yes")
+    one = make_agent("one", enable_listen_thread=True, listen_port=0)
+    address = decode_metadata(one.get_agent_metadata()).address
+    assert address is not None
+    assert address.tcp_host == HOST
+    other = make_agent("other")
+    other.fetch_remote_metadata("one", HOST, port_of(one))
+    until(lambda: other.check_remote_metadata("one"))
+
+
+def test_a_port_that_is_taken(make_agent: MakeAgent) -> None:
+    with socket.create_server((HOST, 0)) as server, pytest.raises(nixlBackendError, match="cannot listen"):
+        make_agent("one", enable_listen_thread=True, listen_port=int(server.getsockname()[1]))
+
+
+# --- through etcd ---
+
+
+class SmallEtcd(http.server.ThreadingHTTPServer):
+    """The four calls of etcd's gateway that are used, on a dictionary."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__((HOST, 0), SmallEtcdHandler)
+        self.keys: dict[bytes, bytes] = {}
+        self.watchers: list[queue.Queue[bytes | None]] = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_address[1]}"
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        key = base64.b64decode(body["key"])
+        with self.lock:
+            if path == "/v3/kv/put":
+                self.keys[key] = base64.b64decode(body.get("value", ""))
+                return {}
+            end = base64.b64decode(body["range_end"]) if "range_end" in body else key + b"\0"
+            found = {each: value for each, value in self.keys.items() if key <= each < end}
+            if path == "/v3/kv/range":
+                kvs = [{"key": encode(each), "value": encode(value)} for each, value in found.items()]
+                return {"kvs": kvs} if kvs else {}
+            assert path == "/v3/kv/deleterange"
+            for each in found:
+                del self.keys[each]
+                for watcher in self.watchers:
+                    watcher.put(each)
+            return {"deleted": str(len(found))}
+
+    def close(self) -> None:
+        with self.lock:
+            for watcher in self.watchers:
+                watcher.put(None)
+        self.shutdown()
+        self.server_close()
+
+
+class SmallEtcdHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: SmallEtcd
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v3/watch":
+            self.watch()
+            return
+        answer = json.dumps(self.server.answer(self.path, body)).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def watch(self) -> None:
+        events: queue.Queue[bytes | None] = queue.Queue()
+        with self.server.lock:
+            self.server.watchers.append(events)
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.chunk({"result": {"created": True}})
+        while (key := events.get()) is not None:
+            try:
+                self.chunk({"result": {"events": [{"type": "DELETE", "kv": {"key": encode(key)}}]}})
+            except OSError:
+                return
+        self.close_connection = True
+
+    def chunk(self, value: dict[str, Any]) -> None:
+        line = json.dumps(value).encode() + b"\n"
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+        self.wfile.flush()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+@pytest.fixture
+def etcd(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallEtcd]:
+    server = SmallEtcd()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    monkeypatch.setenv("NIXL_ETCD_ENDPOINTS", f"http://{HOST}:1;{server.url}")
+    monkeypatch.setenv("NIXL_ETCD_NAMESPACE", "/test/agents")
+    yield server
+    server.close()
+    thread.join(10)
+
+
+def test_etcd(etcd: SmallEtcd, make_agent: MakeAgent) -> None:
+    one, other = make_agent("one"), make_agent("other")
+    one.fetch_remote_metadata("other")
+    other.send_local_metadata()
+    until(lambda: one.check_remote_metadata("other"))
+    assert list(etcd.keys) == [b"/test/agents/other/metadata"]
+    until(lambda: etcd.watchers)
+    other.invalidate_local_metadata()
+    until(lambda: not one.check_remote_metadata("other"))
+    assert not etcd.keys
+    other.send_local_metadata()
+    until(lambda: etcd.keys)
+    one.fetch_remote_metadata("other")
+    until(lambda: one.check_remote_metadata("other"))
+
+
+def test_labels(etcd: SmallEtcd, make_agent: MakeAgent) -> None:
+    one, other = make_agent("one"), make_agent("other")
+    array = memory(4096)
+    descs = register(other, array)
+    with pytest.raises(nixlInvalidParamError, match="label"):
+        other.send_partial_agent_metadata(descs, True)
+    other.send_partial_agent_metadata(descs, True, ["UCX"], label="first")
+    one.fetch_remote_metadata("other", label="first")
+    until(lambda: one.check_remote_metadata("other", one.get_xfer_descs([row(array)], "DRAM")))
+
+
+def test_metadata_under_a_foreign_name_is_not_kept(etcd: SmallEtcd, make_agent: MakeAgent) -> None:
+    one, other = make_agent("one"), make_agent("other")
+    EtcdClient(etcd.url, "/test/agents").put("third", "metadata", other.get_agent_metadata())
+    one.fetch_remote_metadata("third")
+    one.close()
+    assert not one.check_remote_metadata("third")
+    assert not one.check_remote_metadata("other")
+
+
+def test_the_client_names_what_is_wrong(etcd: SmallEtcd) -> None:
+    client = EtcdClient(etcd.url, "/test/agents")
+    assert client.get("a", "b") is None
+    client.put("a", "b", b"blob")
+    assert client.wait("a", "b", 0.0) == b"blob"
+    with pytest.raises(nixlNotFoundError):
+        client.wait("a", "c", 0.0)
+    with pytest.raises(nixlBackendError, match="cannot be reached"):
+        EtcdClient(f"{HOST}:1", "/x").put("a", "b", b"")
+    for endpoints in ("", "ftp://host", "http://host:port", "http://"):
+        with pytest.raises(nixlInvalidParamError):
+            EtcdClient(endpoints, "/x")
+    assert client.agent_of(b"/test/agents/a/b/metadata") == "a/b"
+    assert client.agent_of(b"/other/a/metadata") is None
