@@ -1,0 +1,170 @@
+"""Two hosts and a cable: the stream lane over a real network that breaks."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from far import Far
+from parties import POISON
+from stage import MARGIN_S
+
+from kvxfer.errors import ConfigError
+from kvxfer.testing.netns import Namespaces, obstacle
+
+pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+
+BLOCKS, BLOCK_BYTES = 64, 65536
+TOTAL = BLOCKS * BLOCK_BYTES
+STALL_S, RECONNECT_S = 0.5, 4.0
+SILENCE_S = 2 * STALL_S + RECONNECT_S
+FRAME_BYTES = 4 << 20
+"""More than one DATA frame is long: what a cut can cost."""
+
+
+class Hosts:
+    def __init__(self, namespaces: Namespaces) -> None:
+        self.namespaces = namespaces
+        self.source, self.reader = (
+            Far(
+                name,
+                ["stream"],
+                command=namespaces.command(end),
+                bind_host=namespaces.addresses[end],
+                blocks=BLOCKS,
+                block_bytes=BLOCK_BYTES,
+                stall_s=STALL_S,
+                reconnect_s=RECONNECT_S,
+                grant_ttl_s=3.0,
+            )
+            for end, name in enumerate(("source", "reader"))
+        )
+        self.source.fill(5)
+
+    def meet(self) -> None:
+        self.source.meet(self.reader.card())
+        self.reader.meet(self.source.card())
+
+    def pull(self, ready: int) -> str:
+        """A pull of everything, of which so much has arrived."""
+        transfer = secrets.token_hex(16)
+        self.source.grant(transfer, list(range(BLOCKS)), ready, 3.0)
+        self.reader.pull(transfer, "source", list(range(BLOCKS)))
+        assert self.reader.wait_state(transfer, "READING", ready)
+        return transfer
+
+    def moved(self) -> int:
+        return int(self.reader.statistics()["bytes_streamed_in"])
+
+    def close(self) -> None:
+        for end in (self.source, self.reader):
+            end.close()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Namespaces() as namespaces:
+        made = Hosts(namespaces)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_between_hosts(hosts: Hosts) -> None:
+    hosts.meet()
+    transfer = secrets.token_hex(16)
+    hosts.source.grant(transfer, list(range(BLOCKS)), BLOCKS)
+    hosts.reader.pull(transfer, "source", list(range(BLOCKS)))
+    assert hosts.reader.outcome(transfer) == "committed"
+    assert hosts.reader.is_filled(5)
+    assert hosts.moved() == TOTAL
+    hosts.source.allocate(1 << 20)
+    hosts.reader.allocate(1 << 20)
+    hosts.meet()
+    hosts.source.fill(6, region=0)
+    hosts.reader.post("read", "READ", "source", 0, 0)
+    assert hosts.reader.outcome("read") == "committed"
+    assert hosts.reader.is_filled(6, region=0)
+    hosts.reader.paint(POISON, region=0)
+    hosts.source.post("write", "WRITE", "reader", 0, 0)
+    assert hosts.source.outcome("write") == "committed"
+    assert hosts.reader.is_filled(6, region=0)
+    assert hosts.source.wait_idle() == hosts.reader.wait_idle() == ""
+
+
+@pytest.mark.parametrize("end", [0, 1], ids=["source-knows", "reader-knows"])
+def test_a_cable_that_comes_back(hosts: Hosts, end: int) -> None:
+    """Half has arrived; both have hung up on each other; the other half alone goes over the new connection."""
+    hosts.meet()
+    transfer = hosts.pull(BLOCKS // 2)
+    hosts.namespaces.pull_cable(end)
+    assert hosts.reader.wait_state(transfer, "CONNECTING", BLOCKS // 2)
+    hosts.namespaces.plug_cable(end)
+    hosts.source.ready(transfer, BLOCKS, True)
+    assert hosts.reader.outcome(transfer) == "committed"
+    assert hosts.reader.is_filled(5)
+    assert hosts.moved() == TOTAL
+    assert hosts.source.wait_idle() == hosts.reader.wait_idle() == ""
+
+
+def test_a_cable_that_comes_back_in_the_middle_of_a_frame(hosts: Hosts) -> None:
+    size = 32 << 20
+    for party in (hosts.source, hosts.reader):
+        party.allocate(size)
+    hosts.meet()
+    hosts.source.fill(6, region=0)
+    try:
+        hosts.namespaces.limit_rate(400)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    hosts.reader.post("read", "READ", "source", 0, 0)
+    wait_until(lambda: hosts.moved() > size // 4)
+    hosts.namespaces.pull_cable()
+    before = hosts.moved()
+    time.sleep(2 * STALL_S)
+    assert hosts.moved() - before < 1 << 20, "the cable is not pulled"
+    assert hosts.reader.state("read")[0] not in ("COMMITTED", "FAILED")
+    hosts.namespaces.plug_cable()
+    assert hosts.reader.outcome("read", 40.0) == "committed"
+    assert hosts.reader.is_filled(6, region=0)
+    assert size <= hosts.moved() <= size + FRAME_BYTES
+    assert hosts.source.wait_idle() == hosts.reader.wait_idle() == ""
+
+
+def test_a_cable_that_stays_away(hosts: Hosts) -> None:
+    hosts.meet()
+    transfer = hosts.pull(BLOCKS // 2)
+    cut_s = time.monotonic()
+    hosts.namespaces.pull_cable()
+    assert hosts.reader.outcome(transfer, SILENCE_S + MARGIN_S) == "peer_gone"
+    assert time.monotonic() - cut_s <= SILENCE_S + MARGIN_S
+    hosts.reader.paint(0x55)
+    assert hosts.reader.wait_idle() == ""
+    assert hosts.source.wait_ended(transfer) == "EXPIRED"
+    hosts.namespaces.plug_cable()
+    assert hosts.source.wait_idle() == ""
+    again = hosts.pull(1)
+    assert hosts.reader.is_painted(0x55, list(range(1, BLOCKS)))
+    hosts.reader.cancel(again)
+    assert hosts.reader.outcome(again) == "cancelled"
+    assert hosts.source.wait_idle() == ""
+
+
+def test_nothing_stays() -> None:
+    with Namespaces() as namespaces:
+        names = [namespaces.command(end)[3] for end in range(2)]
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        assert all(name in listed for name in names)
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert not any(name in listed for name in names)

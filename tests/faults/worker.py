@@ -1,0 +1,37 @@
+"""A party in a process of its own, to be killed and stopped: reads calls as JSON lines, answers each with one."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import threading
+from typing import Any
+
+sys.path.append(str(pathlib.Path(__file__).parent))
+
+from parties import Party
+
+
+def main() -> None:
+    party: Party | None = None
+    for line in sys.stdin:
+        name, arguments, options = json.loads(line)
+        answer: dict[str, Any]
+        try:
+            if name == "open":
+                party = Party(*arguments, **options)
+                answer = {"result": None}
+            else:
+                answer = {"result": getattr(party, name)(*arguments, **options)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+    if party is not None:
+        party.close()
+    assert threading.main_thread() is threading.current_thread()
+
+
+if __name__ == "__main__":
+    main()
