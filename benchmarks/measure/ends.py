@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import tempfile
 from typing import Any
@@ -152,6 +153,7 @@ class Pair:
 
     def __init__(self, setup: Setup, site: Site, reference: Reference) -> None:
         self.setup = setup
+        self.is_awake = True
         self.ends = (End(setup, site, 0, reference), End(setup, site, 1, reference))
         try:
             said = self.both("open")
@@ -208,6 +210,20 @@ class Pair:
             seconds=got["seconds"],
         )
 
+    def rest(self) -> None:
+        """Neither process runs until :meth:`wake`: some spin while they wait, and slow whoever is measured then."""
+        self._signal(signal.SIGSTOP, is_awake=False)
+
+    def wake(self) -> None:
+        self._signal(signal.SIGCONT, is_awake=True)
+
+    def _signal(self, number: int, *, is_awake: bool) -> None:
+        if self.is_awake != is_awake:
+            self.is_awake = is_awake
+            for end in self.ends:
+                end.process.send_signal(number)
+
     def stop(self) -> None:
+        self.wake()
         for end in self.ends:
             end.stop()

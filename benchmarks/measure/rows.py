@@ -82,15 +82,20 @@ class Room:
         self.failed: dict[Setup, str] = {}
 
     def pair(self, setup: Setup) -> Pair:
-        """Raises WorkerFailed, again and again for a setup that failed once."""
+        """The setup's processes, awake, and all others at rest. Raises WorkerFailed, again and again for a setup that
+        failed once."""
         if setup in self.failed:
             raise WorkerFailed(self.failed[setup])
+        for other, pair in self.pairs.items():
+            if other != setup:
+                pair.rest()
         if setup not in self.pairs:
             try:
                 self.pairs[setup] = Pair(setup, self.site, self.reference)
             except WorkerFailed as error:
                 self.failed[setup] = str(error)
                 raise
+        self.pairs[setup].wake()
         return self.pairs[setup]
 
     def drop(self, setup: Setup) -> None:

@@ -23,7 +23,7 @@ from measure.contenders import (
     mooncake,
     nixl,
 )
-from measure.ends import Pair, WorkerFailed
+from measure.ends import Pair, Setup, WorkerFailed
 from measure.rows import Room
 
 BLOCK_BYTES = 4096
@@ -95,18 +95,19 @@ def latency(room: Room, lanes: Sequence[str], library: str, against: Sequence[st
 def post_cost(room: Room, lanes: Sequence[str], library: str, against: Sequence[str]) -> list[dict[str, Any]]:
     """What the posting call takes: 100,000 scattered blocks planned and posted, 10,000 prepared ones posted again."""
     asked = {"block_bytes": BLOCK_BYTES, "scattered": SCATTERED, "prepared": AGAIN, "rounds": POST_ROUNDS}
-    turns: list[tuple[str, Pair, dict[str, Any]]] = []
+    turns: list[tuple[str, Setup, dict[str, Any]]] = []
     found: list[dict[str, Any]] = []
     for lane in lanes:
-        turns.append((f"kvxfer {lane}", room.pair(kvxfer(case_of(lane), library)[0].setup), {"lane": lane}))
+        turns.append((f"kvxfer {lane}", kvxfer(case_of(lane), library)[0].setup, {"lane": lane}))
     if "nixl" in against:
         for name, lane in (("NIXL", CMA), ("NIXL tcp", STREAM)):
-            try:
-                turns.append((name, room.pair(nixl(case_of(lane))[0].setup), {"rounds": PEER_POST_ROUNDS}))
-            except WorkerFailed as error:
-                found.append({"who": name, "error": str(error).splitlines()[0]})
-    for name, pair, more in turns:
-        took = pair.destination.ask("post_cost", **{**asked, **more})
+            turns.append((name, nixl(case_of(lane))[0].setup, {"rounds": PEER_POST_ROUNDS}))
+    for name, setup, more in turns:
+        try:
+            took = room.pair(setup).destination.ask("post_cost", **{**asked, **more})
+        except WorkerFailed as error:
+            found.append({"who": name, "error": str(error).splitlines()[0]})
+            continue
         found.append({"who": name, **{key: quantiles(seconds) for key, seconds in took.items()}})
     return found
 

@@ -36,6 +36,8 @@ KEY = b"k" * 32
 NONCE = b"n" * 16
 DIGEST = b"d" * 32
 POOL = 1
+ALL_LANES = (Lane.MAPPED, Lane.CMA, Lane.UCX, Lane.UNIX, Lane.STREAM)
+"""By name: a UCX without RDMA is not loaded unless somebody asks for it."""
 GRANT_TTL_NS = 10 * NS_PER_S
 FINAL = (TransferState.COMMITTED, TransferState.FAILED, TransferState.CANCELLED)
 
@@ -59,7 +61,7 @@ class KvxferWorker(Worker):
         return owner
 
     def open_transport(self, name: str) -> tuple[NativeTransport, Poster]:
-        config = AgentConfig(bind_host=self.host, insecure=self.host != "127.0.0.1")
+        config = AgentConfig(bind_host=self.host, insecure=self.host != "127.0.0.1", lanes=ALL_LANES)
         transport = NativeBinding(config).open(ref_of(name), config)
         return transport, Poster(transport, config=config, on_event=self.on_event)
 
