@@ -350,6 +350,10 @@ def test_cancel_in_the_middle(nodes: Any, new_id: NewId, lane: native.Lane, verb
             source.memory[:] = 0xAA
             if final.state == CANCELLED:
                 d.wait(lambda _, n=round_: len(d.find(native.OfferEnded)) == n + 1, "the end of the offer")
+        else:  # the source learns of the end a little later, and sends until then
+            deadline = time.monotonic() + 30
+            while not p.is_idle() and time.monotonic() < deadline:
+                time.sleep(0.002)
         if final.state == CANCELLED and verb == "fetch":
             target.memory[:] = 0x55
             time.sleep(0.02)
