@@ -253,7 +253,9 @@ def test_removed_region(nodes: Any, new_id: NewId, lane: native.Lane, verb: str)
     assert final.state == FAILED
     # On a one-sided lane the withdrawal of the map may be heard before the source's own word.
     assert final.code in (native.Code.refused, native.Code.grant_unknown, native.Code.no_lane), final.text
-    if lane in (native.Lane.STREAM, native.Lane.UNIX) or verb == "push":  # others read at once, and throw the bytes away
+    if (
+        lane in (native.Lane.STREAM, native.Lane.UNIX) or verb == "push"
+    ):  # others read at once, and throw the bytes away
         assert set(target.memory.tolist()) == {POISON}
     with pytest.raises(InvalidArgument):
         other.core.remove_region(remote.id)
