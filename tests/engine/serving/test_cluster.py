@@ -83,7 +83,7 @@ async def test_a_prefill_leg_that_never_comes_is_given_up_with_the_client(tiny_p
     ):
         content = body(make_prompt(40), kv_transfer_params=params("decode", new_id()))
         with pytest.raises(httpx.ReadTimeout):
-            await d.client.post("/v1/completions", json=content, timeout=0.3)
+            await d.client.post("/v1/completions", json=content, timeout=httpx.Timeout(30, read=0.3))
         await d.wait_idle(timeout_s=1.0)
 
 
