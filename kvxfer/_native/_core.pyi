@@ -1349,6 +1349,12 @@ class Core:
         sockets are looked at by the caller itself: who polls need not wait for a thread to be woken.
         """
 
+    def wait(self, timeout_ns: int) -> bool:
+        """
+        Wait until `drain` has something to give, at most so long; returns whether it has. A signal ends it early. The caller's thread
+        does meanwhile what the core's own would do, so that nobody has to be woken.
+        """
+
     def add_pool(self, info: PoolInfo, region: Region, segments: Sequence[tuple[int, int, int]]) -> None:
         """
         Blocks in memory made by kvxfer. A segment is (offset, stride, length): block b has `length` bytes at `offset + b * stride`; the

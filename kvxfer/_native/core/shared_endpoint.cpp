@@ -99,8 +99,10 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
 }
 
 void SharedEndpoint::push_event(Turn& turn, OwnerEvent&& event, Nanos now) {
+  const bool is_news = !std::holds_alternative<TransferProgress>(event);
   turn.must_signal |= events_.push(std::move(event), now);
   has_events_.store(true, std::memory_order_release);
+  if (is_news) has_news_.store(true, std::memory_order_release);
 }
 
 void SharedEndpoint::wait_send_ended(std::unique_lock<std::mutex>& lock) {
@@ -257,6 +259,7 @@ std::vector<OwnerEvent> SharedEndpoint::take_events() {
   check_process();
   std::lock_guard lock(mutex_);
   has_events_.store(false, std::memory_order_release);
+  has_news_.store(false, std::memory_order_release);
   std::vector<OwnerEvent> events = events_.take();
   owes_signal_.store(events_.owes_signal(), std::memory_order_release);
   return events;

@@ -82,6 +82,7 @@ class SharedEndpoint {
   std::vector<OwnerEvent> take_events();
   // False: take_events() would give nothing, as of a moment ago. Takes no lock.
   bool has_events() const { return has_events_.load(std::memory_order_acquire); }
+  bool has_news() const { return has_news_.load(std::memory_order_acquire); }  // more than progress
   // True: the descriptor is, or soon will be, readable for events that were taken: another call takes that back.
   bool owes_signal() const { return owes_signal_.load(std::memory_order_acquire); }
   int event_fd() const { return events_.fd(); }
@@ -183,7 +184,7 @@ class SharedEndpoint {
   std::vector<uint32_t> withdrawn_;
   std::atomic<bool> has_withdrawn_{false};
   OwnerQueue events_;
-  std::atomic<bool> has_events_{false}, owes_signal_{false}, keeps_memory_{false};
+  std::atomic<bool> has_events_{false}, has_news_{false}, owes_signal_{false}, keeps_memory_{false};
   size_t removing_ = 0;  // threads that wait for reads to end
   std::optional<TransferId> sending_;
   uint64_t sends_ = 0;
