@@ -136,7 +136,9 @@ bool SharedEndpoint::has_failed() const {
 
 void SharedEndpoint::tell_failure() {
   Turn turn(*this);
-  if (!failure_.empty()) push_event(turn, CoreFailed{failure_}, monotonic_now());
+  if (failure_.empty()) return;
+  push_event(turn, CoreFailed{failure_}, monotonic_now());
+  read_ended_.notify_all();  // who takes a region back need not wait any more
 }
 
 void SharedEndpoint::keep_memory() {
