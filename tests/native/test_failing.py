@@ -134,10 +134,53 @@ assert states == [native.GrantState.REVOKED]
 told = []
 def is_told():
     told.extend(p.core.drain())
-    return told and isinstance(told[-1], native.CoreFailed)
+    return any(isinstance(event, native.CoreFailed) for event in told)
 wait_for(is_told)
+assert not p.core.drain() and isinstance(told[-1], native.CoreFailed), told
 p.core.close()
 d.core.close()
+"""
+FORK = """
+import signal
+
+def announce():
+    try:
+        p.core.ready(transfer, 3001, complete=True)
+    except MemoryError:
+        pass
+
+p.grant(transfer, np.arange(3001), ready=0)
+memory.fail_at(3001 * 4, 2)
+threads = [in_a_thread(announce)]
+wait_for(memory.has_come)
+p.core.end_grant(transfer, native.GrantEvent.REVOKE)
+threads.append(in_a_thread(lambda: p.core.remove_pool(7)))
+time.sleep(0.2)
+assert all(thread.is_alive() for thread in threads)
+if (child := os.fork()) == 0:
+    core = p.__dict__.pop("core")
+    fileno = core.fileno()
+    # What the frames of threads that are not here hold, a child keeps for ever; and may not.
+    while sys.getrefcount(core) > 2:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(core))
+    del core
+    try:
+        os.fstat(fileno)
+    except OSError:
+        os._exit(0)
+    os._exit(1)
+ended = []
+waiter = in_a_thread(lambda: ended.append(os.waitpid(child, 0)))
+waiter.join(1)
+if not ended:
+    os.kill(child, signal.SIGKILL)
+waiter.join()
+assert ended == [(child, 0)], ended
+memory.go_on()
+for thread in threads:
+    thread.join(5)
+    assert not thread.is_alive()
+p.core.close()
 """
 
 
@@ -147,10 +190,22 @@ def test_what_was_begun_is_over_where_memory_runs_out(
     private_directories: pathlib.Path, tmp_path: pathlib.Path, script: str
 ) -> None:
     """A look at blocks that ends by an exception has ended: who takes the blocks back waits for it no longer."""
-    library = tmp_path / "failing_new.so"
+    run_with_failing_new(script, private_directories, tmp_path)
+
+
+@pytest.mark.no_sanitizer
+def test_a_forked_child_does_not_wait_for_threads_of_its_parent(
+    private_directories: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """One that drops a core in which a thread of the parent waits, while another looks at blocks."""
+    run_with_failing_new(FORK, private_directories, tmp_path)
+
+
+def run_with_failing_new(script: str, directory: pathlib.Path, built: pathlib.Path) -> None:
+    library = built / "failing_new.so"
     build(library, HERE / "failing_new.cpp")
     done = subprocess.run(
-        [sys.executable, "-c", OUT_OF_MEMORY + script, str(private_directories), str(HERE)],
+        [sys.executable, "-c", OUT_OF_MEMORY + script, str(directory), str(HERE)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -208,7 +208,7 @@ class GreedySource(LyingSource):
 def test_a_read_on_a_connection_that_just_closed_is_no_fault_of_the_lane(
     nodes: Any, new_id: NewId, private_directories: pathlib.Path
 ) -> None:
-    """The answers that hang it up come before the read, in one go. The transfer connects again, and has its lane still."""
+    """The answers that hang it up come before the read, in one go. The transfer connects again, and keeps its lane."""
     count = 65536
     limits = nodes.limits()
     limits.notifications_max = limits.notification_bytes_max = 1
