@@ -172,13 +172,13 @@ class KvxferWorker(Worker):
         if len(live) == 1:
             live[0].wait(60.0)
         while live:
-            self.poster.poll()
             over = [i for i, post in live.items() if post.is_final]
             for i in over:
                 live.pop(i).result()
                 finished(i)
             if not over:
                 self.transport.wait(1.0)
+                self.poster.poll()
 
     def use_pool(self) -> None:
         """Make the pool known as blocks of this size, for pulls under grants."""

@@ -36,9 +36,15 @@ class PostStatistics:
     post_us: float
     transfer_us: float
     lane: Lane | None
-    lane_reason: str
     attempts: int
     seconds: Mapping[str, float]
+    reasons: Mapping[Lane, str] = dataclasses.field(repr=False)
+    lane_notes: str = dataclasses.field(repr=False)
+
+    @property
+    def lane_reason(self) -> str:
+        """Why this lane, and why not the better ones."""
+        return explain(self.lane, self.reasons, self.lane_notes)
 
 
 class Post:
@@ -137,9 +143,10 @@ class Post:
             post_us=self._post_ns / 1e3,
             transfer_us=(end_ns - self._begun_ns) / 1e3,
             lane=lane,
-            lane_reason=explain(lane, self._reasons, "" if final is None else final.lane_notes),
             attempts=self._attempts,
             seconds={name: 0.0 if final is None else getattr(final, f"{name}_ns") / NS_PER_S for name in names},
+            reasons=self._reasons,
+            lane_notes="" if final is None else final.lane_notes,
         )
 
     def _wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
