@@ -197,7 +197,7 @@ void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
   if (!is_after) before_complete_ += count;
   done_ += count;
   move(done_ == total() ? TransferEvent::LandedAll : TransferEvent::Landed);
-  if (done_ != total()) tell(TransferProgress{spec_.id, state_, done_, total()}, out);  // of all of it the end tells, a round trip later
+  tell(TransferProgress{spec_.id, state_, done_, total()}, out);
   if (has_bug(Bug::skip_confirm) && done_ == total()) {
     state_ = TransferState::Confirming;
     return finish(TransferState::Committed, Code::ok, "", now, out);
