@@ -100,8 +100,11 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
     sleeps_until_ = until;
     is_napping_ = is_polled;
     turn.unlock();
+    const Nanos began = monotonic_now();
     count = wait_unlocked(events, kEventsMax, until, is_polled, spin);
+    const bool is_quick = monotonic_now() - began < kQuick;
     turn.lock();
+    if (!is_driver && !is_polled) quick_ = is_quick ? std::min(quick_ + 1, kQuickMax) : 0;
     sleeps_until_ = 0;
     is_napping_ = false;
   }
@@ -133,7 +136,6 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
     const int timeout_ms = until == kNever ? -1 : static_cast<int>(std::clamp<Nanos>((left + kMillisecond - 1) / kMillisecond, 0, 1'000'000));
     count = ::epoll_wait(epoll_.get(), events, size, timeout_ms);
   }
-  quick_ = monotonic_now() - began < kQuick ? std::min(quick_ + 1, kQuickMax) : 0;
   return count;
 }
 
