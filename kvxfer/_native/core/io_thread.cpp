@@ -67,7 +67,7 @@ Nanos IoThread::work() {
   const Nanos now = monotonic_now();
   tick_own(now);
   if (now >= tick_at_) shared_.act_io([](Endpoint& endpoint, Nanos at, Effects& out) { endpoint.tick(at, out); });
-  withdraw();
+  const std::vector<uint32_t> withdrawn = shared_.take_withdrawn();
   if (tools_.ucx) tools_.ucx->progress();
   if (tools_.staging->is_used()) settle_copies();
   is_bulk_ = reads_.work(portion_);
@@ -79,6 +79,7 @@ Nanos IoThread::work() {
     std::deque<Effect> effects = shared_.take_effects(until, tick_at_);
     is_quiet = effects.empty();
     for (Effect& effect : effects) perform(effect);
+    if (round == 0) withdraw(withdrawn);
     flush_touched();
   }
   if (!is_quiet || is_bulk_ || reads_.has_new() || !touched_.empty() || shared_.has_withdrawn()) return 0;
@@ -293,8 +294,9 @@ void IoThread::perform(ReadBlocks& effect) {
   }
 }
 
-void IoThread::withdraw() {
-  for (const uint32_t id : shared_.take_withdrawn()) {
+// After the effects that came with it: whoever reads the memory learns that its grant is revoked before it finds the memory gone.
+void IoThread::withdraw(const std::vector<uint32_t>& ids) {
+  for (const uint32_t id : ids) {
     for (auto& [key, connection] : connections_) {
       connection->withdraw(id);
       touch(key);

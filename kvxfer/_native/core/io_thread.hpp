@@ -69,7 +69,7 @@ class IoThread {
   void perform(const SendMap& effect);
   void perform(SendData& effect);
   void perform(ReadBlocks& effect);
-  void withdraw();
+  void withdraw(const std::vector<uint32_t>& ids);
   // io_turns.cpp
   bool wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_driver);  // false: a signal came
   int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Nanos spin);
