@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.openai.errors import RequestError
 from kvxfer.openai.schemas import AnyRequest, CompletionRequest
+from kvxfer.openai.sse import encode_object
 from kvxfer.openai.transfer_params import PARAM, TransferParams
 from kvxfer.policy.disagg import estimate_tokens
 
@@ -41,6 +41,6 @@ class Inbound:
         if params is not None:
             values[PARAM] = params.to_json()
         try:
-            return json.dumps(values, separators=(",", ":"), allow_nan=False).encode("ascii")
+            return encode_object(values)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body cannot be passed on as JSON: {error}") from None
