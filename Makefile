@@ -88,8 +88,8 @@ fuzz:
 	    echo "SECONDS=$(SECONDS): a whole number, at least 5, which the targets share" >&2; exit 2;; esac
 	@$(MAKE) fuzz-build
 	@set -- $(FUZZERS); seconds=$$(($(SECONDS) / $$#)); for name; do \
-	    mkdir -p build/fuzz/corpus/$$name; printf '%s: ' $$name; \
-	    build/fuzz/kvxfer_fuzz_$$name build/fuzz/corpus/$$name tests/fuzz/corpus/$$name -max_total_time=$$seconds -max_len=1024 \
+	    mkdir -p build/fuzz/corpus/$$name; rm -f build/fuzz/*.sock; printf '%s: ' $$name; \
+	    TMPDIR=build/fuzz build/fuzz/kvxfer_fuzz_$$name build/fuzz/corpus/$$name tests/fuzz/corpus/$$name -max_total_time=$$seconds -max_len=1024 \
 	        -artifact_prefix=build/fuzz/$$name- || exit 1; done
 
 # The kept corpus made anew: of what is kept and what was found, few inputs that touch every edge that all of them do.
