@@ -1,0 +1,290 @@
+"""Prompts that were computed elsewhere and are wanted here: fetched from every rank that has a part of them,
+committed as a whole or not at all.
+
+One task a load: it pulls the whole prompt where the source granted that already; otherwise it asks, and pulls each part
+that the source grants, while the source may still be computing it. A load ends once: committed, or failed with a named
+error; it is told of only after no byte can land in its blocks any more. Everything here lives on the agent's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from kvxfer.agent import Agent, Pool, Transfer, TransferResult
+from kvxfer.connectors.vllm.ids import DIRECT, part_id
+from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.connectors.vllm.pages import Pages
+from kvxfer.connectors.vllm.steps import Load, Remote, Report
+from kvxfer.connectors.vllm.wire import KEEPS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
+from kvxfer.errors import (
+    DeadlineExceeded,
+    GrantExpired,
+    GrantUnknown,
+    KvxferError,
+    PeerGone,
+    ProtocolViolation,
+    TransferCancelled,
+    from_code,
+)
+from kvxfer.types import TransferId
+
+log = logging.getLogger("kvxfer.vllm")
+
+WATCH_S = 0.5
+"""How often a source that something is expected of is asked for a sign of life."""
+SILENT_S = 1.5
+"""A source whose agent did not take a message for so long is given up."""
+
+
+@dataclasses.dataclass
+class Done:
+    """A load that is over and drained. ``error`` is ``None`` where it was committed."""
+
+    order: Load
+    error: KvxferError | None
+    report: Report
+
+
+class Fetch:
+    """One load under way."""
+
+    def __init__(self, order: Load, source: str, source_rank: int) -> None:
+        self.order = order
+        self.source = source
+        self.source_rank = source_rank
+        self.started_s = time.monotonic()
+        self.transfers: list[Transfer] = []
+        self.results: list[TransferResult] = []
+        self.inbox: asyncio.Queue[Part | Refuse | KvxferError] = asyncio.Queue()
+        self.task: asyncio.Task[None] | None = None
+        self.why: KvxferError | None = None
+
+    def end(self, error: KvxferError) -> None:
+        """Give it up, unless it has ended."""
+        if self.task is not None and not self.task.done() and self.why is None:
+            self.why = error
+            self.task.cancel()
+
+    def pull_ended(self, pull: asyncio.Task[None]) -> None:
+        error = None if pull.cancelled() else pull.exception()
+        if isinstance(error, KvxferError):
+            self.inbox.put_nowait(error)
+
+
+class Loads:
+    """The loads of one rank."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        pool: Pool,
+        pages: Pages,
+        options: ConnectorOptions,
+        rank: int,
+        on_done: Callable[[Done], None],
+    ) -> None:
+        self._agent = agent
+        self._pool = pool
+        self._pages = pages
+        self._options = options
+        self._rank = rank
+        self._on_done = on_done
+        self._fetches: dict[str, Fetch] = {}
+        self._by_transfer: dict[TransferId, Fetch] = {}
+        self._kept: dict[str, Remote] = {}
+        self._watched: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def keep(self, remotes: Iterable[Remote]) -> None:
+        """These will be fetched later: their sources shall not forget them."""
+        for remote in remotes:
+            self._kept[remote.request_id] = remote
+            self._watch(self._source_of(remote.sources)[0])
+
+    def start(self, order: Load) -> None:
+        self._kept.pop(order.request_id, None)
+        fetch = Fetch(order, *self._source_of(order.sources))
+        self._fetches[order.request_id] = fetch
+        self._by_transfer[order.transfer_id] = fetch
+        self._spawn(self._run(fetch))
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody waits for it any more; it still ends with a call of ``on_done``."""
+        fetch = self._fetches.get(request_id)
+        if fetch is not None:
+            fetch.end(TransferCancelled("the request was aborted"))
+
+    def release(self, remote: Remote) -> None:
+        """It will not be fetched."""
+        self._kept.pop(remote.request_id, None)
+        source, _ = self._source_of(remote.sources)
+        self._send(source, Release(remote.transfer_id, self._rank, 1))
+
+    def on_message(self, agent_id: str, message: Part | Refuse) -> None:
+        """What a source says."""
+        fetch = self._by_transfer.get(message.transfer_id)
+        if fetch is not None and fetch.source == agent_id:
+            fetch.inbox.put_nowait(message)
+
+    async def close(self) -> None:
+        """End everything."""
+        for fetch in self._fetches.values():
+            fetch.end(TransferCancelled("the engine stops"))
+        for watch in self._watched.values():
+            watch.cancel()
+        await asyncio.gather(*self._tasks, *self._watched.values(), return_exceptions=True)
+
+    # --- one load ---
+
+    async def _run(self, fetch: Fetch) -> None:
+        order = fetch.order
+        fetch.task = asyncio.create_task(self._fetch(fetch))
+        self._watch(fetch.source)
+        error: KvxferError | None = None
+        try:
+            await asyncio.wait({fetch.task}, timeout=self._options.load_deadline_s)
+            fetch.end(DeadlineExceeded(f"load_deadline_s {self._options.load_deadline_s:g} passed"))
+            await fetch.task
+        except asyncio.CancelledError:
+            error = fetch.why or TransferCancelled("the engine stops")
+        except KvxferError as failure:
+            error = failure
+        except Exception as failure:
+            log.exception("a load broke")
+            error = KvxferError(f"the load broke: {failure!r}")
+        for transfer in fetch.transfers:
+            transfer.cancel()
+        for transfer in fetch.transfers:
+            await transfer.wait_drained()
+        del self._fetches[order.request_id]
+        del self._by_transfer[order.transfer_id]
+        self._send(fetch.source, Release(order.transfer_id, self._rank, 1))
+        report = self._report(fetch, error)
+        if error is not None:
+            log.warning(
+                "a load failed: %s",
+                error,
+                extra={"request_id": order.request_id, "transfer_id": report.transfer_id, "code": error.code},
+            )
+        self._on_done(Done(order, error, report))
+
+    async def _fetch(self, fetch: Fetch) -> None:
+        order = fetch.order
+        if order.has_direct and order.first == 0:
+            try:
+                await self._pull(fetch, DIRECT, 0, len(order.blocks))
+                return
+            except (GrantExpired, GrantUnknown) as error:
+                log.debug("the direct grant is gone, asking: %s", error)
+        ask = Ask(order.transfer_id, self._rank, 1, order.first, not order.has_direct)
+        await self._notify(fetch.source, ask)
+        end = order.first + len(order.blocks)
+        covered = order.first
+        pulls: list[asyncio.Task[None]] = []
+        try:
+            while covered < end:
+                message = await fetch.inbox.get()
+                if isinstance(message, KvxferError):
+                    raise message
+                if isinstance(message, Refuse):
+                    raise from_code(message.code, f"the source will not send it: {message.text}")
+                if message.first != covered or not 0 < message.count <= end - covered or message.total != end:
+                    raise ProtocolViolation(f"the source sends {message}, and blocks {covered} to {end} are wanted")
+                covered += message.count
+                pull = self._pull(fetch, message.part, message.first - order.first, message.count)
+                pulls.append(asyncio.create_task(pull))
+                pulls[-1].add_done_callback(fetch.pull_ended)
+            for task in pulls:
+                await task
+        finally:
+            for task in pulls:
+                task.cancel()
+            await asyncio.gather(*pulls, return_exceptions=True)
+
+    async def _pull(self, fetch: Fetch, part: int, at: int, count: int) -> None:
+        order = fetch.order
+        transfer = self._agent.pull(
+            self._pool,
+            self._pages.ids(order.blocks[at : at + count]),
+            transfer_id=part_id(order.transfer_id, fetch.source_rank, self._rank, part),
+            source=fetch.source,
+            content=order.content,
+            deadline_s=self._options.load_deadline_s,
+        )
+        fetch.transfers.append(transfer)
+        fetch.results.append(await transfer)
+
+    def _report(self, fetch: Fetch, error: KvxferError | None) -> Report:
+        results = fetch.results
+        return Report(
+            request_id=fetch.order.request_id,
+            transfer_id=str(fetch.order.transfer_id),
+            code="" if error is None else error.code,
+            text="" if error is None else str(error),
+            lane=results[-1].lane.value if results else "",
+            blocks=len(fetch.order.blocks),
+            bytes=sum(result.bytes for result in results),
+            parts=len(results),
+            seconds=time.monotonic() - fetch.started_s,
+            early_bytes=sum(result.bytes_before_complete for result in results),
+        )
+
+    # --- sources ---
+
+    def _source_of(self, sources: tuple[str, ...]) -> tuple[str, int]:
+        """Whose blocks this rank takes: equal numbers of ranks correspond one to one."""
+        rank = self._rank % len(sources)
+        return sources[rank], rank
+
+    def _watch(self, source: str) -> None:
+        if source not in self._watched:
+            self._watched[source] = asyncio.create_task(self._keep_in_touch(source))
+
+    async def _keep_in_touch(self, source: str) -> None:
+        """Tell the source what is wanted of it, as long as something is; end all of it when the source is silent."""
+        try:
+            while True:
+                fetches = [fetch for fetch in self._fetches.values() if fetch.source == source]
+                kept = [kept for kept in self._kept.values() if self._source_of(kept.sources)[0] == source]
+                if not fetches and not kept:
+                    return
+                wanted = [fetch.order.transfer_id for fetch in fetches] + [remote.transfer_id for remote in kept]
+                try:
+                    await self._notify(source, *(Keep(tuple(some)) for some in _batches(wanted)))
+                except KvxferError as error:
+                    for fetch in fetches:
+                        fetch.end(error)
+                await asyncio.sleep(WATCH_S)
+        finally:
+            del self._watched[source]
+
+    async def _notify(self, agent_id: str, *messages: Message) -> None:
+        """Raises PeerGone unless the agent took them in time, CoordinatorUnavailable."""
+        await self._agent.wait_member(agent_id, timeout_s=SILENT_S)
+        deliveries = [self._agent.notify(agent_id, encode(message)) for message in messages]
+        try:
+            async with asyncio.timeout(SILENT_S):
+                for delivery in deliveries:
+                    await delivery
+        except TimeoutError:
+            raise PeerGone(f"agent {agent_id!r} took no message for {SILENT_S:g} s") from None
+
+    def _send(self, agent_id: str, message: Message) -> None:
+        with contextlib.suppress(KvxferError):  # a source that is gone need not be told
+            self._agent.notify(agent_id, encode(message))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _batches(wanted: list[TransferId]) -> Iterable[list[TransferId]]:
+    for begin in range(0, len(wanted), KEEPS_MAX):
+        yield wanted[begin : begin + KEEPS_MAX]
