@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 
 from engines import Engine
+
+BLOCKS = 63
+"""Of 64: vLLM keeps one for itself."""
+
+
+def prompt(length: int, seed: object = 0) -> list[int]:
+    """Token ids that no other length or seed begins with."""
+    draw = random.Random(f"{length}/{seed}")
+    return [draw.randrange(3, 1000) for _ in range(length)]
 
 
 async def assert_same_bytes(prefill: Engine, decode: Engine, transfer_id: str) -> None:
@@ -20,7 +30,7 @@ async def assert_same_bytes(prefill: Engine, decode: Engine, transfer_id: str) -
     assert all(row == whole[first:] for row, whole in zip(rows, source, strict=True))
 
 
-async def wait_free(engine: Engine, blocks: int, within_s: float = 2.0) -> None:
+async def wait_free(engine: Engine, blocks: int = BLOCKS, within_s: float = 1.0) -> None:
     """So many blocks are free soon."""
     until_s = time.monotonic() + within_s
     while (free := await engine.ask("free")) != blocks:

@@ -13,7 +13,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from engines import PYTHON, Cluster
 
-LINES_SHOWN = 40
+HOLD_TTL_S = 2.0
+"""Of the prefill engine: how long a prompt waits for a decode engine that gives no sign of life."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,8 +42,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: pathlib.Path) -> AsyncIterator[Cluster]:
     async with Cluster(tmp_path_factory.mktemp("engines"), tiny_model) as cluster:
-        await cluster.start("p", "kv_producer", enable_prefix_caching=False, max_num_batched_tokens=512)
-        await cluster.start("d", "kv_consumer", enable_prefix_caching=False)
+        await cluster.start("p", "kv_producer", extra={"hold_ttl_s": HOLD_TTL_S}, max_num_batched_tokens=512)
+        await cluster.start("d", "kv_consumer")
         await cluster.start("mono", None, enable_prefix_caching=False)
         for engine in cluster.engines.values():
             await engine.wait_ready()
