@@ -23,6 +23,11 @@ def rank_agent(base: str, rank: int) -> str:
     return base if rank == 0 else f"{base}.{rank}"
 
 
+def is_rank_of(agent: str, base: str) -> bool:
+    """Whether ``agent`` is a rank of the engine whose first agent is ``base``."""
+    return agent == base or (agent.startswith(f"{base}.") and agent[len(base) + 1 :].isdecimal())
+
+
 def part_id(transfer_id: TransferId, source_rank: int, destination_rank: int, part: int) -> TransferId:
     """The transfer of one part of a request between two ranks."""
     content = _PART.pack(transfer_id.raw, source_rank, destination_rank, part)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvxfer.agent import Agent, Grant, Pool
-from kvxfer.connectors.vllm.ids import DIRECT, part_id, rank_agent
+from kvxfer.connectors.vllm.ids import DIRECT, is_rank_of, part_id, rank_agent
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Open, StepOrders
@@ -29,6 +29,8 @@ from kvxfer.types import GrantState, TransferId
 log = logging.getLogger("kvxfer.vllm")
 
 SWEEP_S = 0.1
+SILENT_S = 2.5
+"""A reader that has spoken says every half second that it is still there; one that was silent for so long is gone."""
 EARLY_MAX = 1024
 """Asks that wait for their prompt."""
 ENDED_MAX = 4096
@@ -57,13 +59,16 @@ class Hold:
     final: int
     total: int
     life_end_s: float
+    """When it is over whatever anybody wants."""
     until_s: float | None = None
-    """Set once vLLM has finished it: when it is over unless somebody wants it still."""
+    """Set once vLLM has finished it: when it is over if nobody ever came for it."""
     readers: dict[int, Reader] = dataclasses.field(default_factory=dict)
     released: set[int] = dataclasses.field(default_factory=set)
     readers_expected: int = 0
     grants: dict[TransferId, Grant] = dataclasses.field(default_factory=dict)
     was_reader_seen: bool = False
+    heard_s: float | None = None
+    """When a reader last said that it wants this."""
 
     @property
     def is_released(self) -> bool:
@@ -247,12 +252,10 @@ class Source:
         """What a reader says."""
         with self._lock:
             if isinstance(message, Keep):
-                now_s = time.monotonic()
                 for transfer_id in message.transfer_ids:
                     hold = self._by_transfer.get(transfer_id)
-                    if hold is not None and hold.until_s is not None:
-                        kept_s = min(now_s + self._options.hold_ttl_s, hold.life_end_s)
-                        hold.until_s = max(hold.until_s, kept_s)
+                    if hold is not None and _is_reader(hold, agent_id):
+                        hold.heard_s = time.monotonic()
             elif isinstance(message, Ask):
                 self._asked(agent_id, message)
             elif isinstance(message, Release):
@@ -270,26 +273,30 @@ class Source:
         known = {member.ref.agent_id for member in self._agent.members()}
         with self._lock:
             for hold in list(self._holds.values()):
-                names = (
-                    {hold.reader} if hold.reader is not None else {reader.agent_id for reader in hold.readers.values()}
-                )
-                if names and names <= known:
-                    hold.was_reader_seen = True
-                elif names and hold.was_reader_seen:
-                    self._reader_gone(hold)
-                    continue
-                if hold.until_s is None or now_s < hold.until_s:
-                    continue
-                if any(grant.state is GrantState.ALIVE for grant in hold.grants.values()):
-                    continue  # a reader is at it, and renews
-                self.expired += 1
-                log.warning("nobody fetched a prompt in time", extra={"request_id": hold.request_id})
-                self._free(hold, GrantExpired("nobody fetched it in time"))
+                self._look_at(hold, now_s, known)
             for key in [key for key, (_, _, until_s) in self._early.items() if now_s >= until_s]:
                 ask, agent_id, _ = self._early.pop(key)
                 self._send(agent_id, _refusal(ask.transfer_id, GrantUnknown("this engine never heard of that prompt")))
             for key in [key for key, (_, until_s) in self._released_early.items() if now_s >= until_s]:
                 del self._released_early[key]
+
+    def _look_at(self, hold: Hold, now_s: float, known: set[str]) -> None:
+        names = {hold.reader} if hold.reader is not None else {reader.agent_id for reader in hold.readers.values()}
+        if names and names <= known:
+            hold.was_reader_seen = True
+        elif names and hold.was_reader_seen:
+            self._reader_gone(hold, "is gone")
+            return
+        if hold.heard_s is not None and now_s - hold.heard_s >= SILENT_S:
+            self._reader_gone(hold, f"said nothing for {SILENT_S:g} s")
+            return
+        if hold.until_s is None:
+            return
+        is_read = hold.heard_s is not None or any(grant.state is GrantState.ALIVE for grant in hold.grants.values())
+        if now_s >= (hold.life_end_s if is_read else hold.until_s):
+            self.expired += 1
+            log.warning("a prompt was not fetched in time", extra={"request_id": hold.request_id})
+            self._free(hold, GrantExpired("it was not fetched in time"))
 
     def _asked(self, agent_id: str, ask: Ask) -> None:
         hold = self._by_transfer.get(ask.transfer_id)
@@ -305,9 +312,10 @@ class Source:
     def _join(self, hold: Hold, ask: Ask, agent_id: str) -> None:
         if ask.rank in hold.readers or ask.rank in hold.released:
             return
-        if hold.reader is not None and agent_id != rank_agent(hold.reader, ask.rank):
+        if not _is_reader(hold, agent_id):
             self._send(agent_id, _refusal(ask.transfer_id, GrantUnknown("that prompt is for another reader")))
             return
+        hold.heard_s = time.monotonic()
         hold.readers_expected = max(1, ask.readers)
         hold.readers[ask.rank] = Reader(agent_id, ask, ask.first)
         self._catch_up(hold, hold.readers[ask.rank])
@@ -319,15 +327,16 @@ class Source:
         if hold.is_released and hold.until_s is not None:
             self._free(hold, GrantReleased("the reader gave it back"))
 
-    def _reader_gone(self, hold: Hold) -> None:
-        error = PeerGone("the reader of this prompt is gone")
-        if hold.until_s is None:
-            hold.released |= set(range(max(1, hold.readers_expected)))
-            hold.readers_expected = max(1, hold.readers_expected)
-            hold.readers.clear()
-            self._revoke(hold)
-        else:
-            self._free(hold, error)
+    def _reader_gone(self, hold: Hold, why: str) -> None:
+        log.warning("the reader of a prompt %s", why, extra={"request_id": hold.request_id})
+        if hold.until_s is not None:
+            self._free(hold, PeerGone(f"the reader {why}"))
+            return
+        self._revoke(hold)
+        hold.readers.clear()
+        hold.readers_expected = max(1, hold.readers_expected)
+        hold.released = set(range(hold.readers_expected))
+        hold.heard_s = None
 
     # --- under the lock, from either thread ---
 
@@ -378,7 +387,7 @@ class Source:
             if is_direct and state is GrantState.RELEASED and hold.request_id in self._holds:
                 self._release(hold, Release(hold.transfer_id, self._rank, 1))
             elif state is GrantState.READER_GONE and hold.request_id in self._holds:
-                self._reader_gone(hold)
+                self._reader_gone(hold, "is gone")
 
     def _free(self, hold: Hold, how: KvxferError) -> None:
         """Its blocks are vLLM's again. Only of a hold that vLLM has finished."""
@@ -410,6 +419,11 @@ class Source:
             self._agent.notify(agent_id, encode(message))
         except KvxferError as error:
             log.debug("a reader could not be told: %s", error, extra={"agent_id": agent_id})
+
+
+def _is_reader(hold: Hold, agent_id: str) -> bool:
+    """Whether that agent may have this prompt: any may where the request named none."""
+    return hold.reader is None or is_rank_of(agent_id, hold.reader)
 
 
 def _refusal(transfer_id: TransferId, error: KvxferError) -> Refuse:
