@@ -136,14 +136,14 @@ class SchedulerHalf:
         """The orders of the step that vLLM scheduled as ``output``."""
         opens: list[Open] = []
         chunks: list[Chunk] = []
-        for prefill in self._prefills.values():
-            if prefill.is_open and prefill.request.status.name == "PREEMPTED":
+        cached = output.scheduled_cached_reqs
+        resumed = getattr(cached, "resumed_req_ids", ())
+        for request_id, prefill in self._prefills.items():
+            if prefill.is_open and (request_id in resumed or prefill.request.status.name == "PREEMPTED"):
                 self._close(prefill, "the source needed the blocks for older requests")
                 prefill.total = 0  # its reader computes it now; what is computed again here is for nobody
         for new in output.scheduled_new_reqs:
             self._step(new.req_id, new.block_ids[0], new.num_computed_tokens, output, opens, chunks, is_new=True)
-        cached = output.scheduled_cached_reqs
-        resumed = getattr(cached, "resumed_req_ids", ())
         for index, request_id in enumerate(cached.req_ids):
             if request_id not in self._prefills:
                 continue
