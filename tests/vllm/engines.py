@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import pathlib
 import signal
 import sys
@@ -13,7 +14,8 @@ import uuid
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-PYTHON = ROOT / "build" / "vllm-venv" / "bin" / "python"
+PYTHON = pathlib.Path(os.environ.get("VLLM_VENV") or ROOT / "build" / "vllm-venv") / "bin" / "python"
+"""vLLM's own; ``VLLM_VENV`` names another virtual environment, with another version of it."""
 DRIVER = pathlib.Path(__file__).with_name("engine.py")
 START_S = 240.0
 """Engines that start at once on two busy cores take turns; alone one needs 9 s."""

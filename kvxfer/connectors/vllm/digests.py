@@ -21,7 +21,10 @@ class Digests:
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
-        self._memory = memoryview((ctypes.c_ubyte * pages.region.length_bytes).from_address(pages.region.address))
+        self._memory = [
+            memoryview((ctypes.c_ubyte * store.region.length_bytes).from_address(store.region.address))
+            for store in pages.stores
+        ]
         self._entries: collections.OrderedDict[str, list[list[str]]] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -29,8 +32,9 @@ class Digests:
         """Hash ``blocks``, which begin at block ``first`` of the prompt: one list a layer, one digest a block."""
         size = self._pages.page_bytes
         flat = [
-            hashlib.blake2b(self._memory[page * size : (page + 1) * size], digest_size=8).hexdigest()
-            for page in self._pages.ids(blocks).tolist()
+            hashlib.blake2b(memory[page * size : (page + 1) * size], digest_size=8).hexdigest()
+            for memory, store in zip(self._memory, self._pages.stores, strict=True)
+            for page in store.ids(blocks).tolist()
         ]
         rows = [flat[begin : begin + len(blocks)] for begin in range(0, len(flat), len(blocks))]
         with self._lock:

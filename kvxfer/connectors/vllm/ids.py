@@ -15,7 +15,7 @@ from kvxfer.types import TransferId
 DIRECT = 0
 """The part of a request that is the whole prompt, granted once it is computed."""
 
-_PART = struct.Struct("<16sIII")
+_PART = struct.Struct("<16sIIII")
 
 
 def rank_agent(base: str, rank: int) -> str:
@@ -28,9 +28,9 @@ def is_rank_of(agent: str, base: str) -> bool:
     return agent == base or (agent.startswith(f"{base}.") and agent[len(base) + 1 :].isdecimal())
 
 
-def part_id(transfer_id: TransferId, source_rank: int, destination_rank: int, part: int) -> TransferId:
-    """The transfer of one part of a request between two ranks."""
-    content = _PART.pack(transfer_id.raw, source_rank, destination_rank, part)
+def part_id(transfer_id: TransferId, source_rank: int, destination_rank: int, part: int, store: int) -> TransferId:
+    """The transfer of one part of a request between two ranks, out of the source's ``store``-th storage."""
+    content = _PART.pack(transfer_id.raw, source_rank, destination_rank, part, store)
     return TransferId(hashlib.blake2b(content, digest_size=16).digest())
 
 

@@ -61,6 +61,7 @@ class Fetch:
         self.started_s = time.monotonic()
         self.transfers: list[Transfer] = []
         self.results: list[TransferResult] = []
+        self.parts = 0
         self.inbox: asyncio.Queue[Part | Refuse | KvxferError] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
         self.why: KvxferError | None = None
@@ -83,14 +84,14 @@ class Loads:
     def __init__(
         self,
         agent: Agent,
-        pool: Pool,
+        pools: tuple[Pool, ...],
         pages: Pages,
         options: ConnectorOptions,
         rank: int,
         on_done: Callable[[Done], None],
     ) -> None:
         self._agent = agent
-        self._pool = pool
+        self._pools = pools
         self._pages = pages
         self._options = options
         self._rank = rank
@@ -208,17 +209,22 @@ class Loads:
             await asyncio.gather(*pulls, return_exceptions=True)
 
     async def _pull(self, fetch: Fetch, part: int, at: int, count: int) -> None:
+        """Pull one part: its pages in every storage."""
         order = fetch.order
-        transfer = self._agent.pull(
-            self._pool,
-            self._pages.ids(order.blocks[at : at + count]),
-            transfer_id=part_id(order.transfer_id, fetch.source_rank, self._rank, part),
-            source=fetch.source,
-            content=order.content,
-            deadline_s=self._options.load_deadline_s,
-        )
-        fetch.transfers.append(transfer)
-        fetch.results.append(await transfer)
+        transfers = []
+        for index, (pool, store) in enumerate(zip(self._pools, self._pages.stores, strict=True)):
+            transfer = self._agent.pull(
+                pool,
+                store.ids(order.blocks[at : at + count]),
+                transfer_id=part_id(order.transfer_id, fetch.source_rank, self._rank, part, index),
+                source=fetch.source,
+                content=order.content,
+                deadline_s=self._options.load_deadline_s,
+            )
+            transfers.append(transfer)
+            fetch.transfers.append(transfer)
+        fetch.results += [await transfer for transfer in transfers]
+        fetch.parts += 1
 
     def _report(self, fetch: Fetch, error: KvxferError | None) -> Report:
         results = fetch.results
@@ -230,7 +236,7 @@ class Loads:
             lane=results[-1].lane.value if results else "",
             blocks=len(fetch.order.blocks),
             bytes=sum(result.bytes for result in results),
-            parts=len(results),
+            parts=fetch.parts,
             seconds=time.monotonic() - fetch.started_s,
             early_bytes=sum(result.bytes_before_complete for result in results),
         )

@@ -11,7 +11,9 @@ The forward thread begins and announces steps; everything else happens on the ag
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -35,6 +37,22 @@ EARLY_MAX = 1024
 """Asks that wait for their prompt."""
 ENDED_MAX = 4096
 """Prompts that are over and still known by how they ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PartGrant:
+    """A part's pages in one storage: ``count`` pages a layer."""
+
+    grant: Grant
+    first_layer: int
+    layers: int
+    count: int
+
+    def announce(self, layers: int) -> None:
+        """So many of the model's layers are written. Raises GrantGone's kinds."""
+        own = min(layers - self.first_layer, self.layers)
+        if own > 0:
+            self.grant.ready(own * self.count, layers=own, complete=own == self.layers)
 
 
 @dataclasses.dataclass
@@ -66,6 +84,8 @@ class Hold:
     released: set[int] = dataclasses.field(default_factory=set)
     readers_expected: int = 0
     grants: dict[TransferId, Grant] = dataclasses.field(default_factory=dict)
+    direct: set[TransferId] = dataclasses.field(default_factory=set)
+    """Grants of the whole prompt that were not pulled yet."""
     was_reader_seen: bool = False
     heard_s: float | None = None
     """When a reader last said that it wants this."""
@@ -82,7 +102,7 @@ class Source:
     def __init__(
         self,
         agent: Agent,
-        pool: Pool,
+        pools: tuple[Pool, ...],
         pages: Pages,
         options: ConnectorOptions,
         rank: int,
@@ -92,7 +112,7 @@ class Source:
         """``post(function, *arguments)`` calls on the agent's loop. ``on_freed(request_id)``: its blocks are vLLM's
         again."""
         self._agent = agent
-        self._pool = pool
+        self._pools = pools
         self._pages = pages
         self._options = options
         self._rank = rank
@@ -105,7 +125,7 @@ class Source:
         self._released_early: dict[tuple[TransferId, int], tuple[Release, float]] = {}
         self._ended: collections.OrderedDict[TransferId, KvxferError] = collections.OrderedDict()
         self._writing: list[Hold] = []
-        self._announcing: list[tuple[Grant, int]] = []
+        self._announcing: list[PartGrant] = []
         self._saved: set[int] = set()
         self._announced = 0
         layers = len(pages.layers)
@@ -160,10 +180,10 @@ class Source:
             return
         self._announced = layers
         alive = []
-        for grant, count in self._announcing:
+        for part in self._announcing:
             try:
-                grant.ready(layers * count, layers=layers, complete=layers == len(self._pages.layers))
-                alive.append((grant, count))
+                part.announce(layers)
+                alive.append(part)
             except GrantGone as error:
                 log.debug("a part ended while it was computed: %s", error)
         self._announcing = alive
@@ -194,9 +214,7 @@ class Source:
         for reader in hold.readers.values():
             count = len(hold.blocks) - reader.sent  # it may have the first of them in its cache
             if count > 0:
-                grant = self._grant_part(hold, reader, reader.sent, count, is_final=False)
-                if grant is not None:
-                    self._announcing.append((grant, count))
+                self._announcing += self._grant_part(hold, reader, reader.sent, count, is_final=False)
 
     def _finish(self, order: Finish) -> None:
         hold = self._holds.get(order.request_id)
@@ -215,7 +233,8 @@ class Source:
             self._admit(hold)
             if not hold.is_released:
                 reader = None if order.reader is None else rank_agent(order.reader, self._rank)
-                self._grant(hold, reader, part_id(hold.transfer_id, self._rank, self._rank, DIRECT), hold.blocks, True)
+                direct = self._grant(hold, reader, self._rank, DIRECT, hold.blocks, is_final=True)
+                hold.direct = {part.grant.transfer_id for part in direct}
         else:
             hold.blocks = list(order.blocks)
             hold.final = hold.total = len(hold.blocks)
@@ -345,47 +364,54 @@ class Source:
         if reader.sent < hold.final:
             self._grant_part(hold, reader, reader.sent, hold.final - reader.sent, is_final=True)
 
-    def _grant_part(self, hold: Hold, reader: Reader, first: int, count: int, *, is_final: bool) -> Grant | None:
+    def _grant_part(self, hold: Hold, reader: Reader, first: int, count: int, *, is_final: bool) -> list[PartGrant]:
         reader.parts += 1
-        transfer_id = part_id(hold.transfer_id, self._rank, reader.ask.rank, reader.parts)
-        grant = self._grant(hold, reader.agent_id, transfer_id, hold.blocks[first : first + count], is_final)
-        if grant is None:
-            self._send(
-                reader.agent_id, _refusal(hold.transfer_id, GrantRevoked("the source could not grant the blocks"))
-            )
-            return None
+        blocks = hold.blocks[first : first + count]
+        granted = self._grant(hold, reader.agent_id, reader.ask.rank, reader.parts, blocks, is_final=is_final)
+        if not granted:
+            error = GrantRevoked("the source could not grant the blocks")
+            self._send(reader.agent_id, _refusal(hold.transfer_id, error))
+            return []
         reader.sent = first + count
         self._send(reader.agent_id, Part(hold.transfer_id, reader.parts, first, count, hold.total))
-        return grant
+        return granted
 
     def _grant(
-        self, hold: Hold, reader: str | None, transfer_id: TransferId, blocks: Sequence[int], is_final: bool
-    ) -> Grant | None:
-        pages = self._pages.ids(blocks)
-        try:
-            grant = self._agent.grant(
-                self._pool,
-                pages,
-                transfer_id=transfer_id,
-                reader=reader,
-                ttl_s=self._options.hold_ttl_s,
-                content=hold.content,
-            )
-            if is_final:
-                grant.ready(len(pages), layers=len(self._pages.layers), complete=True)
-        except KvxferError as error:
-            log.warning("blocks could not be granted: %s", error, extra={"request_id": hold.request_id})
-            return None
-        hold.grants[transfer_id] = grant
-        grant.on_ended(lambda state: self._grant_ended(hold, transfer_id, state))
-        return grant
+        self, hold: Hold, reader: str | None, reader_rank: int, part: int, blocks: Sequence[int], *, is_final: bool
+    ) -> list[PartGrant]:
+        """Grants of these blocks' pages in every storage, or none where one could not be made."""
+        granted = []
+        for index, (pool, store) in enumerate(zip(self._pools, self._pages.stores, strict=True)):
+            transfer_id = part_id(hold.transfer_id, self._rank, reader_rank, part, index)
+            pages = store.ids(blocks)
+            try:
+                grant = self._agent.grant(
+                    pool,
+                    pages,
+                    transfer_id=transfer_id,
+                    reader=reader,
+                    ttl_s=self._options.hold_ttl_s,
+                    content=hold.content,
+                )
+            except KvxferError as error:
+                log.warning("blocks could not be granted: %s", error, extra={"request_id": hold.request_id})
+                return []
+            hold.grants[transfer_id] = grant
+            grant.on_ended(functools.partial(self._grant_ended, hold, transfer_id))
+            granted.append(PartGrant(grant, store.first_layer, store.layers, len(blocks)))
+        if is_final:
+            for made in granted:
+                with contextlib.suppress(GrantGone):
+                    made.announce(len(self._pages.layers))
+        return granted
 
     def _grant_ended(self, hold: Hold, transfer_id: TransferId, state: GrantState) -> None:
         with self._lock:
             hold.grants.pop(transfer_id, None)
-            is_direct = transfer_id == part_id(hold.transfer_id, self._rank, self._rank, DIRECT)
-            if is_direct and state is GrantState.RELEASED and hold.request_id in self._holds:
-                self._release(hold, Release(hold.transfer_id, self._rank, 1))
+            if transfer_id in hold.direct and state is GrantState.RELEASED:
+                hold.direct.discard(transfer_id)
+                if not hold.direct and hold.request_id in self._holds:
+                    self._release(hold, Release(hold.transfer_id, self._rank, 1))
             elif state is GrantState.READER_GONE and hold.request_id in self._holds:
                 self._reader_gone(hold, "is gone")
 

@@ -90,16 +90,19 @@ class WorkerHalf:
             dialect=DIALECT,
         )
         agent = self._new_agent(info)
-        pool = agent.register_pool(record, pages.region, block_count=pages.count, checks=self._options.checks)
+        pools = tuple(
+            agent.register_pool(record, store.region, block_count=store.page_count, checks=self._options.checks)
+            for store in pages.stores
+        )
         self._layers = {name: index for index, name in enumerate(pages.layers)}
         runtime = Runtime(agent, self._serve)
-        self._source = Source(agent, pool, pages, self._options, self._rank, runtime.call, self._freed)
-        self._loads = Loads(agent, pool, pages, self._options, self._rank, self._ended)
+        self._source = Source(agent, pools, pages, self._options, self._rank, runtime.call, self._freed)
+        self._loads = Loads(agent, pools, pages, self._options, self._rank, self._ended)
         if self._options.record_digests:
             self.digests = Digests(pages)
         self._runtime = runtime
         runtime.start()
-        log.info("%r serves %d pages of %d bytes", agent, pages.count, pages.page_bytes)
+        log.info("%r serves pages of %d bytes in %d pools", agent, pages.page_bytes, len(pools))
 
     def begin_step(self, orders: StepOrders) -> None:
         """Before the forward writes anything. The same orders again change nothing."""

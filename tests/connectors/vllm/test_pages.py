@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -21,28 +23,33 @@ def caches(order: str, spare: int = 0) -> dict[str, torch.Tensor]:
     return {f"model.layers.{layer}.attn": view[layer] for layer in range(LAYERS)}
 
 
-def page_bytes(pages: Pages, storage: torch.UntypedStorage, page: int) -> bytes:
-    return bytes(storage[page * pages.page_bytes : (page + 1) * pages.page_bytes])
+def page(pages: Pages, layer: int, block: int) -> bytes:
+    """The bytes of one page, found as the core finds them."""
+    store = next(s for s in pages.stores if s.first_layer <= layer < s.first_layer + s.layers)
+    index = store.ids([block]).tolist()[layer - store.first_layer]
+    storage: Any = store.region.owner
+    return bytes(storage[index * pages.page_bytes : (index + 1) * pages.page_bytes])
 
 
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "one storage a layer"])
 def test_pages_are_the_blocks_of_each_layer(order: str) -> None:
-    tensors = caches(order, spare=7)
+    if order == "one storage a layer":
+        tensors = {name: tensor.clone() for name, tensor in caches("LBHNC").items()}
+    else:
+        tensors = caches(order, spare=7)
     pages = Pages.of(tensors)
-    storage = next(iter(tensors.values())).untyped_storage()
-    blocks = [4, 0, 2]
-    ids = pages.ids(blocks).tolist()
-    assert pages.count == LAYERS * BLOCKS
-    assert pages.region.address == storage.data_ptr()
-    inside = "HNC" if order.endswith("HNC") else "NHC"
+    assert len(pages.stores) == (LAYERS if " " in order else 1)
+    assert sum(store.page_count for store in pages.stores) == LAYERS * BLOCKS
+    inside = "NHC" if order.endswith("NHC") else "HNC"
     for layer, tensor in enumerate(tensors.values()):
-        for at, block in enumerate(blocks):
+        for block in range(BLOCKS):
             content = tensor[block].permute(["HNC".index(axis) for axis in inside]).contiguous()
-            assert page_bytes(pages, storage, ids[layer * len(blocks) + at]) == content.numpy().tobytes()
+            assert page(pages, layer, block) == content.numpy().tobytes()
 
 
-def test_neighbours_are_one_run() -> None:
-    assert np.diff(Pages.of(caches("LBHNC")).ids(range(1, 4))).tolist() == [1, 1, 3, 1, 1, 3, 1, 1]
+def test_pages_go_layer_by_layer_and_neighbours_are_one_run() -> None:
+    (store,) = Pages.of(caches("LBHNC")).stores
+    assert store.ids(range(1, 4)).tolist() == [1, 2, 3, 6, 7, 8, 11, 12, 13]
 
 
 @pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
@@ -51,9 +58,11 @@ def test_blocks_in_pieces_are_refused(order: str) -> None:
         Pages.of(caches(order))
 
 
-def test_several_storages_are_refused() -> None:
-    tensors = caches("LBHNC") | {"other": torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT)}
-    with pytest.raises(ConfigError, match="2 storages"):
+def test_storages_without_order_are_refused() -> None:
+    tensors = caches("LBHNC")
+    names = list(tensors)
+    tensors = {names[0]: tensors[names[0]], "other": tensors[names[1]].clone(), names[2]: tensors[names[2]]}
+    with pytest.raises(ConfigError, match="without order"):
         Pages.of(tensors)
 
 
