@@ -62,6 +62,8 @@ class Fetch:
         self.transfers: list[Transfer] = []
         self.results: list[TransferResult] = []
         self.parts = 0
+        self.early_bytes = 0
+        self.is_all_announced = order.has_direct
         self.inbox: asyncio.Queue[Part | Refuse | KvxferError] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
         self.why: KvxferError | None = None
@@ -198,6 +200,7 @@ class Loads:
                 if message.first != covered or not 0 < message.count <= end - covered or message.total != end:
                     raise ProtocolViolation(f"the source sends {message}, and blocks {covered} to {end} are wanted")
                 covered += message.count
+                fetch.is_all_announced = covered == end
                 pull = self._pull(fetch, message.part, message.first - order.first, message.count)
                 pulls.append(asyncio.create_task(pull))
                 pulls[-1].add_done_callback(fetch.pull_ended)
@@ -223,8 +226,12 @@ class Loads:
             )
             transfers.append(transfer)
             fetch.transfers.append(transfer)
-        fetch.results += [await transfer for transfer in transfers]
+        results = [await transfer for transfer in transfers]
+        fetch.results += results
         fetch.parts += 1
+        fetch.early_bytes += sum(
+            result.bytes_before_complete if fetch.is_all_announced else result.bytes for result in results
+        )
 
     def _report(self, fetch: Fetch, error: KvxferError | None) -> Report:
         results = fetch.results
@@ -238,7 +245,7 @@ class Loads:
             bytes=sum(result.bytes for result in results),
             parts=fetch.parts,
             seconds=time.monotonic() - fetch.started_s,
-            early_bytes=sum(result.bytes_before_complete for result in results),
+            early_bytes=fetch.early_bytes,
         )
 
     # --- sources ---
