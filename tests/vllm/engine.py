@@ -47,9 +47,8 @@ class Driver:
             dtype="float32",
             enforce_eager=True,
             seed=0,
-            distributed_executor_backend="uni",
             disable_log_stats=True,
-            **options["llm"],
+            **{"distributed_executor_backend": "uni", **options["llm"]},
             **config,
         )
         self.engine = llm.llm_engine

@@ -190,8 +190,7 @@ class Cluster:
                 **(extra or {}),
             }
             transfer = {
-                "kv_connector": "KvxferConnector",
-                "kv_connector_module_path": "kvxfer.connectors.vllm",
+                "kv_connector": "KvxferConnector",  # known to vLLM by the plugin
                 "kv_role": role,
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": settings,
