@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import tempfile
@@ -37,3 +38,29 @@ def private_directories() -> Iterator[pathlib.Path]:
 def root() -> pathlib.Path:
     """The repository root; tests that read the checkout are marked ``checkout``."""
     return ROOT
+
+
+def epolls() -> set[int]:
+    found = set()
+    for entry in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if entry.readlink().name == "anon_inode:[eventpoll]":
+                found.add(int(entry.name))
+    return found
+
+
+class Breaker:
+    """Has the IO loop of the one core that is started after it meet an internal error, when it is called."""
+
+    def __init__(self) -> None:
+        self._before = epolls()
+
+    def __call__(self) -> None:
+        (descriptor,) = epolls() - self._before
+        with open(os.devnull, "rb") as other:
+            os.dup2(other.fileno(), descriptor, inheritable=False)
+
+
+@pytest.fixture
+def breaker() -> type[Breaker]:
+    return Breaker

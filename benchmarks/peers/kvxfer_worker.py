@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import select
 import time
 from collections.abc import Callable
 from typing import Any
@@ -172,8 +171,6 @@ class KvxferWorker(Worker):
                 live[i] = self.poster.post(Op(job.op.upper()), local, None, remote, None, lanes=lanes)
         if len(live) == 1:
             live[0].wait(60.0)
-        waiting = select.poll()
-        waiting.register(self.transport.fileno(), select.POLLIN)
         while live:
             self.poster.poll()
             over = [i for i, post in live.items() if post.is_final]
@@ -181,7 +178,7 @@ class KvxferWorker(Worker):
                 live.pop(i).result()
                 finished(i)
             if not over:
-                waiting.poll(1000)
+                self.transport.wait(1.0)
 
     def use_pool(self) -> None:
         """Make the pool known as blocks of this size, for pulls under grants."""
@@ -207,7 +204,7 @@ class KvxferWorker(Worker):
             core.pull(transfer, write_ref(self.peer.ref), POOL, destination, lanes=[lane])
         live = {transfer: i for i, transfer in enumerate(job.handles)}
         while live:
-            select.select([core.fileno()], [], [])
+            self.transport.wait(1.0)
             for event in core.drain():
                 if isinstance(event, _core.TransferFinal):
                     if event.state != _core.TransferState.COMMITTED:

@@ -719,6 +719,9 @@ class TransferFinal:
     @property
     def confirm_ns(self) -> int: ...
 
+    @property
+    def blocks_checked(self) -> int: ...
+
 class TransferDrained:
     @property
     def id(self) -> bytes: ...
@@ -1347,6 +1350,12 @@ class Core:
         """
         What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. Where there is nothing, the
         sockets are looked at by the caller itself: who polls need not wait for a thread to be woken.
+        """
+
+    def wait(self, timeout_ns: int) -> bool:
+        """
+        Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal ends it early. The caller's thread
+        does meanwhile what the core's own would do, so that nobody has to be woken.
         """
 
     def add_pool(self, info: PoolInfo, region: Region, segments: Sequence[tuple[int, int, int]]) -> None:

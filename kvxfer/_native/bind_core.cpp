@@ -222,6 +222,15 @@ void bind_core_class(nb::module_& m) {
            },
            "What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. Where there is nothing, the\n"
            "sockets are looked at by the caller itself: who polls need not wait for a thread to be woken.")
+      .def("wait",
+           [](PyCore& self, uint64_t timeout_ns) {
+             self.core().shared().check_process();
+             const Nanos until = monotonic_now() + static_cast<Nanos>(std::min<uint64_t>(timeout_ns, 3'600'000'000'000));
+             return without_gil([&] { return self.core().wait(until); });
+           },
+           nb::arg("timeout_ns"),
+           "Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal ends it early. The caller's thread\n"
+           "does meanwhile what the core's own would do, so that nobody has to be woken.")
       .def("add_pool",
            [](PyCore& self, const PoolInfo& info, const PyRegion& region, const std::vector<SegmentTuple>& segments) {
              without_gil([&] { self.core().add_pool(info, region.region, to_segments(segments)); });

@@ -26,10 +26,10 @@ class HeldBuffer {
   Py_buffer view_{};
 };
 
-uint32_t run(uint32_t (*method)(const void*, size_t, uint32_t), nb::handle buffer, uint32_t value) {
+uint32_t run(uint32_t (*method)(const void*, size_t, uint32_t, const void*), nb::handle buffer, uint32_t value) {
   const HeldBuffer held(buffer);
   nb::gil_scoped_release release;
-  return method(held.data(), held.size(), value);
+  return method(held.data(), held.size(), value, nullptr);
 }
 
 }  // namespace

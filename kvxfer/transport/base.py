@@ -167,6 +167,11 @@ class Transport(Protocol):
         """The events since the last call, oldest first; of a transfer's progress perhaps only the newest."""
         ...
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until :meth:`drain` has more to give than progress, at most so long; whether it has anything. A signal
+        may end it early."""
+        ...
+
     def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
         """Register memory. The segments' lengths add up to ``block_bytes``. ``checks``: blocks read from it always go
         with CRC-32Cs. Raises InvalidArgument."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+import select
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -121,6 +122,9 @@ class MemoryTransport:
             if self._eventfd is not None and events:
                 os.eventfd_read(self._eventfd)
             return events
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(select.select([self.fileno()], [], [], max(0.0, timeout_s))[0])
 
     def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
         with self._open() as endpoint:

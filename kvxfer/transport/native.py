@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvxfer._native import _core
+from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig, allowed_lanes
 from kvxfer.errors import ConfigError
 from kvxfer.transport import ucx
@@ -163,6 +164,9 @@ class NativeTransport:
 
     def drain(self) -> list[Event]:
         return self.core.drain()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.core.wait(max(0, round(timeout_s * NS_PER_S)))
 
     def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
         check_segments(

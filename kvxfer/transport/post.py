@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -22,10 +21,8 @@ from kvxfer.types import Lane, TransferId, TransferState
 if TYPE_CHECKING:
     from kvxfer.transport.posts import Poster
 
-SPIN_S = 50e-6
-"""A wait looks for so long before it sleeps: most posts of a few blocks are over by then."""
-SLEEP_MS = 5
-"""Of one sleep; another thread may take the events that would have ended it."""
+SLEEP_S = 50e-3
+"""Of one wait, so that signals are seen to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,19 +143,13 @@ class Post:
         )
 
     def _wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
-        begin_s = time.monotonic()
-        poller: select.poll | None = None
+        end_s = time.monotonic() + timeout_s
         while True:
             self._poster.poll()
-            now_s = time.monotonic()
-            if until() or now_s - begin_s >= timeout_s:
+            left_s = end_s - time.monotonic()
+            if until() or left_s <= 0:
                 return until()
-            if now_s - begin_s < SPIN_S:
-                continue
-            if poller is None:
-                poller = select.poll()
-                poller.register(self._poster.transport.fileno(), select.POLLIN)
-            poller.poll(min(SLEEP_MS, max(1.0, (begin_s + timeout_s - now_s) * 1e3)))
+            self._poster.transport.wait(min(SLEEP_S, left_s))
 
     # --- for the poster; its lock is held ---
 

@@ -319,6 +319,28 @@ async def test_a_broken_core_fails_everything_loudly(pair: Pair, monkeypatch: py
         destination.pull(destination.pools[0], [1], transfer_id=fresh_id(), source="source")
 
 
+async def test_a_native_core_that_breaks_ends_everything_that_is_awaited(breaker: Any) -> None:
+    async with Agent(info("source"), config=AgentConfig()) as source:
+        source.allocate_pool(RECORD, block_count=4, block_bytes=BLOCK_BYTES)
+        break_loop = breaker()
+        async with Agent(info("breaks"), config=AgentConfig()) as agent, asyncio.timeout(10):
+            pool = agent.allocate_pool(RECORD, block_count=4, block_bytes=BLOCK_BYTES)
+            introduce(source, agent)
+            transfer = agent.pull(pool, [1], transfer_id=fresh_id(), source="source")
+            grant = agent.grant(pool, [2], transfer_id=fresh_id())
+            inbox = asyncio.create_task(anext(agent.notifications(), None))
+            await agent.notify("source", b"a session is up")
+            break_loop()
+            source.notify("breaks", b"what wakes the loop")
+            with pytest.raises(TransportError, match="the native core failed"):
+                await transfer
+            await transfer.wait_drained()
+            assert await grant.wait_ended() is GrantState.REVOKED
+            await inbox
+            with pytest.raises(TransportError, match="the native core failed"):
+                await agent.notify("source", b"")
+
+
 async def test_a_registered_pool_is_sent() -> None:
     async with Agent(info("source")) as source, Agent(info("destination")) as destination:
         memory = np.arange(4 * 64, dtype=np.uint8).reshape(4, 64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
-import resource
 import socket
 import subprocess
 import sys
@@ -17,6 +16,11 @@ COMMAND = [sys.executable, "-P", "-m", "kvxfer.cli"]
 RUN_S = 90
 LIMIT_BYTES = 64 << 10
 """Less than the weights of the model ``tiny``."""
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 @pytest.fixture
@@ -27,17 +31,12 @@ def taken_port() -> Iterator[int]:
 
 def run(words: Sequence[str], *, file_bytes_max: int | None = None, **environment: str) -> tuple[int, str]:
     """Exit code and last words; nothing on stdout, no traceback."""
-
-    def limit() -> None:
-        if file_bytes_max is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes_max, file_bytes_max))
-
+    limits = [] if file_bytes_max is None else [sys.executable, "-c", LIMITED, str(file_bytes_max)]
     done = subprocess.run(
-        [*COMMAND, *words],
+        [*limits, *COMMAND, *words],
         capture_output=True,
         text=True,
         timeout=RUN_S,
-        preexec_fn=limit,
         env={**os.environ, **environment},
     )
     assert not done.stdout

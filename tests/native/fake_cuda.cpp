@@ -103,13 +103,18 @@ void start() {
   std::call_once(once, [] { std::thread(work).detach(); });
 }
 
-Result put(void* stream, Task task) {
+// Under the mutex.
+Result put_locked(void* stream, Task task) {
   if (current.empty()) return kInvalidContext;
-  std::lock_guard lock(mutex);
   if (is_lost) return kLaunchFailed;
   static_cast<FakeStream*>(stream)->tasks.push_back(std::move(task));
   changed.notify_all();
   return kSuccess;
+}
+
+Result put(void* stream, Task task) {
+  std::lock_guard lock(mutex);
+  return put_locked(stream, std::move(task));
 }
 
 bool always() { return true; }
@@ -205,17 +210,14 @@ EXPORT Result cuEventDestroy_v2(void* event) {
 }
 EXPORT Result cuEventRecord(void* handle, void* stream) {
   auto* const event = static_cast<FakeEvent*>(handle);
-  uint64_t number;
-  {
+  std::lock_guard lock(mutex);
+  const auto reach = [event, number = event->asked + 1] {
     std::lock_guard lock(mutex);
-    number = ++event->asked;
-  }
-  return put(stream, {always,
-                      [event, number] {
-                        std::lock_guard lock(mutex);
-                        event->done = number;
-                      },
-                      false});
+    event->done = number;
+  };
+  const Result result = put_locked(stream, {always, reach, false});
+  if (result == kSuccess) ++event->asked;  // one that was refused is not waited for
+  return result;
 }
 EXPORT Result cuEventQuery(void* handle) {
   const auto* const event = static_cast<const FakeEvent*>(handle);

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
+from kvxfer.errors import GrantRevoked
 
 from .rawpeer import KEY, RawSource
 
@@ -49,6 +53,38 @@ def test_changed_after_they_were_announced(nodes: Any, new_id: NewId) -> None:
     assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.checksum)
     assert d.core.statistics().checksum_failures == 1
     assert d.is_idle()
+
+
+def test_a_pool_is_not_taken_back_under_its_checksums(nodes: Any, new_id: NewId) -> None:
+    """They are taken on the caller's thread: who ends the grant meanwhile, and takes back the pool, waits for that."""
+    p = nodes("source")
+    blocks, size = 2048, 1 << 20
+    memory = mmap.mmap(-1, blocks * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)  # takes no memory
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # each page that is looked at for the first time is a counted fault
+    array = np.frombuffer(memory, np.uint8)
+    info = native.PoolInfo(9, blocks, size, DIGEST, False, False, True)
+    p.core.add_foreign_pool(info, array.ctypes.data, array.nbytes, array, [(0, size, size)])
+    transfer = new_id()
+    p.core.grant(transfer, 9, np.arange(blocks, dtype=np.uint32), reader="", ttl_ns=60 * 10**9)
+    ended_s = 0.0
+
+    def announce() -> None:
+        nonlocal ended_s
+        with pytest.raises(GrantRevoked):
+            p.core.ready(transfer, blocks, complete=True)
+        ended_s = time.monotonic()
+
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    thread = threading.Thread(target=announce)
+    began_s = time.monotonic()
+    thread.start()
+    while resource.getrusage(resource.RUSAGE_SELF).ru_minflt < faults + 20_000:
+        assert thread.is_alive()
+    p.core.end_grant(transfer, native.GrantEvent.REVOKE)
+    p.core.remove_pool(9)
+    removed_s = time.monotonic()
+    thread.join()
+    assert removed_s - began_s > 0.8 * (ended_s - began_s)
 
 
 Corrupt = Callable[[bytearray, int], None]

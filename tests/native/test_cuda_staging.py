@@ -21,7 +21,7 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.config import AgentConfig
-from kvxfer.errors import InvalidArgument, LaneUnavailable
+from kvxfer.errors import InvalidArgument, KvxferError, LaneUnavailable
 from kvxfer.transport.memory import MemoryBinding
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.network import MemoryNetwork
@@ -369,6 +369,42 @@ def test_a_core_that_closes_waits_for_its_copies(driver: Driver, nodes: Any, new
     driver.set()
     thread.join(20)
     assert closed.is_set()
+
+
+def test_a_core_that_breaks_says_so_after_its_copies(driver: Driver, nodes: Any, new_id: NewId, breaker: Any) -> None:
+    """Nothing is written any more once that is told; and who waits for the region is told it at once, not late."""
+    p = nodes("source")
+    break_loop = breaker()
+    d = nodes("breaks")
+    nodes.join(p, d)
+    source = p.register(100_000)
+    into = driver.alloc(100_000)
+    target = register(d, into)
+    driver.set(held=True)
+    p.push(new_id(), d, [(source.id, 0, 1, 100_000, 1)], [(target, 0, 1, 100_000, 1)], lanes=[STREAM])
+    driver.wait_for_copies()
+    answers: list[KvxferError] = []
+
+    def remove() -> None:
+        try:
+            d.core.remove_region(target)
+        except KvxferError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    break_loop()
+    time.sleep(0.3)
+    assert thread.is_alive()
+    assert not any(isinstance(event, native.CoreFailed) for event in d.core.drain())
+    driver.set()
+    thread.join(2)
+    (error,) = answers
+    assert "the native core failed" in str(error)
+    assert isinstance(d.core.drain()[-1], native.CoreFailed)
+    assert into.piece(0, 100_000) == source.piece(0, 100_000)
+    d.core.close()
+    nodes.made.remove(d)
 
 
 def tensor(memory: DeviceMemory, device: int = 0) -> types.SimpleNamespace:

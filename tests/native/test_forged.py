@@ -21,13 +21,13 @@ Dial = Callable[..., tuple[Any, RawPeer, Any]]
 
 @pytest.fixture
 def met(nodes: Any) -> Iterator[Dial]:
-    """A core with one region full of 0x5A, and a raw peer with a session to it."""
+    """A core with one region, full of 0x5A or random, and a raw peer with a session to it."""
     peers: list[RawPeer] = []
 
-    def meet(**info: Any) -> tuple[Any, RawPeer, Any]:
+    def meet(*, seed: int | None = None, **info: Any) -> tuple[Any, RawPeer, Any]:
         node = nodes("honest")
         region = node.register(SIZE, **info)
-        region.memory[:] = 0x5A
+        region.memory[:] = 0x5A if seed is None else np.random.default_rng(seed).integers(0, 256, SIZE, np.uint8)
         peer = RawPeer()
         peers.append(peer)
         node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="")
@@ -48,8 +48,7 @@ def fetch(
 
 
 def test_an_honest_fetch(met: Dial, new_id: NewId) -> None:
-    node, peer, region = met()
-    region.memory[:] = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
+    node, peer, region = met(seed=1)
     transfer = new_id()
     peer.say(fetch(transfer, [(region.id, 100, 1000, 50, 3), (region.id, 5, 7, 7, 1)], [3, 0, 2]))
     data = peer.hear(native.Data)

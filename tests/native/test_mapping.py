@@ -179,3 +179,53 @@ def test_a_heap_of_descriptors(lie: Any) -> None:
     _, final = lie(plain(), descriptors)
     assert final.state == native.TransferState.FAILED
     assert len(os.listdir("/proc/self/fd")) <= before + 5
+
+
+class GreedySource(LyingSource):
+    """Asks, with its first answer, for more than the reader may owe it; honest when it is asked again."""
+
+    def __init__(self, *lie: Any, wanted: bytes, count: int) -> None:
+        super().__init__(*lie)
+        self.wanted, self.count = wanted, count
+        self.connections = 0
+
+    def serve(self) -> None:
+        for self.connections in (1, 2):
+            super().serve()
+            self.endpoint.closed(self.connections, 100)
+
+    def perform(self, connection: socket.socket, effect: Any) -> None:
+        if self.connections == 1 and isinstance(getattr(effect, "frame", None), native.Ready):
+            pulls = [
+                native.Pull(self.wanted, attempt, attempt, native.Lane.MAPPED, 0, self.count, 64, b"d" * 32, 0)
+                for attempt in range(1, 72)
+            ]
+            connection.sendall(b"".join(map(native.encode, [*pulls, effect.frame])))
+        else:
+            super().perform(connection, effect)
+
+
+def test_a_read_on_a_connection_that_just_closed_is_no_fault_of_the_lane(
+    nodes: Any, new_id: NewId, private_directories: pathlib.Path
+) -> None:
+    """The answers that hang it up come before the read, in one go. The transfer connects again, and keeps its lane."""
+    count = 65536
+    limits = nodes.limits()
+    limits.notifications_max = limits.notification_bytes_max = 1
+    d = nodes("reader", block_bytes=64, blocks=count, limits=limits)
+    wanted, transfer = new_id(), new_id()
+    path = private_directories / "sockets" / "greedy"
+    frame = native.Map(5, 1024, 16, [(0, 64, 64)])
+    source = GreedySource(path, d.ref, frame, [memory(1024)], None, wanted=wanted, count=count - 2)
+    source.endpoint.add_pool(native.PoolInfo(5, 16, 64, b"d" * 32, True))
+    source.endpoint.grant(transfer, 5, [1, 2], "", 10**11, 2, 1)
+    source.thread.start()
+    d.core.set_peer(source.ref, KEY, tcp_host="127.0.0.1", tcp_port=0, unix_path=str(path))
+    d.grant(wanted, range(2, count), ttl_s=60)
+    d.pull(transfer, source.ref, [0, 1], lanes=[native.Lane.MAPPED])
+    final = d.wait_drained(transfer)
+    assert (final.state, final.attempts, final.lane_notes) == (native.TransferState.COMMITTED, 2, "")
+    assert source.connections == 2
+    assert set(d.block(0) + d.block(1)) == {0x5A}
+    d.core.close()
+    source.close()

@@ -1,5 +1,6 @@
 #include "core.hpp"
 
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/random.h>
@@ -10,6 +11,7 @@
 namespace kvxfer {
 namespace {
 
+constexpr Nanos kAside = 5'000'000;  // another thread that waits may take the events that would end this wait
 constexpr uint32_t kSmallPost = 1024;  // pieces; larger ones leave the sending to the IO thread
 
 EndpointLimits checked(EndpointLimits limits) {
@@ -75,7 +77,7 @@ void Core::start() {
   auto io = std::make_unique<IoThread>(shared_, statistics_, limits_, std::move(tools), turn_, std::move(tcp), std::move(local));
   tcp_port_ = port;
   {
-    std::lock_guard turn(turn_);
+    std::lock_guard turn(turn_.mutex);
     io_ = std::move(io);
   }
 
@@ -89,7 +91,7 @@ void Core::start() {
     });
   } catch (const std::system_error& error) {
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    std::lock_guard turn(turn_);
+    std::lock_guard turn(turn_.mutex);
     io_.reset();
     throw Error(Code::limit_exceeded, std::string("no thread can be had: ") + error.what());
   }
@@ -108,7 +110,7 @@ void Core::close() {
   shared_.shut("");
   if (thread_.joinable()) thread_.join();
   {
-    std::lock_guard turn(turn_);  // who still helps
+    std::lock_guard turn(turn_.mutex);  // who still helps
     io_.reset();
   }
   if (is_bound_) ::unlink(options_.unix_path.c_str());
@@ -117,10 +119,27 @@ void Core::close() {
 
 bool Core::help(bool is_polling) {
   if (owner_ != this_process()) return false;  // sockets and epoll are the parent's
-  const std::unique_lock turn(turn_, std::try_to_lock);
+  const std::unique_lock turn(turn_.mutex, std::try_to_lock);
   if (!turn || !io_) return false;
   io_->help(is_polling);
   return true;
+}
+
+bool Core::wait(Nanos until) {
+  if (owner_ == this_process()) {
+    ++turn_.drivers;
+    std::unique_lock turn(turn_.mutex);
+    if (!io_) {
+      --turn_.drivers;
+    } else if (io_->drive(turn, until)) {
+      return shared_.has_events();
+    }
+  }
+  const Nanos left = std::min(until - monotonic_now(), kAside);
+  if (shared_.has_news() || left <= 0) return shared_.has_events();
+  pollfd look{shared_.event_fd(), POLLIN, 0};
+  const timespec timeout{left / 1'000'000'000, static_cast<long>(left % 1'000'000'000)};
+  return ::ppoll(&look, 1, &timeout, nullptr) > 0;
 }
 
 void Core::add_pool(const PoolInfo& info, std::shared_ptr<Region> region, std::vector<Segment> segments) {
@@ -176,7 +195,7 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
     const auto count = static_cast<uint32_t>(list.size());
     const Extent extent{pool, nullptr, std::make_shared<const std::vector<uint32_t>>(std::move(list)), 0, count};
     if (const OwnMemory memory = shared_.find(extent); memory && !memory.device) {  // a device's: as they are sent
-      RunningSums running(*memory.layout, extent);
+      RunningSums running(*memory.layout, extent, RunningSums::Bytes::Anywhere);
       running.advance(count * memory.pool->info.block_bytes);
       sums = running.sums();
     }

@@ -29,6 +29,9 @@ class Core {
   // Where the IO loop is free, does a small portion of its work on this thread; `is_polling` looks at the sockets too.
   // Returns whether it did.
   bool help(bool is_polling);
+  // Until the owner has more to take than progress, a signal came or it is `until`; does the loop's work meanwhile, unless
+  // another thread that waits does it. Returns whether there is anything to take.
+  bool wait(Nanos until);
 
   SharedEndpoint& shared() { return shared_; }
   const Statistics& statistics() const { return statistics_; }
@@ -62,7 +65,7 @@ class Core {
   std::shared_ptr<UcxContext> ucx_;
   std::string ucx_obstacle_;
   std::mutex lifetime_;  // start and close
-  std::mutex turn_;      // of the IO loop
+  LoopTurn turn_;
   std::unique_ptr<IoThread> io_;
   std::thread thread_;
   std::atomic<uint16_t> tcp_port_{0};

@@ -24,6 +24,7 @@ constexpr Nanos kNap = 200'000;                 // ... is left alone with the so
 constexpr Nanos kQuick = 50'000;                // a wait that was over almost at once; after so many of them ...
 constexpr uint32_t kQuickMin = 3, kQuickMax = 8;
 constexpr Nanos kSpin = 20'000;                 // ... the next one begins without sleep
+constexpr Nanos kDriverSpin = 100'000;          // of a caller that waits: it has asked for something that is on its way
 constexpr int kAcceptsARound = 64;
 constexpr size_t kQueuedFrameBytesMax = 16 << 20;  // beside our own notifications
 constexpr Nanos kLinger = 500 * kMillisecond;
@@ -38,7 +39,7 @@ Bytes32 random_nonce() {
 
 }  // namespace
 
-IoThread::IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, std::mutex& turn,
+IoThread::IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, LoopTurn& turn,
                    Fd tcp_listener, Fd unix_listener)
     : shared_(shared), statistics_(statistics), limits_(limits), tools_(std::move(tools)), turn_(turn),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)), tcp_listener_(std::move(tcp_listener)), unix_listener_(std::move(unix_listener)), reads_(shared, statistics), portion_(kPortion) {
@@ -51,18 +52,56 @@ IoThread::IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimit
 }
 
 void IoThread::run() noexcept {
-  std::unique_lock turn(turn_);
+  std::unique_lock turn(turn_.mutex);
   try {
     while (!shared_.is_shut()) {
+      rest(turn);
       Nanos until = work();
       if (until != 0 && warm_some()) until = 0;
-      wait(turn, until);
+      wait(turn, until, false);
     }
+    rest(turn);
     if (!shared_.has_failed()) close_all();
   } catch (const std::exception& error) {
     fail(error);
+    rest(turn);
   }
   end();
+}
+
+void IoThread::rest(std::unique_lock<std::mutex>& turn) {
+  if (turn_.drivers == 0) return;
+  if (is_driven_) shared_.wake();  // what woke this thread is the driver's to see
+  is_resting_ = true;
+  undriven_.wait(turn, [this] { return turn_.drivers == 0; });
+  is_resting_ = false;
+}
+
+bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
+  if (is_driven_) return leave(), false;
+  is_driven_ = true;
+  polls_ = 0;
+  const Nanos thread_sleeps_until = sleeps_until_;
+  Nanos next = 0;
+  try {
+    while (!shared_.is_shut() && !shared_.has_news() && monotonic_now() < until) {
+      next = work();
+      if (shared_.has_news() || !wait(turn, std::min(next, until), true)) break;
+      next = 0;
+    }
+    if (!is_resting_ && next == 0 && !shared_.is_shut()) next = work();  // what the last wait brought; nobody else will
+  } catch (const std::exception& error) {
+    fail(error);
+  }
+  is_driven_ = false;
+  sleeps_until_ = is_resting_ ? 0 : thread_sleeps_until;
+  if (!is_resting_ && (next < thread_sleeps_until || shared_.is_shut())) shared_.wake();
+  leave();
+  return true;
+}
+
+void IoThread::leave() {
+  if (--turn_.drivers == 0 && is_resting_) undriven_.notify_one();
 }
 
 void IoThread::fail(const std::exception& error) noexcept {
@@ -71,7 +110,7 @@ void IoThread::fail(const std::exception& error) noexcept {
 }
 
 void IoThread::help(bool is_polling) noexcept {
-  if (shared_.is_shut() || (is_polling && is_bulk_)) return;  // much to read is the thread's own work, in larger portions
+  if (shared_.is_shut() || is_driven_ || (is_polling && is_bulk_)) return;  // much to read is the thread's own work, in larger portions
   portion_ = kPortionOfHelp;
   try {
     if (is_polling) {
@@ -126,30 +165,33 @@ Nanos IoThread::work() {
   return until <= now ? now + kMillisecond : until;
 }
 
-void IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until) {
+bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_driver) {
   epoll_event events[kEventsMax];
   int count = 0;
   statistics_.wakeups.add();
-  const bool is_polled = polls_ >= kPollsMin && monotonic_now() - polled_at_ < kPollPause;
+  const bool is_polled = !is_driver && polls_ >= kPollsMin && monotonic_now() - polled_at_ < kPollPause;
   if (until != 0 && tools_.ucx) until = tools_.ucx->may_sleep() || is_polled ? std::min(until, tools_.ucx->wake_by()) : 0;
   if (until == 0) {
     count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
   } else {
+    const Nanos spin = is_driver ? kDriverSpin : quick_ >= kQuickMin ? kSpin : 0;
     sleeps_until_ = until;
     is_napping_ = is_polled;
     turn.unlock();
-    count = wait_unlocked(events, kEventsMax, until, is_polled);
+    count = wait_unlocked(events, kEventsMax, until, is_polled, spin);
     turn.lock();
     sleeps_until_ = 0;
     is_napping_ = false;
   }
   if (count < 0 && errno != EINTR) throw Error(Code::internal, errno_text("epoll_wait"));
+  if (!is_driver) rest(turn);
   for (int i = 0; i < count; ++i) on_ready(events[i].data.u64, events[i].events);
+  return count >= 0;
 }
 
 // Without the turn. After waits that were over almost at once the next one is taken for such a one too, and for a moment
 // not slept through: being woken takes longer.
-int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled) {
+int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Nanos spin) {
   const Nanos began = monotonic_now();
   if (is_polled) {
     pollfd wake{shared_.wake_fd(), POLLIN, 0};
@@ -159,10 +201,10 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
     return 0;
   }
   int count = 0;
-  if (quick_ >= kQuickMin) {
+  if (spin != 0) {
     do {
       count = ::epoll_wait(epoll_.get(), events, size, 0);
-    } while (count == 0 && monotonic_now() - began < kSpin);
+    } while (count == 0 && monotonic_now() - began < spin);
   }
   if (count == 0) {
     const Nanos left = until == kNever ? kNever : until - monotonic_now();

@@ -4,8 +4,11 @@
 // A thread of its own runs it. But everything here is guarded by one mutex, the turn, which that thread lets go while it
 // waits; and a thread that has just posted something, or polls for its end, may take the turn and do what is to be done
 // itself. That saves two wakeups of a thread, which is more than a small read costs. While somebody polls without pause,
-// the thread leaves the sockets to it and only looks now and then whether it still does.
+// the thread leaves the sockets to it and only looks now and then whether it still does. A caller that has nothing to do but
+// wait drives the loop itself, reads of much included, and the thread rests meanwhile.
 #pragma once
+
+#include <condition_variable>
 
 #include <sys/epoll.h>
 
@@ -16,10 +19,16 @@
 
 namespace kvxfer {
 
+// Guards the loop. Who has it does the loop's work.
+struct LoopTurn {
+  std::mutex mutex;
+  std::atomic<uint32_t> drivers{0};  // callers that drive the loop, or want to: the thread lets them
+};
+
 class IoThread {
  public:
   // `unix_listener` may be empty: nobody can map our pools then.
-  IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, std::mutex& turn, Fd tcp_listener,
+  IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, LoopTurn& turn, Fd tcp_listener,
            Fd unix_listener);
 
   // Returns when the endpoint was shut, every connection closed and every read reported over. An internal error shuts it.
@@ -28,6 +37,10 @@ class IoThread {
   // Does on the caller's thread, which has the turn, a small portion of what is to be done. `is_polling`: looks at the
   // sockets too. What is left is done by the thread.
   void help(bool is_polling) noexcept;
+  // Runs the loop on the caller's thread, which has the turn and counts as a driver, until the owner has news to take, a signal came or it is
+  // `until`. Returns false, and at once, where another caller
+  // does so already. It is no driver any more afterwards.
+  bool drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept;
 
  private:
   struct Dialing {
@@ -38,10 +51,11 @@ class IoThread {
   };
   using Key = uint64_t;  // what epoll tells of a socket; never used twice
 
-  void loop();
   Nanos work();
-  void wait(std::unique_lock<std::mutex>& turn, Nanos until);
-  int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled);
+  bool wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_driver);  // false: a signal came
+  int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Nanos spin);
+  void leave();
+  void rest(std::unique_lock<std::mutex>& turn);  // while others drive
   void clear_wake();
   void fail(const std::exception& error) noexcept;
   void on_ready(Key key, uint32_t events);
@@ -84,7 +98,7 @@ class IoThread {
   Statistics& statistics_;
   const EndpointLimits limits_;
   LaneTools tools_;  // outlives what uses it
-  std::mutex& turn_;
+  LoopTurn& turn_;
   Fd epoll_, tcp_listener_, unix_listener_;
   std::unordered_map<Key, std::unique_ptr<Connection>> connections_;
   std::unordered_map<SessionId, Key> by_session_;
@@ -103,6 +117,8 @@ class IoThread {
   Nanos polled_at_ = 0;     // by another thread; how often without a pause
   uint32_t polls_ = 0;
   uint32_t quick_ = 0;      // waits in a row that were over almost at once
+  bool is_driven_ = false, is_resting_ = false;  // by another thread; the thread therefore
+  std::condition_variable undriven_;
 };
 
 }  // namespace kvxfer

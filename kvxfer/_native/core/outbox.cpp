@@ -9,7 +9,7 @@ namespace {
 
 constexpr size_t kIovecsMax = 1024;  // IOV_MAX
 constexpr size_t kSendBytesMax = 1 << 20;
-constexpr size_t kSummedBytesMax = 192 * 1024;  // of a call whose bytes are summed first: what still is in the cache then
+constexpr size_t kSummedBytesMax = 256 * 1024;  // of a call whose bytes are summed first: what still is in the cache then
 constexpr size_t kZerosBytes = 64 * 1024;
 
 uint8_t* zeros() {

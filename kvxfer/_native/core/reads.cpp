@@ -5,7 +5,7 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kSliceBytes = 2 << 20;  // between two looks at whether the blocks are still held
+constexpr size_t kSliceBytes = 4 << 20;  // between two looks at whether the blocks are still held
 
 }  // namespace
 

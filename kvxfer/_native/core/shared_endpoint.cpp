@@ -92,25 +92,28 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
     sleep_until_ = 0;
     turn.must_wake = true;
   }
-  if (is_io && removing_ != 0) read_ended_.notify_all();  // perhaps it did
+  if (is_io && removing_ != 0) endings_->reads.notify_all();  // perhaps it did
   if (told_after_send.empty()) return;
   wait_send_ended(turn.lock);
   for (OwnerEvent& event : told_after_send) push_event(turn, std::move(event), monotonic_now());
 }
 
 void SharedEndpoint::push_event(Turn& turn, OwnerEvent&& event, Nanos now) {
+  if (is_failure_told_) return;
+  const bool is_news = !std::holds_alternative<TransferProgress>(event);
   turn.must_signal |= events_.push(std::move(event), now);
   has_events_.store(true, std::memory_order_release);
+  if (is_news) has_news_.store(true, std::memory_order_release);
 }
 
 void SharedEndpoint::wait_send_ended(std::unique_lock<std::mutex>& lock) {
   const uint64_t under_way = sends_;
-  send_ended_.wait(lock, [&] { return !sending_ || sends_ != under_way; });
+  endings_->sends.wait(lock, [&] { return !sending_ || sends_ != under_way; });
 }
 
 void SharedEndpoint::wait_gathers_ended(std::unique_lock<std::mutex>& lock) {
   const uint64_t next = next_gather_;
-  send_ended_.wait(lock, [&] { return gathers_.empty() || *gathers_.begin() >= next || keeps_memory(); });
+  endings_->sends.wait(lock, [&] { return gathers_.empty() || *gathers_.begin() >= next || keeps_memory(); });
   if (keeps_memory()) throw Error(Code::internal, "copies out of this memory do not end");
 }
 
@@ -134,7 +137,10 @@ bool SharedEndpoint::has_failed() const {
 
 void SharedEndpoint::tell_failure() {
   Turn turn(*this);
-  if (!failure_.empty()) push_event(turn, CoreFailed{failure_}, monotonic_now());
+  if (failure_.empty()) return;
+  push_event(turn, CoreFailed{failure_}, monotonic_now());
+  is_failure_told_ = true;
+  endings_->reads.notify_all();  // who takes a region back need not wait any more
 }
 
 void SharedEndpoint::keep_memory() {
@@ -142,7 +148,7 @@ void SharedEndpoint::keep_memory() {
   new auto(pools_);
   new auto(regions_);
   keeps_memory_.store(true, std::memory_order_release);
-  send_ended_.notify_all();
+  endings_->sends.notify_all();
 }
 
 bool SharedEndpoint::is_shut() const {
@@ -151,6 +157,7 @@ bool SharedEndpoint::is_shut() const {
 }
 
 void SharedEndpoint::leak_memory() {
+  static_cast<void>(endings_.release());
   new auto(std::move(pools_));
   new auto(std::move(regions_));
   new auto(std::move(region_table_));
@@ -218,7 +225,7 @@ void SharedEndpoint::remove_region(uint32_t region) {
     if (std::exchange(turn.must_wake, false)) ::eventfd_write(wake_fd_.get(), 1);
     if (std::exchange(turn.must_signal, false)) events_.signal();
     ++removing_;
-    const bool is_late = read_ended_.wait_until(turn.lock, give_up_at) == std::cv_status::timeout;
+    const bool is_late = endings_->reads.wait_until(turn.lock, give_up_at) == std::cv_status::timeout;
     --removing_;
     if (is_late) throw Error(Code::blocks_busy, "peers' writes into region " + std::to_string(region) + " do not stop");
   }
@@ -257,6 +264,7 @@ std::vector<OwnerEvent> SharedEndpoint::take_events() {
   check_process();
   std::lock_guard lock(mutex_);
   has_events_.store(false, std::memory_order_release);
+  has_news_.store(false, std::memory_order_release);
   std::vector<OwnerEvent> events = events_.take();
   owes_signal_.store(events_.owes_signal(), std::memory_order_release);
   return events;
@@ -347,7 +355,7 @@ bool SharedEndpoint::begin_send(const TransferId& id) {
 void SharedEndpoint::end_send() {
   std::lock_guard lock(mutex_);
   sending_.reset();
-  send_ended_.notify_all();
+  endings_->sends.notify_all();
 }
 
 uint64_t SharedEndpoint::begin_gather(const TransferId& id) {
@@ -361,7 +369,7 @@ void SharedEndpoint::gathers_ended(const std::vector<uint64_t>& numbers) {
   if (numbers.empty()) return;
   std::lock_guard lock(mutex_);
   for (const uint64_t number : numbers) gathers_.erase(number);
-  send_ended_.notify_all();
+  endings_->sends.notify_all();
 }
 
 bool SharedEndpoint::may_land(SessionId session, const TransferId& id, uint64_t token) {

@@ -82,6 +82,7 @@ class SharedEndpoint {
   std::vector<OwnerEvent> take_events();
   // False: take_events() would give nothing, as of a moment ago. Takes no lock.
   bool has_events() const { return has_events_.load(std::memory_order_acquire); }
+  bool has_news() const { return has_news_.load(std::memory_order_acquire); }  // more than progress
   // True: the descriptor is, or soon will be, readable for events that were taken: another call takes that back.
   bool owes_signal() const { return owes_signal_.load(std::memory_order_acquire); }
   int event_fd() const { return events_.fd(); }
@@ -94,8 +95,8 @@ class SharedEndpoint {
   // Something still moves bytes and does not end: own memory is never given back any more.
   void keep_memory();
   bool keeps_memory() const { return keeps_memory_.load(std::memory_order_acquire); }
-  // In a forked child: what would be taken back from devices is the parent's. Takes no lock, a thread that is not here may
-  // have held it.
+  // In a forked child: what would be taken back from devices is the parent's, and its threads may wait here. Takes no lock, a
+  // thread that is not here may have held it.
   void leak_memory();
 
   // --- the IO thread ---
@@ -173,7 +174,11 @@ class SharedEndpoint {
 
   const pid_t owner_ = this_process();
   mutable std::mutex mutex_;
-  std::condition_variable send_ended_, read_ended_;
+  // In memory of its own, which a forked child leaves alone: destroying one waits for threads that are not there.
+  struct Endings {
+    std::condition_variable sends, reads;
+  };
+  std::unique_ptr<Endings> endings_ = std::make_unique<Endings>();
   Endpoint endpoint_;
   std::map<uint32_t, std::shared_ptr<const Pool>> pools_;
   std::map<uint32_t, std::shared_ptr<const OwnRegion>> regions_;
@@ -183,7 +188,7 @@ class SharedEndpoint {
   std::vector<uint32_t> withdrawn_;
   std::atomic<bool> has_withdrawn_{false};
   OwnerQueue events_;
-  std::atomic<bool> has_events_{false}, owes_signal_{false}, keeps_memory_{false};
+  std::atomic<bool> has_events_{false}, has_news_{false}, owes_signal_{false}, keeps_memory_{false};
   size_t removing_ = 0;  // threads that wait for reads to end
   std::optional<TransferId> sending_;
   uint64_t sends_ = 0;
@@ -192,7 +197,7 @@ class SharedEndpoint {
   Fd wake_fd_;
   Nanos sleep_until_ = 0;  // 0: awake
   uint64_t next_pool_serial_ = 1;
-  bool is_shut_ = false;
+  bool is_shut_ = false, is_failure_told_ = false;  // after that nothing is told
   std::string failure_;
 };
 

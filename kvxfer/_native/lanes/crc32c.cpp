@@ -33,7 +33,7 @@ constexpr Tables make_tables() {
 
 constexpr Tables kTables = make_tables();
 
-uint32_t run_portable(const void* data, size_t size, uint32_t value) {
+uint32_t run_portable(const void* data, size_t size, uint32_t value, const void*) {
   const auto* at = static_cast<const uint8_t*>(data);
   uint32_t r = ~value;
   for (; size >= 8; size -= 8, at += 8) {
@@ -53,6 +53,21 @@ constexpr uint64_t power(unsigned n) {
   while (n-- != 0) r = times_x(r);
   return uint64_t{r} << 1;
 }
+
+// Bytes that lie as far from the end of `ahead` as those summed lie from the end of theirs.
+class Ahead {
+ public:
+  Ahead(const void* ahead, const uint8_t* data) : distance_(ahead != nullptr ? static_cast<const uint8_t*>(ahead) - data : 0) {}
+  // What goes with the `bytes` at `at`.
+  void ask(const uint8_t* at, size_t bytes) const {
+    if (distance_ == 0) return;
+    for (size_t i = 0; i < bytes; i += kLine) _mm_prefetch(reinterpret_cast<const char*>(at + i + distance_), _MM_HINT_T0);
+  }
+
+ private:
+  static constexpr size_t kLine = 64;
+  const std::ptrdiff_t distance_;
+};
 
 inline uint64_t load(const uint8_t* at) {
   uint64_t word;
@@ -86,11 +101,16 @@ __attribute__((target("sse4.2,pclmul"))) inline uint64_t run_three(const uint8_t
   return _mm_crc32_u64(c, load(at + 3 * kStretch - 8) ^ joined);
 }
 
-__attribute__((target("sse4.2,pclmul"))) uint32_t run_sse42(const void* data, size_t size, uint32_t value) {
+__attribute__((target("sse4.2,pclmul"))) uint32_t run_sse42(const void* data, size_t size, uint32_t value, const void* ahead) {
   constexpr size_t kLong = 1360, kShort = 168;  // three of the long make 4080 bytes, nearly a page
   const auto* at = static_cast<const uint8_t*>(data);
   uint64_t r = ~value;
-  for (; size >= 3 * kLong; size -= 3 * kLong, at += 3 * kLong) r = run_three<kLong>(at, r);
+  Ahead next(ahead, at);
+  for (; size >= 3 * kLong; size -= 3 * kLong, at += 3 * kLong) {
+    next.ask(at, 3 * kLong);
+    r = run_three<kLong>(at, r);
+  }
+  next.ask(at, size);
   for (; size >= 3 * kShort; size -= 3 * kShort, at += 3 * kShort) r = run_three<kShort>(at, r);
   return ~run_tail(at, size, r);
 }
@@ -106,13 +126,16 @@ __attribute__((target("avx512f"))) inline __m512i fold_factors() {
   return _mm512_set_epi64(kHigh, kLow, kHigh, kLow, kHigh, kLow, kHigh, kLow);
 }
 
-__attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2"))) uint32_t run_avx512(const void* data, size_t size, uint32_t value) {
-  if (size < 512) return run_sse42(data, size, value);
+__attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2"))) uint32_t run_avx512(const void* data, size_t size, uint32_t value, const void* ahead) {
+  if (size < 512) return run_sse42(data, size, value, ahead);
   const auto* at = static_cast<const uint8_t*>(data);
+  const Ahead next(ahead, at);
+  next.ask(at, 256);
   __m512i x0 = _mm512_xor_si512(_mm512_loadu_si512(at), _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(~value))));
   __m512i x1 = _mm512_loadu_si512(at + 64), x2 = _mm512_loadu_si512(at + 128), x3 = _mm512_loadu_si512(at + 192);
   const __m512i by_step = fold_factors<2048>();
   for (at += 256, size -= 256; size >= 256; at += 256, size -= 256) {
+    next.ask(at, 256);
     x0 = fold(x0, by_step, _mm512_loadu_si512(at));
     x1 = fold(x1, by_step, _mm512_loadu_si512(at + 64));
     x2 = fold(x2, by_step, _mm512_loadu_si512(at + 128));
@@ -149,9 +172,9 @@ const std::vector<Crc32cMethod>& crc32c_methods() {
   return methods;
 }
 
-uint32_t crc32c(const void* data, size_t size, uint32_t value) {
-  static uint32_t (*const run)(const void*, size_t, uint32_t) = crc32c_methods().front().run;
-  return run(data, size, value);
+uint32_t crc32c(const void* data, size_t size, uint32_t value, const void* ahead) {
+  static uint32_t (*const run)(const void*, size_t, uint32_t, const void*) = crc32c_methods().front().run;
+  return run(data, size, value, ahead);
 }
 
 }  // namespace kvxfer

@@ -7,12 +7,13 @@
 
 namespace kvxfer {
 
-// Of `size` bytes, going on from `value`, the CRC of what came before: crc(a + b) == crc(b, crc(a)).
-uint32_t crc32c(const void* data, size_t size, uint32_t value = 0);
+// Of `size` bytes, going on from `value`, the CRC of what came before: crc(a + b) == crc(b, crc(a)). `ahead`: as many bytes
+// that are wanted next, asked into the cache meanwhile; null: nothing.
+uint32_t crc32c(const void* data, size_t size, uint32_t value = 0, const void* ahead = nullptr);
 
 struct Crc32cMethod {
   const char* name;
-  uint32_t (*run)(const void* data, size_t size, uint32_t value);
+  uint32_t (*run)(const void* data, size_t size, uint32_t value, const void* ahead);
 };
 // Every method that this CPU can run, the one in use first, `portable` last. For tests and doctor.
 const std::vector<Crc32cMethod>& crc32c_methods();

@@ -6,7 +6,7 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kSumBytes = 4;
-constexpr size_t kAheadBytes = 512;  // of the next block, asked for while this one is summed: blocks lie anywhere
+constexpr size_t kAheadBytes = 4096;  // from what is summed to what is asked into the cache: hardware looks no further than a page
 
 void append_sum(std::string& to, uint32_t sum) {
   for (int shift = 0; shift < 32; shift += 8) to.push_back(static_cast<char>(sum >> shift));
@@ -22,7 +22,7 @@ uint64_t trailer_bytes(const Data& data) { return data.has_sums ? uint64_t{data.
 
 }  // namespace
 
-RunningSums::RunningSums(const Layout& layout, const Extent& extent) : extent_(&extent), walk_(layout, extent) {
+RunningSums::RunningSums(const Layout& layout, const Extent& extent, Bytes are) : extent_(&extent), are_(are), walk_(layout, extent) {
   if (extent.ranges) {
     block_bytes_ = extent.ranges->uniform_bytes();
   } else {
@@ -37,10 +37,9 @@ void RunningSums::advance(size_t bytes) {
   while (bytes != 0) {
     const BlockWalk::Span span = walk_.take(static_cast<size_t>(std::min<uint64_t>(bytes, left_)));
     if (span.size == 0) throw Error(Code::internal, "a checksum past the last block");
-    if (const uint8_t* next = walk_.next()) {
-      for (size_t ahead = 0; ahead < kAheadBytes; ahead += 64) __builtin_prefetch(next + ahead);
-    }
-    add(span.data, span.size);
+    const size_t ahead = are_ == Bytes::InCache ? 0 : std::min(kAheadBytes, span.size);
+    if (span.size != ahead) add(span.data, span.size - ahead, span.data + ahead);
+    if (ahead != 0) add(span.data + (span.size - ahead), ahead, walk_.next());
     bytes -= span.size;
   }
 }
@@ -56,8 +55,8 @@ void RunningSums::advance(const uint8_t* data, size_t bytes) {
   }
 }
 
-void RunningSums::add(const uint8_t* data, size_t bytes) {
-  sum_ = crc32c(data, bytes, sum_);
+void RunningSums::add(const uint8_t* data, size_t bytes, const uint8_t* ahead) {
+  sum_ = crc32c(data, bytes, sum_, ahead);
   left_ -= bytes;
   if (left_ != 0) return;
   sums_.push_back(std::exchange(sum_, 0));
@@ -70,7 +69,7 @@ OutgoingBlocks::OutgoingBlocks(SendData send, OwnMemory from, Staging& staging)
   if (frame.payload_bytes < trailer_bytes(frame) || frame.count != extent.count) {
     throw Error(Code::internal, "a DATA frame of other blocks than it has");
   }
-  if (frame.has_sums && known_.size() != frame.count) running_.emplace(*memory.layout, extent);
+  if (frame.has_sums && known_.size() != frame.count) running_.emplace(*memory.layout, extent, RunningSums::Bytes::Anywhere);
   if (is_staged) gather = std::make_unique<Gather>(staging, memory.device, *memory.layout, extent, left);
 }
 

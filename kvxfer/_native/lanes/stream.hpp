@@ -19,7 +19,8 @@ constexpr uint32_t kNoSum = 0x9d1ce5a7;  // as likely to be a checksum as any ot
 // CRC-32C of each of some blocks or pieces, as their bytes pass in order.
 class RunningSums {
  public:
-  RunningSums(const Layout& layout, const Extent& extent);
+  enum class Bytes { InCache, Anywhere };  // where they are when they are summed
+  RunningSums(const Layout& layout, const Extent& extent, Bytes are = Bytes::InCache);
   // The next `bytes` are what they are.
   void advance(size_t bytes);
   // As they lie at `data`, and not where the blocks do.
@@ -28,10 +29,11 @@ class RunningSums {
   const std::vector<uint32_t>& sums() const { return sums_; }  // of those that have passed whole
 
  private:
-  void add(const uint8_t* data, size_t bytes);  // of one block
+  void add(const uint8_t* data, size_t bytes, const uint8_t* ahead = nullptr);  // of one block
   uint64_t bytes_of(uint32_t i) const { return block_bytes_ != 0 ? block_bytes_ : extent_->ranges->bytes_of((*extent_)[i]); }
 
   const Extent* extent_;
+  Bytes are_;
   uint64_t block_bytes_ = 0;  // of each; 0 where they differ
   BlockWalk walk_;
   uint64_t left_ = 0, passed_ = 0;

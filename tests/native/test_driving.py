@@ -1,0 +1,156 @@
+"""A caller that waits does the loop's work itself: what it waits for comes, and everybody else's goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer._native import _core as native
+
+COMMITTED = native.TransferState.COMMITTED
+NewId = Callable[[], bytes]
+LANES = [native.Lane.MAPPED, native.Lane.UNIX, native.Lane.STREAM]
+SECOND = 10**9
+
+
+def drive(node: Any, transfer: bytes, timeout_s: float = 30.0) -> Any:
+    """Wait, and take what came, until the transfer is final; who takes is the only one who does."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        node.core.wait(SECOND)
+        for event in node.core.drain():
+            if isinstance(event, native.TransferFinal) and event.id == transfer:
+                return event
+    raise AssertionError(f"{transfer.hex()} did not end")
+
+
+@pytest.mark.parametrize("lane", LANES, ids=lambda lane: lane.name.lower())
+def test_who_waits_moves(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
+    p, d = nodes.pair(block_bytes=65536, blocks=256)
+    p.fill_random()
+    for _ in range(3):
+        d.fill(0)
+        transfer = new_id()
+        p.grant(transfer, range(256))
+        d.pull(transfer, p, range(256), lanes=[lane])
+        assert drive(d, transfer).state == COMMITTED
+        assert d.memory.tobytes() == p.memory.tobytes()
+
+
+def test_nothing_to_come_is_waited_for_no_longer_than_asked(nodes: Any) -> None:
+    _, d = nodes.pair()
+    begin = time.monotonic()
+    assert not d.core.wait(SECOND // 5)
+    assert 0.15 < time.monotonic() - begin < 5.0
+
+
+def test_the_core_goes_on_when_the_driver_has_left(nodes: Any, new_id: NewId) -> None:
+    p, d = nodes.pair()
+    for _ in range(20):
+        transfer = new_id()
+        p.grant(transfer, [1, 2])
+        d.pull(transfer, p, [1, 2], lanes=[native.Lane.MAPPED])
+        d.core.wait(1)  # long enough to take the loop, too short to see the end
+        assert d.wait_drained(transfer).state == COMMITTED
+
+
+def test_many_wait_on_one_core(nodes: Any, new_id: NewId) -> None:
+    """One of them drives, whoever else waits comes back too, and sessions with others are served meanwhile."""
+    p, d = nodes.pair(block_bytes=4096, blocks=256)
+    p.fill_random()
+    stop = threading.Event()
+    returned = [0] * 4
+
+    def waits(index: int) -> None:
+        while not stop.is_set():
+            d.core.wait(SECOND // 20)
+            returned[index] += 1
+
+    threads = [threading.Thread(target=waits, args=[index]) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(50):
+            transfer = new_id()
+            p.grant(transfer, range(256))
+            d.pull(transfer, p, range(256), lanes=[native.Lane.STREAM])
+            assert d.wait_drained(transfer).state == COMMITTED
+        p.wait(lambda _: p.is_idle())
+        back = new_id()  # the driven core as the source
+        d.grant(back, [3])
+        p.pull(back, d, [4], lanes=[native.Lane.STREAM])
+        assert p.wait_drained(back).state == COMMITTED
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert all(returned)
+
+
+@pytest.mark.parametrize("turn", range(5))
+def test_closing_ends_a_wait(nodes: Any, turn: int) -> None:
+    """The word that wakes the driver is not lost for the core's own thread, which sleeps too."""
+    _, d = nodes.pair()
+    waiting = threading.Thread(target=d.core.wait, args=[60 * SECOND])
+    waiting.start()
+    time.sleep(0.1)
+    closing = threading.Thread(target=d.core.close)
+    closing.start()
+    for thread in (waiting, closing):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert not d.core.wait(SECOND // 100)
+
+
+def test_a_signal_ends_a_wait() -> None:
+    code = textwrap.dedent(
+        """
+        import time
+        from kvxfer._native import _core as native
+        ref = native.AgentRef("a", 1, b"n" * 16)
+        core = native.Core(ref, native.EndpointLimits(), bind_host="127.0.0.1", bind_port=0, unix_path="")
+        core.start()
+        print("up", flush=True)
+        try:
+            while True:
+                core.wait(60 * 10**9)
+        except KeyboardInterrupt:
+            core.close()
+            print("interrupted", flush=True)
+        """
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        time.sleep(0.2)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.stdout.readline() == "interrupted\n"
+        assert process.wait(10) == 0
+
+
+def test_progress_does_not_end_a_wait(nodes: Any, new_id: NewId) -> None:
+    """Of a pull that waits for its source the driver is told with the next news, not block by block."""
+    p, d = nodes.pair(block_bytes=4096, blocks=16)
+    transfer = new_id()
+    p.grant(transfer, range(16), ready=0)
+    d.pull(transfer, p, range(16), lanes=[native.Lane.MAPPED])
+    for ready in range(1, 16):
+        p.core.ready(transfer, ready, complete=False)
+        begin = time.monotonic()
+        d.core.wait(SECOND // 50)
+        news = [event for event in d.take() if not isinstance(event, native.TransferProgress)]
+        assert news or time.monotonic() - begin > 0.01, "woken, and for nothing else"
+    p.core.ready(transfer, 16, complete=True)
+    assert drive(d, transfer).state == COMMITTED
+    assert np.array_equal(d.memory[: 16 * 4096], p.memory[: 16 * 4096])

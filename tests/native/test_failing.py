@@ -1,0 +1,214 @@
+"""A native core that broke: who waits is told, and that is the last that anybody is told."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer._native import _core as native
+from kvxfer.errors import KvxferError
+
+from .cuda_driver import build
+
+NewId = Callable[[], bytes]
+STREAM = native.Lane.STREAM
+
+
+def told_of_the_end(core: native.Core) -> list[Any]:
+    """All that a core tells until it tells that it failed, by waiting for its descriptor alone."""
+    told: list[Any] = []
+    end = time.monotonic() + 10
+    while not any(isinstance(event, native.CoreFailed) for event in told):
+        assert select.select([core.fileno()], [], [], end - time.monotonic())[0], "nothing was told of the failure"
+        told += core.drain()
+    return told
+
+
+def test_the_failure_is_the_last_that_is_told(nodes: Any, new_id: NewId, breaker: Any) -> None:
+    """Also of a core with a transfer under way each way, and after everything that was told before."""
+    peer = nodes("peer", block_bytes=1 << 20, blocks=48)
+    break_loop = breaker()
+    node = nodes("breaks", block_bytes=1 << 20, blocks=48)
+    nodes.join(peer, node)
+    there, back, waiting = new_id(), new_id(), new_id()
+    node.grant(there, np.arange(24))
+    peer.grant(back, np.arange(24))
+    node.pull(waiting, peer, np.arange(24, 26), lanes=[STREAM])
+    node.pull(back, peer, np.arange(26, 48), lanes=[STREAM])
+    peer.pull(there, node, np.arange(24, 48), lanes=[STREAM])
+    node.wait_for(native.TransferProgress, id=back)
+    break_loop()
+    peer.core.notify(node.ref, b"whatever wakes it")
+    told = told_of_the_end(node.core)
+    assert [type(event) for event in told].count(native.CoreFailed) == 1
+    assert isinstance(told[-1], native.CoreFailed)
+    assert "epoll" in told[-1].text
+    for call in (
+        lambda: node.core.end_grant(there, native.GrantEvent.REVOKE),
+        lambda: node.core.notify(peer.ref, b""),
+        lambda: node.core.remove_pool(7),
+        lambda: node.pull(new_id(), peer, [1]),
+    ):
+        with pytest.raises(KvxferError, match="the native core failed"):
+            call()
+    time.sleep(0.1)
+    assert not node.core.drain()
+    assert not select.select([node.core.fileno()], [], [], 0)[0]
+    node.core.close()
+    nodes.made.remove(node)
+
+
+HERE = pathlib.Path(__file__).parent
+OUT_OF_MEMORY = """
+import ctypes, os, pathlib, sys, threading, time
+import numpy as np
+sys.path.insert(0, sys.argv[2])
+import conftest
+from kvxfer._native import _core as native
+
+memory = ctypes.CDLL(None)
+memory.has_come.restype = ctypes.c_bool
+
+def in_a_thread(call):
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+def wait_for(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+def waits_until_that_is_over(call):
+    # What is under way has stopped where memory is to be missed.
+    wait_for(memory.has_come)
+    thread = in_a_thread(call)
+    thread.join(0.2)
+    assert thread.is_alive(), "nothing was under way"
+    memory.go_on()
+    thread.join(5)
+    assert not thread.is_alive(), "still waited for"
+
+directory, transfer = pathlib.Path(sys.argv[1]), os.urandom(16)
+p = conftest.Node("source", directory, block_bytes=64, blocks=3001, checks=True)
+"""
+SUMS = """
+def announce():
+    try:
+        p.core.ready(transfer, 3001, complete=True)
+    except MemoryError:
+        errors.append("missed")
+
+def take_back():
+    p.core.end_grant(transfer, native.GrantEvent.REVOKE)
+    p.core.remove_pool(7)
+
+errors = []
+p.grant(transfer, np.arange(3001), ready=0)
+memory.fail_at(3001 * 4, 2)  # the sums; before them comes the list of blocks
+thread = in_a_thread(announce)
+waits_until_that_is_over(take_back)
+thread.join(5)
+assert errors == ["missed"]
+p.core.close()
+"""
+SEND = """
+d = conftest.Node("reader", directory, block_bytes=64, blocks=3001, checks=True)
+conftest.join(p, d)
+p.grant(transfer, np.arange(3001))
+memory.fail_at(15361, 1)  # as the trailer of sums grows
+d.pull(transfer, p, np.arange(3001), lanes=[native.Lane.STREAM])
+states = []
+waits_until_that_is_over(lambda: states.append(p.core.end_grant(transfer, native.GrantEvent.REVOKE)))
+assert states == [native.GrantState.REVOKED]
+told = []
+def is_told():
+    told.extend(p.core.drain())
+    return any(isinstance(event, native.CoreFailed) for event in told)
+wait_for(is_told)
+assert not p.core.drain() and isinstance(told[-1], native.CoreFailed), told
+p.core.close()
+d.core.close()
+"""
+FORK = """
+import signal
+
+def announce():
+    try:
+        p.core.ready(transfer, 3001, complete=True)
+    except MemoryError:
+        pass
+
+p.grant(transfer, np.arange(3001), ready=0)
+memory.fail_at(3001 * 4, 2)
+threads = [in_a_thread(announce)]
+wait_for(memory.has_come)
+p.core.end_grant(transfer, native.GrantEvent.REVOKE)
+threads.append(in_a_thread(lambda: p.core.remove_pool(7)))
+time.sleep(0.2)
+assert all(thread.is_alive() for thread in threads)
+if (child := os.fork()) == 0:
+    core = p.__dict__.pop("core")
+    fileno = core.fileno()
+    # What the frames of threads that are not here hold, a child keeps for ever; and may not.
+    while sys.getrefcount(core) > 2:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(core))
+    del core
+    try:
+        os.fstat(fileno)
+    except OSError:
+        os._exit(0)
+    os._exit(1)
+ended = []
+waiter = in_a_thread(lambda: ended.append(os.waitpid(child, 0)))
+waiter.join(1)
+if not ended:
+    os.kill(child, signal.SIGKILL)
+waiter.join()
+assert ended == [(child, 0)], ended
+memory.go_on()
+for thread in threads:
+    thread.join(5)
+    assert not thread.is_alive()
+p.core.close()
+"""
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("script", [SUMS, SEND], ids=["sums", "send"])
+def test_what_was_begun_is_over_where_memory_runs_out(
+    private_directories: pathlib.Path, tmp_path: pathlib.Path, script: str
+) -> None:
+    """A look at blocks that ends by an exception has ended: who takes the blocks back waits for it no longer."""
+    run_with_failing_new(script, private_directories, tmp_path)
+
+
+@pytest.mark.no_sanitizer
+def test_a_forked_child_does_not_wait_for_threads_of_its_parent(
+    private_directories: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """One that drops a core in which a thread of the parent waits, while another looks at blocks."""
+    run_with_failing_new(FORK, private_directories, tmp_path)
+
+
+def run_with_failing_new(script: str, directory: pathlib.Path, built: pathlib.Path) -> None:
+    library = built / "failing_new.so"
+    build(library, HERE / "failing_new.cpp")
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY + script, str(directory), str(HERE)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "LD_PRELOAD": str(library)},
+    )
+    assert done.returncode == 0, done.stderr
