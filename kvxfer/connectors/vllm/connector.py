@@ -74,6 +74,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
             functools.partial(make_record, vllm_config, kv_cache_config),
             model=_served_name(vllm_config.model_config),
             rank=rank,
+            ranks=ranks,
             new_agent=functools.partial(_new_agent, options, rank),
         )
 

@@ -21,10 +21,11 @@ from kvxfer.connectors.vllm.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.steps import Load, Remote, Report
-from kvxfer.connectors.vllm.wire import KEEPS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
+from kvxfer.connectors.vllm.wire import KEEPS_MAX, PARTS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
 from kvxfer.errors import (
     DeadlineExceeded,
     GrantExpired,
+    GrantRevoked,
     GrantUnknown,
     KvxferError,
     PeerGone,
@@ -38,6 +39,8 @@ log = logging.getLogger("kvxfer.vllm")
 
 WATCH_S = 0.5
 """How often a source that something is expected of is asked for a sign of life."""
+ASKS_MAX = 4
+"""So often a load begins anew because its source took back what it had promised."""
 SILENT_S = 1.5
 """A source whose agent did not take a message for so long is given up."""
 
@@ -54,13 +57,15 @@ class Done:
 class Fetch:
     """One load under way."""
 
-    def __init__(self, order: Load, source: str, source_rank: int) -> None:
+    def __init__(self, order: Load, source: str, source_rank: int, readers: int) -> None:
         self.order = order
+        self.readers = readers
         self.source = source
         self.source_rank = source_rank
         self.started_s = time.monotonic()
         self.transfers: list[Transfer] = []
         self.results: list[TransferResult] = []
+        self.attempt = 0
         self.parts = 0
         self.early_bytes = 0
         self.is_all_announced = order.has_direct
@@ -73,6 +78,15 @@ class Fetch:
         if self.task is not None and not self.task.done() and self.why is None:
             self.why = error
             self.task.cancel()
+
+    def begin_again(self) -> None:
+        """Nothing that was fetched counts. Its transfers are drained."""
+        self.attempt += 1
+        self.parts = self.early_bytes = 0
+        self.is_all_announced = self.order.has_direct
+        self.inbox = asyncio.Queue()
+        self.transfers.clear()
+        self.results.clear()
 
     def pull_ended(self, pull: asyncio.Task[None]) -> None:
         error = None if pull.cancelled() else pull.exception()
@@ -90,6 +104,7 @@ class Loads:
         pages: Pages,
         options: ConnectorOptions,
         rank: int,
+        ranks: int,
         on_done: Callable[[Done], None],
     ) -> None:
         self._agent = agent
@@ -97,6 +112,7 @@ class Loads:
         self._pages = pages
         self._options = options
         self._rank = rank
+        self._ranks = ranks
         self._on_done = on_done
         self._fetches: dict[str, Fetch] = {}
         self._by_transfer: dict[TransferId, Fetch] = {}
@@ -112,7 +128,8 @@ class Loads:
 
     def start(self, order: Load) -> None:
         self._kept.pop(order.request_id, None)
-        fetch = Fetch(order, *self._source_of(order.sources))
+        source, source_rank = self._source_of(order.sources)
+        fetch = Fetch(order, source, source_rank, self._readers(source_rank, order.sources))
         self._fetches[order.request_id] = fetch
         self._by_transfer[order.transfer_id] = fetch
         self._spawn(self._run(fetch))
@@ -126,13 +143,15 @@ class Loads:
     def release(self, remote: Remote) -> None:
         """It will not be fetched."""
         self._kept.pop(remote.request_id, None)
-        source, _ = self._source_of(remote.sources)
-        self._send(source, Release(remote.transfer_id, self._rank, 1))
+        self._let_go(remote.transfer_id, remote.sources)
 
     def on_message(self, agent_id: str, message: Part | Refuse) -> None:
         """What a source says."""
         fetch = self._by_transfer.get(message.transfer_id)
-        if fetch is not None and fetch.source == agent_id:
+        if fetch is None or fetch.source != agent_id:
+            return
+        attempt = message.attempt if isinstance(message, Refuse) else message.part // PARTS_MAX
+        if attempt == fetch.attempt:
             fetch.inbox.put_nowait(message)
 
     async def close(self) -> None:
@@ -161,13 +180,10 @@ class Loads:
         except Exception as failure:
             log.exception("a load broke")
             error = KvxferError(f"the load broke: {failure!r}")
-        for transfer in fetch.transfers:
-            transfer.cancel()
-        for transfer in fetch.transfers:
-            await transfer.wait_drained()
+        await _drain(fetch)
         del self._fetches[order.request_id]
         del self._by_transfer[order.transfer_id]
-        self._send(fetch.source, Release(order.transfer_id, self._rank, 1))
+        self._let_go(order.transfer_id, order.sources)
         report = self._report(fetch, error)
         if error is not None:
             log.warning(
@@ -179,13 +195,28 @@ class Loads:
 
     async def _fetch(self, fetch: Fetch) -> None:
         order = fetch.order
-        if order.has_direct and order.first == 0:
+        if order.has_direct and order.first == 0 and len(order.sources) == self._ranks:
             try:
                 await self._pull(fetch, DIRECT, 0, len(order.blocks))
                 return
             except (GrantExpired, GrantUnknown) as error:
                 log.debug("the direct grant is gone, asking: %s", error)
-        ask = Ask(order.transfer_id, self._rank, 1, order.first, not order.has_direct)
+        while True:
+            try:
+                await self._ask(fetch)
+                return
+            except GrantRevoked as error:
+                if fetch.attempt + 1 == ASKS_MAX:
+                    raise
+                log.debug("what was promised was taken back, asking again: %s", error)
+            await _drain(fetch)
+            fetch.begin_again()
+
+    async def _ask(self, fetch: Fetch) -> None:
+        """Ask for the prompt and pull its parts. Raises GrantRevoked where the source took them back: it may compute
+        them again."""
+        order = fetch.order
+        ask = Ask(order.transfer_id, self._rank, fetch.attempt, fetch.readers, order.first, not order.has_direct)
         await self._notify(fetch.source, ask)
         end = order.first + len(order.blocks)
         covered = order.first
@@ -251,9 +282,21 @@ class Loads:
     # --- sources ---
 
     def _source_of(self, sources: tuple[str, ...]) -> tuple[str, int]:
-        """Whose blocks this rank takes: equal numbers of ranks correspond one to one."""
+        """Whose blocks this rank takes: equal numbers of ranks correspond one to one; else ranks are replicas, and each
+        source serves every ``len(sources)``-th rank."""
         rank = self._rank % len(sources)
         return sources[rank], rank
+
+    def _readers(self, source_rank: int, sources: tuple[str, ...]) -> int:
+        """How many ranks of this engine take that source's blocks."""
+        return len(range(source_rank, self._ranks, len(sources)))
+
+    def _let_go(self, transfer_id: TransferId, sources: tuple[str, ...]) -> None:
+        """This rank needs nothing more of its source; nor does any rank of those that serve none."""
+        source, source_rank = self._source_of(sources)
+        self._send(source, Release(transfer_id, self._rank, self._readers(source_rank, sources)))
+        for unread in sources[self._ranks + self._rank :: self._ranks]:
+            self._send(unread, Release(transfer_id, self._rank, 1))
 
     def _watch(self, source: str) -> None:
         if source not in self._watched:
@@ -296,6 +339,14 @@ class Loads:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _drain(fetch: Fetch) -> None:
+    """Returns when no byte can land in its blocks any more."""
+    for transfer in fetch.transfers:
+        transfer.cancel()
+    for transfer in fetch.transfers:
+        await transfer.wait_drained()
 
 
 def _batches(wanted: list[TransferId]) -> Iterable[list[TransferId]]:

@@ -123,7 +123,7 @@ class SchedulerHalf:
             return False, None
         is_computed = request.status.name in COMPUTED and len(block_ids) >= prefill.total > 0
         if not is_computed:
-            self._close(prefill, "the request ended before its prompt was computed")
+            self._close(prefill, "the request ended before its prompt was computed", will_resume=False)
             return False, None
         blocks = tuple(block_ids[: prefill.total])
         self._finishes.append(Finish(request.request_id, prefill.transfer_id, prefill.reader, blocks, prefill.content))
@@ -140,8 +140,7 @@ class SchedulerHalf:
         resumed = getattr(cached, "resumed_req_ids", ())
         for request_id, prefill in self._prefills.items():
             if prefill.is_open and (request_id in resumed or prefill.request.status.name == "PREEMPTED"):
-                self._close(prefill, "the source needed the blocks for older requests")
-                prefill.total = 0  # its reader computes it now; what is computed again here is for nobody
+                self._close(prefill, "the source needed the blocks for older requests", will_resume=True)
         for new in output.scheduled_new_reqs:
             self._step(new.req_id, new.block_ids[0], new.num_computed_tokens, output, opens, chunks, is_new=True)
         for index, request_id in enumerate(cached.req_ids):
@@ -237,10 +236,10 @@ class SchedulerHalf:
             chunks.append(Chunk(request_id, tuple(prefill.table[prefill.blocks : done])))
             prefill.blocks = done
 
-    def _close(self, prefill: Prefill, reason: str) -> None:
-        if prefill.is_open:
-            prefill.is_open = False
-            self._closes.append(Close(prefill.request.request_id, reason))
+    def _close(self, prefill: Prefill, reason: str, *, will_resume: bool) -> None:
+        prefill.is_open = False
+        if prefill.reader is not None:  # it may be asking already
+            self._closes.append(Close(prefill.request.request_id, prefill.transfer_id, reason, will_resume))
 
     def _release(self, decode: Decode) -> None:
         decode.is_settled = True

@@ -24,7 +24,7 @@ from kvxfer.connectors.vllm.ids import DIRECT, is_rank_of, part_id, rank_agent
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Open, StepOrders
-from kvxfer.connectors.vllm.wire import Ask, Keep, Message, Part, Refuse, Release, encode
+from kvxfer.connectors.vllm.wire import PARTS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
 from kvxfer.errors import GrantExpired, GrantGone, GrantReleased, GrantRevoked, GrantUnknown, KvxferError, PeerGone
 from kvxfer.types import GrantState, TransferId
 
@@ -62,7 +62,7 @@ class Reader:
     agent_id: str
     ask: Ask
     sent: int
-    parts: int = DIRECT
+    parts: int
 
 
 @dataclasses.dataclass
@@ -246,8 +246,21 @@ class Source:
 
     def _close(self, order: Close) -> None:
         hold = self._holds.get(order.request_id)
+        error = GrantRevoked(order.reason)
         if hold is not None:
-            self._end(hold, GrantRevoked(order.reason))
+            self._end(hold, error)
+            if order.will_resume:
+                until_s = time.monotonic() + self._options.pull_wait_s
+                for rank in hold.released:
+                    release = Release(hold.transfer_id, rank, hold.readers_expected)
+                    self._released_early[hold.transfer_id, rank] = (release, until_s)
+        if order.will_resume:
+            self._ended.pop(order.transfer_id, None)
+            return
+        self._remember(order.transfer_id, error)
+        for key in [key for key in self._early if key[0] == order.transfer_id]:
+            ask, agent_id, _ = self._early.pop(key)
+            self._send(agent_id, _refusal(ask, error))
 
     def _admit(self, hold: Hold) -> None:
         """Know a new hold, and who asked for it, or gave it up, before."""
@@ -295,7 +308,7 @@ class Source:
                 self._look_at(hold, now_s, known)
             for key in [key for key, (_, _, until_s) in self._early.items() if now_s >= until_s]:
                 ask, agent_id, _ = self._early.pop(key)
-                self._send(agent_id, _refusal(ask.transfer_id, GrantUnknown("this engine never heard of that prompt")))
+                self._send(agent_id, _refusal(ask, GrantUnknown("this engine never heard of that prompt")))
             for key in [key for key, (_, until_s) in self._released_early.items() if now_s >= until_s]:
                 del self._released_early[key]
 
@@ -326,17 +339,21 @@ class Source:
         if ended is None and ask.is_early and len(self._early) < EARLY_MAX:
             self._early[ask.transfer_id, ask.rank] = (ask, agent_id, time.monotonic() + self._options.pull_wait_s)
             return
-        self._send(agent_id, _refusal(ask.transfer_id, ended or GrantUnknown("this engine has no such prompt")))
+        self._send(agent_id, _refusal(ask, ended or GrantUnknown("this engine has no such prompt")))
 
     def _join(self, hold: Hold, ask: Ask, agent_id: str) -> None:
-        if ask.rank in hold.readers or ask.rank in hold.released:
+        known = hold.readers.get(ask.rank)
+        if known is not None and known.ask.attempt >= ask.attempt:
             return
         if not _is_reader(hold, agent_id):
-            self._send(agent_id, _refusal(ask.transfer_id, GrantUnknown("that prompt is for another reader")))
+            self._send(agent_id, _refusal(ask, GrantUnknown("that prompt is for another reader")))
+            return
+        if ask.rank in hold.released:
+            self._send(agent_id, _refusal(ask, GrantReleased("it was taken for gone, or gave this back")))
             return
         hold.heard_s = time.monotonic()
         hold.readers_expected = max(1, ask.readers)
-        hold.readers[ask.rank] = Reader(agent_id, ask, ask.first)
+        hold.readers[ask.rank] = Reader(agent_id, ask, ask.first, ask.attempt * PARTS_MAX)
         self._catch_up(hold, hold.readers[ask.rank])
 
     def _release(self, hold: Hold, release: Release) -> None:
@@ -370,7 +387,7 @@ class Source:
         granted = self._grant(hold, reader.agent_id, reader.ask.rank, reader.parts, blocks, is_final=is_final)
         if not granted:
             error = GrantRevoked("the source could not grant the blocks")
-            self._send(reader.agent_id, _refusal(hold.transfer_id, error))
+            self._send(reader.agent_id, _refusal(reader.ask, error))
             return []
         reader.sent = first + count
         self._send(reader.agent_id, Part(hold.transfer_id, reader.parts, first, count, hold.total))
@@ -426,11 +443,14 @@ class Source:
         if self._by_transfer.get(hold.transfer_id) is hold:
             del self._by_transfer[hold.transfer_id]
         self._writing = [other for other in self._writing if other is not hold]
-        self._ended[hold.transfer_id] = how
+        self._remember(hold.transfer_id, how)
+        for reader in hold.readers.values():
+            self._send(reader.agent_id, _refusal(reader.ask, how))
+
+    def _remember(self, transfer_id: TransferId, how: KvxferError) -> None:
+        self._ended[transfer_id] = how
         while len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
-        for reader in hold.readers.values():
-            self._send(reader.agent_id, _refusal(hold.transfer_id, how))
 
     def _revoke(self, hold: Hold) -> None:
         for grant in hold.grants.values():
@@ -452,5 +472,5 @@ def _is_reader(hold: Hold, agent_id: str) -> bool:
     return hold.reader is None or is_rank_of(agent_id, hold.reader)
 
 
-def _refusal(transfer_id: TransferId, error: KvxferError) -> Refuse:
-    return Refuse(transfer_id, error.code, str(error))
+def _refusal(ask: Ask, error: KvxferError) -> Refuse:
+    return Refuse(ask.transfer_id, ask.attempt, error.code, str(error))

@@ -69,10 +69,12 @@ class Finish:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Close:
-    """A prompt's blocks go to others with this very step."""
+    """A prompt's blocks, if it has any, go to others with this very step. ``will_resume``: it will be computed again."""
 
     request_id: str
+    transfer_id: TransferId
     reason: str
+    will_resume: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,10 @@ from kvxfer.errors import InvalidArgument, ProtocolViolation
 from kvxfer.types import TransferId
 
 COUNT_MAX = 1 << 31
+ATTEMPTS_MAX = 1 << 10
 TEXT_MAX = 512
+PARTS_MAX = 1 << 20
+"""Parts of one attempt."""
 KEEPS_MAX = 1024
 """Transfers that one Keep names."""
 
@@ -21,10 +24,13 @@ KEEPS_MAX = 1024
 @dataclasses.dataclass(frozen=True)
 class Ask:
     """Reader to source: rank ``rank`` wants the blocks of this prompt from ``first`` on, as they become final;
-    ``readers`` ranks will take something from you. ``is_early``: you may not have heard of it yet."""
+    ``readers`` ranks will take something from you. ``is_early``: you may not have heard of it yet. ``attempt`` grows
+    each time that what it was promised was taken back: earlier promises are void, and parts are numbered from
+    ``attempt * PARTS_MAX`` on."""
 
     transfer_id: TransferId
     rank: int
+    attempt: int
     readers: int
     first: int
     is_early: bool
@@ -44,9 +50,10 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Refuse:
-    """Source to reader: no more of this prompt will come. ``code`` is an error's."""
+    """Source to the reader of that attempt: no more of this prompt will come. ``code`` is an error's."""
 
     transfer_id: TransferId
+    attempt: int
     code: str
     text: str
 
@@ -117,7 +124,7 @@ def _value(name: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise ProtocolViolation(f"{name} of a peer's message is neither true nor false")
         return value
-    if type(value) is not int or not 0 <= value < COUNT_MAX:
+    if type(value) is not int or not 0 <= value < (ATTEMPTS_MAX if name == "attempt" else COUNT_MAX):
         raise ProtocolViolation(f"{name} of a peer's message is no count")
     return value
 

@@ -54,12 +54,14 @@ class WorkerHalf:
         *,
         model: str,
         rank: int,
+        ranks: int,
         new_agent: Callable[[WorkerInfo], Agent],
     ) -> None:
         self._options = options
         self._make_record = make_record
         self._model = model
         self._rank = rank
+        self._ranks = ranks
         self._new_agent = new_agent
         self._runtime: Runtime | None = None
         self._source: Source | None = None
@@ -97,7 +99,7 @@ class WorkerHalf:
         self._layers = {name: index for index, name in enumerate(pages.layers)}
         runtime = Runtime(agent, self._serve)
         self._source = Source(agent, pools, pages, self._options, self._rank, runtime.call, self._freed)
-        self._loads = Loads(agent, pools, pages, self._options, self._rank, self._ended)
+        self._loads = Loads(agent, pools, pages, self._options, self._rank, self._ranks, self._ended)
         if self._options.record_digests:
             self.digests = Digests(pages)
         self._runtime = runtime

@@ -113,17 +113,27 @@ def test_a_chunk_completes_blocks_and_the_last_one_the_rest() -> None:
     assert [order.blocks for order in step(half, cached={"r": ([4], 38, 22)}).chunks] == [(3, 4)]
 
 
-def test_a_preempted_prefill_is_closed_in_that_step_and_for_good() -> None:
+def test_a_preempted_prefill_is_closed_in_that_step_and_opened_again() -> None:
     half, request = new_half(), Request("r", list(range(60)), concurrent("decode"), Status.RUNNING)
     half.on_new_request(request)
     step(half, {"r": ([1, 2], 0, 32)})
     request.status = Status.PREEMPTED
-    assert [close.request_id for close in step(half).closes] == ["r"]
+    assert [(close.request_id, close.will_resume) for close in step(half).closes] == [("r", True)]
+    assert step(half).closes == ()
     request.status = Status.RUNNING
-    again = step(half, cached={"r": ([5, 6, 7, 8], 0, 60)}, resumed={"r"})
-    assert (again.opens, again.chunks) == ((), ())
+    again = step(half, cached={"r": ([5, 6, 7, 8], 16, 44)}, resumed={"r"})
+    assert [(order.blocks, order.total) for order in again.opens] == [((5,), 4)]
+    assert [order.blocks for order in again.chunks] == [(6, 7, 8)]
     request.status = Status.FINISHED_LENGTH_CAPPED
-    assert half.finished(request, [5, 6, 7, 8]) == (False, None)
+    assert half.finished(request, [5, 6, 7, 8])[0]
+
+
+def test_a_prefill_that_never_began_is_closed_when_it_ends() -> None:
+    half, request = new_half(), Request("r", list(range(60)), concurrent("decode"))
+    half.on_new_request(request)
+    request.status = Status.FINISHED_ABORTED
+    assert half.finished(request, []) == (False, None)
+    assert [close.will_resume for close in step(half).closes] == [False]
 
 
 def test_a_load_is_the_missing_tail_without_the_last_token() -> None:
@@ -161,7 +171,8 @@ def test_a_prefill_that_is_back_in_the_step_that_preempted_it_is_closed_too() ->
     step(half, {"r": ([1, 2], 0, 32)})
     orders = step(half, cached={"r": ([5, 6, 7, 8], 0, 60)}, resumed={"r"})
     assert [close.request_id for close in orders.closes] == ["r"]
-    assert (orders.opens, orders.chunks) == ((), ())
+    assert [order.blocks for order in orders.opens] == [()]
+    assert [order.blocks for order in orders.chunks] == [(5, 6, 7, 8)]
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -291,7 +302,7 @@ class Prefills(RuleBasedStateMachine):
 
     def obey(self, orders: StepOrders) -> None:
         for close in orders.closes:
-            del self.promised[close.request_id]
+            self.promised.pop(close.request_id, None)
         for begun in orders.opens:
             assert begun.request_id not in self.promised
             self.promised[begun.request_id] = list(begun.blocks)

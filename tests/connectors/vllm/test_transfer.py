@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from kvxfer.agent import Agent
 from kvxfer.connectors.vllm import source as source_module
-from kvxfer.connectors.vllm.loads import Done, Loads
+from kvxfer.connectors.vllm.loads import ASKS_MAX, Done, Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages, Store
 from kvxfer.connectors.vllm.source import Source
@@ -102,7 +102,7 @@ async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Rank, Ran
             done: dict[str, asyncio.Future[Done]] = {}
             source = Source(agent, pools, pages, OPTIONS, 0, loop.call_soon_threadsafe, freed.append)
             loads = Loads(
-                agent, pools, pages, OPTIONS, 0, lambda over, done=done: done[over.order.request_id].set_result(over)
+                agent, pools, pages, OPTIONS, 0, 1, lambda over, done=done: done[over.order.request_id].set_result(over)
             )
             made.append(Rank(agent, memory, source, loads, freed, done))
         p, d = made
@@ -122,6 +122,10 @@ def new_id(seed: int = 1) -> TransferId:
 
 def open_order(total: int, blocks: tuple[int, ...] = (), *, reader: str = "d") -> StepOrders:
     return StepOrders(True, opens=(Open("r", new_id(), reader, blocks, total, CONTENT),))
+
+
+def close_order(*, will_resume: bool) -> Close:
+    return Close("r", new_id(), "preempted", will_resume)
 
 
 def finish_order(blocks: tuple[int, ...], reader: str | None = None) -> StepOrders:
@@ -235,13 +239,99 @@ async def test_what_is_closed_is_not_taken(ranks: tuple[Rank, Rank]) -> None:
     await asyncio.sleep(0.05)
     p.source.begin_step(open_order(3))
     p.forward(StepOrders(True, chunks=(Chunk("r", (1, 2)),)), [1, 2])
-    p.source.begin_step(StepOrders(True, closes=(Close("r", "preempted"),)))
+    p.source.begin_step(StepOrders(True, closes=(close_order(will_resume=False),)))
     assert not [pool for pool in p.agent.statistics().pools if pool.granted]
     over = await loading
     assert over.error is not None
     assert over.error.code == "grant_revoked"
     assert p.freed == []
     await is_idle(d)
+
+
+async def test_what_is_taken_back_and_computed_again_is_asked_for_again(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    loading = d.load(load_order(1, (5, 6), has_direct=False))
+    await asyncio.sleep(0.05)
+    p.source.begin_step(open_order(3))
+    p.forward(StepOrders(True, chunks=(Chunk("r", (1, 2)),)), [1, 2], 1)
+    await until(lambda: bool(d.memory[:, 5].any(axis=1).all()))
+    p.forward(StepOrders(True, closes=(close_order(will_resume=True),)), [1, 2], 2)  # another request's bytes
+    await is_idle(p)
+    await asyncio.sleep(0.05)
+    assert not loading.done()
+    p.source.begin_step(open_order(3))
+    p.forward(StepOrders(True, chunks=(Chunk("r", (7, 8, 9)),)), [7, 8, 9], 3)
+    p.source.begin_step(finish_order((7, 8, 9), "d"))
+    over = await loading
+    assert over.error is None
+    assert (d.memory[:, [5, 6]] == p.memory[:, [8, 9]]).all()
+    assert over.report.bytes == LAYERS * 2 * PAGE
+    await until(lambda: p.freed == ["r"])
+    await is_idle(p)
+
+
+async def test_it_is_asked_for_again_in_the_step_that_took_it_back(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    loading = d.load(load_order(0, (5, 6), has_direct=False))
+    await asyncio.sleep(0.05)
+    p.source.begin_step(open_order(2))
+    p.source.begin_step(StepOrders(True, chunks=(Chunk("r", (1, 2)),)))
+    closes = (close_order(will_resume=True),)
+    chunks = (Chunk("r", (3, 4)),)
+    p.forward(dataclasses.replace(open_order(2), closes=closes, chunks=chunks), [3, 4], 3)
+    p.source.begin_step(finish_order((3, 4), "d"))
+    assert (await loading).error is None
+    assert (d.memory[:, [5, 6]] == p.memory[:, [3, 4]]).all()
+    await until(lambda: p.freed == ["r"])
+
+
+async def test_a_source_that_takes_back_again_and_again_is_given_up(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    loading = d.load(load_order(0, (5, 6), has_direct=False))
+    for attempt in range(ASKS_MAX):
+        await until(lambda attempt=attempt: any(ask.attempt == attempt for ask, *_ in p.source._early.values()))
+        p.source.begin_step(open_order(2))
+        p.forward(StepOrders(True, chunks=(Chunk("r", (1,)),)), [1])
+        p.source.begin_step(StepOrders(True, closes=(close_order(will_resume=True),)))
+    over = await loading
+    assert over.error is not None
+    assert over.error.code == "grant_revoked"
+    await is_idle(d)
+
+
+async def test_a_prompt_that_was_never_begun_is_refused_when_it_ends(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    loading = d.load(load_order(0, (5, 6), has_direct=False))
+    await asyncio.sleep(0.05)
+    p.source.begin_step(StepOrders(closes=(close_order(will_resume=False),)))
+    over = await asyncio.wait_for(loading, 1.0)
+    assert over.error is not None
+    assert over.error.code == "grant_revoked"
+
+
+async def test_a_prompt_of_two_readers_is_kept_for_both(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+    pages = d.loads._pages
+    second = Loads(d.agent, d.loads._pools, pages, OPTIONS, 1, 2, done.set_result)
+    d.loads._ranks = 2
+    p.forward(finish_order((1, 2)), [1, 2])
+    over = await d.load(load_order(0, (5, 6), has_direct=True))
+    assert over.error is None
+    await asyncio.sleep(0.05)
+    assert p.freed == []
+    second.release(Remote("l", new_id(), ("p",)))
+    await until(lambda: p.freed == ["r"])
+    assert (d.memory[:, [5, 6]] == p.memory[:, [1, 2]]).all()
+    await second.close()
+
+
+async def test_a_rank_that_serves_nobody_is_let_go(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    p.forward(finish_order((1, 2)), [1, 2])
+    over = await d.load(dataclasses.replace(load_order(0, (5, 6), has_direct=True), sources=("ghost", "p")))
+    assert over.error is not None
+    await until(lambda: p.freed == ["r"], within_s=0.3)
 
 
 async def test_nobody_comes_and_somebody_comes_too_late(ranks: tuple[Rank, Rank]) -> None:

@@ -8,16 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.connectors.vllm.wire import KEEPS_MAX, Ask, Keep, Message, Part, Refuse, Release, decode, encode
+from kvxfer.connectors.vllm.wire import (
+    ATTEMPTS_MAX,
+    KEEPS_MAX,
+    Ask,
+    Keep,
+    Message,
+    Part,
+    Refuse,
+    Release,
+    decode,
+    encode,
+)
 from kvxfer.errors import ProtocolViolation
 from kvxfer.types import TransferId
 
 ids = st.binary(min_size=16, max_size=16).map(TransferId)
 counts = st.integers(0, (1 << 31) - 1)
+attempts = st.integers(0, ATTEMPTS_MAX - 1)
 messages = st.one_of(
-    st.builds(Ask, ids, counts, counts, counts, st.booleans()),
+    st.builds(Ask, ids, counts, attempts, counts, counts, st.booleans()),
     st.builds(Part, ids, counts, counts, counts, counts),
-    st.builds(Refuse, ids, st.text(max_size=20), st.text(max_size=200)),
+    st.builds(Refuse, ids, attempts, st.text(max_size=20), st.text(max_size=200)),
     st.builds(Keep, st.lists(ids, max_size=5).map(tuple)),
     st.builds(Release, ids, counts, counts),
 )
@@ -57,6 +69,6 @@ def test_a_list_has_a_bound() -> None:
 
 
 def test_a_long_text_is_cut() -> None:
-    message = decode(encode(Refuse(TransferId(bytes(16)), "refused", "x" * 5000)))
+    message = decode(encode(Refuse(TransferId(bytes(16)), 0, "refused", "x" * 5000)))
     assert isinstance(message, Refuse)
     assert len(message.text) == 512
