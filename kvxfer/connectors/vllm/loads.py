@@ -20,6 +20,7 @@ from kvxfer.agent import Agent, Pool, Transfer, TransferResult
 from kvxfer.connectors.vllm.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
+from kvxfer.connectors.vllm.staging import Landing, Staging
 from kvxfer.connectors.vllm.steps import Load, Remote, Report
 from kvxfer.connectors.vllm.wire import KEEPS_MAX, PARTS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
 from kvxfer.errors import (
@@ -70,8 +71,10 @@ class Fetch:
         self.early_bytes = 0
         self.is_all_announced = order.has_direct
         self.inbox: asyncio.Queue[Part | Refuse | KvxferError] = asyncio.Queue()
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[Landing] | None = None
         self.why: KvxferError | None = None
+        self.landings = contextlib.AsyncExitStack()
+        """Left when no byte can land any more."""
 
     def end(self, error: KvxferError) -> None:
         """Give it up, unless it has ended."""
@@ -108,8 +111,7 @@ class Loads:
         on_done: Callable[[Done], None],
     ) -> None:
         self._agent = agent
-        self._pools = pools
-        self._pages = pages
+        self._staging = Staging(agent, pools, pages.stores, options.staging_bytes)
         self._options = options
         self._rank = rank
         self._ranks = ranks
@@ -172,7 +174,9 @@ class Loads:
         try:
             await asyncio.wait({fetch.task}, timeout=self._options.load_deadline_s)
             fetch.end(DeadlineExceeded(f"load_deadline_s {self._options.load_deadline_s:g} passed"))
-            await fetch.task
+            landing = await fetch.task
+            if landing.is_staged:
+                await asyncio.to_thread(self._staging.unpack, landing, order.first, order.blocks, order.tokens)
         except asyncio.CancelledError:
             error = fetch.why or TransferCancelled("the engine stops")
         except KvxferError as failure:
@@ -181,6 +185,7 @@ class Loads:
             log.exception("a load broke")
             error = KvxferError(f"the load broke: {failure!r}")
         await _drain(fetch)
+        await fetch.landings.aclose()
         del self._fetches[order.request_id]
         del self._by_transfer[order.transfer_id]
         self._let_go(order.transfer_id, order.sources)
@@ -193,18 +198,22 @@ class Loads:
             )
         self._on_done(Done(order, error, report))
 
-    async def _fetch(self, fetch: Fetch) -> None:
+    async def _fetch(self, fetch: Fetch) -> Landing:
         order = fetch.order
-        if order.has_direct and order.first == 0 and len(order.sources) == self._ranks:
+        source = await self._agent.wait_member(fetch.source, timeout_s=SILENT_S)
+        landing = await fetch.landings.enter_async_context(
+            self._staging.land(source, order.first, order.blocks, order.tokens)
+        )
+        if order.has_direct and landing.first == 0 and len(order.sources) == self._ranks:
             try:
-                await self._pull(fetch, DIRECT, 0, len(order.blocks))
-                return
+                await self._pull(fetch, landing, DIRECT, 0, len(landing.blocks))
+                return landing
             except (GrantExpired, GrantUnknown) as error:
                 log.debug("the direct grant is gone, asking: %s", error)
         while True:
             try:
-                await self._ask(fetch)
-                return
+                await self._ask(fetch, landing)
+                return landing
             except GrantRevoked as error:
                 if fetch.attempt + 1 == ASKS_MAX:
                     raise
@@ -212,14 +221,13 @@ class Loads:
             await _drain(fetch)
             fetch.begin_again()
 
-    async def _ask(self, fetch: Fetch) -> None:
+    async def _ask(self, fetch: Fetch, landing: Landing) -> None:
         """Ask for the prompt and pull its parts. Raises GrantRevoked where the source took them back: it may compute
         them again."""
         order = fetch.order
-        ask = Ask(order.transfer_id, self._rank, fetch.attempt, fetch.readers, order.first, not order.has_direct)
+        ask = Ask(order.transfer_id, self._rank, fetch.attempt, fetch.readers, landing.first, not order.has_direct)
         await self._notify(fetch.source, ask)
-        end = order.first + len(order.blocks)
-        covered = order.first
+        covered, end = landing.first, landing.end
         pulls: list[asyncio.Task[None]] = []
         try:
             while covered < end:
@@ -232,7 +240,7 @@ class Loads:
                     raise ProtocolViolation(f"the source sends {message}, and blocks {covered} to {end} are wanted")
                 covered += message.count
                 fetch.is_all_announced = covered == end
-                pull = self._pull(fetch, message.part, message.first - order.first, message.count)
+                pull = self._pull(fetch, landing, message.part, message.first - landing.first, message.count)
                 pulls.append(asyncio.create_task(pull))
                 pulls[-1].add_done_callback(fetch.pull_ended)
             for task in pulls:
@@ -242,14 +250,14 @@ class Loads:
                 task.cancel()
             await asyncio.gather(*pulls, return_exceptions=True)
 
-    async def _pull(self, fetch: Fetch, part: int, at: int, count: int) -> None:
+    async def _pull(self, fetch: Fetch, landing: Landing, part: int, at: int, count: int) -> None:
         """Pull one part: its pages in every storage."""
         order = fetch.order
         transfers = []
-        for index, (pool, store) in enumerate(zip(self._pools, self._pages.stores, strict=True)):
+        for index, (pool, store) in enumerate(zip(landing.pools, landing.stores, strict=True)):
             transfer = self._agent.pull(
                 pool,
-                store.ids(order.blocks[at : at + count]),
+                store.ids(landing.blocks[at : at + count]),
                 transfer_id=part_id(order.transfer_id, fetch.source_rank, self._rank, part, index),
                 source=fetch.source,
                 content=order.content,

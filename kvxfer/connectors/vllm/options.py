@@ -50,6 +50,8 @@ class ConnectorOptions:
     """Announce blocks while the prompt is computed, layer by layer (concurrent requests)."""
     announce_layers: int = 0
     """Layers between two announcements; 0: an eighth of them."""
+    staging_bytes: int = 1 << 30
+    """Memory for blocks on their way from engines whose block size is another."""
     idle_wait_s: float = 0.002
     """How long a step that computes nothing waits for a transfer to end."""
     record_digests: bool = False
@@ -63,6 +65,8 @@ class ConnectorOptions:
         check_checks("checks", self.checks)
         for name in ("hold_ttl_s", "hold_life_max_s", "load_deadline_s", "pull_wait_s", "idle_wait_s"):
             check_positive(name, getattr(self, name), maximum=86400.0)
+        if not 0 <= self.staging_bytes < 1 << 48:
+            raise ConfigError(f"staging_bytes must be 0 to 2**48 - 1, not {self.staging_bytes}")
         if not 0 <= self.announce_layers < 1 << 16:
             raise ConfigError(f"announce_layers must be 0 to 65535, not {self.announce_layers}")
 

@@ -105,7 +105,16 @@ class SchedulerHalf:
         has_direct = decode.leg.tokens is not None
         remote = _remote(decode)
         self._loads.append(
-            Load(remote.request_id, remote.transfer_id, remote.sources, first, blocks, decode.content, has_direct)
+            Load(
+                remote.request_id,
+                remote.transfer_id,
+                remote.sources,
+                first,
+                blocks,
+                decode.tokens,
+                decode.content,
+                has_direct,
+            )
         )
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:

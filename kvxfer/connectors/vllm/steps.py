@@ -13,7 +13,8 @@ from kvxfer.types import TransferId
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """Fetch blocks ``first..`` of a prompt into ``blocks`` from the ranks ``sources`` of another engine.
+    """Fetch blocks ``first..`` of a prompt of ``tokens`` tokens into ``blocks`` from the ranks ``sources`` of another
+    engine.
 
     ``has_direct``: the source said that the whole prompt is granted already.
     """
@@ -23,6 +24,7 @@ class Load:
     sources: tuple[str, ...]
     first: int
     blocks: tuple[int, ...]
+    tokens: int
     content: bytes
     has_direct: bool
 
@@ -69,7 +71,7 @@ class Finish:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Close:
-    """A prompt's blocks, if it has any, go to others with this very step. ``will_resume``: it will be computed again."""
+    """A prompt's blocks, if it has any, go to others with this very step. ``will_resume``: it will be back."""
 
     request_id: str
     transfer_id: TransferId

@@ -133,7 +133,8 @@ def finish_order(blocks: tuple[int, ...], reader: str | None = None) -> StepOrde
 
 
 def load_order(first: int, blocks: tuple[int, ...], *, has_direct: bool, content: bytes = CONTENT) -> Load:
-    return Load("l", new_id(), ("p",), first, blocks, content, has_direct)
+    tokens = (first + len(blocks)) * RECORD.block_tokens
+    return Load("l", new_id(), ("p",), first, blocks, tokens, content, has_direct)
 
 
 async def until(condition: Callable[[], object], within_s: float = 2.0) -> None:
@@ -312,8 +313,8 @@ async def test_a_prompt_that_was_never_begun_is_refused_when_it_ends(ranks: tupl
 async def test_a_prompt_of_two_readers_is_kept_for_both(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-    pages = d.loads._pages
-    second = Loads(d.agent, d.loads._pools, pages, OPTIONS, 1, 2, done.set_result)
+    pages = Pages((), PAGE, d.loads._staging._stores)
+    second = Loads(d.agent, d.loads._staging._pools, pages, OPTIONS, 1, 2, done.set_result)
     d.loads._ranks = 2
     p.forward(finish_order((1, 2)), [1, 2])
     over = await d.load(load_order(0, (5, 6), has_direct=True))

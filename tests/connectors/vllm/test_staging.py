@@ -1,0 +1,144 @@
+"""Pages of one block size made into another's, against the tensors' own indexing; and what is refused instead."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.agent import Agent
+from kvxfer.connectors.vllm.pages import Store
+from kvxfer.connectors.vllm.staging import Staging, repack
+from kvxfer.errors import Incompatible, LimitExceeded
+from kvxfer.transport.base import Region
+from kvxfer.types import (
+    AgentRef,
+    CompatibilityRecord,
+    DataAddress,
+    Exposure,
+    Incarnation,
+    Member,
+    PoolRecord,
+    Role,
+    WorkerInfo,
+)
+
+LAYERS, HEADS, DIMS, TOKENS = 2, 2, 8, 96
+RECORD = CompatibilityRecord("m", "", "", "f32", LAYERS, HEADS, DIMS, 16, "page:HNC", "isa vec", "", "CPU_ATTN")
+
+
+@dataclasses.dataclass
+class Cache:
+    """One engine's: [page][head][keys [dim][token], values [token][dim]]."""
+
+    store: Store
+    record: CompatibilityRecord
+    pages: npt.NDArray[np.float32]
+
+    def element(self, layer: int, block: int, head: int, slot: int) -> tuple[npt.NDArray[np.float32], ...]:
+        page = self.pages[int(self.store.first[layer] + block * self.store.step[layer]), head]
+        tokens = self.record.block_tokens
+        keys, values = page[: DIMS * tokens].reshape(DIMS, tokens), page[DIMS * tokens :].reshape(tokens, DIMS)
+        return keys[:, slot], values[slot]
+
+
+def cache(block_tokens: int, *, is_block_major: bool = False, seed: int | None = None) -> Cache:
+    blocks = 2 * TOKENS // block_tokens
+    shape = (LAYERS * blocks, HEADS, 2 * block_tokens * DIMS)
+    draw = np.random.default_rng(seed)
+    pages = np.zeros(shape, np.float32) if seed is None else draw.random(shape, np.float32)
+    first = np.arange(LAYERS, dtype=np.int64) * (1 if is_block_major else blocks)
+    step = np.full(LAYERS, LAYERS if is_block_major else 1, np.int64)
+    region = Region(pages.ctypes.data, pages.nbytes, pages)
+    record = dataclasses.replace(RECORD, block_tokens=block_tokens)
+    return Cache(Store(region, len(pages), 0, first, step), record, pages)
+
+
+@given(
+    sizes=st.sampled_from([(4, 16), (16, 4), (8, 32), (32, 8), (12, 16)]),
+    is_block_major=st.tuples(st.booleans(), st.booleans()),
+    tokens=st.integers(1, TOKENS),
+    skipped=st.integers(0, 5),
+    draw=st.data(),
+)
+def test_every_element_is_the_same(
+    sizes: tuple[int, int], is_block_major: tuple[bool, bool], tokens: int, skipped: int, draw: st.DataObject
+) -> None:
+    source = cache(sizes[0], is_block_major=is_block_major[0], seed=1)
+    destination = cache(sizes[1], is_block_major=is_block_major[1])
+    begin = skipped * sizes[1]
+    if begin >= tokens:
+        begin = 0
+    start = begin // sizes[0]
+    ours = draw.draw(st.permutations(range(2 * TOKENS // sizes[0])))[: -(-tokens // sizes[0]) - start]
+    theirs = draw.draw(st.permutations(range(2 * TOKENS // sizes[1])))[: -(-tokens // sizes[1]) - begin // sizes[1]]
+    repack(
+        source.store,
+        source.record,
+        ours,
+        start * sizes[0],
+        destination.store,
+        destination.record,
+        theirs,
+        begin,
+        range(begin, tokens),
+    )
+    for token in range(begin, tokens):
+        at, to = token - start * sizes[0], token - begin
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                wanted = source.element(layer, ours[at // sizes[0]], head, at % sizes[0])
+                got = destination.element(layer, theirs[to // sizes[1]], head, to % sizes[1])
+                assert all((a == b).all() for a, b in zip(wanted, got, strict=True))
+    untouched = np.ones(len(destination.pages), bool)
+    for layer in range(LAYERS):
+        untouched[destination.store.first[layer] + np.asarray(theirs) * destination.store.step[layer]] = False
+    assert not destination.pages[untouched].any()
+
+
+def pool_of(record: CompatibilityRecord) -> PoolRecord:
+    page = 2 * record.kv_heads * record.block_tokens * record.head_dim * 4
+    return PoolRecord(1, record, 64, page, Exposure.POOL, is_shareable=False)
+
+
+def member(record: CompatibilityRecord) -> Member:
+    return Member(
+        AgentRef("p", Incarnation(1, bytes(16))),
+        WorkerInfo("p", Role.PREFILL, "m", ""),
+        DataAddress("127.0.0.1", 1, "", "h"),
+        (pool_of(record),),
+    )
+
+
+async def land(theirs: CompatibilityRecord, *, bytes_max: int = 1 << 30) -> bool:
+    ours = cache(RECORD.block_tokens)
+    agent = Agent(WorkerInfo("d", Role.DECODE, "m", ""))
+    pool = agent.register_pool(RECORD, ours.store.region, block_count=ours.store.page_count)
+    async with agent:
+        staging = Staging(agent, (pool,), (ours.store,), bytes_max)
+        async with staging.land(member(theirs), 1, (3, 4), 40) as landing:
+            return landing.is_staged
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kv_heads", 1), ("head_dim", 16), ("dtype", "bf16"), ("axes", "page:NHC"), ("packing", "isa amx")],
+)
+@pytest.mark.parametrize("block_tokens", [16, 32])
+async def test_what_cannot_be_bridged_is_refused_by_name(field: str, value: object, block_tokens: int) -> None:
+    theirs = dataclasses.replace(RECORD, block_tokens=block_tokens, **cast("dict[str, int]", {field: value}))
+    with pytest.raises(Incompatible, match=field):
+        await land(theirs)
+
+
+async def test_another_block_size_is_staged_where_there_is_room() -> None:
+    assert not await land(RECORD)
+    theirs = dataclasses.replace(RECORD, block_tokens=32, packing="isa vec16")
+    assert await land(theirs)
+    with pytest.raises(LimitExceeded, match="staging_bytes"):
+        await land(theirs, bytes_max=4096)
