@@ -3,8 +3,9 @@
 usage: engine.py '{"llm": {...}, "transfer": {...} or null}'
 
 Commands: {"op": "add", "id", "ids", "n", "kv"}, {"op": "abort", "id"}, {"op": "ask", "what": "free" | "digests" |
-"busy"}. Events: {"event": "ready"}, {"event": "first", "id"}, {"event": "done", "id", "tokens", "kv", "reason", "ms",
-"first_ms"}, {"event": "answer", "value"}.
+"busy" | "moved"}. Events: {"event": "ready"}, {"event": "first", "id"}, {"event": "done", "id", "tokens", "kv",
+"reason", "ms", "first_ms", "loaded_ms"}, {"event": "answer", "value"}. "loaded_ms": until its KV was there, as vLLM's
+scheduler was told of it, by whatever connector.
 """
 
 from __future__ import annotations
@@ -55,6 +56,18 @@ class Driver:
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.begun: dict[str, float] = {}
         self.first: dict[str, float] = {}
+        self.loaded: dict[str, float] = {}
+        self.moved = 0
+        if transfer is not None:
+            self.told_by_worker = self.scheduler.connector.update_connector_output
+            self.scheduler.connector.update_connector_output = self.watch_loads
+
+    def watch_loads(self, output: Any) -> None:
+        now = time.perf_counter()
+        self.loaded.update(dict.fromkeys(output.finished_recving or (), now))
+        stats = getattr(output, "kv_connector_stats", None)
+        self.moved += sum((stats.data if stats is not None else {}).get("bytes_transferred", ()))
+        self.told_by_worker(output)
 
     def run(self) -> None:
         os.set_blocking(0, False)
@@ -95,6 +108,8 @@ class Driver:
             return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if what == "busy":
             return self.scheduler.has_requests()
+        if what == "moved":
+            return self.moved
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group().worker_half.digests.as_dict()
@@ -107,6 +122,7 @@ class Driver:
             tell(event="first", id=request_id)
         if output.finished:
             begun = self.begun.pop(request_id)
+            loaded = [name for name in self.loaded if name.startswith(request_id)]
             tell(
                 event="done",
                 id=request_id,
@@ -115,6 +131,7 @@ class Driver:
                 reason=answer.finish_reason,
                 ms=(now - begun) * 1e3,
                 first_ms=(self.first.pop(request_id, now) - begun) * 1e3,
+                loaded_ms=(self.loaded.pop(loaded[0]) - begun) * 1e3 if loaded else None,
             )
 
 

@@ -48,7 +48,7 @@ class Engine:
         self._ready = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
 
-    async def start(self, options: dict[str, Any]) -> None:
+    async def start(self, options: dict[str, Any], environment: dict[str, str] | None = None) -> None:
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 str(PYTHON),
@@ -58,6 +58,7 @@ class Engine:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 limit=1 << 26,
+                env={**os.environ, **(environment or {})},
             )
         self._reader = asyncio.create_task(self._read())
 
@@ -176,11 +177,13 @@ class Cluster:
         *,
         extra: dict[str, Any] | None = None,
         policy: str = "recompute",
+        transfer: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
         **llm: Any,
     ) -> Engine:
-        """Begin to start an engine; ``role`` is vLLM's kv_role, ``None`` for one without a connector."""
+        """Begin to start an engine; ``role`` is vLLM's kv_role, ``None`` for one without a connector. ``transfer``:
+        vLLM's settings of another connector."""
         options = {"model": str(self.model), "max_model_len": 2048, "num_gpu_blocks_override": 64, **llm}
-        transfer = None
         if role is not None:
             settings = {
                 "coordinator": self._address,
@@ -196,7 +199,7 @@ class Cluster:
                 "kv_connector_extra_config": settings,
             }
         engine = self.engines[name] = Engine(name, self.directory / f"{name}.log")
-        await engine.start({"llm": options, "transfer": transfer})
+        await engine.start({"llm": options, "transfer": transfer}, environment)
         return engine
 
 

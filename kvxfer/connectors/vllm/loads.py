@@ -285,6 +285,7 @@ class Loads:
             parts=fetch.parts,
             seconds=time.monotonic() - fetch.started_s,
             early_bytes=fetch.early_bytes,
+            attempts=fetch.attempt + 1,
         )
 
     # --- sources ---

@@ -110,3 +110,5 @@ class Report:
     """From the order to the last byte's commit, or to the failure."""
     early_bytes: int
     """Landed before the source had computed everything."""
+    attempts: int
+    """More than one where the source took back what it had promised."""

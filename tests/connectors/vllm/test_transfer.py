@@ -266,7 +266,7 @@ async def test_what_is_taken_back_and_computed_again_is_asked_for_again(ranks: t
     over = await loading
     assert over.error is None
     assert (d.memory[:, [5, 6]] == p.memory[:, [8, 9]]).all()
-    assert over.report.bytes == LAYERS * 2 * PAGE
+    assert (over.report.bytes, over.report.attempts) == (LAYERS * 2 * PAGE, 2)
     await until(lambda: p.freed == ["r"])
     await is_idle(p)
 
