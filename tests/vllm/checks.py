@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 
@@ -10,6 +11,15 @@ from engines import Engine
 
 BLOCKS = 63
 """Of 64: vLLM keeps one for itself."""
+
+
+BARS = os.environ.get("BARS") == "1"
+"""Whether times are judged as on a machine that does nothing else: `BARS=1`. Else only that they are of that order."""
+
+
+def within(seconds: float) -> float:
+    """What a time that should be ``seconds`` is held to."""
+    return seconds if BARS else 5.0 * seconds
 
 
 def prompt(length: int, seed: object = 0) -> list[int]:
@@ -32,7 +42,7 @@ async def assert_same_bytes(prefill: Engine, decode: Engine, transfer_id: str) -
 
 async def wait_free(engine: Engine, blocks: int = BLOCKS, within_s: float = 1.0) -> None:
     """So many blocks are free soon."""
-    until_s = time.monotonic() + within_s
+    until_s = time.monotonic() + within(within_s)
     while (free := await engine.ask("free")) != blocks:
         assert time.monotonic() < until_s, f"{engine.name} has {free} free blocks, not {blocks}, after {within_s} s"
         await asyncio.sleep(0.02)

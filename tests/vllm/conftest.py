@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from engines import PYTHON, Cluster
 
-HOLD_TTL_S = 2.0
+HOLD_TTL_S = 4.0
 """Of the prefill engine: how long a prompt waits for a decode engine that gives no sign of life."""
 
 

@@ -1,6 +1,8 @@
 """One vLLM engine in this process, driven by JSON lines on stdin, answering on stdout. Run by vLLM's own Python.
 
-usage: engine.py '{"llm": {...}, "transfer": {...} or null}'
+usage: engine.py '{"llm": {...}, "transfer": {...} or null, "pause_s": 0.0}'
+
+"pause_s" is slept after each step, so that a test finds a prompt half computed.
 
 Commands: {"op": "add", "id", "ids", "n", "kv"}, {"op": "abort", "id"}, {"op": "ask", "what": "free" | "digests" |
 "busy" | "moved"}. Events: {"event": "ready"}, {"event": "first", "id"}, {"event": "done", "id", "tokens", "kv",
@@ -43,6 +45,7 @@ class Driver:
         from vllm.config import KVTransferConfig
 
         transfer = options["transfer"]
+        self.pause_s = options["pause_s"]
         config = {} if transfer is None else {"kv_transfer_config": KVTransferConfig(**transfer)}
         llm = LLM(
             dtype="float32",
@@ -87,6 +90,7 @@ class Driver:
             if self.scheduler.has_requests():
                 for output in self.engine.step():
                     self.told(output)
+                time.sleep(self.pause_s)
 
     def obey(self, command: dict[str, Any]) -> None:
         from vllm import SamplingParams

@@ -179,6 +179,7 @@ class Cluster:
         policy: str = "recompute",
         transfer: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        pause_s: float = 0.0,
         **llm: Any,
     ) -> Engine:
         """Begin to start an engine; ``role`` is vLLM's kv_role, ``None`` for one without a connector. ``transfer``:
@@ -199,7 +200,7 @@ class Cluster:
                 "kv_connector_extra_config": settings,
             }
         engine = self.engines[name] = Engine(name, self.directory / f"{name}.log")
-        await engine.start({"llm": options, "transfer": transfer}, environment)
+        await engine.start({"llm": options, "transfer": transfer, "pause_s": pause_s}, environment)
         return engine
 
 

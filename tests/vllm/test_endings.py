@@ -8,14 +8,14 @@ import random
 import time
 
 import pytest
-from checks import BLOCKS, prompt, wait_free
+from checks import BLOCKS, prompt, wait_free, within
 from conftest import HOLD_TTL_S
 from engines import Cluster, both_legs, hand_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 ABORTS = int(os.environ.get("ABORTS", "30"))
-EXPIRIES = int(os.environ.get("EXPIRIES", "3"))
+EXPIRIES = int(os.environ.get("EXPIRIES", "2"))
 
 
 async def test_a_prompt_that_nobody_fetches_is_given_back(cluster: Cluster) -> None:
@@ -89,7 +89,7 @@ async def test_sources_that_never_were_do_not_hold_up_others(cluster: Cluster) -
         ghosts.append(cluster["d"].add(prompt(300, seed=f"ghost {number}"), 4, decode))
     begun_s = time.monotonic()
     _, answer = await hand_over(cluster["p"], cluster["d"], ids, 4)
-    assert time.monotonic() - begun_s < 1.0
+    assert time.monotonic() - begun_s < within(1.0)
     assert answer.report["code"] == ""
     for number, request_id in enumerate(ghosts):
         lost = await cluster["d"].wait(request_id)

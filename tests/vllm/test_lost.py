@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from checks import prompt, wait_free
+from checks import prompt, wait_free, within
 from engines import Cluster, both_legs, hand_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -21,7 +21,7 @@ LOST_S = 3.0
 @pytest_asyncio.fixture(loop_scope="package", scope="module")
 async def victims(cluster: Cluster) -> AsyncIterator[Cluster]:
     """A second pair that may be hurt; its prefill engine computes in small steps, so that there is a middle."""
-    await cluster.start("p2", "kv_producer", max_num_batched_tokens=64)
+    await cluster.start("p2", "kv_producer", max_num_batched_tokens=64, pause_s=0.05)
     await cluster.start("d2", "kv_consumer")
     for name in ("p2", "d2"):
         await cluster[name].wait_ready()
@@ -45,7 +45,7 @@ async def lose_prefill(victims: Cluster, decode: str, number: signal.Signals, id
     assert answer.report["code"] == "peer_gone"
     recompute_s = whole["ms"] / 1e3
     print(f"lost after {lasted_s - recompute_s:.2f} s, recompute {recompute_s:.2f} s")
-    assert lasted_s - recompute_s < LOST_S
+    assert lasted_s - recompute_s < within(LOST_S)
 
 
 async def test_a_prefill_engine_that_stops(victims: Cluster) -> None:
