@@ -210,13 +210,15 @@ async def hand_over(prefill: Engine, decode: Engine, ids: list[int], n: int) -> 
     return first, await decode.generate(ids, n, first["kv"])
 
 
-def both_legs(prefill: Engine, decode: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
+def both_legs(
+    prefill: Engine, decode: Engine, ranks: tuple[int, int] = (1, 1)
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What kvxfer's router gives the two legs of one attempt."""
     shared = {
         "transfer_id": uuid.uuid4().hex,
         "attempt": 1,
-        "source": {"agent_id": prefill.name, "ranks": 1, "address": ""},
-        "destination": {"agent_id": decode.name, "ranks": 1, "address": ""},
+        "source": {"agent_id": prefill.name, "ranks": ranks[0], "address": ""},
+        "destination": {"agent_id": decode.name, "ranks": ranks[1], "address": ""},
     }
     return (
         {"do_remote_decode": True, "do_remote_prefill": False, "role": "prefill", **shared},

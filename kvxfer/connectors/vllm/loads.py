@@ -1,7 +1,7 @@
 """Prompts that were computed elsewhere and are wanted here: fetched from every rank that has a part of them,
 committed as a whole or not at all.
 
-One task a load: it pulls the whole prompt where the source granted that already; otherwise it asks, and pulls each part
+One task a source of a load: it pulls the whole prompt where the source granted that already; otherwise it asks, and pulls each part
 that the source grants, while the source may still be computing it. A load ends once: committed, or failed with a named
 error; it is told of only after no byte can land in its blocks any more. Everything here lives on the agent's loop.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -20,7 +21,7 @@ from kvxfer.agent import Agent, Pool, Transfer, TransferResult
 from kvxfer.connectors.vllm.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
-from kvxfer.connectors.vllm.staging import Landing, Staging
+from kvxfer.connectors.vllm.staging import Cut, Landing, Staging
 from kvxfer.connectors.vllm.steps import Load, Remote, Report
 from kvxfer.connectors.vllm.wire import KEEPS_MAX, PARTS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
 from kvxfer.errors import (
@@ -56,7 +57,7 @@ class Done:
 
 
 class Fetch:
-    """One load under way."""
+    """What one load takes from one source."""
 
     def __init__(self, order: Load, source: str, source_rank: int, readers: int) -> None:
         self.order = order
@@ -71,7 +72,7 @@ class Fetch:
         self.early_bytes = 0
         self.is_all_announced = order.has_direct
         self.inbox: asyncio.Queue[Part | Refuse | KvxferError] = asyncio.Queue()
-        self.task: asyncio.Task[Landing] | None = None
+        self.task: asyncio.Task[Landing | None] | None = None
         self.why: KvxferError | None = None
         self.landings = contextlib.AsyncExitStack()
         """Left when no byte can land any more."""
@@ -116,8 +117,8 @@ class Loads:
         self._rank = rank
         self._ranks = ranks
         self._on_done = on_done
-        self._fetches: dict[str, Fetch] = {}
-        self._by_transfer: dict[TransferId, Fetch] = {}
+        self._fetches: dict[str, list[Fetch]] = {}
+        self._by_transfer: dict[tuple[TransferId, str], Fetch] = {}
         self._kept: dict[str, Remote] = {}
         self._watched: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,20 +127,21 @@ class Loads:
         """These will be fetched later: their sources shall not forget them."""
         for remote in remotes:
             self._kept[remote.request_id] = remote
-            self._watch(self._source_of(remote.sources)[0])
+            for source in self._sources_of(remote.sources):
+                self._watch(source)
 
     def start(self, order: Load) -> None:
         self._kept.pop(order.request_id, None)
-        source, source_rank = self._source_of(order.sources)
-        fetch = Fetch(order, source, source_rank, self._readers(source_rank, order.sources))
-        self._fetches[order.request_id] = fetch
-        self._by_transfer[order.transfer_id] = fetch
-        self._spawn(self._run(fetch))
+        count = len(order.sources)
+        ranks = self._ranks_read(self._rank, count)
+        fetches = [Fetch(order, order.sources[rank], rank, self._readers(rank, count)) for rank in ranks]
+        self._fetches[order.request_id] = fetches
+        self._by_transfer.update({(order.transfer_id, fetch.source): fetch for fetch in fetches})
+        self._spawn(self._run(order, fetches))
 
     def cancel(self, request_id: str) -> None:
         """Nobody waits for it any more; it still ends with a call of ``on_done``."""
-        fetch = self._fetches.get(request_id)
-        if fetch is not None:
+        for fetch in self._fetches.get(request_id, ()):
             fetch.end(TransferCancelled("the request was aborted"))
 
     def release(self, remote: Remote) -> None:
@@ -149,8 +151,8 @@ class Loads:
 
     def on_message(self, agent_id: str, message: Part | Refuse) -> None:
         """What a source says."""
-        fetch = self._by_transfer.get(message.transfer_id)
-        if fetch is None or fetch.source != agent_id:
+        fetch = self._by_transfer.get((message.transfer_id, agent_id))
+        if fetch is None:
             return
         attempt = message.attempt if isinstance(message, Refuse) else message.part // PARTS_MAX
         if attempt == fetch.attempt:
@@ -158,7 +160,7 @@ class Loads:
 
     async def close(self) -> None:
         """End everything."""
-        for fetch in self._fetches.values():
+        for fetch in itertools.chain(*self._fetches.values()):
             fetch.end(TransferCancelled("the engine stops"))
         for watch in self._watched.values():
             watch.cancel()
@@ -166,30 +168,20 @@ class Loads:
 
     # --- one load ---
 
-    async def _run(self, fetch: Fetch) -> None:
-        order = fetch.order
-        fetch.task = asyncio.create_task(self._fetch(fetch))
-        self._watch(fetch.source)
-        error: KvxferError | None = None
-        try:
-            await asyncio.wait({fetch.task}, timeout=self._options.load_deadline_s)
-            fetch.end(DeadlineExceeded(f"load_deadline_s {self._options.load_deadline_s:g} passed"))
-            landing = await fetch.task
-            if landing.is_staged:
-                await asyncio.to_thread(self._staging.unpack, landing, order.first, order.blocks, order.tokens)
-        except asyncio.CancelledError:
-            error = fetch.why or TransferCancelled("the engine stops")
-        except KvxferError as failure:
-            error = failure
-        except Exception as failure:
-            log.exception("a load broke")
-            error = KvxferError(f"the load broke: {failure!r}")
-        await _drain(fetch)
-        await fetch.landings.aclose()
+    async def _run(self, order: Load, fetches: list[Fetch]) -> None:
+        outcomes = await asyncio.gather(*(self._run_one(fetch, fetches) for fetch in fetches))
+        error = next((outcome for outcome in outcomes if isinstance(outcome, KvxferError)), None)
+        if error is None:
+            for landing in outcomes:
+                if isinstance(landing, Landing) and landing.is_staged:
+                    unpack = self._staging.unpack
+                    await asyncio.to_thread(unpack, landing, order.first, order.blocks, order.tokens)
+        for fetch in fetches:
+            await fetch.landings.aclose()
+            del self._by_transfer[order.transfer_id, fetch.source]
         del self._fetches[order.request_id]
-        del self._by_transfer[order.transfer_id]
         self._let_go(order.transfer_id, order.sources)
-        report = self._report(fetch, error)
+        report = _report(order, fetches, error)
         if error is not None:
             log.warning(
                 "a load failed: %s",
@@ -198,11 +190,39 @@ class Loads:
             )
         self._on_done(Done(order, error, report))
 
-    async def _fetch(self, fetch: Fetch) -> Landing:
+    async def _run_one(self, fetch: Fetch, fetches: list[Fetch]) -> Landing | KvxferError | None:
+        """Its landing, drained; ``None`` where another source has all that is needed."""
+        fetch.task = asyncio.create_task(self._fetch(fetch))
+        self._watch(fetch.source)
+        outcome: Landing | KvxferError | None
+        try:
+            await asyncio.wait({fetch.task}, timeout=self._options.load_deadline_s)
+            fetch.end(DeadlineExceeded(f"load_deadline_s {self._options.load_deadline_s:g} passed"))
+            outcome = await fetch.task
+        except asyncio.CancelledError:
+            outcome = fetch.why or TransferCancelled("the engine stops")
+        except KvxferError as failure:
+            outcome = failure
+        except Exception as failure:
+            log.exception("a load broke")
+            outcome = KvxferError(f"the load broke: {failure!r}")
+        if isinstance(outcome, KvxferError):
+            for other in fetches:
+                other.end(outcome)
+        await _drain(fetch)
+        return outcome
+
+    async def _fetch(self, fetch: Fetch) -> Landing | None:
         order = fetch.order
-        source = await self._agent.wait_member(fetch.source, timeout_s=SILENT_S)
+        first = self._sources_of(order.sources)[0]
+        source = await self._agent.wait_member(first, timeout_s=SILENT_S)
+        if fetch.source != first:
+            if self._staging.is_replica(source):
+                return None
+            source = await self._agent.wait_member(fetch.source, timeout_s=SILENT_S)
+        cut = Cut(fetch.source_rank, len(order.sources), self._rank, self._ranks)
         landing = await fetch.landings.enter_async_context(
-            self._staging.land(source, order.first, order.blocks, order.tokens)
+            self._staging.land(source, cut, order.first, order.blocks, order.tokens)
         )
         if order.has_direct and landing.first == 0 and len(order.sources) == self._ranks:
             try:
@@ -272,40 +292,26 @@ class Loads:
             result.bytes_before_complete if fetch.is_all_announced else result.bytes for result in results
         )
 
-    def _report(self, fetch: Fetch, error: KvxferError | None) -> Report:
-        results = fetch.results
-        return Report(
-            request_id=fetch.order.request_id,
-            transfer_id=str(fetch.order.transfer_id),
-            code="" if error is None else error.code,
-            text="" if error is None else str(error),
-            lane=results[-1].lane.value if results else "",
-            blocks=len(fetch.order.blocks),
-            bytes=sum(result.bytes for result in results),
-            parts=fetch.parts,
-            seconds=time.monotonic() - fetch.started_s,
-            early_bytes=fetch.early_bytes,
-            attempts=fetch.attempt + 1,
-        )
-
     # --- sources ---
 
-    def _source_of(self, sources: tuple[str, ...]) -> tuple[str, int]:
-        """Whose blocks this rank takes: equal numbers of ranks correspond one to one; else ranks are replicas, and each
-        source serves every ``len(sources)``-th rank."""
-        rank = self._rank % len(sources)
-        return sources[rank], rank
+    def _ranks_read(self, rank: int, count: int) -> range:
+        """Which of ``count`` source ranks hold what rank ``rank`` of this engine holds: several where theirs hold
+        less, the same for several of ours where theirs hold more."""
+        first = rank * count // self._ranks
+        return range(first, max(first + 1, (rank + 1) * count // self._ranks))
 
-    def _readers(self, source_rank: int, sources: tuple[str, ...]) -> int:
+    def _readers(self, source_rank: int, count: int) -> int:
         """How many ranks of this engine take that source's blocks."""
-        return len(range(source_rank, self._ranks, len(sources)))
+        return sum(source_rank in self._ranks_read(rank, count) for rank in range(self._ranks))
 
     def _let_go(self, transfer_id: TransferId, sources: tuple[str, ...]) -> None:
-        """This rank needs nothing more of its source; nor does any rank of those that serve none."""
-        source, source_rank = self._source_of(sources)
-        self._send(source, Release(transfer_id, self._rank, self._readers(source_rank, sources)))
-        for unread in sources[self._ranks + self._rank :: self._ranks]:
-            self._send(unread, Release(transfer_id, self._rank, 1))
+        """This rank needs nothing more of its sources."""
+        for source in self._ranks_read(self._rank, len(sources)):
+            self._send(sources[source], Release(transfer_id, self._rank, self._readers(source, len(sources))))
+
+    def _sources_of(self, sources: tuple[str, ...]) -> tuple[str, ...]:
+        ranks = self._ranks_read(self._rank, len(sources))
+        return sources[ranks.start : ranks.stop]
 
     def _watch(self, source: str) -> None:
         if source not in self._watched:
@@ -315,8 +321,8 @@ class Loads:
         """Tell the source what is wanted of it, as long as something is; end all of it when the source is silent."""
         try:
             while True:
-                fetches = [fetch for fetch in self._fetches.values() if fetch.source == source]
-                kept = [kept for kept in self._kept.values() if self._source_of(kept.sources)[0] == source]
+                fetches = [fetch for fetch in itertools.chain(*self._fetches.values()) if fetch.source == source]
+                kept = [kept for kept in self._kept.values() if source in self._sources_of(kept.sources)]
                 if not fetches and not kept:
                     return
                 wanted = [fetch.order.transfer_id for fetch in fetches] + [remote.transfer_id for remote in kept]
@@ -361,3 +367,20 @@ async def _drain(fetch: Fetch) -> None:
 def _batches(wanted: list[TransferId]) -> Iterable[list[TransferId]]:
     for begin in range(0, len(wanted), KEEPS_MAX):
         yield wanted[begin : begin + KEEPS_MAX]
+
+
+def _report(order: Load, fetches: list[Fetch], error: KvxferError | None) -> Report:
+    results = [result for fetch in fetches for result in fetch.results]
+    return Report(
+        request_id=order.request_id,
+        transfer_id=str(order.transfer_id),
+        code="" if error is None else error.code,
+        text="" if error is None else str(error),
+        lane=results[-1].lane.value if results else "",
+        blocks=len(order.blocks),
+        bytes=sum(result.bytes for result in results),
+        parts=sum(fetch.parts for fetch in fetches),
+        seconds=time.monotonic() - fetches[0].started_s,
+        early_bytes=sum(fetch.early_bytes for fetch in fetches),
+        attempts=1 + max(fetch.attempt for fetch in fetches),
+    )

@@ -51,7 +51,7 @@ class ConnectorOptions:
     announce_layers: int = 0
     """Layers between two announcements; 0: an eighth of them."""
     staging_bytes: int = 1 << 30
-    """Memory for blocks on their way from engines whose block size is another."""
+    """Memory for blocks on their way from engines whose block or tensor parallel size is another."""
     idle_wait_s: float = 0.002
     """How long a step that computes nothing waits for a transfer to end."""
     record_digests: bool = False

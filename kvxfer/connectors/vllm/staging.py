@@ -28,8 +28,18 @@ from kvxfer.types import CompatibilityRecord, Exposure, Member, MemoryKind, Pool
 
 TRANSPOSED_KEYS = frozenset({"isa vec", "isa vec16"})
 """Packings of CPU_ATTN that keep of each head its keys as [dim][token], then its values as [token][dim]."""
-BRIDGED = frozenset({"block_tokens", "block_bytes", "packing"})
+BRIDGED = frozenset({"block_tokens", "block_bytes", "packing", "kv_heads"})
 """What may differ between two pools of those packings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How both engines share the model's heads out: equally among so many ranks. Ours is ``rank`` of ``ranks``."""
+
+    source_rank: int = 0
+    sources: int = 1
+    rank: int = 0
+    ranks: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +51,7 @@ class Landing:
     stores: tuple[Store, ...]
     first: int
     blocks: Sequence[int]
+    cut: Cut
     is_staged: bool
 
     @property
@@ -60,7 +71,9 @@ class Staging:
         self._room = asyncio.Condition()
 
     @contextlib.asynccontextmanager
-    async def land(self, source: Member, first: int, blocks: tuple[int, ...], tokens: int) -> AsyncIterator[Landing]:
+    async def land(
+        self, source: Member, cut: Cut, first: int, blocks: tuple[int, ...], tokens: int
+    ) -> AsyncIterator[Landing]:
         """Where ``blocks`` of a prompt of ``tokens`` tokens, from our ``first``-th on, land when they come from
         ``source``. Leave it when nothing can land any more.
 
@@ -68,9 +81,9 @@ class Staging:
         """
         theirs = nearest(self._pools[0].published, source)
         if not compare(self._pools[0].published, theirs):
-            yield Landing(self._pools, self._stores, first, blocks, is_staged=False)
+            yield Landing(self._pools, self._stores, first, blocks, cut, is_staged=False)
             return
-        if len(self._pools) > 1 or not can_bridge(self._pools[0].published, theirs):
+        if len(self._pools) > 1 or not can_bridge(self._pools[0].published, theirs, cut):
             check(self._pools[0].published, theirs)
         start = first * self._pools[0].record.block_tokens // theirs.record.block_tokens
         count = blocks_for(tokens, theirs.record.block_tokens) - start
@@ -88,13 +101,18 @@ class Staging:
             try:
                 steps = np.ones(layers, np.int64)
                 store = Store(pool.region, layers * count, 0, np.arange(layers, dtype=np.int64) * count, steps)
-                yield Landing((pool,), (store,), start, range(count), is_staged=True)
+                yield Landing((pool,), (store,), start, range(count), cut, is_staged=True)
             finally:
                 self._agent.remove_pool(pool)
         finally:
             async with self._room:
                 self._bytes -= size
                 self._room.notify_all()
+
+    def is_replica(self, source: Member) -> bool:
+        """Whether each rank of the source's holds as many heads as ours: then one that holds ours holds all of them."""
+        ours = self._pools[0].published
+        return nearest(ours, source).record.kv_heads == ours.record.kv_heads
 
     def unpack(self, landing: Landing, first: int, blocks: tuple[int, ...], tokens: int) -> None:
         """Make the staged pages into ours: tokens of our ``first``-th block and those after it. From any thread."""
@@ -109,6 +127,7 @@ class Staging:
             blocks,
             first * record.block_tokens,
             range(first * record.block_tokens, tokens),
+            landing.cut,
         )
 
 
@@ -117,19 +136,25 @@ def nearest(ours: PoolRecord, source: Member) -> PoolRecord:
     return min(source.pools, key=lambda theirs: len(compare(ours, theirs)))
 
 
-def can_bridge(ours: PoolRecord, theirs: PoolRecord) -> bool:
-    """Whether nothing differs but how tokens are cut into blocks, and both orders of bytes are known."""
+def can_bridge(ours: PoolRecord, theirs: PoolRecord, cut: Cut) -> bool:
+    """Whether nothing differs but how tokens are cut into blocks and heads among ranks, and both orders of bytes are
+    known."""
+    sizes = [pool.record.block_tokens * pool.record.kv_heads for pool in (ours, theirs)]
     return (
         {mismatch.field for mismatch in compare(ours, theirs)} <= BRIDGED
         and {ours.record.packing, theirs.record.packing} <= TRANSPOSED_KEYS
         and ours.record.axes == "page:HNC"
         and {ours.memory, theirs.memory} == {MemoryKind.HOST}
-        and ours.block_bytes * theirs.record.block_tokens == theirs.block_bytes * ours.record.block_tokens
+        and ours.block_bytes * sizes[1] == theirs.block_bytes * sizes[0]
+        and (
+            ours.record.kv_heads == theirs.record.kv_heads
+            or ours.record.kv_heads * cut.ranks == theirs.record.kv_heads * cut.sources
+        )
     )
 
 
-def layout_of(store: Store, record: CompatibilityRecord) -> KvLayout:
-    """What the planner must know of pages whose packing is one of TRANSPOSED_KEYS."""
+def layout_of(store: Store, record: CompatibilityRecord, head_offset: int, total_heads: int) -> KvLayout:
+    """What the planner must know of pages whose packing is one of TRANSPOSED_KEYS, of heads from ``head_offset`` on."""
     page = store.region.length_bytes // store.page_count
     tokens, dims, heads = record.block_tokens, record.head_dim, record.kv_heads
     item = page // (2 * heads * tokens * dims)
@@ -146,6 +171,8 @@ def layout_of(store: Store, record: CompatibilityRecord) -> KvLayout:
         block_tokens=tokens,
         block_count=store.page_count // store.layers,
         heads=heads,
+        head_offset=head_offset,
+        total_heads=total_heads,
     )
 
 
@@ -159,19 +186,26 @@ def repack(
     destination_blocks: Sequence[int],
     destination_start: int,
     tokens: range,
+    cut: Cut,
 ) -> None:
-    """Copy ``tokens`` between pages of two kinds, in host memory. ``source_start`` is the token in the first slot of
-    the first of ``source_blocks``, and ``destination_start`` likewise. From any thread."""
+    """Copy ``tokens`` of the heads that both have between pages of two kinds, in host memory. From any thread.
+
+    ``source_start`` is the token in the first slot of the first of ``source_blocks``, and ``destination_start`` likewise.
+    """
+    ours, theirs = destination_record.kv_heads, source_record.kv_heads
+    offsets, total = (cut.source_rank * theirs, cut.rank * ours), cut.ranks * ours
+    if ours == theirs:  # the same heads, whoever holds them
+        offsets, total = (0, 0), ours
     runs = plan_transfer(
-        layout_of(source, source_record),
-        layout_of(destination, destination_record),
+        layout_of(source, source_record, offsets[0], total),
+        layout_of(destination, destination_record, offsets[1], total),
         np.fromiter(source_blocks, np.int64),
         np.fromiter(destination_blocks, np.int64),
         tokens,
         source_start=source_start,
         destination_start=destination_start,
     ).runs
-    ours, theirs = _bytes_of(source.region), _bytes_of(destination.region)
+    read, written = _bytes_of(source.region), _bytes_of(destination.region)
     for at, stride, to, to_stride, length, count in zip(
         runs.source_offset.tolist(),
         runs.source_stride.tolist(),
@@ -181,7 +215,7 @@ def repack(
         runs.count.tolist(),
         strict=True,
     ):
-        _pieces(theirs, to, to_stride, length, count)[...] = _pieces(ours, at, stride, length, count)
+        _pieces(written, to, to_stride, length, count)[...] = _pieces(read, at, stride, length, count)
 
 
 def _pieces(memory: npt.NDArray[np.uint8], at: int, stride: int, length: int, count: int) -> npt.NDArray[np.uint8]:

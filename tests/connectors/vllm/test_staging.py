@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvxfer.agent import Agent
 from kvxfer.connectors.vllm.pages import Store
-from kvxfer.connectors.vllm.staging import Staging, repack
+from kvxfer.connectors.vllm.staging import Cut, Staging, repack
 from kvxfer.errors import Incompatible, LimitExceeded
 from kvxfer.transport.base import Region
 from kvxfer.types import (
@@ -47,15 +47,15 @@ class Cache:
         return keys[:, slot], values[slot]
 
 
-def cache(block_tokens: int, *, is_block_major: bool = False, seed: int | None = None) -> Cache:
+def cache(block_tokens: int, *, is_block_major: bool = False, seed: int | None = None, heads: int = HEADS) -> Cache:
     blocks = 2 * TOKENS // block_tokens
-    shape = (LAYERS * blocks, HEADS, 2 * block_tokens * DIMS)
+    shape = (LAYERS * blocks, heads, 2 * block_tokens * DIMS)
     draw = np.random.default_rng(seed)
     pages = np.zeros(shape, np.float32) if seed is None else draw.random(shape, np.float32)
     first = np.arange(LAYERS, dtype=np.int64) * (1 if is_block_major else blocks)
     step = np.full(LAYERS, LAYERS if is_block_major else 1, np.int64)
     region = Region(pages.ctypes.data, pages.nbytes, pages)
-    record = dataclasses.replace(RECORD, block_tokens=block_tokens)
+    record = dataclasses.replace(RECORD, block_tokens=block_tokens, kv_heads=heads)
     return Cache(Store(region, len(pages), 0, first, step), record, pages)
 
 
@@ -87,6 +87,7 @@ def test_every_element_is_the_same(
         theirs,
         begin,
         range(begin, tokens),
+        Cut(),
     )
     for token in range(begin, tokens):
         at, to = token - start * sizes[0], token - begin
@@ -99,6 +100,41 @@ def test_every_element_is_the_same(
     for layer in range(LAYERS):
         untouched[destination.store.first[layer] + np.asarray(theirs) * destination.store.step[layer]] = False
     assert not destination.pages[untouched].any()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 16), (16, 4)])
+def test_heads_go_where_their_rank_is(ours: int, theirs: int, sizes: tuple[int, int]) -> None:
+    """Of a model of two heads, from ``theirs`` ranks to ``ours``."""
+    sources = [cache(sizes[0], seed=rank, heads=HEADS // theirs) for rank in range(theirs)]
+    destinations = [cache(sizes[1], heads=HEADS // ours) for _ in range(ours)]
+    table = [list(range(TOKENS // size)) for size in sizes]
+    for rank, destination in enumerate(destinations):
+        for source_rank in {rank * theirs // ours, ((rank + 1) * theirs - 1) // ours}:
+            source = sources[source_rank]
+            repack(
+                source.store,
+                source.record,
+                table[0],
+                0,
+                destination.store,
+                destination.record,
+                table[1],
+                0,
+                range(TOKENS),
+                Cut(source_rank, theirs, rank, ours),
+            )
+    for token in range(TOKENS):
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                block, slot = divmod(token, sizes[0])
+                wanted = sources[head * theirs // HEADS].element(layer, block, head % (HEADS // theirs), slot)
+                block, slot = divmod(token, sizes[1])
+                got = destinations[head * ours // HEADS].element(layer, block, head % (HEADS // ours), slot)
+                assert all((a == b).all() for a, b in zip(wanted, got, strict=True))
+
+
+ALONE = Cut()
 
 
 def pool_of(record: CompatibilityRecord) -> PoolRecord:
@@ -115,13 +151,13 @@ def member(record: CompatibilityRecord) -> Member:
     )
 
 
-async def land(theirs: CompatibilityRecord, *, bytes_max: int = 1 << 30) -> bool:
+async def land(theirs: CompatibilityRecord, cut: Cut = ALONE, *, bytes_max: int = 1 << 30) -> bool:
     ours = cache(RECORD.block_tokens)
     agent = Agent(WorkerInfo("d", Role.DECODE, "m", ""))
     pool = agent.register_pool(RECORD, ours.store.region, block_count=ours.store.page_count)
     async with agent:
         staging = Staging(agent, (pool,), (ours.store,), bytes_max)
-        async with staging.land(member(theirs), 1, (3, 4), 40) as landing:
+        async with staging.land(member(theirs), cut, 1, (3, 4), 40) as landing:
             return landing.is_staged
 
 
@@ -134,6 +170,14 @@ async def test_what_cannot_be_bridged_is_refused_by_name(field: str, value: obje
     theirs = dataclasses.replace(RECORD, block_tokens=block_tokens, **cast("dict[str, int]", {field: value}))
     with pytest.raises(Incompatible, match=field):
         await land(theirs)
+
+
+async def test_heads_that_add_up_are_staged() -> None:
+    theirs = dataclasses.replace(RECORD, kv_heads=1)
+    assert await land(theirs, Cut(1, 2, 0, 1))
+    assert await land(dataclasses.replace(RECORD, kv_heads=4), Cut(0, 1, 1, 2))
+    with pytest.raises(Incompatible, match="kv_heads"):
+        await land(theirs, Cut(0, 4, 0, 1))
 
 
 async def test_another_block_size_is_staged_where_there_is_room() -> None:

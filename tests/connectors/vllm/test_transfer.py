@@ -327,12 +327,20 @@ async def test_a_prompt_of_two_readers_is_kept_for_both(ranks: tuple[Rank, Rank]
     await second.close()
 
 
-async def test_a_rank_that_serves_nobody_is_let_go(ranks: tuple[Rank, Rank]) -> None:
+async def test_of_replicas_one_is_read_and_all_are_let_go(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     p.forward(finish_order((1, 2)), [1, 2])
-    over = await d.load(dataclasses.replace(load_order(0, (5, 6), has_direct=True), sources=("ghost", "p")))
-    assert over.error is not None
-    await until(lambda: p.freed == ["r"], within_s=0.3)
+    over = await d.load(dataclasses.replace(load_order(0, (5, 6), has_direct=True), sources=("p", "ghost")))
+    assert over.error is None
+    assert (d.memory[:, [5, 6]] == p.memory[:, [1, 2]]).all()
+    await until(lambda: p.freed == ["r"])
+
+
+async def test_a_replica_that_is_not_read_is_let_go(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    p.forward(finish_order((1, 2)), [1, 2])
+    d.loads.release(Remote("l", new_id(), ("ghost", "p")))
+    await until(lambda: p.freed == ["r"], within_s=OPTIONS.hold_ttl_s / 2)
 
 
 async def test_nobody_comes_and_somebody_comes_too_late(ranks: tuple[Rank, Rank]) -> None:
