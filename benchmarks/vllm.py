@@ -117,9 +117,10 @@ async def start(cluster: Cluster, batch: int, *, has_nixl: bool) -> None:
         await engine.wait_ready()
 
 
-async def run(args: argparse.Namespace, *, has_nixl: bool) -> list[Row]:
+async def run(args: argparse.Namespace, *, has_nixl: bool) -> list[dict[str, Any]]:
     contenders = ["monolithic", *(["nixl"] if has_nixl else []), "kvxfer", "kvxfer, both legs at once"]
-    draw, rows = random.Random(1), []
+    draw = random.Random(1)
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         directory = pathlib.Path(name)
         model = make_tiny_model(
@@ -138,7 +139,9 @@ async def run(args: argparse.Namespace, *, has_nixl: bool) -> list[Row]:
                         if turn:  # the first meets cold caches and makes connections
                             rows.append(row)
                         await asyncio.sleep(0.05)  # until blocks are given back and engines are idle
-    return rows
+            entries = summary(rows)
+            print(table(entries), flush=True)
+    return entries
 
 
 def summary(rows: list[Row]) -> list[dict[str, Any]]:
@@ -180,8 +183,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     probe = subprocess.run([str(PYTHON), "-c", "import nixl._api"], capture_output=True, check=False)
-    entries = summary(asyncio.run(run(args, has_nixl=probe.returncode == 0)))
-    print(table(entries))
+    entries = asyncio.run(run(args, has_nixl=probe.returncode == 0))
     if args.json is not None:
         args.json.write_text(json.dumps(entries, indent=1) + "\n")
 

@@ -190,7 +190,7 @@ def repack(
 ) -> None:
     """Copy ``tokens`` of the heads that both have between pages of two kinds, in host memory. From any thread.
 
-    ``source_start`` is the token in the first slot of the first of ``source_blocks``, and ``destination_start`` likewise.
+    ``source_start`` is the token in the first slot of the first of ``source_blocks``; ``destination_start`` likewise.
     """
     ours, theirs = destination_record.kv_heads, source_record.kv_heads
     offsets, total = (cut.source_rank * theirs, cut.rank * ours), cut.ranks * ours
