@@ -3,8 +3,8 @@ committed as a whole or not at all.
 
 One task a source of a load: it pulls the whole prompt where the source granted that already; otherwise it asks, and
 pulls each part that the source grants, while the source may still be computing it. A load ends once: committed, or
-failed with a named error; it is told of only after no byte can land in its blocks any more. Everything here lives on the
-agent's loop.
+failed with a named error; it is told of only after no byte can land in its blocks any more. Everything here lives on
+the agent's loop.
 """
 
 from __future__ import annotations
