@@ -1,4 +1,4 @@
-# make demo | serve | test | test-vllm | check | fix | sim | fuzz | test-sanitize | bench | bench-peers | stub | test-installed | clean
+# make demo | serve | test | test-slow | test-vllm | check | fix | sim | fuzz | test-sanitize | bench | bench-peers | stub | test-installed | clean
 #
 #   PYTHON=python3.12                     build with this Python instead of the first 3.11+ found
 #   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
@@ -27,7 +27,7 @@ BUILD_TOOLS = 'scikit-build-core' 'nanobind' 'cmake' 'ninja'
 WITH_TOOLS = PATH="$$PWD/$(VENV)/bin:$$PATH"
 CMAKE = $(WITH_TOOLS) cmake -S kvxfer/_native -G Ninja "-DPython_EXECUTABLE=$$PWD/$(PY)"
 
-.PHONY: help demo serve test test-vllm check fix sim fuzz test-sanitize asan tsan bench bench-peers stub test-installed clean install native
+.PHONY: help demo serve test test-slow test-vllm check fix sim fuzz test-sanitize asan tsan bench bench-peers stub test-installed clean install native
 
 help:
 	@sed -n '1,7s/^# \{0,1\}//p' Makefile
@@ -38,8 +38,12 @@ demo: install
 serve: install
 	@$(VENV)/bin/kvxfer serve $(ARGS)
 
+# All but those marked slow, which test-slow runs; ARGS='-m ""' is all.
 test: install
-	@$(PY) -m pytest -q --ignore=tests/vllm $(ARGS)
+	@$(PY) -m pytest -q -m "not slow" $(ARGS)
+
+test-slow: install
+	@$(PY) -m pytest -q -m slow --ignore=tests/vllm $(ARGS)
 
 # The connector inside real vLLM, which has a virtual environment of its own (3 GB, minutes the first time).
 VLLM = build/vllm-venv

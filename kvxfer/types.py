@@ -53,6 +53,8 @@ class Lane(enum.StrEnum):
     STREAM = "stream"
     MEMORY = "memory"
 
+    __hash__ = str.__hash__  # an enum's own is Python code, and every post looks lanes up several times
+
 
 class MemoryKind(enum.StrEnum):
     """Where memory lies: what the CPU may touch, and what only a device's own engines may."""

@@ -328,7 +328,7 @@ void bind_core_class(nb::module_& m) {
            [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos now, Effects& out) { e.cancel(id, now, out); }); }, nb::arg("id"))
       .def("give_up",
            [](PyCore& self, const TransferId& id, const AgentRef& source) {
-             self.act([&](Endpoint& e, Nanos, Effects& out) { e.give_up(id, source, out); });
+             self.act([&](Endpoint& e, Nanos now, Effects& out) { e.give_up(id, source, now, out); });
            },
            nb::arg("id"), nb::arg("source"), "`id` will never be pulled from `source`: lets it know, where it can be reached.")
       .def("transfer_state",

@@ -263,8 +263,11 @@ void bind_endpoint(nb::module_& m) {
            nb::arg("id"), nb::arg("pool"), nb::arg("blocks"), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("ready_blocks"), nb::arg("now_ns"),
            nb::arg("content") = Bytes32{})
       .def("decline", [](Endpoint& e, TransferId id) { return effects_of([&](Effects& out) { e.decline(id, out); }); }, nb::arg("id"))
-      .def("give_up", [](Endpoint& e, TransferId id, const AgentRef& source) { return effects_of([&](Effects& out) { e.give_up(id, source, out); }); },
-           nb::arg("id"), nb::arg("source"))
+      .def("give_up",
+           [](Endpoint& e, TransferId id, const AgentRef& source, Nanos now_ns) {
+             return effects_of([&](Effects& out) { e.give_up(id, source, now_ns, out); });
+           },
+           nb::arg("id"), nb::arg("source"), nb::arg("now_ns"))
       .def("ready",
            [](Endpoint& e, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& sums) {
              return effects_of([&](Effects& out) { e.ready(id, blocks, layers, complete, now_ns, out, sums); });

@@ -74,10 +74,10 @@ class Calibration:
         old = self._seen.get(lane, LaneFigure(0.0, 0, 0.0, 0))
         if nbytes < SMALL_BYTES:
             value = _mean(old.small_s, old.small_count, seconds)
-            self._seen[lane] = dataclasses.replace(old, small_s=value, small_count=old.small_count + 1)
+            self._seen[lane] = LaneFigure(old.gb_per_s, old.large_count, value, old.small_count + 1)
         else:
             value = _mean(old.gb_per_s, old.large_count, nbytes / seconds / 1e9)
-            self._seen[lane] = dataclasses.replace(old, gb_per_s=value, large_count=old.large_count + 1)
+            self._seen[lane] = LaneFigure(value, old.large_count + 1, old.small_s, old.small_count)
 
     def order(self, lanes: Sequence[Lane], nbytes: int) -> tuple[Lane, ...]:
         """``lanes``, likely the fastest for ``nbytes`` first; equals keep their order, which is the operator's."""

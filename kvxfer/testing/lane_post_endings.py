@@ -179,7 +179,7 @@ def check_peer_declared_dead_under_a_post(maker: LaneMaker) -> None:
 
 def check_cut_posts_go_on(maker: LaneMaker) -> None:
     """A connection that breaks at any moment costs time: the post ends as it would have, told once."""
-    config = AgentConfig(stall_s=0.3, reconnect_s=10.0, grant_ttl_s=2.0)  # a RELEASE may be cut off
+    config = AgentConfig(stall_s=0.3, reconnect_s=10.0, grant_ttl_s=1.0)  # a RELEASE may be cut off
     for op in BOTH:
         with two_parties(maker, config=config) as (one, other):
             mine, theirs = _pair(one, other)

@@ -301,7 +301,7 @@ class MemoryTransport:
 
     def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.give_up(transfer_id.raw, write_ref(source)))
+            self.act(endpoint.give_up(transfer_id.raw, write_ref(source), self._network.now_ns))
 
     def cancel(self, transfer_id: TransferId) -> None:
         with self._open() as endpoint:

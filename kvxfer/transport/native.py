@@ -15,14 +15,10 @@ files: then the dial fails at once and the next lane is taken.
 from __future__ import annotations
 
 import contextlib
-import errno
 import ipaddress
 import os
 import pathlib
-import secrets
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 
@@ -45,6 +41,7 @@ from kvxfer.transport.base import (
     limits_from,
     write_ref,
 )
+from kvxfer.transport.socket_place import place_for_socket
 from kvxfer.types import (
     AgentRef,
     DataAddress,
@@ -58,11 +55,6 @@ from kvxfer.types import (
     TransferId,
     TransferState,
 )
-
-SOCKET_PATH_MAX = 107
-"""Bytes of a Unix socket's path, by the kernel."""
-STALE_AFTER_S = 60.0
-"""A socket file that is older and that nobody listens on was left by a killed process."""
 
 
 class NativeBinding:
@@ -93,7 +85,7 @@ class NativeBinding:
         try:
             self._held.bind((host, config.bind_port))
             self._port = int(self._held.getsockname()[1])
-            self._socket_path, self._private_directory = _place_for_socket(config.runtime_dir)
+            self._socket_path, self._own_directory = place_for_socket(config.runtime_dir)
         except OSError as error:
             self._held.close()
             raise ConfigError(f"cannot listen on {host} port {config.bind_port}: {error.strerror}") from None
@@ -128,9 +120,9 @@ class NativeBinding:
             self._held = None
         with contextlib.suppress(OSError):
             self._socket_path.unlink()
-        if self._private_directory is not None:
-            with contextlib.suppress(OSError):
-                self._private_directory.rmdir()
+        if self._own_directory is not None:
+            self._own_directory.remove()
+            self._own_directory = None
 
     def __repr__(self) -> str:
         return f"<NativeBinding {self._host}:{self._port} {self._socket_path}>"
@@ -378,48 +370,3 @@ def _numeric(host: str) -> str:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError(f"host {host!r} cannot be resolved: {error.strerror}") from None
-
-
-def _place_for_socket(runtime_dir: str) -> tuple[pathlib.Path, pathlib.Path | None]:
-    """A free socket path in a directory that only we can enter, and the directory if it is to go with it."""
-    name = f"{secrets.token_hex(8)}.sock"
-    if runtime_dir:
-        directory = _make_private(pathlib.Path(runtime_dir).absolute())
-        if len(os.fsencode(directory / name)) > SOCKET_PATH_MAX:
-            raise ConfigError(f"runtime_dir {runtime_dir!r} is too long for a socket's path (SOCKET_PATH_MAX=107)")
-        return directory / name, None
-    user_directory = os.environ.get("XDG_RUNTIME_DIR", "")
-    if user_directory:
-        shared = pathlib.Path(user_directory, "kvxfer").absolute()
-        if len(os.fsencode(shared / name)) <= SOCKET_PATH_MAX:
-            with contextlib.suppress(ConfigError):
-                return _make_private(shared) / name, None
-    private = pathlib.Path(tempfile.mkdtemp(prefix="kvxfer-"))
-    if len(os.fsencode(private / name)) > SOCKET_PATH_MAX:
-        private.rmdir()
-        private = pathlib.Path(tempfile.mkdtemp(prefix="kvxfer-", dir="/tmp"))
-    return private / name, private
-
-
-def _make_private(directory: pathlib.Path) -> pathlib.Path:
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        raise ConfigError(f"runtime directory {directory}: {error.strerror}") from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(f"runtime directory {directory} must be ours alone: mode 0700, owned by uid {os.geteuid()}")
-    _sweep(directory)
-    return directory
-
-
-def _sweep(directory: pathlib.Path) -> None:
-    """Remove the socket files of processes that were killed."""
-    for path in directory.glob("*.sock"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime < STALE_AFTER_S:
-                continue
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.setblocking(False)
-                if probe.connect_ex(os.fsencode(path)) == errno.ECONNREFUSED:
-                    path.unlink()

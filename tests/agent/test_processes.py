@@ -74,7 +74,7 @@ async def source_process(coordinator: Coordinator) -> AsyncIterator[SourceProces
 
 
 def make_destination(coordinator: Coordinator) -> Agent:
-    config = AgentConfig(stall_s=0.5, reconnect_s=1.5)
+    config = AgentConfig(stall_s=0.5, reconnect_s=1.0)
     agent = Agent(info("d"), coordinator=coordinator.target, token=coordinator.token, config=config)
     agent.allocate_pool(RECORD, block_count=16, block_bytes=BLOCK_BYTES)
     return agent

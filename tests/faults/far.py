@@ -47,8 +47,9 @@ class Far:
 
     def answer(self) -> Any:
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], ANSWER_S)
-        assert readable, f"no answer in {ANSWER_S} s"
+        answers = select.poll()
+        answers.register(self.process.stdout, select.POLLIN)
+        assert answers.poll(ANSWER_S * 1000), f"no answer in {ANSWER_S} s"
         line = self.process.stdout.readline()
         assert line, f"the worker ended with {self.process.wait(10)}"
         answer = json.loads(line)

@@ -277,13 +277,15 @@ class Party:
 
     def _wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s
+        events = select.poll()
+        events.register(self.transport.fileno(), select.POLLIN)
         while True:
             self.drain()
             if until():
                 return True
             if time.monotonic() >= end:
                 return False
-            select.select([self.transport.fileno()], [], [], 0.005)
+            events.poll(5)
 
     def state(self, transfer: str) -> list[Any]:
         """Of a transfer: its state's name, and how many blocks have landed."""

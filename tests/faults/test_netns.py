@@ -19,14 +19,14 @@ pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 
 BLOCKS, BLOCK_BYTES = 64, 65536
 TOTAL = BLOCKS * BLOCK_BYTES
-STALL_S, RECONNECT_S = 0.5, 4.0
+STALL_S, RECONNECT_S, PATIENT_S = 0.5, 1.0, 30.0
 SILENCE_S = 2 * STALL_S + RECONNECT_S
 FRAME_BYTES = 4 << 20
 """More than one DATA frame is long: what a cut can cost."""
 
 
 class Hosts:
-    def __init__(self, namespaces: Namespaces) -> None:
+    def __init__(self, namespaces: Namespaces, reconnect_s: float) -> None:
         self.namespaces = namespaces
         self.source, self.reader = (
             Far(
@@ -37,7 +37,7 @@ class Hosts:
                 blocks=BLOCKS,
                 block_bytes=BLOCK_BYTES,
                 stall_s=STALL_S,
-                reconnect_s=RECONNECT_S,
+                reconnect_s=reconnect_s,
                 grant_ttl_s=3.0,
             )
             for end, name in enumerate(("source", "reader"))
@@ -65,9 +65,14 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def reconnect_s() -> float:
+    return PATIENT_S
+
+
+@pytest.fixture
+def hosts(reconnect_s: float) -> Iterator[Hosts]:
     with Namespaces() as namespaces:
-        made = Hosts(namespaces)
+        made = Hosts(namespaces, reconnect_s)
         try:
             yield made
         finally:
@@ -142,6 +147,7 @@ def test_a_cable_that_comes_back_in_the_middle_of_a_frame(hosts: Hosts) -> None:
     assert hosts.source.wait_idle() == hosts.reader.wait_idle() == ""
 
 
+@pytest.mark.parametrize("reconnect_s", [RECONNECT_S], ids=["gives-up"])
 def test_a_cable_that_stays_away(hosts: Hosts) -> None:
     hosts.meet()
     transfer = hosts.pull(BLOCKS // 2)

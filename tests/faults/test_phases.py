@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from lanes import LANES, STREAMS
+from lanes import LANES, STREAMS, at_once, on_all_lanes
 from stage import (
     BLOCKS,
     BYTES,
     BYTEWISE,
     CONFIRMING,
     CONNECTING,
+    PATIENT_S,
     RECONNECT_S,
     SEED,
     SILENCE_S,
@@ -24,27 +25,35 @@ pytestmark = pytest.mark.no_sanitizer
 
 
 @pytest.fixture(scope="module")
-def stages() -> Iterator[dict[str, Stage]]:
-    """The last stage that was used, by its lane: the next test goes on with it, where nothing is left of before."""
+def standing() -> Iterator[dict[str, Stage]]:
+    """The stages that were used, by lane: the next test goes on with those where nothing is left of before."""
     made: dict[str, Stage] = {}
     yield made
-    for stage in made.values():
-        stage.close()
-
-
-@pytest.fixture(scope="module", params=LANES)
-def lane(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    at_once(Stage.close, made)
 
 
 @pytest.fixture
-def stage(lane: str, stages: dict[str, Stage]) -> Stage:
-    for other, made in list(stages.items()):
-        if other != lane or not made.is_clean:
-            stages.pop(other).close()
-    return stages.setdefault(lane, stages.get(lane) or Stage(lane))
+def reconnect_s() -> float:
+    return PATIENT_S
 
 
+@pytest.fixture
+def stages(standing: dict[str, Stage], reconnect_s: float) -> dict[str, Stage]:
+    left = {lane: made for lane, made in standing.items() if not made.is_clean or made.reconnect_s != reconnect_s}
+    for lane in left:
+        del standing[lane]
+    if left:
+        at_once(Stage.close, left)
+    missing = {lane: lane for lane in LANES if lane not in standing}
+    if missing:
+        standing |= at_once(lambda lane: Stage(lane, reconnect_s), missing)
+    return standing
+
+
+gives_up = pytest.mark.parametrize("reconnect_s", [RECONNECT_S], ids=["gives-up"])
+
+
+@on_all_lanes
 def test_cancel(stage: Stage) -> None:
     stage.begin()
     for phase, reader in stage.readers.items():
@@ -58,8 +67,9 @@ def test_cancel(stage: Stage) -> None:
             assert stage.source.wait_ended(stage.ids[phase]) == "RELEASED", phase.name
 
 
+@on_all_lanes
 def test_deadline(stage: Stage) -> None:
-    deadline_s = 0.9
+    deadline_s = 2.0
     began_s = stage.begin(deadline_s)
     stage.expect("deadline", began_s + deadline_s)
     assert time.monotonic() >= began_s + deadline_s
@@ -68,6 +78,7 @@ def test_deadline(stage: Stage) -> None:
     stage.look_again()
 
 
+@on_all_lanes
 def test_revoke(stage: Stage) -> None:
     """The source takes its blocks back and writes them at once: what is committed was all read and judged before."""
     stage.begin()
@@ -86,6 +97,7 @@ def test_revoke(stage: Stage) -> None:
     stage.source.fill(SEED)
 
 
+@on_all_lanes
 def test_reset_and_again(stage: Stage) -> None:
     """A connection that breaks costs time; what has landed is not asked for again."""
     before = {phase: moved(stage, phase) for phase in stage.phases}
@@ -108,6 +120,7 @@ def moved(stage: Stage, phase: object) -> int:
     return sum(numbers[name] for name in ("bytes_mapped", "bytes_cma", "bytes_ucx", "bytes_streamed_in"))
 
 
+@on_all_lanes
 def test_partition_that_heals(stage: Stage) -> None:
     """Each side has hung up on the other by then; the pulls go on where they were."""
     stage.begin()
@@ -125,6 +138,32 @@ def test_partition_that_heals(stage: Stage) -> None:
     stage.expect_idle()
 
 
+@on_all_lanes
+def test_announced_death(stage: Stage) -> None:
+    """The coordinator says that the life is over: no waiting."""
+    stage.begin()
+    stage.source.kill()
+    for reader in stage.readers.values():
+        reader.transport.peer_dead(reader.peers["source"].ref)
+    stage.expect("peer_gone", time.monotonic())
+    stage.replace_source()
+    stage.look_again()
+
+
+@on_all_lanes
+def test_phases_are_what_they_are_called(stage: Stage) -> None:
+    """Nothing is broken: every pull leaves its phase and commits."""
+    stage.begin()
+    for phase in stage.phases:
+        stage.gate(phase, "resume")
+    stage.go_on()
+    stage.expect("committed", time.monotonic())
+    stage.expect_idle()
+    assert all(len(stage.own_blocks(phase)) == BLOCKS for phase in stage.phases)
+
+
+@gives_up
+@on_all_lanes
 def test_partition(stage: Stage) -> None:
     stage.begin(ttl_s=2.0)
     cut_s = time.monotonic()
@@ -136,6 +175,8 @@ def test_partition(stage: Stage) -> None:
     stage.look_again()
 
 
+@gives_up
+@on_all_lanes
 def test_stopped_source(stage: Stage) -> None:
     """SIGSTOP, and SIGCONT long after its readers have given up and their blocks are others'."""
     stage.begin(ttl_s=2.0)
@@ -151,6 +192,8 @@ def test_stopped_source(stage: Stage) -> None:
     stage.look_again()
 
 
+@gives_up
+@on_all_lanes
 def test_killed_source(stage: Stage) -> None:
     stage.begin()
     stage.source.kill()
@@ -160,25 +203,3 @@ def test_killed_source(stage: Stage) -> None:
         assert reader.wait_idle() == ""
     stage.replace_source()
     stage.look_again()
-
-
-def test_announced_death(stage: Stage) -> None:
-    """The coordinator says that the life is over: no waiting."""
-    stage.begin()
-    stage.source.kill()
-    for reader in stage.readers.values():
-        reader.transport.peer_dead(reader.peers["source"].ref)
-    stage.expect("peer_gone", time.monotonic())
-    stage.replace_source()
-    stage.look_again()
-
-
-def test_phases_are_what_they_are_called(stage: Stage) -> None:
-    """Nothing is broken: every pull leaves its phase and commits."""
-    stage.begin()
-    for phase in stage.phases:
-        stage.gate(phase, "resume")
-    stage.go_on()
-    stage.expect("committed", time.monotonic())
-    stage.expect_idle()
-    assert all(len(stage.own_blocks(phase)) == BLOCKS for phase in stage.phases)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from far import Far
 from gate import CONFIRM, DATA, DONE, FETCH, HELLO, MAP, PULL, PUSH, READY, VERDICT
-from lanes import LANES, STREAMS
+from lanes import LANES, STREAMS, at_once, on_all_lanes
 from parties import POISON, Party
-from stage import MARGIN_S, PAINT, RECONNECT_S, SILENCE_S, STALL_S
+from stage import MARGIN_S, PAINT, PATIENT_S, RECONNECT_S, SILENCE_S, STALL_S
 
 pytestmark = pytest.mark.no_sanitizer
 
@@ -50,9 +50,9 @@ def was_judged(lane: str) -> set[str]:
 class PostStage:
     """One far side, and one party here for each phase; each posts once, and is held by a gate."""
 
-    def __init__(self, lane: str, op: str) -> None:
+    def __init__(self, lane: str, op: str, reconnect_s: float) -> None:
         self.op, self.rules, self.was_judged = op, rules_of(lane, op), was_judged(lane)
-        options: dict[str, Any] = {"stall_s": STALL_S, "reconnect_s": RECONNECT_S, "blocks": 1, "grant_ttl_s": 2.0}
+        options: dict[str, Any] = {"stall_s": STALL_S, "reconnect_s": reconnect_s, "blocks": 1, "grant_ttl_s": 2.0}
         self.far = Far("far", [lane], **options)
         self.near: dict[str, Party] = {}
         for number, phase in enumerate(self.rules):
@@ -120,18 +120,22 @@ class PostStage:
         self.far.close()
 
 
-@pytest.fixture(params=LANES)
-def lane(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+gives_up = pytest.mark.parametrize("reconnect_s", [RECONNECT_S], ids=["gives-up"])
+
+
+@pytest.fixture
+def reconnect_s() -> float:
+    return PATIENT_S
 
 
 @pytest.fixture(params=["READ", "WRITE"], ids=["read", "write"])
-def stage(request: pytest.FixtureRequest, lane: str) -> Iterator[PostStage]:
-    made = PostStage(lane, request.param)
+def stages(request: pytest.FixtureRequest, reconnect_s: float) -> Iterator[dict[str, PostStage]]:
+    made = at_once(lambda lane: PostStage(lane, request.param, reconnect_s), {lane: lane for lane in LANES})
     yield made
-    made.close()
+    at_once(PostStage.close, made)
 
 
+@on_all_lanes
 def test_cancel(stage: PostStage) -> None:
     for phase, party in stage.near.items():
         party.cancel(phase)
@@ -140,6 +144,7 @@ def test_cancel(stage: PostStage) -> None:
     stage.expect_nothing_later()
 
 
+@on_all_lanes
 def test_reset_and_again(stage: PostStage) -> None:
     for phase in stage.rules:
         stage.gate(phase, "reset")
@@ -151,6 +156,8 @@ def test_reset_and_again(stage: PostStage) -> None:
         assert party.wait_idle() == ""
 
 
+@gives_up
+@on_all_lanes
 def test_killed(stage: PostStage) -> None:
     stage.far.kill()
     killed_s = time.monotonic()
@@ -158,7 +165,8 @@ def test_killed(stage: PostStage) -> None:
     assert all(party.is_painted(PAINT, region=0) for party in stage.near.values())
 
 
-@pytest.mark.slow
+@gives_up
+@on_all_lanes
 def test_stopped(stage: PostStage) -> None:
     """SIGSTOP of the far side, and SIGCONT long after everything was given up here."""
     stage.far.stop()
@@ -171,6 +179,7 @@ def test_stopped(stage: PostStage) -> None:
     stage.expect_nothing_later()
 
 
+@on_all_lanes
 def test_taken_back_there(stage: PostStage) -> None:
     """The far side takes its memory back in every phase: it is not made to wait, and writes there at once."""
     for number in range(len(stage.rules)):
@@ -190,10 +199,13 @@ def test_taken_back_there(stage: PostStage) -> None:
     assert stage.far.wait_idle() == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill", "stop"])
-def test_a_writer_that_is_gone(lane: str, fault: str) -> None:
+def test_a_writer_that_is_gone(fault: str) -> None:
     """Whoever is written to is rid of a dead or hanging writer in bounded time, and gets its memory back."""
+    at_once(lambda lane: lose_a_writer(lane, fault), {lane: lane for lane in LANES})
+
+
+def lose_a_writer(lane: str, fault: str) -> None:
     options: dict[str, Any] = {"stall_s": STALL_S, "reconnect_s": RECONNECT_S, "blocks": 1, "grant_ttl_s": 2.0}
     rules = rules_of(lane, "WRITE")
     for phase in ("connecting", "asked", "done"):  # nothing is offered yet, or not any more

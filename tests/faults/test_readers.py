@@ -19,13 +19,14 @@ pytestmark = pytest.mark.no_sanitizer
 
 SIZE, PIECE = 64 << 20, 1 << 20
 ATTEMPTS = 20
+TTL_S = 1.0
 PROMPT_S = 3.0
 """What taking back may cost on a busy machine; a reader that hangs is not waited for."""
 
 
 class Scene:
     def __init__(self, lane: str) -> None:
-        options: dict[str, Any] = {"stall_s": 0.5, "reconnect_s": 1.0, "grant_ttl_s": 2.0}
+        options: dict[str, Any] = {"stall_s": 0.5, "reconnect_s": 1.0, "grant_ttl_s": TTL_S}
         self.source, self.reader = Party("source", [lane], **options), Far("reader", [lane], **options)
         self.reader.allocate(SIZE)
         self.memory = self.reader.memory_of(0, SIZE)
@@ -104,7 +105,7 @@ def test_a_dead_reader_keeps_no_grant(scene: Scene, is_announced: bool) -> None:
     for number, transfer in enumerate(transfers):
         first = number * BLOCKS
         ready = (1, BLOCKS // 2, BLOCKS - 1)[number]
-        scene.source.grant(transfer, list(range(first, first + BLOCKS)), ready, 2.0)
+        scene.source.grant(transfer, list(range(first, first + BLOCKS)), ready, TTL_S)
         scene.reader.pull(transfer, "source", list(range(first, first + BLOCKS)))
         assert scene.reader.wait_state(transfer, "READING", ready)
     scene.reader.kill()

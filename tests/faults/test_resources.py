@@ -17,6 +17,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.no_sanitizer]
 ROUNDS, WARM_UP = 1000, 100
 BLOCKS, BLOCK_BYTES = 16, 4096
 SIZE = 64 << 10
+COUNTED = ("descriptors", "sockets", "mappings", "threads")
+QUIET_S = 0.6
+"""More than a connection takes to be hung up on by both sides (0.5 s)."""
 RSS_MARGIN_KIB = 6 << 10
 """Of a process that keeps the states of its last 65,536 transfers, each some hundred bytes, and an allocator."""
 
@@ -128,13 +131,16 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def held() -> dict[str, int]:
-    """What this process holds once what is closing has closed."""
-    best = resources()
-    for _ in range(40):
-        time.sleep(0.05)
+    """What this process holds once what is closing has closed: nothing of it changes any more."""
+    last, since_s = resources(), time.monotonic()
+    end_s = since_s + 10.0
+    while time.monotonic() < min(since_s + QUIET_S, end_s):
+        time.sleep(0.02)
         now = resources()
-        best = {name: min(value, now[name]) for name, value in best.items()}
-    return best
+        if any(now[name] != last[name] for name in COUNTED):
+            since_s = time.monotonic()
+        last = now
+    return last
 
 
 def test_a_thousand_rounds(pair: Pair, record_property: Any) -> None:
@@ -150,7 +156,7 @@ def test_a_thousand_rounds(pair: Pair, record_property: Any) -> None:
     record_property("before", before)
     record_property("after", after)
     print(f"before {before} after {after} outcomes {pair.outcomes}")
-    for name in ("descriptors", "sockets", "mappings", "threads"):
+    for name in COUNTED:
         assert after[name] <= before[name] + (4 if name == "mappings" else 0), (name, before, after)
     assert after["rss_kib"] <= before["rss_kib"] + RSS_MARGIN_KIB, (before, after)
     assert threading.active_count() <= threads + 2

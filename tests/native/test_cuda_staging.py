@@ -301,7 +301,7 @@ def test_a_driver_that_stays_broken(
     to = register(d, memory) if side == "reader" else target.id
     driver.set(**trouble)
     transfer = new_id()
-    d.fetch(transfer, p, [(to, 0, 1, 4096, 1)], [(source, 0, 1, 4096, 1)], lanes=[STREAM], deadline_s=1.5)
+    d.fetch(transfer, p, [(to, 0, 1, 4096, 1)], [(source, 0, 1, 4096, 1)], lanes=[STREAM], deadline_s=0.5)
     assert d.wait_drained(transfer).state == FAILED
     driver.set()
     d.core.remove_region(to)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import Closed, GrantUnknown, LimitExceeded
@@ -295,6 +296,7 @@ def test_a_push_that_cannot_be_told_is_answered(nodes: Any, new_id: NewId) -> No
     assert p.core.statistics().dials == 1
 
 
+@pytest.mark.no_sanitizer  # a minute of the same two threads
 def test_ended_offers_that_nobody_takes_are_bounded(nodes: Any) -> None:
     """By the oldest of them; nothing else is lost."""
     p, d = nodes.pair()

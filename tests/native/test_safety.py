@@ -86,7 +86,7 @@ def test_expiry(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
     d.pull(expired, p, [3, 4], lanes=[lane])
     final = d.wait_drained(expired)
     assert (final.state, final.code) == (FAILED, native.Code.grant_expired)
-    p.core.grant(late, 7, np.array([1, 2], np.uint32), reader="", ttl_ns=150_000_000, ready_blocks=1)
+    p.core.grant(late, 7, np.array([1, 2], np.uint32), reader="", ttl_ns=20_000_000_000, ready_blocks=1)
     d.pull(late, p, [3, 4], lanes=[lane], deadline_s=0.4)
     assert d.wait_drained(late).state == FAILED
     p.wait_for(native.GrantEnded, id=late, state=native.GrantState.RELEASED)
@@ -96,25 +96,25 @@ def test_expiry(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
 def test_a_live_reader_renews(nodes: Any, new_id: NewId) -> None:
     p, d = nodes.pair()
     transfer = new_id()
-    p.grant(transfer, [1, 2], ttl_s=0.3, ready=1)
+    p.grant(transfer, [1, 2], ttl_s=0.6, ready=1)
     d.pull(transfer, p, [3, 4])
-    time.sleep(0.9)
+    time.sleep(1.3)
     p.core.ready(transfer, 2, complete=True)
     assert d.wait_drained(transfer).state == COMMITTED
 
 
 @each_lane
 def test_a_live_reader_renews_as_often_as_the_source_asks_for(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
-    """The reader's own idea of a grant's life (10 s) is not the source's (0.3 s)."""
+    """The reader's own idea of a grant's life (10 s) is not the source's (0.6 s)."""
     limits = native.EndpointLimits()
     grants = limits.grants
-    grants.ttl_ns = 300_000_000
+    grants.ttl_ns = 600_000_000
     limits.grants = grants
     p, d = nodes.pair(source={"limits": limits})
     transfer = new_id()
-    p.grant(transfer, [1, 2], ttl_s=0.3, ready=1)
+    p.grant(transfer, [1, 2], ttl_s=0.6, ready=1)
     d.pull(transfer, p, [3, 4], lanes=[lane])
-    time.sleep(1.5)
+    time.sleep(1.3)
     p.core.ready(transfer, 2, complete=True)
     assert d.wait_drained(transfer).state == COMMITTED
 

@@ -318,7 +318,7 @@ def test_a_source_in_another_process(nodes: Any, new_id: NewId, tls: str, how: s
         port = int(source.stdout.readline())
         ref = native.AgentRef("source", 1, b"s" * 16)
         d.core.set_peer(ref, b"k" * 32, tcp_host="127.0.0.1", tcp_port=port, unix_path="")
-        d.pull(transfer, ref, np.arange(64), lanes=[UCX], deadline_s=5.0 if how == "stopped" else 30.0)
+        d.pull(transfer, ref, np.arange(64), lanes=[UCX], deadline_s=2.0 if how == "stopped" else 30.0)
         if how != "serves":
             d.wait(lambda _: d.core.statistics().bytes_ucx > 0 or d.find(native.TransferFinal))
             source.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)

@@ -13,7 +13,7 @@ import pytest
 
 from kvxfer.testing import Invariant, Violation, world
 
-pytestmark = pytest.mark.checkout
+pytestmark = [pytest.mark.checkout, pytest.mark.no_sanitizer]
 
 SEEDS_MAX = 200
 
@@ -89,4 +89,6 @@ def test_two_sources_are_truly_mixed(bugs: Any) -> None:
             world(seed, machines=bugs).run()
         except Violation as violation:
             texts.append(str(violation))
-    assert any("was read from life" in text for text in texts), texts
+            if "was read from life" in texts[-1]:
+                return
+    raise AssertionError(texts)

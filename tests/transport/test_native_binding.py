@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import pathlib
 import socket
 import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 
 import pytest
 
 from kvxfer.config import AgentConfig
 from kvxfer.errors import ConfigError
 from kvxfer.transport.native import NativeBinding, host_id
+from kvxfer.transport.socket_place import OwnDirectory
 from kvxfer.types import AgentRef, Incarnation
 
 REF = AgentRef("a", Incarnation(1, bytes(16)))
@@ -65,6 +71,73 @@ def test_a_socket_of_a_killed_process_is_swept(tmp_path: pathlib.Path) -> None:
             os.utime(path, (1, 1))
         NativeBinding(AgentConfig(runtime_dir=str(tmp_path))).close()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh.sock", "live.sock"]
+
+
+HOLDING = """
+import sys
+from kvxfer.config import AgentConfig
+from kvxfer.transport.native import NativeBinding
+from kvxfer.types import AgentRef, Incarnation
+
+binding = NativeBinding(AgentConfig())
+if "open" in sys.argv:
+    transport = binding.open(AgentRef("a", Incarnation(1, bytes(16))), AgentConfig())
+print(binding.address.unix_path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, private_directories: pathlib.Path) -> Iterator[pathlib.Path]:
+    """An empty directory for temporary files, and no other place for sockets."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    with tempfile.TemporaryDirectory(dir=private_directories) as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield pathlib.Path(directory)
+
+
+def test_a_directory_of_a_killed_process_is_removed_by_the_next_start(temporary: pathlib.Path) -> None:
+    others = temporary / "kvxfer-socket-link", temporary / "kvxfer-else"
+    (temporary / "elsewhere").mkdir()
+    others[0].symlink_to(temporary / "elsewhere")
+    others[1].mkdir()
+    processes, paths = [], []
+    for words in (["open"], ["open"], []):
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDING, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        paths.append(pathlib.Path(process.stdout.readline().strip()))
+    killed, running, starting = paths
+    processes[0].kill()
+    processes[0].wait()
+    assert killed.is_socket()
+    binding = NativeBinding(AgentConfig())
+    assert not killed.parent.exists()
+    assert running.is_socket()
+    assert starting.parent.is_dir()
+    binding.close()
+    for process in processes:
+        process.kill()
+        process.communicate()
+    NativeBinding(AgentConfig()).close()
+    assert set(temporary.iterdir()) == {*others, temporary / "elsewhere"}
+
+
+def test_many_that_start_at_once_leave_each_other_alone(temporary: pathlib.Path) -> None:
+    def start_often() -> None:
+        for _ in range(150):
+            own = OwnDirectory(str(temporary))
+            (own.path / "a.sock").touch()
+            (own.path / "a.sock").unlink()
+            own.remove()
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(start_often) for _ in range(6)]:
+            done.result()
+    assert list(temporary.iterdir()) == []
 
 
 def test_what_is_refused(tmp_path: pathlib.Path) -> None:

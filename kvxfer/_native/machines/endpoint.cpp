@@ -30,7 +30,7 @@ void Endpoint::forget(const AgentRef& peer, Nanos now, Effects& out) {
     current->second->end(TransferState::Failed, Code::peer_gone, "the peer is gone", now, out);
     settle(current, now, out);
   }
-  given_up_.erase(peer);
+  owed_.erase(peer);
   grants_.reader_dead(peer, now, out);
   notifier_.peer_dead(peer, out);
 }
@@ -100,21 +100,26 @@ void Endpoint::cancel(const TransferId& id, Nanos now, Effects& out) {
   settle(it, now, out);
 }
 
-void Endpoint::give_up(const TransferId& id, const AgentRef& source, Effects& out) {
+void Endpoint::give_up(const TransferId& id, const AgentRef& source, Nanos now, Effects& out) {
   if (posts_.count(id) != 0 || finished_.count(id) != 0) throw Error(Code::invalid_argument, "this transfer has begun: cancel it");
   if (const auto peer = peers_.find(source); peer != peers_.end() && find_up(source) == 0) dial(source, peer->second.control, out);
-  tell_given_up(id, source, out);
+  release(source, owed(id, now), now, out);
 }
 
-// By the session that is up, or as soon as the one that is being dialed is.
-void Endpoint::tell_given_up(const TransferId& id, const AgentRef& source, Effects& out) {
+// By a session that is up, or as soon as one is.
+void Endpoint::release(const AgentRef& source, const OwedRelease& release, Nanos now, Effects& out) {
   if (!knows(source)) return;
   if (const SessionId session = find_up(source)) {
-    out.push_back(SendFrame{session, Release{id}});
-  } else if (const auto next = dialing_.lower_bound({source, SessionKind{}}); next != dialing_.end() && next->first == source) {
-    std::vector<TransferId>& ids = given_up_[source];
-    if (ids.size() < limits_.transfers_max) ids.push_back(id);
+    release_over(session, sessions_.at(session), release, now, out);
+  } else {
+    owed_[source].add(release);
   }
+}
+
+void Endpoint::release_over(SessionId id, Session& session, const OwedRelease& release, Nanos now, Effects& out) {
+  if (now >= release.until) return;
+  out.push_back(SendFrame{id, Release{release.id}});
+  session.released.add(release);
 }
 
 std::optional<TransferState> Endpoint::transfer_state(const TransferId& id) const {
@@ -267,8 +272,11 @@ void Endpoint::finish(const Post& post, Nanos now, Effects& out) {
     finished_order_.pop_front();
   }
   if (transfer == nullptr) return;
-  // Without a session it could not release its grant; where none can be had either, the grant's own expiry ends it.
-  if (post.session() == 0 && post.state() != TransferState::Committed) tell_given_up(id, post.peer(), out);
+  if (const auto session = sessions_.find(post.session()); session != sessions_.end()) {
+    session->second.released.add(owed(id, now));  // by itself
+  } else {
+    release(post.peer(), owed(id, now), now, out);
+  }
   if (post.state() == TransferState::Committed) notify_committed(*transfer, now, out);
 }
 

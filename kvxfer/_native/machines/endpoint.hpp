@@ -17,6 +17,7 @@
 #include "grant.hpp"
 #include "notifier.hpp"
 #include "push.hpp"
+#include "releases.hpp"
 #include "session.hpp"
 #include "transfer.hpp"
 
@@ -127,7 +128,7 @@ class Endpoint {
   void push(PostSpec spec, Nanos now, Effects& out);
   void cancel(const TransferId& id, Nanos now, Effects& out);  // of a pull, a fetch or a push
   // This agent will never pull `id` from `source`: lets the source know, where it can be reached.
-  void give_up(const TransferId& id, const AgentRef& source, Effects& out);
+  void give_up(const TransferId& id, const AgentRef& source, Nanos now, Effects& out);
   std::optional<TransferState> transfer_state(const TransferId& id) const;
   uint64_t notify(const AgentRef& to, std::string payload, Nanos now, Effects& out);
 
@@ -169,6 +170,7 @@ class Endpoint {
     std::set<TransferId> posts;                    // attached
     std::set<std::pair<uint32_t, Lane>> maps;      // what the peer let us read by it
     bool is_by_guest_key = false;                  // its name is only what it says of itself
+    OwedReleases released{};                       // over it
     bool is_up() const { return handshake.state() == SessionState::Up; }
   };
   struct OfferShare {
@@ -230,7 +232,9 @@ class Endpoint {
   void wake(const TransferId& id, Nanos at);
   void settle(Posts::iterator it, Nanos now, Effects& out);
   void finish(const Post& post, Nanos now, Effects& out);
-  void tell_given_up(const TransferId& id, const AgentRef& source, Effects& out);
+  OwedRelease owed(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns}; }
+  void release(const AgentRef& source, const OwedRelease& release, Nanos now, Effects& out);
+  void release_over(SessionId id, Session& session, const OwedRelease& release, Nanos now, Effects& out);
   bool is_peer(const AgentRef& peer, const Post& post) const;
 
   AgentRef self_;
@@ -248,7 +252,7 @@ class Endpoint {
   std::set<SessionId> watched_;                    // opening, or with posts attached: those whose silence says something
   size_t unproven_ = 0;                            // accepted
   std::set<std::pair<AgentRef, SessionKind>> dialing_;
-  std::map<AgentRef, std::vector<TransferId>> given_up_;  // ended while their session was being dialed: release when it is up
+  std::map<AgentRef, OwedReleases> owed_;  // to be said when a session is up
 
   Posts posts_;
   std::map<TransferId, SessionId> attached_;

@@ -93,7 +93,6 @@ SessionId Endpoint::accepted(SessionKind kind, const Bytes32& nonce, Nanos now, 
 
 void Endpoint::dial_failed(const AgentRef& peer, SessionKind kind, Code code, const std::string& text, Nanos now, Effects& out) {
   dialing_.erase({peer, kind});
-  if (const auto next = dialing_.lower_bound({peer, SessionKind{}}); next == dialing_.end() || next->first != peer) given_up_.erase(peer);
   for (auto it = posts_.begin(); it != posts_.end();) {
     const auto current = it++;
     Post& post = *current->second;
@@ -123,6 +122,7 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
   const AgentRef peer = found->second.handshake.peer();
   const SessionKind kind = found->second.kind;
   const std::set<TransferId> posts = std::move(found->second.posts);
+  OwedReleases released = std::move(found->second.released);
   remove(found);
   if (!is_up) {
     if (is_dialed) dial_failed(peer, kind, Code::transport, "the connection closed in the handshake", now, out);
@@ -134,6 +134,7 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
     if (it != posts_.end() && it->second->session() == id) it->second->session_lost(now);
   }
   if (is_guest(peer) && up_.count(peer) == 0) return forget(peer, now, out);
+  for (const OwedRelease& again : released.take()) release(peer, again, now, out);
   for (const TransferId& post : posts) {
     const auto it = posts_.find(post);
     if (it != posts_.end() && it->second->session() == 0) settle(it, now, out);
@@ -180,9 +181,9 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
     settle(current, now, out);
   }
   if (!carries_ours(session)) return;
-  if (const auto given_up = given_up_.find(peer); given_up != given_up_.end()) {
-    for (const TransferId& transfer : given_up->second) out.push_back(SendFrame{id, Release{transfer}});
-    given_up_.erase(given_up);
+  if (const auto owed = owed_.find(peer); owed != owed_.end()) {
+    for (const OwedRelease& again : owed->second.take()) release_over(id, session, again, now, out);
+    owed_.erase(owed);
   }
   notifier_.flush(peer, id, true, now, out);
 }

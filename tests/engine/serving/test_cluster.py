@@ -70,7 +70,7 @@ async def test_prefill_and_decode_equal_the_single_process(tiny_path, tiny_model
             assert theirs["blocks"][ours["first"] :] == ours["blocks"]
             assert len(ours["blocks"]) == account["blocks_moved"]
         for worker in (p, d):
-            now = await worker.wait_idle(timeout_s=2.0)
+            now = await worker.wait_idle()
             assert now["pool"]["quarantined"] == 0
         metrics = (await d.client.get("/metrics")).text
         assert f'kvxfer_transfers_total{{lane="{lane}",outcome="committed"}} 7.0' in metrics
@@ -84,7 +84,7 @@ async def test_a_prefill_leg_that_never_comes_is_given_up_with_the_client(tiny_p
         content = body(make_prompt(40), kv_transfer_params=params("decode", new_id()))
         with pytest.raises(httpx.ReadTimeout):
             await d.client.post("/v1/completions", json=content, timeout=httpx.Timeout(30, read=0.3))
-        await d.wait_idle(timeout_s=1.0)
+        await d.wait_idle()
 
 
 async def test_a_source_that_is_gone_is_recomputed(tiny_path, tiny_model, cluster):

@@ -391,7 +391,7 @@ async def test_a_dead_engine_thread_answers_everyone_and_refuses_the_next(tiny_m
             await asyncio.wait_for(worker.engine.failed.wait(), 5)
             with pytest.raises(Closed):
                 worker.engine.submit(Request("late", make_prompt(20), greedy(4)))
-            await worker.engine.stop(5.0)
+            await worker.engine.stop(0.1)
             failure = worker.engine.failure
             raise AssertionError("the harness would complain about blocks that the dead engine keeps")
     assert isinstance(failure, ZeroDivisionError)

@@ -219,7 +219,7 @@ async def test_a_client_that_leaves_gives_its_blocks_back(alone, is_stream):
     else:
         with pytest.raises(httpx.ReadTimeout):
             await alone.client.post("/v1/completions", json=content, timeout=GIVE_UP)
-    now = await alone.wait_idle(timeout_s=1.0)
+    now = await alone.wait_idle()
     assert now["engine"]["requests"]["local/cancelled"] == 1
 
 
@@ -290,12 +290,12 @@ async def test_a_router_that_leaves_the_prefill_leg_revokes_the_grant(tiny_path,
         content = body(make_prompt(1500), kv_transfer_params=params("prefill", transfer_id))
         with pytest.raises(httpx.ReadTimeout):
             await p.client.post("/v1/completions", json=content, timeout=GIVE_UP)
-        await p.wait_idle(timeout_s=1.0)
+        await p.wait_idle()
         assert world.grants[transfer_id].state is GrantState.REVOKED
         decode = body(make_prompt(20), kv_transfer_params=params("decode", new_id()))
         with pytest.raises(httpx.ReadTimeout):
             await d.client.post("/v1/completions", json=decode, timeout=GIVE_UP)
-        await d.wait_idle(timeout_s=1.0)
+        await d.wait_idle()
 
 
 async def test_legs_for_the_wrong_worker_are_refused(tiny_path, monkeypatch):

@@ -1,0 +1,108 @@
+"""Where an agent's Unix socket lies: in a directory that only its user can enter, which keeps nothing of processes that
+were killed. Decides the path; must never bind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import pathlib
+import secrets
+import socket
+import stat
+import tempfile
+import time
+
+from kvxfer.errors import ConfigError
+
+SOCKET_PATH_MAX = 107
+"""Bytes of a Unix socket's path, by the kernel."""
+OWN_PREFIX = "kvxfer-socket-"
+"""Of the directory that a process makes for its own socket, where it is given none."""
+STALE_AFTER_S = 60.0
+"""A socket file that is older and that nobody listens on was left by a killed process."""
+
+
+def place_for_socket(runtime_dir: str) -> tuple[pathlib.Path, OwnDirectory | None]:
+    """A free socket path in a directory that only we can enter, and the directory if it is to go with it."""
+    name = f"{secrets.token_hex(8)}.sock"
+    if runtime_dir:
+        directory = _make_private(pathlib.Path(runtime_dir).absolute())
+        if len(os.fsencode(directory / name)) > SOCKET_PATH_MAX:
+            raise ConfigError(f"runtime_dir {runtime_dir!r} is too long for a socket's path (SOCKET_PATH_MAX=107)")
+        return directory / name, None
+    user_directory = os.environ.get("XDG_RUNTIME_DIR", "")
+    if user_directory:
+        shared = pathlib.Path(user_directory, "kvxfer").absolute()
+        if len(os.fsencode(shared / name)) <= SOCKET_PATH_MAX:
+            with contextlib.suppress(ConfigError):
+                return _make_private(shared) / name, None
+    own = OwnDirectory(tempfile.gettempdir())
+    if len(os.fsencode(own.path / name)) > SOCKET_PATH_MAX:
+        own.remove()
+        own = OwnDirectory("/tmp")
+    return own.path / name, own
+
+
+class OwnDirectory:
+    """A directory of this process alone. A lock on it shows that the process lives, as long as it does."""
+
+    def __init__(self, parent: str) -> None:
+        """Removes those of processes that were killed, first. Raises OSError."""
+        for path in pathlib.Path(parent).glob(f"{OWN_PREFIX}*"):
+            _remove_if_left(path)
+        while True:
+            self.path = pathlib.Path(tempfile.mkdtemp(prefix=OWN_PREFIX, dir=parent))
+            with contextlib.suppress(FileNotFoundError):  # taken for a killed one's, before it was locked
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                with contextlib.suppress(OSError):  # a file system without locks: nobody can sweep there
+                    fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                os.close(self._descriptor)
+
+    def remove(self) -> None:
+        """Once, when what was in it is gone."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+        os.close(self._descriptor)
+
+
+def _remove_if_left(path: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(descriptor).st_uid != os.geteuid():
+                return
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in path.glob("*.sock"):
+                left.unlink()
+            path.rmdir()
+        finally:
+            os.close(descriptor)
+
+
+def _make_private(directory: pathlib.Path) -> pathlib.Path:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise ConfigError(f"runtime directory {directory}: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(f"runtime directory {directory} must be ours alone: mode 0700, owned by uid {os.geteuid()}")
+    _sweep(directory)
+    return directory
+
+
+def _sweep(directory: pathlib.Path) -> None:
+    """Remove the socket files of processes that were killed."""
+    for path in directory.glob("*.sock"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < STALE_AFTER_S:
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.setblocking(False)
+                if probe.connect_ex(os.fsencode(path)) == errno.ECONNREFUSED:
+                    path.unlink()
