@@ -172,13 +172,20 @@ class Loads:
     async def _run(self, order: Load, fetches: list[Fetch]) -> None:
         outcomes = await asyncio.gather(*(self._run_one(fetch, fetches) for fetch in fetches))
         error = next((outcome for outcome in outcomes if isinstance(outcome, KvxferError)), None)
+        staged = [landing for landing in outcomes if isinstance(landing, Landing) and landing.is_staged]
         if error is None:
-            for landing in outcomes:
-                if isinstance(landing, Landing) and landing.is_staged:
+            try:
+                for landing in staged:
                     unpack = self._staging.unpack
                     await asyncio.to_thread(unpack, landing, order.first, order.blocks, order.tokens)
+            except Exception as failure:
+                log.exception("staged blocks could not be unpacked")
+                error = KvxferError(f"staged blocks could not be unpacked: {failure!r}")
         for fetch in fetches:
-            await fetch.landings.aclose()
+            try:
+                await fetch.landings.aclose()
+            except KvxferError as failure:
+                log.warning("a staging pool stays: %s", failure)
             del self._by_transfer[order.transfer_id, fetch.source]
         del self._fetches[order.request_id]
         self._let_go(order.transfer_id, order.sources)

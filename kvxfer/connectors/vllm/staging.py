@@ -92,6 +92,10 @@ class Staging:
         if size > self._bytes_max:
             raise LimitExceeded(f"the prompt takes {size} bytes of staging_bytes {self._bytes_max}")
         async with self._room:
+            if (
+                cut.sources > cut.ranks and self._bytes + size > self._bytes_max
+            ):  # to wait holding some would be for ever
+                raise LimitExceeded("staging_bytes are in use, and a load of several sources does not wait")
             await self._room.wait_for(lambda: self._bytes + size <= self._bytes_max)
             self._bytes += size
         try:
