@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from measure.bars import CHECKSUMS_BAR, bar, is_held
+from measure.bars import bar, is_held
 from measure.contenders import show_size
 from measure.report import Report
 from measure.rows import Comparison, Row, Spread
@@ -43,8 +43,7 @@ def markdown(report: Report) -> str:
     parts = [_head(report)]
     for key, group in itertools.groupby(report.rows, _key):
         parts.append(_table(key, list(group)))
-    parts += [_directions(report.rows), _fairness(report.rows), _checksums(report)]
-    parts += [_latency(report), _post_cost(report), _rest(report)]
+    parts += [_directions(report.rows), _fairness(report.rows), _latency(report), _post_cost(report), _rest(report)]
     return "\n".join(part for part in parts if part) + "\n"
 
 
@@ -155,28 +154,6 @@ def _fairness(rows: Iterable[Row]) -> str:
         shown = f"**{shown}**" if least and row.slowest_to_median > 1.3 else shown
         table.append([f"`{row.lane}`", str(row.at_once), show_size(row.block_bytes), shown, least])
     return "## Fairness\n\nTime from the first post to each transfer's own end.\n\n" + _grid(table) + "\n"
-
-
-def _checksums(report: Report) -> str:
-    if not report.checksums:
-        return ""
-    table = [["where", "block", "off GB/s", "on GB/s", f"on costs (bar {CHECKSUMS_BAR:.0%})", "sampled costs"]]
-    for entry in report.checksums:
-        size = show_size(entry["block_bytes"])
-        if "error" in entry:
-            table.append([entry["site"], size, f"did not run: {entry['error']}", "", "", ""])
-            continue
-        costs = [_cost(entry[f"{policy}_cost"]) for policy in ("on", "sampled")]
-        if entry["on_cost"]["median"] >= CHECKSUMS_BAR:
-            costs[0] = f"**{costs[0]}**"
-        table.append([entry["site"], size, f"{entry['off']:.2f}", f"{entry['on']:.2f}", *costs])
-    text = "READ over `stream` with CRC-32C of every block, and without, in turns: of the two medians, in brackets the"
-    text += " quartiles of the pairs. Sampled: 16 transfers at once, of which one is checked on the average."
-    return f"## What checksums cost\n\n{text}\n\n{_grid(table)}\n"
-
-
-def _cost(spread: dict[str, float]) -> str:
-    return f"{spread['median']:.1%} ({spread['low']:.1%} to {spread['high']:.1%})"
 
 
 def _latency(report: Report) -> str:

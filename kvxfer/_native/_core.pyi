@@ -719,9 +719,6 @@ class TransferFinal:
     @property
     def confirm_ns(self) -> int: ...
 
-    @property
-    def blocks_checked(self) -> int: ...
-
 class TransferDrained:
     @property
     def id(self) -> bytes: ...

@@ -193,12 +193,12 @@ class Agent:
         block_count: int,
         block_bytes: int,
         exposure: Exposure = Exposure.POOL,
-        checks: str = "auto",
+        checks: str = "off",
     ) -> Pool:
         """A pool in memory made by kvxfer, zeroed, block ``b`` at ``b * block_bytes``: readers on this host can map it
-        (lane ``mapped``), unless ``exposure`` is GRANT. ``checks``: when blocks travel with CRC-32Cs, from here and
-        to here: ``auto`` (what another host sends), ``off``, ``on``, or ``sampled`` (one transfer in 16). Raises
-        LimitExceeded where the host has not so much memory.
+        (lane ``mapped``), unless ``exposure`` is GRANT. ``checks``: whether blocks travel with CRC-32Cs, from here and
+        to here: ``off``, ``on``, or ``sampled`` (one transfer in 16). Raises LimitExceeded where the host has not so
+        much memory.
         """
         return self._pools.allocate(record, block_count, block_bytes, exposure, checks)
 
@@ -210,7 +210,7 @@ class Agent:
         block_count: int,
         segments: Sequence[Segment] | None = None,
         exposure: Exposure = Exposure.POOL,
-        checks: str = "auto",
+        checks: str = "off",
     ) -> Pool:
         """A pool in memory that is there already: a contiguous CPU tensor, array, buffer, ``(address, length)``, or a
         Region. It is kept alive as long as the pool. Without ``segments``, block ``b`` is the ``b``-th of equal parts.

@@ -19,9 +19,7 @@ class Pool:
     itself.
     """
 
-    def __init__(
-        self, published: PoolRecord, region: Region, segments: Sequence[Segment], checks: str = "auto"
-    ) -> None:
+    def __init__(self, published: PoolRecord, region: Region, segments: Sequence[Segment], checks: str = "off") -> None:
         check_segments(
             segments,
             block_count=published.block_count,
@@ -32,7 +30,7 @@ class Pool:
         self.region = region
         self.segments = tuple(segments)
         self.checks = checks
-        """When its blocks carry CRC-32Cs: one of :data:`kvxfer.config.CHECKS`."""
+        """When its blocks carry CRC-32Cs: ``off``, ``on`` or ``sampled``."""
 
     @property
     def pool_id(self) -> int:

@@ -68,16 +68,7 @@ class DestinationOwner:
             self._world.not_pulled(order.id)
             return
         self._world.log(f"{process!r} pulls {order.id.hex()[:6]} from {order.source!r}")
-        self._world.checkers.pulled(
-            process.life,
-            order.id,
-            order.source.life,
-            blocks,
-            order.first,
-            process.memory,
-            now,
-            must_check=process.has_checks,
-        )
+        self._world.checkers.pulled(process.life, order.id, order.source.life, blocks, order.first, process.memory, now)
         self._pulls[order.id] = (order, blocks)
         self._world.pulled(process, order)
         process.perform(effects)

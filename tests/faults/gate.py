@@ -17,7 +17,7 @@ from typing import Any
 from kvxfer._native import _core
 
 HELLO, PULL, PUSH, READY, DATA, CONFIRM, VERDICT, RELEASE = range(1, 9)
-MAP, FETCH, DONE = 15, 16, 17
+REVOKE, MAP, FETCH, DONE = 10, 15, 16, 17
 HEADER = struct.Struct("<2sBBI")
 CHUNK = 1 << 18
 FOREVER_S = 120.0
@@ -55,9 +55,11 @@ class Gate:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def stop_at(self, way: str, kind: int, payload: int = 0) -> None:
-        """Hold the first frame of ``kind``; of DATA, let ``payload`` bytes of blocks through before."""
+        """Hold the first frame of ``kind``; of DATA, let ``payload`` bytes of blocks through before. What another rule
+        held goes on."""
         with self._changed:
             self._rule, self._stops, self._passed = (way, kind, payload), 0, {"to": 0, "from": 0}
+            self._changed.notify_all()
 
     def wait_stopped(self, timeout_s: float = 20.0) -> bool:
         with self._changed:

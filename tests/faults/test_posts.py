@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from far import Far
-from gate import CONFIRM, DATA, DONE, FETCH, HELLO, MAP, PULL, PUSH, READY, VERDICT
+from gate import CONFIRM, DATA, DONE, FETCH, HELLO, MAP, PULL, PUSH, READY, REVOKE, VERDICT
 from lanes import LANES, STREAMS, at_once, on_all_lanes
 from parties import POISON, Party
 from stage import MARGIN_S, PAINT, PATIENT_S, RECONNECT_S, SILENCE_S, STALL_S
@@ -191,12 +191,40 @@ def test_taken_back_there(stage: PostStage) -> None:
         allowed = {"grant_revoked", "refused"}
         if phase in stage.was_judged and (stage.op == "READ" or phase == "done"):
             allowed.add("committed")
-        assert got in allowed, f"{phase}: {got}"
+        assert got in allowed, f"{phase}: {got}: {party.posts[phase].error!r}"
         if got == "committed" and stage.op == "READ":
             assert party.is_filled(SEED, region=0), phase
         assert stage.far.is_painted(PAINT, region=number), phase
         assert party.wait_idle() == ""
     assert stage.far.wait_idle() == ""
+
+
+@pytest.mark.parametrize("lane", [lane for lane in LANES if lane not in STREAMS])
+def test_taken_back_is_said_first(lane: str) -> None:
+    """A reader hears that its grant is revoked before it hears that the memory is not to be read any more."""
+    far = Far("far", [lane], blocks=1)
+    near = Party("near", [lane], blocks=1)
+    try:
+        far.meet(near.card())
+        far.open_gate()
+        near.allocate(SIZE)
+        numbers = range(6)  # which of the two was sent first was a race
+        for _ in numbers:
+            far.allocate(SIZE)
+        near.meet(far.card(0))
+        for number in numbers:
+            far.gate(0, "stop_at", "from", READY, 0)
+            near.post(str(number), "READ", "far", 0, number, piece=PIECE)
+            assert far.gate(0, "wait_stopped")
+            far.deregister(number)
+            far.gate(0, "stop_at", "from", REVOKE, 0)
+            assert far.gate(0, "wait_stopped")
+            assert near.outcome(str(number), 0.1) == "", "it ended before the revocation was heard"
+            far.gate(0, "resume")
+            assert near.outcome(str(number)) == "grant_revoked"
+    finally:
+        near.close()
+        far.close()
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])

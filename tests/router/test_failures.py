@@ -7,7 +7,6 @@ import os
 import pathlib
 import signal
 import sys
-import time
 
 import httpx
 import pytest
@@ -351,10 +350,8 @@ async def test_a_client_that_leaves_takes_both_legs_with_it(when: str, is_stream
             if when == "during" and is_stream:
                 await asyncio.wait_for(started.wait(), 5.0)
             asking.cancel()
-            left_s = time.monotonic()
             await asyncio.wait({asking})
         await asyncio.wait_for(asyncio.gather(p.received[0].left.wait(), d.received[0].left.wait()), 5.0)
-        assert time.monotonic() - left_s < 1.0
         await router.wait_metric('kvxfer_router_requests_total{outcome="disconnected",route="/v1/completions"}', 1)
         assert router.workers.statistics().inflight == 0
         assert (await router.client.get("/health")).json()["inflight"] == 0

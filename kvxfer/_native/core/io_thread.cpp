@@ -1,7 +1,5 @@
 #include "io_thread.hpp"
 
-#include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 
@@ -15,16 +13,6 @@ namespace {
 
 constexpr uint64_t kWakeKey = 0, kTcpKey = 1, kUnixKey = 2, kUcxKey = 3, kStagingKey = 4;
 constexpr int kRoundsMax = 4;                   // of effects before sockets are looked at again
-constexpr size_t kPortion = 4 << 20;            // of a connection, and of all one-sided reads, in one round
-constexpr size_t kPortionOfHelp = 128 << 10;    // for a thread that has other things to do
-constexpr int kEventsMax = 64;
-constexpr Nanos kPollPause = 100'000;           // whoever polls more often than this ...
-constexpr uint32_t kPollsMin = 8;               // ... so many times in a row ...
-constexpr Nanos kNap = 200'000;                 // ... is left alone with the sockets for so long
-constexpr Nanos kQuick = 50'000;                // a wait that was over almost at once; after so many of them ...
-constexpr uint32_t kQuickMin = 3, kQuickMax = 8;
-constexpr Nanos kSpin = 20'000;                 // ... the next one begins without sleep
-constexpr Nanos kDriverSpin = 100'000;          // of a caller that waits: it has asked for something that is on its way
 constexpr int kAcceptsARound = 64;
 constexpr size_t kQueuedFrameBytesMax = 16 << 20;  // beside our own notifications
 constexpr Nanos kLinger = 500 * kMillisecond;
@@ -69,75 +57,9 @@ void IoThread::run() noexcept {
   end();
 }
 
-void IoThread::rest(std::unique_lock<std::mutex>& turn) {
-  if (turn_.drivers == 0) return;
-  if (is_driven_) shared_.wake();  // what woke this thread is the driver's to see
-  is_resting_ = true;
-  undriven_.wait(turn, [this] { return turn_.drivers == 0; });
-  is_resting_ = false;
-}
-
-bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
-  if (is_driven_) return leave(), false;
-  is_driven_ = true;
-  polls_ = 0;
-  const Nanos thread_sleeps_until = sleeps_until_;
-  Nanos next = 0;
-  try {
-    while (!shared_.is_shut() && !shared_.has_news() && monotonic_now() < until) {
-      next = work();
-      if (shared_.has_news() || !wait(turn, std::min(next, until), true)) break;
-      next = 0;
-    }
-    if (!is_resting_ && next == 0 && !shared_.is_shut()) next = work();  // what the last wait brought; nobody else will
-  } catch (const std::exception& error) {
-    fail(error);
-  }
-  is_driven_ = false;
-  sleeps_until_ = is_resting_ ? 0 : thread_sleeps_until;
-  if (!is_resting_ && (next < thread_sleeps_until || shared_.is_shut())) shared_.wake();
-  leave();
-  return true;
-}
-
-void IoThread::leave() {
-  if (--turn_.drivers == 0 && is_resting_) undriven_.notify_one();
-}
-
 void IoThread::fail(const std::exception& error) noexcept {
   std::fprintf(stderr, "kvxfer: the native core failed: %s\n", error.what());
   shared_.shut(error.what());
-}
-
-void IoThread::help(bool is_polling) noexcept {
-  if (shared_.is_shut() || is_driven_ || (is_polling && is_bulk_)) return;  // much to read is the thread's own work, in larger portions
-  portion_ = kPortionOfHelp;
-  try {
-    if (is_polling) {
-      const Nanos now = monotonic_now();
-      polls_ = now - polled_at_ < kPollPause ? polls_ + 1 : 0;
-      polled_at_ = now;
-      epoll_event events[kEventsMax];
-      const int count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
-      for (int i = 0; i < count; ++i) on_ready(events[i].data.u64, events[i].events);
-      // Who polls is told first. What is to be sent goes out with what it posts next, or when the thread's nap is over.
-      if (is_napping_ && shared_.has_events()) {
-        portion_ = kPortion;
-        return;
-      }
-    }
-    Nanos until = work();
-    if (until != 0 && tools_.ucx) {  // what is in flight is looked after by this caller as long as it polls
-      const bool is_armed = tools_.ucx->may_sleep();
-      const Nanos by = tools_.ucx->wake_by();
-      until = is_armed || by != kNever ? std::min(until, by) : 0;
-    }
-    if (is_bulk_) polls_ = 0;  // no nap now
-    if (sleeps_until_ != 0 && until < sleeps_until_) shared_.wake();
-  } catch (const std::exception& error) {
-    fail(error);
-  }
-  portion_ = kPortion;
 }
 
 // One round. Returns until when nothing is to be done but what sockets bring; 0: there is more at once.
@@ -145,7 +67,7 @@ Nanos IoThread::work() {
   const Nanos now = monotonic_now();
   tick_own(now);
   if (now >= tick_at_) shared_.act_io([](Endpoint& endpoint, Nanos at, Effects& out) { endpoint.tick(at, out); });
-  withdraw();
+  const std::vector<uint32_t> withdrawn = shared_.take_withdrawn();
   if (tools_.ucx) tools_.ucx->progress();
   if (tools_.staging->is_used()) settle_copies();
   is_bulk_ = reads_.work(portion_);
@@ -157,67 +79,13 @@ Nanos IoThread::work() {
     std::deque<Effect> effects = shared_.take_effects(until, tick_at_);
     is_quiet = effects.empty();
     for (Effect& effect : effects) perform(effect);
+    if (round == 0) withdraw(withdrawn);
     flush_touched();
   }
   if (!is_quiet || is_bulk_ || reads_.has_new() || !touched_.empty() || shared_.has_withdrawn()) return 0;
   if (tools_.staging->is_busy()) until = std::min(until, now + kCopiesRest);
   // A deadline that a tick has just left in the past must not make this loop spin.
   return until <= now ? now + kMillisecond : until;
-}
-
-bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_driver) {
-  epoll_event events[kEventsMax];
-  int count = 0;
-  statistics_.wakeups.add();
-  const bool is_polled = !is_driver && polls_ >= kPollsMin && monotonic_now() - polled_at_ < kPollPause;
-  if (until != 0 && tools_.ucx) until = tools_.ucx->may_sleep() || is_polled ? std::min(until, tools_.ucx->wake_by()) : 0;
-  if (until == 0) {
-    count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
-  } else {
-    const Nanos spin = is_driver ? kDriverSpin : quick_ >= kQuickMin ? kSpin : 0;
-    sleeps_until_ = until;
-    is_napping_ = is_polled;
-    turn.unlock();
-    count = wait_unlocked(events, kEventsMax, until, is_polled, spin);
-    turn.lock();
-    sleeps_until_ = 0;
-    is_napping_ = false;
-  }
-  if (count < 0 && errno != EINTR) throw Error(Code::internal, errno_text("epoll_wait"));
-  if (!is_driver) rest(turn);
-  for (int i = 0; i < count; ++i) on_ready(events[i].data.u64, events[i].events);
-  return count >= 0;
-}
-
-// Without the turn. After waits that were over almost at once the next one is taken for such a one too, and for a moment
-// not slept through: being woken takes longer.
-int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Nanos spin) {
-  const Nanos began = monotonic_now();
-  if (is_polled) {
-    pollfd wake{shared_.wake_fd(), POLLIN, 0};
-    const timespec nap{0, static_cast<long>(std::clamp<Nanos>(until - began, 0, kNap))};
-    ::ppoll(&wake, 1, &nap, nullptr);
-    if (wake.revents != 0) clear_wake();
-    return 0;
-  }
-  int count = 0;
-  if (spin != 0) {
-    do {
-      count = ::epoll_wait(epoll_.get(), events, size, 0);
-    } while (count == 0 && monotonic_now() - began < spin);
-  }
-  if (count == 0) {
-    const Nanos left = until == kNever ? kNever : until - monotonic_now();
-    const int timeout_ms = until == kNever ? -1 : static_cast<int>(std::clamp<Nanos>((left + kMillisecond - 1) / kMillisecond, 0, 1'000'000));
-    count = ::epoll_wait(epoll_.get(), events, size, timeout_ms);
-  }
-  quick_ = monotonic_now() - began < kQuick ? std::min(quick_ + 1, kQuickMax) : 0;
-  return count;
-}
-
-void IoThread::clear_wake() {
-  eventfd_t ignored;
-  ::eventfd_read(shared_.wake_fd(), &ignored);
 }
 
 void IoThread::on_ready(Key key, uint32_t events) {
@@ -426,8 +294,9 @@ void IoThread::perform(ReadBlocks& effect) {
   }
 }
 
-void IoThread::withdraw() {
-  for (const uint32_t id : shared_.take_withdrawn()) {
+// After the effects that came with it: whoever reads the memory learns that its grant is revoked before it finds the memory gone.
+void IoThread::withdraw(const std::vector<uint32_t>& ids) {
+  for (const uint32_t id : ids) {
     for (auto& [key, connection] : connections_) {
       connection->withdraw(id);
       touch(key);

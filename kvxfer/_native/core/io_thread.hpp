@@ -49,14 +49,10 @@ class IoThread {
     SessionKind kind;
     Nanos deadline;
   };
+  static constexpr size_t kPortion = 4 << 20;  // of a connection, and of all one-sided reads, in one round
   using Key = uint64_t;  // what epoll tells of a socket; never used twice
 
   Nanos work();
-  bool wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_driver);  // false: a signal came
-  int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Nanos spin);
-  void leave();
-  void rest(std::unique_lock<std::mutex>& turn);  // while others drive
-  void clear_wake();
   void fail(const std::exception& error) noexcept;
   void on_ready(Key key, uint32_t events);
   void close_all();
@@ -73,7 +69,13 @@ class IoThread {
   void perform(const SendMap& effect);
   void perform(SendData& effect);
   void perform(ReadBlocks& effect);
-  void withdraw();
+  void withdraw(const std::vector<uint32_t>& ids);
+  // io_turns.cpp
+  bool wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_driver);  // false: a signal came
+  int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Nanos spin);
+  void leave();
+  void rest(std::unique_lock<std::mutex>& turn);  // while others drive
+  void clear_wake();
   // io_copies.cpp
   void settle_copies();
   void finish_copies(Nanos until);

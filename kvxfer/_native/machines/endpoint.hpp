@@ -232,9 +232,9 @@ class Endpoint {
   void wake(const TransferId& id, Nanos at);
   void settle(Posts::iterator it, Nanos now, Effects& out);
   void finish(const Post& post, Nanos now, Effects& out);
-  OwedRelease owed(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns}; }
-  void release(const AgentRef& source, const OwedRelease& release, Nanos now, Effects& out);
-  void release_over(SessionId id, Session& session, const OwedRelease& release, Nanos now, Effects& out);
+  OwedRelease owed_release(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns}; }
+  void release(const AgentRef& source, const OwedRelease& owed, Nanos now, Effects& out);
+  void release_over(SessionId id, Session& session, const OwedRelease& owed, Nanos now, Effects& out);
   bool is_peer(const AgentRef& peer, const Post& post) const;
 
   AgentRef self_;

@@ -4,7 +4,7 @@
 ``KVXFER_NIXL_ADVERTISE``   what peers dial, where that differs
 ``KVXFER_NIXL_INSECURE=1``  allow an address that is not loopback: sessions authenticate, and do not encrypt
 ``KVXFER_NIXL_DEADLINE_S``  the most one transfer may take (600)
-``KVXFER_NIXL_CHECKS``      CRC-32C over posts: auto, off, on or sampled (auto)
+``KVXFER_NIXL_CHECKS``      CRC-32C over posts: off, on or sampled (off)
 ``KVXFER_NIXL_BAD_INPUT``   ``none``: the ``get_*_descs`` calls log and return None for bad input, as NIXL does; they
                             raise otherwise
 ``KVXFER_LANES``            the lanes that everything in the process may use
@@ -35,7 +35,7 @@ class Settings:
     advertise: str = ""
     insecure: bool = False
     deadline_s: float = 600.0
-    checks: str = "auto"
+    checks: str = "off"
     none_for_bad_input: bool = False
     telemetry: bool | None = None
     """``None``: what the agent's own config says."""
@@ -58,7 +58,7 @@ class Settings:
             advertise=environ.get("KVXFER_NIXL_ADVERTISE", ""),
             insecure=bool(_switch(environ, "KVXFER_NIXL_INSECURE")),
             deadline_s=deadline_s,
-            checks=environ.get("KVXFER_NIXL_CHECKS") or "auto",
+            checks=environ.get("KVXFER_NIXL_CHECKS") or "off",
             none_for_bad_input=bad_input == "none",
             telemetry=_switch(environ, "NIXL_TELEMETRY_ENABLE"),
             etcd_endpoints=environ.get("NIXL_ETCD_ENDPOINTS", ""),

@@ -221,11 +221,22 @@ async def test_the_pool_grows_over_and_the_youngest_recomputes(tiny_model):
 async def test_preempting_a_prefill_leg_revokes_its_grant_first(tiny_model):
     world = World()
     async with running(tiny_model, world, "p", blocks=16, chunk_tokens=16, max_batch_tokens=17, max_running=8) as p:
-        local = asyncio.create_task(answer(p.engine, Request("local", make_prompt(30), greedy(100))))
-        await asyncio.sleep(0.05)
+        is_ahead = asyncio.Event()
+
+        async def run_local() -> list[int]:
+            tokens: list[int] = []
+            async with p.engine.submit(Request("local", make_prompt(30), greedy(100))) as generation:
+                async for delta in generation:
+                    tokens += delta.token_ids
+                    if len(tokens) >= 10:  # it wants its next block before the leg, which takes 13 steps, is done
+                        is_ahead.set()
+            return tokens
+
+        local = asyncio.create_task(run_local())
+        await is_ahead.wait()
         prefill_leg, _ = legs(make_prompt(200), greedy(4))
         outcome = await asyncio.gather(prefill(p.engine, prefill_leg), return_exceptions=True)
-        tokens, _, _ = await local
+        tokens = await local
         assert tokens == reference(tiny_model, make_prompt(30), 100)
         grant = world.grants[prefill_leg.remote.transfer_id]
         if isinstance(outcome[0], Overloaded):

@@ -1,0 +1,147 @@
+// Who does the loop's work, and how long it sleeps: the core's own thread, a caller that helps, or one that drives.
+#include <poll.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+
+#include "io_thread.hpp"
+
+namespace kvxfer {
+namespace {
+
+constexpr int kEventsMax = 64;
+constexpr size_t kPortionOfHelp = 128 << 10;    // for a thread that has other things to do
+constexpr Nanos kPollPause = 100'000;           // whoever polls more often than this ...
+constexpr uint32_t kPollsMin = 8;               // ... so many times in a row ...
+constexpr Nanos kNap = 200'000;                 // ... is left alone with the sockets for so long
+constexpr Nanos kQuick = 50'000;                // a wait that was over almost at once; after so many of them ...
+constexpr uint32_t kQuickMin = 3, kQuickMax = 8;
+constexpr Nanos kSpin = 20'000;                 // ... the next one begins without sleep
+constexpr Nanos kDriverSpin = 100'000;          // of a caller that waits: it has asked for something that is on its way
+
+}  // namespace
+
+void IoThread::rest(std::unique_lock<std::mutex>& turn) {
+  if (turn_.drivers == 0) return;
+  if (is_driven_) shared_.wake();  // what woke this thread is the driver's to see
+  is_resting_ = true;
+  undriven_.wait(turn, [this] { return turn_.drivers == 0; });
+  is_resting_ = false;
+}
+
+bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
+  if (is_driven_) return leave(), false;
+  is_driven_ = true;
+  polls_ = 0;
+  const Nanos thread_sleeps_until = sleeps_until_;
+  Nanos next = 0;
+  try {
+    while (!shared_.is_shut() && !shared_.has_news() && monotonic_now() < until) {
+      next = work();
+      if (shared_.has_news() || !wait(turn, std::min(next, until), true)) break;
+      next = 0;
+    }
+    if (!is_resting_ && next == 0 && !shared_.is_shut()) next = work();  // what the last wait brought; nobody else will
+  } catch (const std::exception& error) {
+    fail(error);
+  }
+  is_driven_ = false;
+  sleeps_until_ = is_resting_ ? 0 : thread_sleeps_until;
+  if (!is_resting_ && (next < thread_sleeps_until || shared_.is_shut())) shared_.wake();
+  leave();
+  return true;
+}
+
+void IoThread::leave() {
+  if (--turn_.drivers == 0 && is_resting_) undriven_.notify_one();
+}
+
+void IoThread::help(bool is_polling) noexcept {
+  if (shared_.is_shut() || is_driven_ || (is_polling && is_bulk_)) return;  // much to read is the thread's own work, in larger portions
+  portion_ = kPortionOfHelp;
+  try {
+    if (is_polling) {
+      const Nanos now = monotonic_now();
+      polls_ = now - polled_at_ < kPollPause ? polls_ + 1 : 0;
+      polled_at_ = now;
+      epoll_event events[kEventsMax];
+      const int count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
+      for (int i = 0; i < count; ++i) on_ready(events[i].data.u64, events[i].events);
+      // Who polls is told first. What is to be sent goes out with what it posts next, or when the thread's nap is over.
+      if (is_napping_ && shared_.has_events()) {
+        portion_ = kPortion;
+        return;
+      }
+    }
+    Nanos until = work();
+    if (until != 0 && tools_.ucx) {  // what is in flight is looked after by this caller as long as it polls
+      const bool is_armed = tools_.ucx->may_sleep();
+      const Nanos by = tools_.ucx->wake_by();
+      until = is_armed || by != kNever ? std::min(until, by) : 0;
+    }
+    if (is_bulk_) polls_ = 0;  // no nap now
+    if (sleeps_until_ != 0 && until < sleeps_until_) shared_.wake();
+  } catch (const std::exception& error) {
+    fail(error);
+  }
+  portion_ = kPortion;
+}
+
+bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_driver) {
+  epoll_event events[kEventsMax];
+  int count = 0;
+  statistics_.wakeups.add();
+  const bool is_polled = !is_driver && polls_ >= kPollsMin && monotonic_now() - polled_at_ < kPollPause;
+  if (until != 0 && tools_.ucx) until = tools_.ucx->may_sleep() || is_polled ? std::min(until, tools_.ucx->wake_by()) : 0;
+  if (until == 0) {
+    count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
+  } else {
+    const Nanos spin = is_driver ? kDriverSpin : quick_ >= kQuickMin ? kSpin : 0;
+    sleeps_until_ = until;
+    is_napping_ = is_polled;
+    turn.unlock();
+    const Nanos began = monotonic_now();
+    count = wait_unlocked(events, kEventsMax, until, is_polled, spin);
+    const bool is_quick = monotonic_now() - began < kQuick;
+    turn.lock();
+    if (!is_driver && !is_polled) quick_ = is_quick ? std::min(quick_ + 1, kQuickMax) : 0;
+    sleeps_until_ = 0;
+    is_napping_ = false;
+  }
+  if (count < 0 && errno != EINTR) throw Error(Code::internal, errno_text("epoll_wait"));
+  if (!is_driver) rest(turn);
+  for (int i = 0; i < count; ++i) on_ready(events[i].data.u64, events[i].events);
+  return count >= 0;
+}
+
+// Without the turn. After waits that were over almost at once the next one is taken for such a one too, and for a moment
+// not slept through: being woken takes longer.
+int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Nanos spin) {
+  const Nanos began = monotonic_now();
+  if (is_polled) {
+    pollfd wake{shared_.wake_fd(), POLLIN, 0};
+    const timespec nap{0, static_cast<long>(std::clamp<Nanos>(until - began, 0, kNap))};
+    ::ppoll(&wake, 1, &nap, nullptr);
+    if (wake.revents != 0) clear_wake();
+    return 0;
+  }
+  int count = 0;
+  if (spin != 0) {
+    do {
+      count = ::epoll_wait(epoll_.get(), events, size, 0);
+    } while (count == 0 && monotonic_now() - began < spin);
+  }
+  if (count == 0) {
+    const Nanos left = until == kNever ? kNever : until - monotonic_now();
+    const int timeout_ms = until == kNever ? -1 : static_cast<int>(std::clamp<Nanos>((left + kMillisecond - 1) / kMillisecond, 0, 1'000'000));
+    count = ::epoll_wait(epoll_.get(), events, size, timeout_ms);
+  }
+  return count;
+}
+
+void IoThread::clear_wake() {
+  eventfd_t ignored;
+  ::eventfd_read(shared_.wake_fd(), &ignored);
+}
+
+}  // namespace kvxfer
