@@ -232,15 +232,17 @@ class Loads:
         landing = await fetch.landings.enter_async_context(
             self._staging.land(source, cut, order.first, order.blocks, order.tokens)
         )
+        is_early = True  # even where the source has answered: it tells its worker in its next step
         if order.has_direct and landing.first == 0 and len(order.sources) == self._ranks:
             try:
                 await self._pull(fetch, landing, DIRECT, 0, len(landing.blocks))
                 return landing
             except (GrantExpired, GrantUnknown) as error:
                 log.debug("the direct grant is gone, asking: %s", error)
+                is_early = False
         while True:
             try:
-                await self._ask(fetch, landing)
+                await self._ask(fetch, landing, is_early=is_early)
                 return landing
             except GrantRevoked as error:
                 if fetch.attempt + 1 == ASKS_MAX:
@@ -249,11 +251,11 @@ class Loads:
             await _drain(fetch)
             fetch.begin_again()
 
-    async def _ask(self, fetch: Fetch, landing: Landing) -> None:
+    async def _ask(self, fetch: Fetch, landing: Landing, *, is_early: bool) -> None:
         """Ask for the prompt and pull its parts. Raises GrantRevoked where the source took them back: it may compute
         them again."""
         order = fetch.order
-        ask = Ask(order.transfer_id, self._rank, fetch.attempt, fetch.readers, landing.first, not order.has_direct)
+        ask = Ask(order.transfer_id, self._rank, fetch.attempt, fetch.readers, landing.first, is_early)
         await self._notify(fetch.source, ask)
         covered, end = landing.first, landing.end
         pulls: list[asyncio.Task[None]] = []

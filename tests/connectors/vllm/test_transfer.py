@@ -175,6 +175,16 @@ async def test_only_what_is_missing_is_pulled(ranks: tuple[Rank, Rank]) -> None:
     await is_idle(p)
 
 
+async def test_a_reader_may_come_before_the_step_that_keeps_the_prompt(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    loading = d.load(load_order(1, (5, 6), has_direct=True))
+    await asyncio.sleep(0.05)
+    p.forward(finish_order((3, 4, 9)), [3, 4, 9])
+    over = await loading
+    assert over.error is None
+    assert (d.memory[:, [5, 6]] == p.memory[:, [4, 9]]).all()
+
+
 @pytest.mark.parametrize("asks_at", ["before", "in the first step", "after the first step", "after all"])
 async def test_chunks_arrive_whenever_they_are_asked_for(ranks: tuple[Rank, Rank], asks_at: str) -> None:
     p, d = ranks
