@@ -34,9 +34,10 @@ def part_id(transfer_id: TransferId, source_rank: int, destination_rank: int, pa
     return TransferId(hashlib.blake2b(content, digest_size=16).digest())
 
 
-def content_of(token_ids: Sequence[int]) -> bytes:
-    """What the blocks of these tokens hold: SHA-256 of the ids as little-endian uint32."""
-    return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).digest()
+def content_of(token_ids: Sequence[int], ranks: int) -> bytes:
+    """What the blocks of these tokens hold in an engine of so many ranks, which share its heads out: SHA-256 of the
+    number of ranks and the ids as little-endian uint32."""
+    return hashlib.sha256(np.asarray([ranks, *token_ids], dtype="<u4").tobytes()).digest()
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:

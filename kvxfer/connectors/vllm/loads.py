@@ -186,7 +186,9 @@ class Loads:
                 await fetch.landings.aclose()
             except KvxferError as failure:
                 log.warning("a staging pool stays: %s", failure)
-            del self._by_transfer[order.transfer_id, fetch.source]
+            key = (order.transfer_id, fetch.source)
+            if self._by_transfer.get(key) is fetch:  # and not a later request's
+                del self._by_transfer[key]
         del self._fetches[order.request_id]
         self._let_go(order.transfer_id, order.sources)
         report = _report(order, fetches, error)

@@ -51,6 +51,8 @@ class Decode:
     is_loading: bool = False
     is_settled: bool = False
     """Loaded, released, or never to be."""
+    first: Decode | None = None
+    """Another request that fetches the same: this one is computed here, after that, with what is cached by then."""
     reports: list[Report] = dataclasses.field(default_factory=list)
 
 
@@ -82,11 +84,13 @@ class SchedulerHalf:
         if decode is not None and not decode.is_settled:
             self._keeps.append(_remote(decode))
 
-    def matched(self, request: Any, computed: int) -> int:
-        """How many tokens beyond the first ``computed`` (whole blocks) can be fetched. The last token of a prompt is
-        computed here in any case: it is sampled from."""
+    def matched(self, request: Any, computed: int) -> int | None:
+        """How many tokens beyond the first ``computed`` (whole blocks) can be fetched; ``None``: ask again later. The
+        last token of a prompt is computed here in any case: it is sampled from."""
         self._know(request)
         decode = self._decodes.get(request.request_id)
+        if decode is not None and decode.first is not None and decode.first.is_loading:
+            return None
         if decode is None or decode.is_settled or decode.is_loading:
             return 0
         return max(0, decode.tokens - computed)
@@ -123,6 +127,7 @@ class SchedulerHalf:
         decode = self._decodes.pop(request.request_id, None)
         if decode is not None:
             if decode.is_loading:
+                decode.is_loading = False
                 self._cancels.append(decode.request_id)
             elif not decode.is_settled:
                 self._release(decode)
@@ -203,19 +208,29 @@ class SchedulerHalf:
         if leg is None:
             return
         tokens = request.num_prompt_tokens - 1
-        content = content_of((request.prompt_token_ids or ())[:tokens])
+        ids = (request.prompt_token_ids or ())[:tokens]
         if isinstance(leg, DecodeLeg):
-            decode = Decode(leg, request_id, tokens, content)
+            decode = Decode(leg, request_id, tokens, content_of(ids, len(leg.sources)))
+            same = (other for other in self._decodes.values() if other.leg.transfer_id == leg.transfer_id)
+            decode.first = next(same, None)
             self._decodes[request_id] = decode
-            if leg.tokens is not None and leg.tokens != tokens:
+            if decode.first is not None:
+                decode.is_settled = True
+            elif leg.tokens is not None and leg.tokens != tokens:
                 log.warning(
                     "the prefill computed %d tokens, not %d", leg.tokens, tokens, extra={"request_id": request_id}
                 )
                 self._release(decode)
         elif isinstance(leg, PrefillLeg):
-            transfer_id = leg.transfer_id or self._mint()
-            total = blocks_for(tokens, self._block_tokens)
-            self._prefills[request_id] = Prefill(request, transfer_id, leg.reader, total, content)
+            transfer_id, reader, total = (
+                leg.transfer_id or self._mint(),
+                leg.reader,
+                blocks_for(tokens, self._block_tokens),
+            )
+            if any(other.transfer_id == transfer_id for other in self._prefills.values()):
+                reader, total = None, 0  # several answers to one prompt: the first keeps it
+            content = content_of(ids, len(self._agents))
+            self._prefills[request_id] = Prefill(request, transfer_id, reader, total, content)
 
     def _step(
         self,

@@ -94,7 +94,7 @@ def test_a_plain_prefill_is_kept_and_handed_over() -> None:
     assert is_kept
     assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39)
     (finish,) = step(half).finishes
-    assert (finish.blocks, finish.transfer_id, finish.content) == ((1, 2, 3), transfer_id, content_of(range(39)))
+    assert (finish.blocks, finish.transfer_id, finish.content) == ((1, 2, 3), transfer_id, content_of(range(39), 2))
 
 
 def test_a_prompt_of_one_token_has_nothing_to_hand_over() -> None:
@@ -143,7 +143,7 @@ def test_a_load_is_the_missing_tail_without_the_last_token() -> None:
     assert half.matched(request, 16) == 32
     half.allocated(request, [9, 8, 7, 6], 32)
     (load,) = step(half).loads
-    assert (load.first, load.blocks, load.has_direct, load.content) == (1, (8, 7), True, content_of(range(48)))
+    assert (load.first, load.blocks, load.has_direct, load.content) == (1, (8, 7), True, content_of(range(48), 2))
     half.allocated(request, [9, 8, 7, 6], 0)
     half.reported([report("r", "")])
     half.received({"r"})
@@ -184,10 +184,44 @@ def test_a_decode_that_ends_before_it_began_is_released(is_known: bool) -> None:
     assert len(step(half).releases) == 1
 
 
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_of_several_requests_for_one_prompt_the_first_fetches_and_the_others_wait_for_it(is_aborted: bool) -> None:
+    half, params = new_half(), handed_over(ID, ("p",), "x", 32)
+    first, second = (Request(name, list(range(33)), params) for name in ("0_r", "1_r"))
+    half.on_new_request(first)
+    half.on_new_request(second)
+    half.allocated(first, [1, 2, 3], half.matched(first, 0) or 0)
+    assert half.matched(second, 0) is None
+    assert [load.request_id for load in step(half).loads] == ["0_r"]
+    assert half.matched(second, 0) is None
+    if is_aborted:
+        half.finished(first, [1, 2, 3])
+    else:
+        half.received({"0_r"})
+    assert half.matched(second, 16) == 0
+    half.allocated(second, [1, 4, 5], 0)
+    half.finished(second, [1, 4, 5])
+    orders = step(half)
+    assert (orders.loads, orders.releases) == ((), ())
+
+
+def test_of_several_prefills_under_one_id_the_first_keeps_the_prompt() -> None:
+    half = new_half()
+    requests = [Request(name, list(range(33)), concurrent("decode")) for name in ("0_r", "1_r")]
+    for request in requests:
+        half.on_new_request(request)
+    orders = step(half, {"0_r": ([1, 2, 3], 0, 33), "1_r": ([4, 5, 6], 0, 33)})
+    assert [begun.request_id for begun in orders.opens] == ["0_r"]
+    for request in requests:
+        request.status = Status.FINISHED_LENGTH_CAPPED
+    assert [half.finished(request, [1, 2, 3])[0] for request in requests] == [True, False]
+    assert [finish.request_id for finish in step(half).finishes] == ["0_r"]
+
+
 def test_an_abort_while_loading_cancels() -> None:
     half, request = new_half(), Request("r", list(range(33)), handed_over(ID, ("p",), "x", 32))
     half.on_new_request(request)
-    half.allocated(request, [1, 2, 3], half.matched(request, 0))
+    half.allocated(request, [1, 2, 3], half.matched(request, 0) or 0)
     step(half)
     assert half.finished(request, [1, 2, 3]) == (False, None)
     orders = step(half)

@@ -415,6 +415,20 @@ async def test_a_cancel_ends_it_at_both_sides(ranks: tuple[Rank, Rank]) -> None:
     assert p.freed == ["r"]
 
 
+async def test_a_request_that_comes_again_while_the_first_is_being_cancelled_ends_too(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    order = load_order(0, (5, 6), has_direct=False)
+    first = d.load(order)
+    await asyncio.sleep(0.05)
+    d.loads.cancel("l")
+    second = d.load(dataclasses.replace(order, request_id="again", blocks=(7, 8)))
+    assert (await asyncio.wait_for(first, 2.0)).error is not None
+    p.forward(finish_order((1, 2)), [1, 2])
+    await asyncio.wait_for(second, 2.0)
+    assert not d.loads._by_transfer
+    await until(lambda: p.freed == ["r"])
+
+
 async def test_another_prompt_is_refused(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     p.forward(finish_order((1, 2)), [1, 2])
