@@ -12,6 +12,7 @@ scheduler was told of it, by whatever connector.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import selectors
@@ -144,3 +145,4 @@ if __name__ == "__main__":
     from vllm.distributed.kv_transfer import kv_transfer_state
 
     kv_transfer_state.ensure_kv_transfer_shutdown()
+    gc.freeze()  # to look at all that vLLM imported once more takes seconds

@@ -16,6 +16,8 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PYTHON = pathlib.Path(os.environ.get("VLLM_VENV") or ROOT / "build" / "vllm-venv") / "bin" / "python"
 """vLLM's own; ``VLLM_VENV`` names another virtual environment, with another version of it."""
+CACHE = PYTHON.parent.parent / "cache"
+"""What vLLM found out about the model's class, for which it else starts a process."""
 DRIVER = pathlib.Path(__file__).with_name("engine.py")
 START_S = 240.0
 """Engines that start at once on two busy cores take turns; alone one needs 9 s."""
@@ -58,7 +60,7 @@ class Engine:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 limit=1 << 26,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, "VLLM_CACHE_ROOT": str(CACHE), **(environment or {})},
             )
         self._reader = asyncio.create_task(self._read())
 
