@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from kvxfer.errors import ConfigError
 from kvxfer.transport.base import Region
-from kvxfer.types import MemoryKind
 
 Ids = npt.NDArray[np.uint32]
 
@@ -56,10 +55,14 @@ class Pages:
     def of(cls, caches: Mapping[str, Any]) -> Pages:
         """From the tensors that vLLM registers, one a layer, shape [blocks, ...].
 
-        Raises ConfigError for caches that are not dense pages, or whose layers are spread over storages without order.
+        Raises ConfigError for caches that are not dense pages of the host's memory, or whose layers are spread over
+        storages without order.
         """
         if not caches:
             raise ConfigError("vLLM registered no KV cache")
+        devices = {str(tensor.device) for tensor in caches.values()} - {"cpu"}
+        if devices:  # nothing would order a transfer with what the device still writes
+            raise ConfigError(f"kvxfer does not move KV caches in the memory of {', '.join(sorted(devices))} yet")
         names, tensors = tuple(caches), list(caches.values())
         shape, itemsize = tuple(tensors[0].shape), tensors[0].element_size()
         page_bytes = itemsize * int(np.prod(shape[1:]))
@@ -112,6 +115,4 @@ def _is_dense(tensor: Any) -> bool:
 def _region(base: int, tensor: Any, page_bytes: int) -> Region:
     storage = tensor.untyped_storage()
     length = storage.nbytes() // page_bytes * page_bytes
-    is_device = tensor.device.type == "cuda"
-    memory = MemoryKind.CUDA if is_device else MemoryKind.HOST
-    return Region(base, length, storage, memory=memory, device=int(tensor.device.index or 0) if is_device else 0)
+    return Region(base, length, storage)

@@ -28,6 +28,7 @@ HEADER_BYTES_MAX = 1 << 26
 def make_record(vllm_config: Any, kv_cache_config: Any, pages: Pages) -> CompatibilityRecord:
     """The record of this rank. Raises ConfigError for a model whose KV cache kvxfer cannot move."""
     check_groups(kv_cache_config)
+    check_parallel(vllm_config.parallel_config)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     backend, packing = _attention(vllm_config)
     kind = str(cache.cache_dtype)
@@ -55,6 +56,14 @@ def check_groups(kv_cache_config: Any) -> None:
         raise ConfigError(
             f"kvxfer does not move hybrid models yet: this one has {len(groups)} KV cache groups ({', '.join(kinds)})"
         )
+
+
+def check_parallel(parallel_config: Any) -> None:
+    """Raise ConfigError unless each rank keeps all tokens of all layers, of some heads."""
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        size = getattr(parallel_config, name, 1)
+        if size != 1:
+            raise ConfigError(f"kvxfer does not move the KV cache of engines with {name} {size} yet; it must be 1")
 
 
 def config_fingerprint(config: dict[str, Any]) -> str:

@@ -40,6 +40,11 @@ class Runtime:
         if self._failure is not None:
             raise self._failure
 
+    def check(self) -> None:
+        """Raise Closed where the agent has ended by itself: nothing that waits for it would ever end."""
+        if self._failure is not None:
+            raise Closed(f"the kvxfer agent broke, and this engine with it: {self._failure!r}")
+
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call on the loop, soon; from any thread. Nothing happens any more once it stopped."""
         loop = self._loop

@@ -107,11 +107,13 @@ class WorkerHalf:
         log.info("%r serves pages of %d bytes in %d pools", agent, pages.page_bytes, len(pools))
 
     def begin_step(self, orders: StepOrders) -> None:
-        """Before the forward writes anything. The same orders again change nothing."""
+        """Before the forward writes anything. The same orders again change nothing. Raises Closed once the agent has
+        broken."""
         if orders is self._orders:
             return
-        self._orders = orders
         source, _, runtime = self._parts()
+        runtime.check()
+        self._orders = orders
         source.begin_step(orders)
         if self.digests is not None:
             for finish in orders.finishes:

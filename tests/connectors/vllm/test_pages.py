@@ -74,6 +74,11 @@ def test_layers_of_different_shape_are_refused() -> None:
         Pages.of(tensors)
 
 
+def test_memory_of_a_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the memory of meta"):
+        Pages.of({name: tensor.to("meta") for name, tensor in caches("LBHNC").items()})
+
+
 def test_no_cache_is_refused() -> None:
     with pytest.raises(ConfigError, match="no KV cache"):
         Pages.of({})
