@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from engines import PYTHON, Cluster
 
-HOLD_TTL_S = 4.0
+HOLD_TTL_S = float(os.environ.get("HOLD_TTL_S", "4"))
 """Of the prefill engine: how long a prompt waits for a decode engine that gives no sign of life."""
 
 
