@@ -30,6 +30,7 @@ from kvxfer.errors import (
     GrantExpired,
     GrantRevoked,
     GrantUnknown,
+    InvalidArgument,
     KvxferError,
     PeerGone,
     ProtocolViolation,
@@ -136,6 +137,10 @@ class Loads:
         count = len(order.sources)
         ranks = self._ranks_read(self._rank, count)
         fetches = [Fetch(order, order.sources[rank], rank, self._readers(rank, count)) for rank in ranks]
+        if any((order.transfer_id, fetch.source) in self._by_transfer for fetch in fetches):
+            error = InvalidArgument("another request under this transfer id is being fetched, or cancelled")
+            self._on_done(Done(order, error, _report(order, fetches, error)))
+            return
         self._fetches[order.request_id] = fetches
         self._by_transfer.update({(order.transfer_id, fetch.source): fetch for fetch in fetches})
         self._spawn(self._run(order, fetches))
@@ -186,9 +191,7 @@ class Loads:
                 await fetch.landings.aclose()
             except KvxferError as failure:
                 log.warning("a staging pool stays: %s", failure)
-            key = (order.transfer_id, fetch.source)
-            if self._by_transfer.get(key) is fetch:  # and not a later request's
-                del self._by_transfer[key]
+            del self._by_transfer[order.transfer_id, fetch.source]
         del self._fetches[order.request_id]
         self._let_go(order.transfer_id, order.sources)
         report = _report(order, fetches, error)

@@ -293,7 +293,8 @@ class Source:
             elif isinstance(message, Release):
                 hold = self._by_transfer.get(message.transfer_id)
                 if hold is not None:
-                    self._release(hold, message)
+                    if _is_reader(hold, agent_id):
+                        self._release(hold, message)
                 elif message.transfer_id not in self._ended and len(self._released_early) < EARLY_MAX:
                     key = (message.transfer_id, message.rank)
                     self._early.pop(key, None)

@@ -20,7 +20,7 @@ from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages, Store
 from kvxfer.connectors.vllm.source import Source
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Load, Open, Remote, StepOrders
-from kvxfer.connectors.vllm.wire import Part, Refuse, decode
+from kvxfer.connectors.vllm.wire import Part, Refuse, Release, decode
 from kvxfer.transport.base import Region
 from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo
 
@@ -419,14 +419,25 @@ async def test_a_request_that_comes_again_while_the_first_is_being_cancelled_end
     p, d = ranks
     order = load_order(0, (5, 6), has_direct=False)
     first = d.load(order)
-    await asyncio.sleep(0.05)
+    p.source.begin_step(open_order(2))
+    await until(lambda: bool(p.source._holds["r"].readers))
     d.loads.cancel("l")
     second = d.load(dataclasses.replace(order, request_id="again", blocks=(7, 8)))
-    assert (await asyncio.wait_for(first, 2.0)).error is not None
-    p.forward(finish_order((1, 2)), [1, 2])
-    await asyncio.wait_for(second, 2.0)
-    assert not d.loads._by_transfer
+    errors = [(await asyncio.wait_for(loading, 1.0)).error for loading in (first, second)]
+    assert [error.code if error else "" for error in errors] == ["cancelled", "invalid_argument"]
+    p.source.begin_step(finish_order((1, 2), "d"))
     await until(lambda: p.freed == ["r"])
+    await is_idle(d)
+
+
+async def test_an_engine_that_is_not_the_reader_cannot_let_go(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    p.source.begin_step(finish_order((1, 2), "other"))
+    p.source.on_message("d", Release(new_id(), 0, 1))
+    assert p.freed == []
+    p.source.on_message("other", Release(new_id(), 0, 1))
+    assert p.freed == ["r"]
+    await is_idle(d)
 
 
 async def test_another_prompt_is_refused(ranks: tuple[Rank, Rank]) -> None:
