@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import pathlib
 import random
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "vllm"))
@@ -117,6 +120,19 @@ async def start(cluster: Cluster, batch: int, *, has_nixl: bool) -> None:
         await engine.wait_ready()
 
 
+@contextlib.contextmanager
+def alone(cluster: Cluster, contender: str) -> Iterator[None]:
+    """Stop the engines of NixlConnector while another has its turn: each of them keeps a core busy when it is idle."""
+    stopped = [cluster[name] for name in ("pn", "dn") if name in cluster.engines and contender != "nixl"]
+    for engine in stopped:
+        engine.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for engine in stopped:
+            engine.signal(signal.SIGCONT)
+
+
 async def run(args: argparse.Namespace, *, has_nixl: bool) -> list[dict[str, Any]]:
     contenders = ["monolithic", *(["nixl"] if has_nixl else []), "kvxfer", "kvxfer, both legs at once"]
     draw = random.Random(1)
@@ -133,12 +149,14 @@ async def run(args: argparse.Namespace, *, has_nixl: bool) -> list[dict[str, Any
                     ids = [draw.randrange(3, 1000) for _ in range(tokens)]
                     wanted = None
                     for contender in draw.sample(contenders, len(contenders)):
-                        row, answer = await measure(cluster, contender, ids)
+                        with alone(cluster, contender):
+                            await asyncio.sleep(0.05)  # until the others are idle
+                            row, answer = await measure(cluster, contender, ids)
+                            await asyncio.sleep(0.05)  # until blocks are given back
                         if answer != (wanted := wanted or answer):
                             raise SystemExit(f"{contender} answers {answer}, another {wanted}")
                         if turn:  # the first meets cold caches and makes connections
                             rows.append(row)
-                        await asyncio.sleep(0.05)  # until blocks are given back and engines are idle
             entries = summary(rows)
             print(table(entries), flush=True)
     return entries

@@ -193,7 +193,6 @@ class Loads:
                 log.warning("a staging pool stays: %s", failure)
             del self._by_transfer[order.transfer_id, fetch.source]
         del self._fetches[order.request_id]
-        self._let_go(order.transfer_id, order.sources)
         report = _report(order, fetches, error)
         if error is not None:
             log.warning(
@@ -202,6 +201,7 @@ class Loads:
                 extra={"request_id": order.request_id, "transfer_id": report.transfer_id, "code": error.code},
             )
         self._on_done(Done(order, error, report))
+        self._let_go(order.transfer_id, order.sources)
 
     async def _run_one(self, fetch: Fetch, fetches: list[Fetch]) -> Landing | KvxferError | None:
         """Its landing, drained; ``None`` where another source has all that is needed."""

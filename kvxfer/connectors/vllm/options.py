@@ -52,8 +52,8 @@ class ConnectorOptions:
     """Layers between two announcements; 0: an eighth of them."""
     staging_bytes: int = 1 << 30
     """Memory for blocks on their way from engines whose block or tensor parallel size is another."""
-    idle_wait_s: float = 0.002
-    """How long a step that computes nothing waits for a transfer to end."""
+    idle_wait_s: float = 0.005
+    """How long a step that computes nothing waits for a load to end."""
     record_digests: bool = False
     """Keep digests of the blocks of the last transfers, for tests."""
 

@@ -28,6 +28,8 @@ from kvxfer.types import CompatibilityRecord, WorkerInfo
 log = logging.getLogger("kvxfer.vllm")
 
 DIALECT = "vllm"
+HOLDING_WAIT_S = 0.002
+"""How long a step that computes nothing waits where only prompts are held for others."""
 
 
 @dataclasses.dataclass
@@ -135,10 +137,11 @@ class WorkerHalf:
 
     def results(self) -> Results:
         """What ended since the last call. In a step without a forward it waits a little for something to end."""
-        is_idle = self._orders is not None and not self._orders.has_forward
-        is_owed = self._loading > 0 or (self._source is not None and len(self._source) > 0)
-        if is_idle and is_owed:
-            self._progress.wait(self._options.idle_wait_s)
+        if self._orders is not None and not self._orders.has_forward:
+            if self._loading > 0:
+                self._progress.wait(self._options.idle_wait_s)
+            elif self._source is not None and len(self._source) > 0:
+                self._progress.wait(min(HOLDING_WAIT_S, self._options.idle_wait_s))
         with self._lock:
             self._progress.clear()
             results, self._results = self._results, Results()
