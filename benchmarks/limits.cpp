@@ -8,11 +8,13 @@
 //   receive_blocks  readv straight into blocks, at most `chunk_bytes` a call; the same socket's other end
 //   ask, answer     `count` round trips on a blocking socket, one byte there and `bytes` back (at most 1 MiB); ask() writes
 //                   how many nanoseconds each took
+//   wake            writes an eventfd `count` times, `pause` nanoseconds apart, and the CLOCK_MONOTONIC time of each write
 //
 // Each but copy_blocks returns 0, or the errno that stopped it (ECONNRESET where the other end closed).
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -110,6 +112,16 @@ int ask(int fd, uint64_t count, uint64_t bytes, uint64_t* nanoseconds) {
     if (error == 0) error = move_whole(fd, false, data.data(), data.size());
     if (error != 0) return error;
     nanoseconds[i] = now_ns() - start;
+  }
+  return 0;
+}
+
+int wake(int fd, uint64_t count, uint64_t pause, uint64_t* nanoseconds) {
+  const timespec rest{0, static_cast<long>(pause)};
+  for (uint64_t i = 0; i < count; ++i) {
+    nanosleep(&rest, nullptr);
+    nanoseconds[i] = now_ns();
+    if (eventfd_write(fd, 1) != 0) return errno;
   }
   return 0;
 }

@@ -159,28 +159,35 @@ def _fairness(rows: Iterable[Row]) -> str:
 def _latency(report: Report) -> str:
     if not report.latency:
         return ""
-    names = ("poll", "wait", "await", "notification")
-    table = [["who", "round trip of the bare socket", *names, "poll / round trip (bar 2)", "notification (bar 1.5)"]]
+    names = ("poll", "wait", "await", "wake", "notification")
+    bars = ("poll / round trip (bar 2)", "(await - poll) / wake (bar 1)", "notification (bar 1.5)")
+    table = [["who", "round trip of the bare socket", *names, *bars]]
     for entry in report.latency:
         if "error" in entry:
-            table.append([entry["who"], f"did not run: {entry['error']}", *[""] * 6])
+            table.append([entry["who"], f"did not run: {entry['error']}", *[""] * 8])
             continue
         cells = [entry["who"], _times(entry.get("round_trip")), *(_times(entry.get(name)) for name in names)]
-        for name, most in (("poll", 2.0), ("notification", 1.5)):
-            if "round_trip" in entry and name in entry:
-                best = min(entry[key]["p50_us"] for key in ((name, "wait") if name == "poll" else (name,)))
-                ratio = best / entry["round_trip"]["p50_us"]
-                cells.append(f"{ratio:.2f}" if ratio <= most else f"**{ratio:.2f}**")
-            else:
-                cells.append("")
+        if "round_trip" in entry:
+            p50 = {name: spread["p50_us"] for name, spread in entry.items() if isinstance(spread, dict)}
+            polled = min(p50["poll"], p50["wait"])
+            cells.append(_at_most(polled / p50["round_trip"], 2.0))
+            cells.append(_at_most((p50["await"] - polled) / p50["wake"], 1.0))
+            cells.append(_at_most(p50["notification"] / p50["round_trip"], 1.5))
+        else:
+            cells += [""] * len(bars)
         table.append(cells)
     text = "One 4K block, prepared, post to completion, in µs: p50 / p99. `poll`: the state is looked at without"
     text += " a pause; `wait`: with poll(2) in between; `await`: by an event loop."
+    text += " `wake`: the bare event loop, from another thread's write to an eventfd until the coroutine goes on."
     text += (
         " A notification: until it was acknowledged. The ratio takes the better of poll and wait. The bare socket: one"
     )
     text += " byte there, back a block where the lane's own socket carries it, else 64 bytes."
     return f"## Latency\n\n{text}\n\n{_grid(table)}\n"
+
+
+def _at_most(ratio: float, most: float) -> str:
+    return f"{ratio:.2f}" if ratio <= most else f"**{ratio:.2f}**"
 
 
 def _times(found: dict[str, float] | None) -> str:

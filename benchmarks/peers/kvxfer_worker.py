@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,8 @@ POOL = 1
 ALL_LANES = (Lane.MAPPED, Lane.CMA, Lane.UCX, Lane.UNIX, Lane.STREAM)
 """By name: a UCX without RDMA is not loaded unless somebody asks for it."""
 GRANT_TTL_NS = 10 * NS_PER_S
+WAKE_PAUSE_US = 1000
+"""Between two wakes: the loop is asleep again long before the next."""
 FINAL = (TransferState.COMMITTED, TransferState.FAILED, TransferState.CANCELLED)
 
 
@@ -214,7 +217,8 @@ class KvxferWorker(Worker):
     # The small measurements.
 
     def do_latency(self, rounds: int, block_bytes: int, lane: str) -> dict[str, list[float]]:
-        """Seconds of one block, post to completion: by polling, by poll(2), by an event loop; of a notification."""
+        """Seconds of one block, post to completion: by polling, by poll(2), by an event loop; of a notification; and of
+        an event loop's being woken, by nobody but a thread that writes an eventfd."""
         self.do_use(block_bytes)
         one = np.zeros(1, np.uint32)
         plan = self.plan("read", one, one)
@@ -230,6 +234,7 @@ class KvxferWorker(Worker):
             took["wait" if i % 2 else "poll"].append(time.perf_counter() - start)
             post.result()
         took["await"] = asyncio.run(self.await_posts(plan, lanes, rounds))
+        took["wake"] = asyncio.run(self.await_wakes(rounds))
         to = self.peer.ref
         for _ in range(rounds):
             self.events.clear()
@@ -254,6 +259,29 @@ class KvxferWorker(Worker):
             post.result()
         loop.remove_reader(self.transport.fileno())
         return took
+
+    async def await_wakes(self, rounds: int) -> list[float]:
+        """What an event loop takes to see an eventfd that another thread writes, and to go on."""
+        loop, seen = asyncio.get_running_loop(), {}
+        eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        woken = asyncio.Event()
+        count = 0
+
+        def on_readable() -> None:
+            nonlocal count
+            count += os.eventfd_read(eventfd)  # more than one, where the loop came late
+            woken.set()
+
+        loop.add_reader(eventfd, on_readable)
+        writing = loop.run_in_executor(None, self.limits.library.wake, eventfd, rounds, WAKE_PAUSE_US)
+        while count != rounds:
+            await woken.wait()
+            seen[count - 1] = time.monotonic_ns()
+            woken.clear()
+        written = await writing
+        loop.remove_reader(eventfd)
+        os.close(eventfd)
+        return [(now_ns - written[number]) / NS_PER_S for number, now_ns in seen.items()]
 
     def do_plain(self, kind: str) -> None:
         """Connect a plain socket to the other end, who is asked at the same time."""

@@ -86,6 +86,15 @@ class LimitsLibrary:
             raise OSError(failed, "a round trip of the plain connection")
         return [float(one) / 1e9 for one in took]
 
+    def wake(self, eventfd: int, rounds: int, pause_us: int) -> list[int]:
+        """Write an eventfd ``rounds`` times, from outside of Python; returns when, in ns of the monotonic clock."""
+        written = np.zeros(rounds, np.uint64)
+        counts = ctypes.c_uint64(rounds), ctypes.c_uint64(pause_us * 1000)
+        failed = self.library.wake(ctypes.c_int(eventfd), *counts, ctypes.c_void_p(address_of(written)))
+        if failed:
+            raise OSError(failed, "eventfd")
+        return [int(one) for one in written]
+
     def answer(self, plain: socket.socket, rounds: int, nbytes: int) -> None:
         self.library.answer(ctypes.c_int(plain.fileno()), ctypes.c_uint64(rounds), ctypes.c_uint64(nbytes))
 

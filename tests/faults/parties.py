@@ -4,10 +4,12 @@ words that fit JSON, so that it is the same whether it lives in the test's proce
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import secrets
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +42,8 @@ KEY = bytes(range(32))
 POOL = 7
 POISON = 0xEE
 SOON_S = 20.0
+SO_BUF_LOCK, MIN_RTT_AT = 72, 148
+"""asm-generic/socket.h; where tcp_info of linux/tcp.h has the least round trip."""
 
 
 class Party:
@@ -337,6 +341,10 @@ class Party:
         native = self.core.statistics()
         return {name: getattr(native, name) for name in dir(native) if not name.startswith("_")}
 
+    def connections(self) -> list[dict[str, int]]:
+        """Of each TCP connection: whether its send buffer is bounded, and its least round trip in us (0: not known)."""
+        return connections()
+
     # --- memory ---
 
     def fill(self, seed: int, region: int | None = None) -> None:
@@ -386,6 +394,21 @@ def resources() -> dict[str, int]:
         "threads": len(os.listdir("/proc/self/task")),
         "rss_kib": rss,
     }
+
+
+def connections() -> list[dict[str, int]]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        if not os.path.realpath(f"/proc/self/fd/{name}").rpartition("/")[2].startswith("socket:"):
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            one.getpeername()  # raises where it listens
+            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            lock = one.getsockopt(socket.SOL_SOCKET, SO_BUF_LOCK)
+            found.append(
+                {"bounded": lock & 1, "round_trip_us": int.from_bytes(info[MIN_RTT_AT : MIN_RTT_AT + 4], "little")}
+            )
+    return found
 
 
 __all__ = ["KEY", "POISON", "KvxferError", "Party", "pattern", "resources"]

@@ -21,6 +21,7 @@ BLOCKS, BLOCK_BYTES = 64, 65536
 TOTAL = BLOCKS * BLOCK_BYTES
 STALL_S, RECONNECT_S, PATIENT_S = 0.5, 1.0, 30.0
 SILENCE_S = 2 * STALL_S + RECONNECT_S
+HOST_ROUND_TRIP_US = 15
 FRAME_BYTES = 4 << 20
 """More than one DATA frame is long: what a cut can cost."""
 
@@ -106,6 +107,24 @@ def test_between_hosts(hosts: Hosts) -> None:
     assert hosts.source.outcome("write") == "committed"
     assert hosts.reader.is_filled(6, region=0)
     assert hosts.source.wait_idle() == hosts.reader.wait_idle() == ""
+
+
+def test_a_host_that_is_only_a_namespace_away_is_known_by_its_round_trip(hosts: Hosts) -> None:
+    """Who sends bounds its send buffer; who only receives leaves its own to the kernel."""
+    for party in (hosts.source, hosts.reader):
+        party.allocate(8 << 20)
+    hosts.meet()
+    known_us = 0
+    for turn in range(20):
+        hosts.reader.post(f"read {turn}", "READ", "source", 0, 0)
+        assert hosts.reader.outcome(f"read {turn}") == "committed"
+        (source,), (reader,) = hosts.source.connections(), hosts.reader.connections()
+        if source["bounded"]:
+            break
+        assert not 0 < known_us <= HOST_ROUND_TRIP_US, "it had been seen before this read"
+        known_us = source["round_trip_us"]
+    assert not source["bounded"] or source["round_trip_us"] <= HOST_ROUND_TRIP_US
+    assert not reader["bounded"]
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["source-knows", "reader-knows"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -176,32 +175,6 @@ def test_no_verdict_no_commit(met: Dial, new_id: NewId) -> None:
     assert peer.hear(native.Done).code == native.Code.grant_revoked
     ended = node.wait_for(native.OfferEnded, id=transfer)
     assert ended.state == native.TransferState.FAILED
-
-
-def test_nodelay_on_both_ends(nodes: Any, new_id: NewId) -> None:
-    """Asked of every TCP socket of this process that joins the two cores."""
-    p, d = nodes.pair()
-    transfer = new_id()
-    p.grant(transfer, [1])
-    d.pull(transfer, p, [1], lanes=[STREAM])
-    assert d.wait_drained(transfer).state == native.TransferState.COMMITTED
-    ends = []
-    for fd in range(3, 4096):
-        try:
-            with socket.socket(fileno=fd) as end:
-                try:
-                    if end.family == socket.AF_INET and end.type == socket.SOCK_STREAM:
-                        names = {end.getsockname()[1], end.getpeername()[1]}
-                        if p.core.tcp_port in names:
-                            ends.append(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-                except OSError:
-                    continue
-                finally:
-                    end.detach()
-        except OSError:
-            continue
-    assert len(ends) == 2
-    assert all(ends)
 
 
 def test_what_is_kept_of_maps_is_bounded(met: Dial) -> None:

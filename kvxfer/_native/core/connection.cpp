@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "lanes/mapped.hpp"
+#include "sockets.hpp"
 
 namespace kvxfer {
 namespace {
@@ -318,6 +319,11 @@ void Connection::send_map(uint32_t id, Lane lane) {
   if (serial != 0 && sent == serial) return;
   sent = serial;
   outbox_.push_map(map, std::move(region));
+}
+
+void Connection::send_data(SendData data, OwnMemory memory) {
+  if (kind_ == SessionKind::Tcp && !is_tuned_) is_tuned_ = tune_to_round_trip(fd_.get());
+  outbox_.push_data(std::move(data), std::move(memory), *tools_.staging);
 }
 
 void Connection::withdraw(uint32_t id) {

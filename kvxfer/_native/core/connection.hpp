@@ -37,6 +37,7 @@ class Connection {
   void flush(size_t budget);
   // Lets the peer read our pool or region `id` by `lane`, or says why it cannot; once a session.
   void send_map(uint32_t id, Lane lane);
+  void send_data(SendData data, OwnMemory memory);
   // Our pool or region `id` is gone: a peer that was told how to read it is told so, and lets go of it; and what comes in
   // lands no more if it was for there.
   void withdraw(uint32_t id);
@@ -96,6 +97,7 @@ class Connection {
   bool is_up_ = false;
   bool is_shut_down_ = false;
   bool is_paused_ = false;
+  bool is_tuned_ = false;  // to what was learned of its round trip
   Nanos close_at_ = 0;
 };
 

@@ -273,7 +273,7 @@ void IoThread::perform(const SendMap& effect) {
 void IoThread::perform(SendData& effect) {
   Connection* connection = find(effect.session);
   if (connection == nullptr) return;
-  if (OwnMemory memory = shared_.find(effect.from)) connection->outbox().push_data(std::move(effect), std::move(memory), *tools_.staging);
+  if (OwnMemory memory = shared_.find(effect.from)) connection->send_data(std::move(effect), std::move(memory));
 }
 
 void IoThread::perform(ReadBlocks& effect) {

@@ -1,8 +1,8 @@
 #include "sockets.hpp"
 
 #include <arpa/inet.h>
+#include <linux/tcp.h>  // netinet/tcp.h has an older tcp_info
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -12,7 +12,8 @@ namespace kvxfer {
 namespace {
 
 constexpr int kBacklog = 512;
-constexpr int kLocalWindowBytes = 192 * 1024;
+constexpr int kHostSendBytes = 384 * 1024;
+constexpr uint32_t kHostRoundTripUs = 15;  // no network card answers so soon
 
 struct Address {
   sockaddr_storage storage{};
@@ -79,6 +80,8 @@ bool is_local(int fd) {
   return std::memcmp(&a, &b, sizeof a) == 0;
 }
 
+void bound_send_buffer(int fd) { ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kHostSendBytes, sizeof kHostSendBytes); }
+
 }  // namespace
 
 Fd listen_tcp(const std::string& host, uint16_t port, uint16_t& bound_port) {
@@ -127,8 +130,16 @@ void tune_tcp(int fd) {
   if (!is_local(fd)) return;  // across a network the kernel's own tuning follows the round-trip time
   // Nothing congests inside a host: the plainest control, which every kernel has, and which does not pace by timers.
   ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
-  ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kLocalWindowBytes, sizeof kLocalWindowBytes);
-  ::setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &kLocalWindowBytes, sizeof kLocalWindowBytes);
+  bound_send_buffer(fd);
+}
+
+bool tune_to_round_trip(int fd) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+  if (info.tcpi_min_rtt == 0 || info.tcpi_min_rtt > kHostRoundTripUs) return false;
+  bound_send_buffer(fd);
+  return true;
 }
 
 bool is_same_user(int fd) {

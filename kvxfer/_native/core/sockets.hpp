@@ -14,8 +14,13 @@ Fd dial_tcp(const std::string& host, uint16_t port);
 Fd dial_unix(const std::string& path);
 int connect_error(int fd);  // 0: connected
 
-// No delay, and on one host a window small enough that what was sent is still in the cache when it is received.
+// No delay, and on loopback what suits memory that only looks like a network.
 void tune_tcp(int fd);
+// Both ends on one host, in two network namespaces, are known by their round trip once some data went. There, as on
+// loopback, the send buffer is bounded: all of it is under way at once, sent by the call that brought it. With more, what the
+// window held back goes out on the processor that works on the acknowledgement, overtakes what the caller's sends, and is
+// sent again for lost; and what waits to be received is in no cache any more. Returns whether the connection is such a one.
+bool tune_to_round_trip(int fd);
 // The user on the other end of a Unix socket is ours.
 bool is_same_user(int fd);
 

@@ -1,0 +1,59 @@
+"""What a core asks of its TCP sockets, looked at from this process, where both ends are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvxfer._native import _core as native
+
+NewId = Callable[[], bytes]
+SO_BUF_LOCK, SEND_LOCK = 72, 1
+"""asm-generic/socket.h: which buffers were given a size, and are not the kernel's to size any more."""
+
+
+@contextlib.contextmanager
+def both_ends(nodes: Any, transfer: bytes) -> Iterator[list[socket.socket]]:
+    """The two ends of a connection between two cores over which a block went."""
+    p, d = nodes.pair()
+    p.grant(transfer, [1])
+    d.pull(transfer, p, [1], lanes=[native.Lane.STREAM])
+    assert d.wait_drained(transfer).state == native.TransferState.COMMITTED
+    with contextlib.ExitStack() as opened:
+        yield [end for end in own_sockets(opened) if p.core.tcp_port in ports(end)]
+
+
+def own_sockets(opened: contextlib.ExitStack) -> Iterator[socket.socket]:
+    for name in os.listdir("/proc/self/fd"):
+        if os.path.realpath(f"/proc/self/fd/{name}").rpartition("/")[2].startswith("socket:"):
+            yield opened.enter_context(socket.socket(fileno=os.dup(int(name))))
+
+
+def ports(end: socket.socket) -> set[int]:
+    if end.family != socket.AF_INET or end.type != socket.SOCK_STREAM:
+        return set()
+    with contextlib.suppress(OSError):  # it listens
+        return {end.getsockname()[1], end.getpeername()[1]}
+    return set()
+
+
+def test_nodelay_on_both_ends(nodes: Any, new_id: NewId) -> None:
+    with both_ends(nodes, new_id()) as ends:
+        assert [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in ends] == [1, 1]
+
+
+def test_on_loopback_the_send_buffer_is_bounded_and_the_receive_buffer_is_not(nodes: Any, new_id: NewId) -> None:
+    with both_ends(nodes, new_id()) as ends:
+        try:
+            locks = [end.getsockopt(socket.SOL_SOCKET, SO_BUF_LOCK) for end in ends]
+        except OSError:
+            pytest.skip("this kernel does not tell whose size a buffer has")
+        assert locks == [SEND_LOCK, SEND_LOCK]
+        sizes = [end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for end in ends]
+    with open("/proc/sys/net/core/wmem_max") as most:
+        assert sizes == [2 * min(384 << 10, int(most.read()))] * 2, "the kernel counts each byte twice"
