@@ -14,6 +14,10 @@ PEERS_MAX = 4096
 """Lives that are remembered; beyond that the longest known is forgotten, and starts anew if it is met again."""
 
 
+NEWS_MAX = 64
+"""Transfers that nobody asked about yet."""
+
+
 class Calibrations:
     """One :class:`~kvxfer.policy.calibration.Calibration` for each life of a peer. Thread-safe."""
 
@@ -23,6 +27,7 @@ class Calibrations:
         self._is_used = is_used
         self._lock = threading.Lock()
         self._peers: dict[AgentRef, Calibration] = {}
+        self._news: list[tuple[AgentRef, str, Lane, int, float]] = []
 
     def __repr__(self) -> str:
         return f"<Calibrations of {len(self._peers)} peers>"
@@ -32,17 +37,26 @@ class Calibrations:
         if not self._is_used or len(lanes) < 2:
             return tuple(lanes)
         with self._lock:
+            self._learn()
             return self._of(peer, host_id).order(lanes, nbytes)
 
     def measured(self, peer: AgentRef, host_id: str, lane: Lane, nbytes: int, seconds: float) -> None:
-        """A transfer committed."""
+        """A transfer committed. What that means is found out when somebody asks: here somebody waits for the bytes."""
         with self._lock:
-            self._of(peer, host_id).measured(lane, nbytes, seconds)
+            self._news.append((peer, host_id, lane, nbytes, seconds))
+            if len(self._news) >= NEWS_MAX:
+                self._learn()
 
     def figures(self) -> dict[str, Mapping[Lane, LaneFigure]]:
         """By peer, what was measured."""
         with self._lock:
+            self._learn()
             return {str(peer): calibration.figures() for peer, calibration in self._peers.items()}
+
+    def _learn(self) -> None:
+        for peer, host_id, lane, nbytes, seconds in self._news:
+            self._of(peer, host_id).measured(lane, nbytes, seconds)
+        self._news.clear()
 
     def _of(self, peer: AgentRef, host_id: str) -> Calibration:
         found = self._peers.get(peer)

@@ -11,6 +11,9 @@ from kvxfer.policy.lanes import LaneEnd, choose_lanes, explain
 from kvxfer.transport.descriptors import MemoryTable, Prepared, Traits
 from kvxfer.types import AgentRef, DataAddress, Lane, RegionRecord
 
+Ways = tuple[tuple[Lane, ...], Mapping[Lane, str]]
+"""Lanes that can carry something, best first as the operator sees it, and for each lane why or why not."""
+
 
 class RemotePeer:
     """One life of a peer, and what is known of its memory. Another life, or other records, are another RemotePeer;
@@ -22,14 +25,14 @@ class RemotePeer:
         self.address = address
         self.records = tuple(records)
         self.table = MemoryTable(records)
-        self._choices: dict[tuple[object, ...], tuple[tuple[Lane, ...], Mapping[Lane, str]]] = {}
+        self._choices: dict[tuple[object, ...], Ways] = {}
 
     def __repr__(self) -> str:
         return f"<RemotePeer {self.ref}: {len(self.table)} regions>"
 
     def lanes(
         self, ours: DataAddress, local: Prepared, remote: Prepared, allowed: Sequence[Lane], *, is_read: bool
-    ) -> tuple[tuple[Lane, ...], Mapping[Lane, str]]:
+    ) -> Ways:
         """The lanes of ``allowed``, in its order, that can carry a read (or a write, which is a read by the peer), and
         for each lane why or why not. Raises LaneUnavailable where none can.
         """

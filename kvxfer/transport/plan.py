@@ -15,7 +15,8 @@ from kvxfer._native import _core
 from kvxfer.errors import InvalidArgument
 from kvxfer.transport.base import Blocks, Pieces, as_blocks
 from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Prepared, Words
-from kvxfer.transport.peer import RemotePeer
+from kvxfer.transport.peer import RemotePeer, Ways
+from kvxfer.types import Lane
 
 LIST_BYTES_MAX = 384 * 1024
 """Of one list of ranges in one frame; the core's own bound."""
@@ -48,6 +49,8 @@ class Plan:
     parts: tuple[Part, ...]
     pieces: int
     nbytes: int
+    ways: dict[tuple[Lane, ...], Ways] = dataclasses.field(default_factory=dict, repr=False)
+    """What was found for allowed lanes when it was started before."""
 
 
 def make_plan(

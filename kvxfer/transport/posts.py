@@ -10,7 +10,7 @@ there is one, and is sent when the last has committed where there are several.
 from __future__ import annotations
 
 import itertools
-import secrets
+import os
 import threading
 import time
 import zlib
@@ -184,11 +184,15 @@ class Poster:
         """
         begun_ns = time.monotonic_ns()
         transport, peer, is_read = self.transport, plan.peer, plan.op is Op.READ
-        allowed = self.config.lanes if lanes is None else lanes
-        chosen, reasons = peer.lanes(transport.address, plan.local, plan.remote, allowed, is_read=is_read)
+        allowed = tuple(self.config.lanes if lanes is None else lanes)
+        found = plan.ways.get(allowed)
+        if found is None:
+            found = peer.lanes(transport.address, plan.local, plan.remote, allowed, is_read=is_read)
+            plan.ways[allowed] = found
+        chosen, reasons = found
         chosen = self.calibrations.order(peer.ref, peer.address.host_id, chosen, plan.nbytes)
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
-        ids = [secrets.token_bytes(16) for _ in plan.parts]
+        ids = [os.urandom(16) for _ in plan.parts]
         rides = notification if len(ids) == 1 else None
         after = notification if len(ids) > 1 else None
         post = Post(self, plan, ids, reasons, after, on_final, on_drained, begun_ns)

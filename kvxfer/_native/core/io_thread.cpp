@@ -42,13 +42,11 @@ IoThread::IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimit
 void IoThread::run() noexcept {
   std::unique_lock turn(turn_.mutex);
   try {
-    while (!shared_.is_shut()) {
-      rest(turn);
+    for (rest(turn); !shared_.is_shut(); rest(turn)) {  // a driver may have seen to the word that it is
       Nanos until = work();
       if (until != 0 && warm_some()) until = 0;
       wait(turn, until, false);
     }
-    rest(turn);
     if (!shared_.has_failed()) close_all();
   } catch (const std::exception& error) {
     fail(error);

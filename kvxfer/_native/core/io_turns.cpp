@@ -53,7 +53,21 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
 }
 
 void IoThread::leave() {
-  if (--turn_.drivers == 0 && is_resting_) undriven_.notify_one();
+  if (--turn_.drivers != 0) return;
+  if (is_resting_) undriven_.notify_one();
+  if (!is_letting_) return;
+  const std::lock_guard lock(letting_);
+  let_.notify_one();
+}
+
+// Without the turn. Whatever woke this thread, a driver at work sees it when it next looks at the sockets; to wait for the
+// turn would make it pay for handing it over each time. One that is asleep may not have been woken: see rest().
+void IoThread::let_drive() {
+  if (turn_.drivers == 0) return;
+  std::unique_lock lock(letting_);
+  is_letting_ = true;
+  let_.wait(lock, [this] { return turn_.drivers == 0 || is_driver_asleep_; });
+  is_letting_ = false;
 }
 
 void IoThread::help(bool is_polling) noexcept {
@@ -99,10 +113,16 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
     const Nanos spin = is_driver ? kDriverSpin : quick_ >= kQuickMin ? kSpin : 0;
     sleeps_until_ = until;
     is_napping_ = is_polled;
+    if (is_driver) is_driver_asleep_ = true;
     turn.unlock();
     const Nanos began = monotonic_now();
     count = wait_unlocked(events, kEventsMax, until, is_polled, spin);
     const bool is_quick = monotonic_now() - began < kQuick;
+    if (is_driver) {
+      is_driver_asleep_ = false;
+    } else {
+      let_drive();
+    }
     turn.lock();
     if (!is_driver && !is_polled) quick_ = is_quick ? std::min(quick_ + 1, kQuickMax) : 0;
     sleeps_until_ = 0;

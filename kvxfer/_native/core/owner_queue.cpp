@@ -2,6 +2,8 @@
 
 #include <sys/eventfd.h>
 
+#include <algorithm>
+
 namespace kvxfer {
 namespace {
 
@@ -29,6 +31,7 @@ bool OwnerQueue::push(OwnerEvent event, Nanos now) {
     if (is_urgent && !is_signalled_) progress_signalled_at_ = now;
   } else {
     if (const auto* notif = std::get_if<NotifReceived>(&event)) notification_bytes_ += notif->payload.size() + kNotificationEventBytes;
+    if (const auto* final = std::get_if<TransferFinal>(&event); final != nullptr && progress_.count(final->id) != 0) outrun_.insert(final->id);
     if (std::holds_alternative<SessionRefused>(event) && ++refusals_ > kRefusalsMax) return false;
     if (std::holds_alternative<OfferEnded>(event) && ++offers_ > kOffersMax) drop_offers();
     events_.push_back(std::move(event));
@@ -72,6 +75,14 @@ void OwnerQueue::signal() { ::eventfd_write(fd_.get(), 1); }
 std::vector<OwnerEvent> OwnerQueue::take() {
   eventfd_t written;
   if (signals_owed_ != 0 && ::eventfd_read(fd_.get(), &written) == 0) signals_owed_ -= written;
+  if (!outrun_.empty()) {
+    const auto is_outrun = [this](const OwnerEvent& event) {
+      const auto* progress = std::get_if<TransferProgress>(&event);
+      return progress != nullptr && outrun_.count(progress->id) != 0;
+    };
+    events_.erase(std::remove_if(events_.begin(), events_.end(), is_outrun), events_.end());
+    outrun_.clear();
+  }
   progress_.clear();
   notification_bytes_ = refusals_ = offers_ = 0;
   is_signalled_ = false;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <unordered_map>
+#include <unordered_set>
 
 #include "fd.hpp"
 #include "machines/effects.hpp"
@@ -28,7 +29,8 @@ class OwnerQueue {
 
   int fd() const { return fd_.get(); }
   // Returns whether the owner is to be signalled now. Of a transfer's progress only the newest is kept, and where nothing
-  // else is there its signal waits until due(): an owner woken for every chunk takes the core that moves the bytes. Of ended
+  // else is there its signal waits until due(): an owner woken for every chunk takes the core that moves the bytes. Of one
+  // that is final too none is taken: its end says more. Of ended
   // offers, which peers cause and nobody waits for, the oldest of too many are dropped.
   bool push(OwnerEvent event, Nanos now);
   Nanos due() const { return due_; }
@@ -46,6 +48,7 @@ class OwnerQueue {
   Fd fd_;
   std::vector<OwnerEvent> events_;
   std::unordered_map<TransferId, size_t, TransferIdHash> progress_;  // where in events_
+  std::unordered_set<TransferId, TransferIdHash> outrun_;            // final, with progress still in events_
   size_t notification_bytes_ = 0, refusals_ = 0, offers_ = 0;
   bool is_signalled_ = false;
   uint64_t signals_owed_ = 0;  // decided, and not yet read from the eventfd: perhaps not even written
