@@ -4,10 +4,10 @@ usage: engine.py '{"llm": {...}, "transfer": {...} or null, "pause_s": 0.0}'
 
 "pause_s" is slept after each step, so that a test finds a prompt half computed.
 
-Commands: {"op": "add", "id", "ids", "n", "kv"}, {"op": "abort", "id"}, {"op": "ask", "what": "free" | "digests" |
-"busy" | "moved"}. Events: {"event": "ready"}, {"event": "first", "id"}, {"event": "done", "id", "tokens", "kv",
-"reason", "ms", "first_ms", "loaded_ms"}, {"event": "answer", "value"}. "loaded_ms": until its KV was there, as vLLM's
-scheduler was told of it, by whatever connector.
+Commands: {"op": "add", "id", "ids", "n", "kv"}, {"op": "abort", "id"}, {"op": "pause", "s"}, {"op": "ask", "what":
+"free" | "digests" | "busy" | "moved" | "nixl"}. Events: {"event": "ready"}, {"event": "first", "id"}, {"event": "done",
+"id", "tokens", "kv", "reason", "ms", "first_ms", "loaded_ms"}, {"event": "answer", "value"}. "loaded_ms": until its KV
+was there, as vLLM's scheduler was told of it, by whatever connector.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class Driver:
         elif command["op"] == "abort":
             self.engine.abort_request([command["id"]])
             tell(event="done", id=command["id"], tokens=[], kv=None, reason="abort", ms=0.0, first_ms=0.0)
+        elif command["op"] == "pause":
+            self.pause_s = command["s"]
         else:
             tell(event="answer", value=self.answer(command["what"]))
 
@@ -115,6 +117,8 @@ class Driver:
             return self.scheduler.has_requests()
         if what == "moved":
             return self.moved
+        if what == "nixl":
+            return sys.modules["nixl._api"].__file__
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group().worker_half.digests.as_dict()

@@ -96,6 +96,10 @@ class Engine:
         self._send(op="ask", what=what)
         return await asyncio.wait_for(self._answers.get(), ANSWER_S)
 
+    def pause(self, seconds: float) -> None:
+        """Sleep so long after each step from now on."""
+        self._send(op="pause", s=seconds)
+
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
         self.process.send_signal(number)
@@ -156,6 +160,7 @@ class Cluster:
             "coordinator",
             "--token-file",
             str(self.directory / "cluster-token"),
+            f"--exit-with-parent={os.getpid()}",
             stdout=asyncio.subprocess.PIPE,
         )
         assert self._coordinator.stdout is not None
