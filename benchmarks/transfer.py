@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from measure import checksums, small, stages, tables
 from measure import report as reports
-from measure import small, stages, tables
 from measure.contenders import (
     HUGE,
     LIMITS,
@@ -44,7 +44,7 @@ from measure.contenders import (
 from measure.ends import HERE, Reference, Site, WorkerFailed
 from measure.rows import Room, Turns
 from measure.sites import consent_to_shared_huge, netns_obstacle, shared_huge_obstacle, two_namespaces
-from measure.stages import NAMESPACES, Stage
+from measure.stages import NAMESPACES, ONE_HOST, Stage
 from peers.limits import LimitsLibrary
 
 RESULTS = HERE / "RESULTS.md"
@@ -104,6 +104,10 @@ class Run:
             if why := shared_huge_obstacle():
                 return why
             stack.enter_context(consent_to_shared_huge())
+        return self.place(stack, site)
+
+    @staticmethod
+    def place(stack: contextlib.ExitStack, site: str) -> Site | str:
         if site != NAMESPACES:
             return Site()
         return netns_obstacle() or stack.enter_context(two_namespaces())
@@ -123,10 +127,18 @@ class Run:
             self.report.rows.append(row)
             print(f"{self.elapsed_s:5.0f}s  {tables.line(row)}", flush=True)
 
-    def small(self, what: str, do: Callable[[Room], Any], pool_bytes: int) -> Any:
+    def small(self, what: str, do: Callable[[Room], Any], pool_bytes: int, at: str = ONE_HOST) -> Any:
         """One of the small measurements in a room of its own."""
+        with contextlib.ExitStack() as stack:
+            site = self.place(stack, at)
+            if isinstance(site, str):
+                self.leave_out(f"{what}, {at}", site)
+                return None
+            return self.small_at(site, what, do, pool_bytes)
+
+    def small_at(self, site: Site, what: str, do: Callable[[Room], Any], pool_bytes: int) -> Any:
         reference = Reference(pool_bytes)
-        room = Room(Site(), reference)
+        room = Room(site, reference)
         try:
             found = do(room)
             print(f"{self.elapsed_s:5.0f}s  {what}: {found}", flush=True)
@@ -143,6 +155,16 @@ class Run:
         options, report, library, against = self.options, self.report, self.library, self.against
         lanes = options.small_lanes.split(",")
         pool = report.pool_bytes
+        for at in (ONE_HOST, NAMESPACES) if options.checksums else ():
+            report.checksums += (
+                self.small(
+                    "checksums",
+                    lambda room, at=at: checksums.cost(room, at, library, report.nbytes, report.pairs),
+                    pool,
+                    at,
+                )
+                or []
+            )
         if options.latency:
             report.latency = (
                 self.small("latency", lambda room: small.latency(room, lanes, library, against), pool) or []
@@ -204,6 +226,7 @@ def parse() -> argparse.Namespace:
     add("--one-shot", dest="lists", action="append_const", const=ONE_SHOT, help="lists given while the clock runs")
     add("--netns", action="store_true", help="the ends in two network namespaces, made for this (root only)")
     add("--latency", action="store_true", help="one 4K block, and a notification")
+    add("--checksums", action="store_true", help="what they cost on stream, here and in two namespaces")
     add("--post-cost", action="store_true", help="of the posting call")
     add("--held-gil", action="store_true", help="speed while the source's Python holds its GIL")
     add("--idle-peers", type=int, default=0, metavar="N", help="processor time of N idle sessions")
@@ -218,7 +241,7 @@ def parse() -> argparse.Namespace:
     if options.fairness:
         options.at_once = "64"
     if options.table:
-        options.latency = options.post_cost = options.held_gil = True
+        options.latency = options.post_cost = options.held_gil = options.checksums = True
         options.idle_peers = options.idle_peers or 256
         options.plot = options.plot or str(PLOT)
     if options.table or options.plot or options.rewrite:

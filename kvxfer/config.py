@@ -18,7 +18,9 @@ def check_positive(name: str, value: float, *, maximum: float = math.inf) -> Non
         raise ConfigError(f"{name} must be above 0{at_most}, not {value!r}")
 
 
-CHECKS = ("off", "on", "sampled")
+CHECKS = ("off", "auto", "on", "sampled")
+"""``auto``: what another host sends (lane ``stream``) is checked; ``sampled``: one transfer in 16, where its lane has
+checksums; ``on``: every transfer, and lanes without checksums of its memory are not taken."""
 
 
 def check_checks(name: str, value: str) -> None:
@@ -103,7 +105,7 @@ class AgentConfig:
     stripes: int = 1
     """Connections to one peer over which its transfers may be spread (lanes ``stream`` and ``unix``)."""
     stream_checks: str = "off"
-    """Whether posts over registered memory carry CRC-32Cs: ``off``, ``on``, or ``sampled`` (one transfer in 16)."""
+    """When posts over registered memory carry CRC-32Cs, which ``stream`` and ``unix`` alone can: one of CHECKS."""
     notifications_max: int = 1024
     """Unacknowledged notifications to one peer."""
     notification_bytes_max: int = 65536

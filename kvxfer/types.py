@@ -209,7 +209,7 @@ class CompatibilityRecord:
         """Parse what :meth:`to_json` wrote; raise InvalidArgument for anything else."""
         try:
             values: Any = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"compatibility record is not JSON: {error}") from None
         types = {field.name: (int if field.type == "int" else str) for field in dataclasses.fields(cls)}
         if not isinstance(values, dict) or set(values) != set(types):
@@ -259,6 +259,8 @@ class RegionRecord:
     def __post_init__(self) -> None:
         if not 0 <= self.region_id < 1 << 32:
             raise InvalidArgument(f"region id {self.region_id} does not fit 32 bits")
+        if not 0 <= self.device < 1 << 64:
+            raise InvalidArgument(f"device {self.device} does not fit 64 bits")
         if not (0 < self.address < 1 << 64 and 0 < self.length_bytes <= (1 << 64) - self.address):
             raise InvalidArgument(f"{self.length_bytes} bytes at {self.address:#x} are no memory")
 
@@ -271,7 +273,7 @@ class RegionRecord:
         """Parse what :meth:`to_json` wrote; raise InvalidArgument for anything else."""
         try:
             values: Any = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"region record is not JSON: {error}") from None
         kinds = {field.name: _RECORD_KINDS.get(str(field.type), str) for field in dataclasses.fields(cls)}
         if not isinstance(values, dict) or set(values) != set(kinds):

@@ -11,6 +11,8 @@ from measure.rows import Comparison, Row
 K, M = 1 << 10, 1 << 20
 LIMIT_BAR = 0.9
 UCX_BAR = 0.97
+CHECKSUMS_BAR = 0.1
+"""What part of the speed checksums may take on `stream`."""
 PLAIN = "plain TCP"
 LIMITS_NAMES = ("memcpy", "process_vm_readv", PLAIN, "plain Unix socket")
 

@@ -32,6 +32,7 @@ class Report:
     post_cost: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     held_gil: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     idle_peers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    checksums: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     left_out: list[str] = dataclasses.field(default_factory=list)
     """What was asked for and not measured, each with why."""
     seconds: float = 0.0

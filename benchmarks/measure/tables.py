@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from measure.bars import bar, is_held
+from measure.bars import CHECKSUMS_BAR, bar, is_held
 from measure.contenders import show_size
 from measure.report import Report
 from measure.rows import Comparison, Row, Spread
@@ -43,7 +43,8 @@ def markdown(report: Report) -> str:
     parts = [_head(report)]
     for key, group in itertools.groupby(report.rows, _key):
         parts.append(_table(key, list(group)))
-    parts += [_directions(report.rows), _fairness(report.rows), _latency(report), _post_cost(report), _rest(report)]
+    parts += [_directions(report.rows), _fairness(report.rows), _checksums(report)]
+    parts += [_latency(report), _post_cost(report), _rest(report)]
     return "\n".join(part for part in parts if part) + "\n"
 
 
@@ -154,6 +155,40 @@ def _fairness(rows: Iterable[Row]) -> str:
         shown = f"**{shown}**" if least and row.slowest_to_median > 1.3 else shown
         table.append([f"`{row.lane}`", str(row.at_once), show_size(row.block_bytes), shown, least])
     return "## Fairness\n\nTime from the first post to each transfer's own end.\n\n" + _grid(table) + "\n"
+
+
+def _checksums(report: Report) -> str:
+    if not report.checksums:
+        return ""
+    head = [
+        "where",
+        "direction",
+        "block",
+        "off GB/s",
+        "on GB/s",
+        f"costs (bar {CHECKSUMS_BAR:.0%})",
+        "cpu s/GB off",
+        "on",
+    ]
+    table = [head]
+    for entry in report.checksums:
+        case = [entry["site"], entry["op"], show_size(entry["block_bytes"])]
+        if "error" in entry:
+            table.append([*case, f"did not run: {entry['error']}", "", "", "", ""])
+            continue
+        cost, cpu = entry["cost"], entry["cpu_s_per_gb"]
+        shown = f"{cost['median']:.1%}"
+        if cost["median"] >= CHECKSUMS_BAR:
+            shown = f"**{shown}**"
+        shown += f" ({cost['low']:.1%} to {cost['high']:.1%})"
+        table.append(
+            [*case, f"{entry['off']:.2f}", f"{entry['on']:.2f}", shown, f"{cpu['off']:.2f}", f"{cpu['on']:.2f}"]
+        )
+    text = (
+        "`stream` with a CRC-32C of every block, and without, in turns: of the two medians, in brackets the quartiles"
+    )
+    text += " of the pairs. Both ends, and the network between them, share the processors of one machine."
+    return f"## What checksums cost\n\n{text}\n\n{_grid(table)}\n"
 
 
 def _latency(report: Report) -> str:

@@ -719,6 +719,9 @@ class TransferFinal:
     @property
     def confirm_ns(self) -> int: ...
 
+    @property
+    def blocks_checked(self) -> int: ...
+
 class TransferDrained:
     @property
     def id(self) -> bytes: ...

@@ -196,9 +196,9 @@ class Agent:
         checks: str = "off",
     ) -> Pool:
         """A pool in memory made by kvxfer, zeroed, block ``b`` at ``b * block_bytes``: readers on this host can map it
-        (lane ``mapped``), unless ``exposure`` is GRANT. ``checks``: whether blocks travel with CRC-32Cs, from here and
-        to here: ``off``, ``on``, or ``sampled`` (one transfer in 16). Raises LimitExceeded where the host has not so
-        much memory.
+        (lane ``mapped``), unless ``exposure`` is GRANT. ``checks``: when blocks travel with CRC-32Cs, from here and
+        to here: ``off``, ``auto`` (what another host sends), ``on``, or ``sampled`` (one transfer in 16). Raises
+        LimitExceeded where the host has not so much memory.
         """
         return self._pools.allocate(record, block_count, block_bytes, exposure, checks)
 

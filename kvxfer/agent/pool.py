@@ -30,7 +30,7 @@ class Pool:
         self.region = region
         self.segments = tuple(segments)
         self.checks = checks
-        """When its blocks carry CRC-32Cs: ``off``, ``on`` or ``sampled``."""
+        """When its blocks carry CRC-32Cs: one of :data:`kvxfer.config.CHECKS`."""
 
     @property
     def pool_id(self) -> int:

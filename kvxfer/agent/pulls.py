@@ -25,11 +25,11 @@ from kvxfer.errors import (
     TransferCancelled,
     UsageError,
 )
-from kvxfer.policy.lanes import LaneEnd, choose_lanes, explain
+from kvxfer.policy.lanes import LaneEnd, choose_lanes, explain, is_same_host
 from kvxfer.protocol.handshake import check, compare
 from kvxfer.transport.base import DURATION_MAX_S, NO_CONTENT, Blocks, Transport
 from kvxfer.transport.calibrations import Calibrations
-from kvxfer.transport.posts import wants_sums
+from kvxfer.transport.posts import asks_for_sums
 from kvxfer.types import Lane, Member, PoolRecord, TransferId
 
 log = logging.getLogger("kvxfer.agent")
@@ -168,6 +168,8 @@ class Pulls:
             self._transport.give_up(order.transfer_id, member.ref)
             raise
         planned_s = time.monotonic() - order.started_s
+        is_near = is_same_host(self._transport.address, member.address)
+        sums = asks_for_sums(order.checks, order.transfer_id.raw, is_same_host=is_near)
         self._transport.pull(
             order.transfer_id,
             member.ref,
@@ -177,9 +179,9 @@ class Pulls:
             lanes=lanes,
             deadline_s=max(order.deadline_s - planned_s, 0.001),
             content=order.content,
-            wants_sums=wants_sums(order.checks, order.transfer_id.raw),
+            wants_sums=sums,
         )
-        transfer._begin(member.ref, lanes, reasons, planned_s)
+        transfer._begin(member.ref, lanes, reasons, planned_s, has_asked_sums=sums)
 
     def _join(self, order: PullOrder, member: Member) -> tuple[tuple[Lane, ...], Mapping[Lane, str]]:
         """The lanes that join the two pools, best first, and why not the others."""

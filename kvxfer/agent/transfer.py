@@ -45,6 +45,8 @@ class TransferResult:
     bytes_before_complete: int
     """Landed before the source had announced that it is complete."""
     attempts: int
+    blocks_checked: int = 0
+    """Whose CRC-32C was verified before the commit."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -91,6 +93,7 @@ class Transfer:
         self._lanes: tuple[Lane, ...] = ()
         self._reasons: Mapping[Lane, str] = {}
         self._plan_s = 0.0
+        self._has_asked_sums = False
         self._end_with: KvxferError | None = None
 
     @property
@@ -146,8 +149,17 @@ class Transfer:
 
     # --- for the agent, on its loop ---
 
-    def _begin(self, source: AgentRef, lanes: tuple[Lane, ...], reasons: Mapping[Lane, str], plan_s: float) -> None:
+    def _begin(
+        self,
+        source: AgentRef,
+        lanes: tuple[Lane, ...],
+        reasons: Mapping[Lane, str],
+        plan_s: float,
+        *,
+        has_asked_sums: bool = False,
+    ) -> None:
         self._source, self._lanes, self._reasons, self._plan_s = source, lanes, reasons, plan_s
+        self._has_asked_sums = has_asked_sums
         self._lane = lanes[0]
 
     def _moved(self, event: _core.TransferProgress) -> None:
@@ -164,11 +176,12 @@ class Transfer:
             error = self._end_with or from_code(event.code.name, f"transfer {self._transfer_id}: {event.text}")
             self._fail(error, self._state)
             return error
+        is_checked = event.blocks_checked == self._blocks if self._has_asked_sums or event.blocks_checked else None
         result = TransferResult(
             transfer_id=self._transfer_id,
             source=self._source,
             lane=self._lane,
-            lane_reason=explain(self._lane, self._reasons, event.lane_notes),
+            lane_reason=explain(self._lane, self._reasons, event.lane_notes, is_checked=is_checked),
             blocks=self._blocks,
             bytes=self._blocks * self._block_bytes,
             seconds={
@@ -179,6 +192,7 @@ class Transfer:
             },
             bytes_before_complete=event.blocks_before_complete * self._block_bytes,
             attempts=event.attempts,
+            blocks_checked=event.blocks_checked,
         )
         if not self._future.done():
             self._future.set_result(result)

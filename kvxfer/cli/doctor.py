@@ -80,6 +80,8 @@ def lanes() -> list[Finding]:
     """The native core and every lane: usable or not, and why."""
     core = _tried("core", "native core", _native_core)
     found = [core]
+    if core.is_ok:
+        found.append(_tried("core", "checksums", _checksums))
     checks = {
         Lane.MAPPED: _mapped,
         Lane.CMA: _cma,
@@ -107,6 +109,11 @@ def _tried(section: str, name: str, check: Callable[[], str]) -> Finding:
 
 def _native_core() -> str:
     return f"loads from {importlib.import_module('kvxfer._native._core').__file__}"
+
+
+def _checksums() -> str:
+    method = importlib.import_module("kvxfer._native._core").crc32c_methods()[0]
+    return f"CRC-32C by {method}; on unix and stream of pools and registered memory, on the other lanes of pools alone"
 
 
 def _mapped() -> str:

@@ -58,10 +58,23 @@ def choose_lanes(
     return tuple(lanes), reasons
 
 
-def explain(lane: Lane | None, reasons: Mapping[Lane, str], notes: str = "") -> str:
+def is_same_host(ours: DataAddress, theirs: DataAddress) -> bool:
+    """Whether both run on one kernel as one user; nobody is on a host that has no name."""
+    return bool(ours.host_id) and ours.host_id == theirs.host_id
+
+
+def checking_lanes(lanes: Sequence[Lane], reasons: Mapping[Lane, str]) -> tuple[tuple[Lane, ...], Mapping[Lane, str]]:
+    """As :func:`choose_lanes`, without those on which registered memory has no checksums."""
+    found = tuple(lane for lane in lanes if lane in _SENDING_LANES)
+    left_out = {lane: _NO_SUMS for lane in lanes if lane not in _SENDING_LANES}
+    return found, {lane: left_out.get(lane, reason) for lane, reason in reasons.items()}
+
+
+def explain(lane: Lane | None, reasons: Mapping[Lane, str], notes: str = "", *, is_checked: bool | None = None) -> str:
     """One sentence for people: why ``lane`` (``None``: nothing) was used, and why the better ones were not.
 
-    ``notes`` are the native core's, about lanes that looked possible and were given up.
+    ``notes`` are the native core's, about lanes that looked possible and were given up. ``is_checked``: whether every
+    byte had its checksum; ``None``: nobody asked.
     """
     names = list(reasons)
     better = names if lane is None else names[: names.index(lane)] if lane in reasons else []
@@ -70,7 +83,8 @@ def explain(lane: Lane | None, reasons: Mapping[Lane, str], notes: str = "") -> 
         rejected.append(notes)
     if lane is None:
         return "; ".join(rejected) or "no lane is allowed"
-    head = f"{lane.value}: {reasons.get(lane, 'named by the caller')}"
+    checked = {True: ", checksums verified", False: ", without checksums: it has none of this memory", None: ""}
+    head = f"{lane.value}: {reasons.get(lane, 'named by the caller')}{checked[is_checked]}"
     return f"{head} (not {'; '.join(rejected)})" if rejected else head
 
 
@@ -84,16 +98,19 @@ _MERITS = {
 }
 
 
+_SENDING_LANES = (Lane.UNIX, Lane.STREAM)
+_NO_SUMS = "checks are on, and registered memory has checksums on unix and stream alone"
+
 _DEVICE_LANES = (Lane.UCX, Lane.UNIX, Lane.STREAM)
 """These carry memory on a device; the sockets by pinned host memory, with the driver that whoever registered it has."""
 
 
 def _obstacle(lane: Lane, ours: LaneEnd, theirs: LaneEnd) -> str | None:
     """Why ``lane`` cannot join the two, or ``None``."""
-    is_same_host = bool(ours.address.host_id) and ours.address.host_id == theirs.address.host_id
+    are_together = is_same_host(ours.address, theirs.address)
     if lane is Lane.MEMORY:
         is_memory = ours.address.host_id.startswith(MEMORY_HOST)
-        return None if is_memory and is_same_host else "the two agents do not share an in-process network"
+        return None if is_memory and are_together else "the two agents do not share an in-process network"
     for end, where in ((ours, "here"), (theirs, "at the source")):
         if end.address.lanes and lane not in end.address.lanes:
             return f"not served {where} (its operator's lanes, or nothing to load)"
@@ -107,7 +124,7 @@ def _obstacle(lane: Lane, ours: LaneEnd, theirs: LaneEnd) -> str | None:
         return "the source pool is exposed by grant only"
     if lane is Lane.UCX:
         return None
-    if not is_same_host:
+    if not are_together:
         return "the source is on another host, or another user's"
     if not ours.address.unix_path or not theirs.address.unix_path:
         return f"the {'reader' if theirs.address.unix_path else 'source'} listens on no Unix socket"

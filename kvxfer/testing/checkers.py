@@ -64,6 +64,7 @@ class _Transfer:
     first: int
     memory: Memory
     posted_at: int
+    must_check: bool
     landed: dict[int, tuple[bytes, int, int]] = dataclasses.field(default_factory=dict)
     """By own block: what, sampled when, from which life."""
     heard_ok: list[int] = dataclasses.field(default_factory=list)
@@ -146,22 +147,40 @@ class Checkers:
     # --- the destination ---
 
     def pulled(
-        self, life: int, id_: bytes, source: int, blocks: list[int], first: int, memory: Memory, now: int
+        self,
+        life: int,
+        id_: bytes,
+        source: int,
+        blocks: list[int],
+        first: int,
+        memory: Memory,
+        now: int,
+        *,
+        must_check: bool,
     ) -> None:
+        """``must_check``: into a pool with checks."""
         for block in blocks:
             if (life, block) in self._reserved:
                 raise Violation(Invariant.RESERVATION, f"block {block} of life {life} is reserved twice")
             self._reserved[life, block] = id_
-        self._transfers[life, id_] = _Transfer(source, blocks, first, memory, now)
+        self._transfers[life, id_] = _Transfer(source, blocks, first, memory, now, must_check)
 
-    def landed(self, life: int, id_: bytes, block: int, data: bytes, *, sampled_at: int, sampled_from: int) -> None:
-        """Bytes of transfer ``id_`` reached ``block``; they were read from the source's memory at ``sampled_at``."""
+    def landed(
+        self, life: int, id_: bytes, block: int, data: bytes, *, sampled_at: int, sampled_from: int, is_checked: bool
+    ) -> None:
+        """Bytes of transfer ``id_`` reached ``block``; they were read from the source's memory at ``sampled_at``.
+        ``is_checked``: the source said of what sum they must be."""
         holder = self._reserved.get((life, block))
         if holder != id_:
             raise Violation(
                 Invariant.RESERVATION,
                 f"{describe(data)} landed in block {block} of life {life} for {id_.hex()}, but the block is "
                 + (f"reserved for {holder.hex()}" if holder else "the owner's"),
+            )
+        if self._transfers[life, id_].must_check and not is_checked:
+            raise Violation(
+                Invariant.CONFIRMED,
+                f"{describe(data)} landed unchecked for {id_.hex()} in a pool with checks of life {life}",
             )
         self._transfers[life, id_].landed[block] = (data, sampled_at, sampled_from)
 

@@ -195,7 +195,7 @@ class End:
         self._is_landing = False
         if data != sample.data:
             self.process.world.corruption_landed(landing.id)
-        self.process.landed(landing.id, landing.cells[landing.done], data, sample)
+        self.process.landed(landing.id, landing.cells[landing.done], data, sample, is_checked=landing.has_sums)
         landing.sums.append(checksum(data))
         self._count(landing)
         if not self.is_open and self._landing is not None:

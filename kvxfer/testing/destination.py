@@ -59,7 +59,7 @@ class DestinationOwner:
         blocks = [self._free.pop() for _ in range(count)]
         try:
             effects = process.endpoint.pull(
-                order.id, order.source_ref, POOL, blocks, order.first, list(order.lanes),
+                order.id, order.source_ref, POOL, blocks, order.first, self._lanes(order),
                 now + order.deadline_ns, process.rng.getrandbits(64), now, order.content,
             )  # fmt: skip
         except KvxferError as error:
@@ -68,10 +68,25 @@ class DestinationOwner:
             self._world.not_pulled(order.id)
             return
         self._world.log(f"{process!r} pulls {order.id.hex()[:6]} from {order.source!r}")
-        self._world.checkers.pulled(process.life, order.id, order.source.life, blocks, order.first, process.memory, now)
+        self._world.checkers.pulled(
+            process.life,
+            order.id,
+            order.source.life,
+            blocks,
+            order.first,
+            process.memory,
+            now,
+            must_check=process.has_checks,
+        )
         self._pulls[order.id] = (order, blocks)
         self._world.pulled(process, order)
         process.perform(effects)
+
+    def _lanes(self, order: Order) -> list[Any]:
+        """Into a pool with checks also one on which any source sends checksums."""
+        stream = self._process.machines.Lane.STREAM
+        is_added = self._process.has_checks and stream not in order.lanes
+        return [*order.lanes, stream] if is_added else list(order.lanes)
 
     def final(self, effect: Any) -> None:
         if effect.state == self._process.machines.TransferState.COMMITTED:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvxfer.errors import BlocksBusy, InvalidArgument, PeerGone
+from kvxfer.errors import BlocksBusy, InvalidArgument, LaneUnavailable, PeerGone
+from kvxfer.policy.lanes import checking_lanes
 from kvxfer.testing.lane_parties import LaneMaker, Party
 from kvxfer.testing.lane_regions import Memory, Rows, expect_post, has_received, peer_of, post
 from kvxfer.testing.lane_steps import SOON_S, expect, expect_idle, raises, two_parties
@@ -52,11 +53,17 @@ def _pieces(memories: list[Memory], rows: Rows) -> list[bytes]:
     return out
 
 
+def _has_sums(maker: LaneMaker) -> bool:
+    """Whether registered memory goes with checksums there."""
+    return bool(checking_lanes([maker.lane], {})[0])
+
+
 def check_post_bytes(maker: LaneMaker) -> None:
     """Random descriptors in several regions, reads and writes: exactly their bytes, in order, and not one more."""
     random = np.random.default_rng(11)
     foreign = maker.lane is not Lane.MAPPED
     for number in range(8):
+        is_checked = _has_sums(maker) and number > 4
         with two_parties(maker) as (one, other):
             mine = [Memory.register(one, int(random.integers(60_000, 90_000))) for _ in range(2)]
             theirs = [Memory.register(other, 70_000, is_foreign=foreign and i == 1) for i in range(3)]
@@ -74,13 +81,14 @@ def check_post_bytes(maker: LaneMaker) -> None:
                 pieces = _pieces(source, remote if op is Op.READ else local)
                 truth = _expected(destination, local if op is Op.READ else remote, pieces)
                 untouched = [memory.array.copy() for memory in source]
-                done = post(maker, op, one, local, other, remote, wants_sums=number > 4)
+                done = post(maker, op, one, local, other, remote, wants_sums=is_checked)
                 expect_post(maker, [one, other], done, COMMITTED)
                 assert [memory.array.tobytes() for memory in destination] == truth, f"{op}: bytes differ"
                 assert all((m.array == copy).all() for m, copy in zip(source, untouched, strict=True))
                 numbers = done.result()
                 assert numbers.lane is maker.lane, f"went over {numbers.lane}"
                 assert (numbers.bytes, numbers.pieces) == (sum(lengths), count)
+                assert numbers.pieces_checked == (count if is_checked else 0)
 
 
 def check_post_of_indexed_and_strided(maker: LaneMaker) -> None:
@@ -267,6 +275,9 @@ def check_wrong_posts(maker: LaneMaker) -> None:
                 one.poster.post(Op.READ, prepared, ids, of_other, [0], lanes=[maker.lane])
         with raises(InvalidArgument):
             one.poster.post(Op.READ, of_other, None, prepared, None, lanes=[maker.lane])
+        if not _has_sums(maker):
+            with raises(LaneUnavailable):
+                post(maker, Op.READ, one, mine.rows([0], 64), other, theirs.rows([0], 64), wants_sums=True)
         stalled = post(maker, Op.READ, one, mine.rows([0], 8192), other, theirs.rows([0], 8192))
         if not stalled.is_drained:
             with raises(BlocksBusy):

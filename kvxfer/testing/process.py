@@ -180,11 +180,19 @@ class Process:
 
     # --- bytes ---
 
-    def landed(self, id_: bytes, cell: Cell, data: bytes, sample: Sample) -> None:
+    def landed(self, id_: bytes, cell: Cell, data: bytes, sample: Sample, *, is_checked: bool) -> None:
         """Bytes of transfer ``id_`` reach ``cell``, whoever's it is by now."""
         self.memory.write(cell, data)
         if cell.region == POOL:
-            self.world.checkers.landed(self.life, id_, cell.slot, data, sampled_at=sample.at, sampled_from=sample.life)
+            self.world.checkers.landed(
+                self.life,
+                id_,
+                cell.slot,
+                data,
+                sampled_at=sample.at,
+                sampled_from=sample.life,
+                is_checked=is_checked,
+            )
         else:
             self.world.book.landed(self.life, id_, cell, data, sample)
 

@@ -77,7 +77,7 @@ class OneSidedRead:
         if index == self._corrupted:
             data = flipped(data)
             process.world.corruption_landed(self.effect.id)
-        process.landed(self.effect.id, self._to[index], data, sample)
+        process.landed(self.effect.id, self._to[index], data, sample, is_checked=bool(self.effect.sums))
         self._sums.append(checksum(data))
         if index + 1 < len(self._to):
             return self._then(self._sample, index + 1)

@@ -37,6 +37,10 @@ class PostStatistics:
     transfer_us: float
     lane: Lane | None
     attempts: int
+    pieces_checked: int
+    """Whose CRC-32C was verified before the commit, here or by the peer that is written to."""
+    is_checked: bool | None
+    """Whether that is all of them; ``None``: nobody asked, or it is not committed."""
     seconds: Mapping[str, float]
     reasons: Mapping[Lane, str] = dataclasses.field(repr=False)
     lane_notes: str = dataclasses.field(repr=False)
@@ -44,7 +48,7 @@ class PostStatistics:
     @property
     def lane_reason(self) -> str:
         """Why this lane, and why not the better ones."""
-        return explain(self.lane, self.reasons, self.lane_notes)
+        return explain(self.lane, self.reasons, self.lane_notes, is_checked=self.is_checked)
 
 
 class Post:
@@ -62,6 +66,8 @@ class Post:
         on_final: Callable[[Post], None] | None,
         on_drained: Callable[[Post], None] | None,
         begun_ns: int,
+        *,
+        has_asked_sums: bool,
     ) -> None:
         self.plan = plan
         self.transfer_ids = tuple(ids)
@@ -78,6 +84,8 @@ class Post:
         self._end_with: KvxferError | None = None
         self._slowest: _core.TransferFinal | None = None
         self._attempts = 0
+        self._checked = 0
+        self._has_asked_sums = has_asked_sums
         self._begun_ns, self._post_ns, self._final_ns = begun_ns, 0, 0
 
     def __repr__(self) -> str:
@@ -135,6 +143,8 @@ class Post:
         final = self._slowest
         names = ("queue", "wire", "confirm")
         lane = None if final is None else LANES_BACK[final.lane]
+        has_committed = self._state is TransferState.COMMITTED
+        is_checked = self._checked == self.plan.pieces if self._has_asked_sums and has_committed else None
         end_ns = self._final_ns or time.monotonic_ns()
         return PostStatistics(
             bytes=self.plan.nbytes,
@@ -144,6 +154,8 @@ class Post:
             transfer_us=(end_ns - self._begun_ns) / 1e3,
             lane=lane,
             attempts=self._attempts,
+            pieces_checked=self._checked,
+            is_checked=is_checked,
             seconds={name: 0.0 if final is None else getattr(final, f"{name}_ns") / NS_PER_S for name in names},
             reasons=self._reasons,
             lane_notes="" if final is None else final.lane_notes,
@@ -182,6 +194,7 @@ class Post:
     def _finished(self, event: _core.TransferFinal) -> None:
         state = self._states[event.id] = TransferState(int(event.state))
         self._attempts += event.attempts
+        self._checked += event.blocks_checked
         if self._slowest is None or _duration_ns(event) >= _duration_ns(self._slowest):
             self._slowest = event
         if self._state.is_final:

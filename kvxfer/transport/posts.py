@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from kvxfer._native import _core
 from kvxfer.config import AgentConfig
-from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, TransportError
+from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, LaneUnavailable, TransportError
+from kvxfer.policy.lanes import checking_lanes, explain, is_same_host
 from kvxfer.transport.base import Event, Region, Transport, allocate_region
 from kvxfer.transport.calibrations import Calibrations
 from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared
@@ -176,9 +177,10 @@ class Poster:
         on_final: Callable[[Post], None] | None = None,
         on_drained: Callable[[Post], None] | None = None,
     ) -> Post:
-        """Begin to move the bytes. ``lanes``: allowed, best first; ``wants_sums``: whether CRC-32Cs are checked. Until
-        the post drained, the memory that it fills (a read) or reads (a write) is the transport's. The callbacks are
-        made by whoever drains, in the order of the events, and must not block.
+        """Begin to move the bytes. ``lanes``: allowed, best first; ``wants_sums``: whether all bytes go with CRC-32Cs,
+        on the lanes that have them alone (not given: as configured). Until the post drained, the memory that it fills
+        (a read) or reads (a write) is the transport's. The callbacks are made by whoever drains, in the order of the
+        events, and must not block.
 
         Raises InvalidArgument, LimitExceeded, PeerGone, LaneUnavailable (names each lane's obstacle).
         """
@@ -190,17 +192,23 @@ class Poster:
             found = peer.lanes(transport.address, plan.local, plan.remote, allowed, is_read=is_read)
             plan.ways[allowed] = found
         chosen, reasons = found
+        checks = self.config.stream_checks if wants_sums is None else "on" if wants_sums else "off"
+        if checks == "on":
+            chosen, reasons = checking_lanes(chosen, reasons)
+            if not chosen:
+                raise LaneUnavailable(f"no lane joins us and {peer.ref}: {explain(None, reasons)}")
         chosen = self.calibrations.order(peer.ref, peer.address.host_id, chosen, plan.nbytes)
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
         ids = [os.urandom(16) for _ in plan.parts]
         rides = notification if len(ids) == 1 else None
         after = notification if len(ids) > 1 else None
-        post = Post(self, plan, ids, reasons, after, on_final, on_drained, begun_ns)
+        is_near = checks != "auto" or is_same_host(transport.address, peer.address)
+        sums = [asks_for_sums(checks, identity, is_same_host=is_near) for identity in ids]
+        post = Post(self, plan, ids, reasons, after, on_final, on_drained, begun_ns, has_asked_sums=all(sums))
         act = transport.fetch if is_read else transport.push
         with self._lock:
             self._check_failure()
-            for identity, part in zip(ids, plan.parts, strict=True):
-                sums = self._wants_sums(identity) if wants_sums is None else wants_sums
+            for identity, part, has_sums in zip(ids, plan.parts, sums, strict=True):
                 self._posts[identity] = post
                 try:
                     act(
@@ -211,7 +219,7 @@ class Poster:
                         lanes=chosen,
                         deadline_s=deadline_s,
                         notification=rides,
-                        wants_sums=sums,
+                        wants_sums=has_sums,
                     )
                 except BaseException as error:
                     del self._posts[identity]
@@ -281,15 +289,13 @@ class Poster:
             for post in posts:
                 post._broken(error)
 
-    def _wants_sums(self, identity: bytes) -> bool:
-        return wants_sums(self.config.stream_checks, identity)
-
     def _check_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
 
-def wants_sums(checks: str, identity: bytes) -> bool:
-    """Whether one transfer is checked, by the policy ``off``, ``on`` or ``sampled``: one in SAMPLE, the same one
-    whoever asks."""
-    return checks == "on" or (checks == "sampled" and zlib.crc32(identity) % SAMPLE == 0)
+def asks_for_sums(checks: str, identity: bytes, *, is_same_host: bool) -> bool:
+    """Whether checksums are asked for one transfer, by a policy of ``config.CHECKS``; of sampled ones for one in
+    SAMPLE, the same one whoever asks."""
+    is_sampled = checks == "sampled" and zlib.crc32(identity) % SAMPLE == 0
+    return checks == "on" or is_sampled or (checks == "auto" and not is_same_host)

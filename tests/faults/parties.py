@@ -47,7 +47,8 @@ SO_BUF_LOCK, MIN_RTT_AT = 72, 148
 
 
 class Party:
-    """``lanes``: by name, best first. Transfers and posts go by a name of the test's choice: 32 hex digits, or "p1"."""
+    """``lanes``: by name, best first; ``remembered``: how many grants and transfers at most, and how many of those that
+    are over. Transfers and posts go by a name of the test's choice: 32 hex digits, or "p1"."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Party:
         reconnect_s: float = 0.6,
         grant_ttl_s: float = 30.0,
         bind_host: str = "127.0.0.1",
+        remembered: int = AgentConfig.transfers_max,
     ) -> None:
         self.config = AgentConfig(
             lanes=tuple(Lane(lane) for lane in lanes),
@@ -69,6 +71,8 @@ class Party:
             grant_ttl_s=grant_ttl_s,
             bind_host=bind_host,
             insecure=True,
+            grants_max=remembered,
+            transfers_max=remembered,
         )
         binding = NativeBinding(self.config)
         self.ref = AgentRef(name, Incarnation(1, secrets.token_bytes(16)))

@@ -1,42 +1,52 @@
-"""A thousand rounds of everything that ends early: what a process holds afterwards is what it held before."""
+"""A hundred rounds, or a thousand, of everything that ends early: what a process holds then is what it held before."""
 
 from __future__ import annotations
 
+import gc
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from lanes import LANES
-from parties import POISON, Party, resources
+from parties import Party, resources
 
-pytestmark = [pytest.mark.slow, pytest.mark.no_sanitizer]
+from kvxfer.errors import InvalidArgument
 
-ROUNDS, WARM_UP = 1000, 100
+pytestmark = pytest.mark.no_sanitizer
+
 BLOCKS, BLOCK_BYTES = 16, 4096
 SIZE = 64 << 10
 COUNTED = ("descriptors", "sockets", "mappings", "threads")
+MARGINS = {"mappings": 10}
+MARGIN = 2
+"""Of what comes and goes by itself (a timer of UCX, an allocator's arenas); one leaky fault of the eight leaves 12."""
 QUIET_S = 0.6
 """More than a connection takes to be hung up on by both sides (0.5 s)."""
-RSS_MARGIN_KIB = 6 << 10
-"""Of a process that keeps the states of its last 65,536 transfers, each some hundred bytes, and an allocator."""
+REMEMBERED = 128
+"""States of transfers that are over: so few that they are no growth."""
+RSS_MARGIN_KIB = 3 << 10
+"""Of an allocator: a thousand rounds that leak 3 KiB each leave more."""
+GAUGES = ("connections", "sessions_tcp", "sessions_unix")
 
 
 class Pair:
     """Source and reader in this process, so that what either keeps is seen; the reader dials through a gate."""
 
     def __init__(self, lane: str) -> None:
-        options: dict[str, Any] = {"blocks": BLOCKS, "block_bytes": BLOCK_BYTES, "reconnect_s": 5.0}
-        self.source, self.reader = Party("source", [lane], **options), Party("reader", [lane], **options)
-        self.source.open_gate()
-        self.reader.open_gate()
-        self.source.allocate(SIZE)
-        self.reader.allocate(SIZE)
-        self.introduce()
-        self.source.fill(1)
+        self.lane = lane
         self.outcomes: dict[str, int] = {}
+        self.source, self.reader = self.open("source"), self.open("reader")
+        self.introduce()
+
+    def open(self, name: str) -> Party:
+        party = Party(name, [self.lane], blocks=BLOCKS, block_bytes=BLOCK_BYTES, reconnect_s=5.0, remembered=REMEMBERED)
+        party.open_gate()
+        party.allocate(SIZE)
+        if name == "source":
+            party.fill(1)
+        return party
 
     def introduce(self) -> None:
         """Whoever of the two dials, it is through a gate."""
@@ -49,6 +59,12 @@ class Pair:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         party.posts.pop(transfer, None)
 
+    def pull(self) -> None:
+        transfer = secrets.token_hex(16)
+        self.source.grant(transfer, list(range(BLOCKS)), BLOCKS, reader="reader")
+        self.reader.pull(transfer, "source", list(range(BLOCKS)))
+        self.ended(self.reader, transfer)
+
     def cancelled_pull(self) -> None:
         transfer = secrets.token_hex(16)
         self.source.grant(transfer, list(range(BLOCKS)), BLOCKS // 2, reader="reader")
@@ -58,7 +74,10 @@ class Pair:
 
     def late_pull(self) -> None:
         transfer = secrets.token_hex(16)
-        self.reader.pull(transfer, "source", [0], deadline_s=0.002)
+        try:
+            self.reader.pull(transfer, "source", [0], deadline_s=0.005)
+        except InvalidArgument:
+            return  # this thread was held up for so long
         self.ended(self.reader, transfer)
 
     def reset_pull(self) -> None:
@@ -123,15 +142,37 @@ class Pair:
         self.source.close()
 
 
+class Lives(Pair):
+    """In each round one of the two ends, and another life of it takes its place: it registers memory, connects and
+    transfers."""
+
+    FAULTS = (
+        Pair.pull,
+        Pair.cancelled_pull,
+        Pair.read,
+        Pair.reset_pull,
+        Pair.late_pull,
+        Pair.cancelled_write,
+        Pair.revoked_pull,
+    )
+
+    def round(self, number: int) -> None:
+        name, other = ("source", self.reader) if number % 2 else ("reader", self.source)
+        getattr(self, name).close()
+        other.peer_dead(name)
+        setattr(self, name, self.open(name))
+        self.introduce()
+        self.FAULTS[number % len(self.FAULTS)](self)
+
+
 @pytest.fixture(params=LANES)
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(request.param)
-    yield made
-    made.close()
+def lane(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def held() -> dict[str, int]:
     """What this process holds once what is closing has closed: nothing of it changes any more."""
+    gc.collect()
     last, since_s = resources(), time.monotonic()
     end_s = since_s + 10.0
     while time.monotonic() < min(since_s + QUIET_S, end_s):
@@ -143,13 +184,15 @@ def held() -> dict[str, int]:
     return last
 
 
-def test_a_thousand_rounds(pair: Pair, record_property: Any) -> None:
+def check_rounds(pair: Pair, rounds: int, record_property: Any) -> None:
+    """Play ``rounds`` of them after some to warm up; nothing is held afterwards that was not before."""
     threads = threading.active_count()
-    for number in range(WARM_UP):
+    for number in range(max(rounds // 10, 2 * len(pair.FAULTS))):
         pair.round(number)
     pair.settle()
     before = held()
-    for number in range(ROUNDS):
+    gauges = [{name: party.statistics()[name] for name in GAUGES} for party in (pair.source, pair.reader)]
+    for number in range(rounds):
         pair.round(number)
     pair.settle()
     after = held()
@@ -157,8 +200,27 @@ def test_a_thousand_rounds(pair: Pair, record_property: Any) -> None:
     record_property("after", after)
     print(f"before {before} after {after} outcomes {pair.outcomes}")
     for name in COUNTED:
-        assert after[name] <= before[name] + (4 if name == "mappings" else 0), (name, before, after)
+        assert after[name] <= before[name] + MARGINS.get(name, MARGIN), (name, before, after)
     assert after["rss_kib"] <= before["rss_kib"] + RSS_MARGIN_KIB, (before, after)
     assert threading.active_count() <= threads + 2
+    for party, most in zip((pair.source, pair.reader), gauges, strict=True):
+        found = party.statistics()
+        assert all(found[name] <= most[name] for name in GAUGES), (most, found)
+        assert [pool.quarantined for pool in party.transport.counts().pools] == [0]
     assert {"cancelled", "deadline", "committed", "grant_revoked"} <= set(pair.outcomes)
-    assert (pair.reader.memory[BLOCKS * BLOCK_BYTES :] == POISON).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rounds"),
+    [
+        pytest.param(Pair, 100, id="one-pair-100"),
+        pytest.param(Pair, 1000, id="one-pair-1000", marks=pytest.mark.slow),
+        pytest.param(Lives, 300, id="many-lives-300", marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_held_after(lane: str, kind: type[Pair], rounds: int, record_property: Any) -> None:
+    pair = kind(lane)
+    try:
+        check_rounds(pair, rounds, record_property)
+    finally:
+        pair.close()

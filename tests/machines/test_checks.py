@@ -74,9 +74,9 @@ def test_payload_that_must_have_sums_and_has_none_is_thrown_away() -> None:
 SUMS = [zlib.crc32(bytes([n]) * 16) for n in range(4)]
 
 
-def pull(pair: CheckedPair, lane: Any, *, pool: int = 2, wants_sums: bool = False) -> None:
+def pull(pair: CheckedPair, *lanes: Any, pool: int = 2, wants_sums: bool = False) -> None:
     b = pair.ends["b"]
-    spec = (ID, pair.refs["a"], pool, [8, 9, 10, 11], 0, [lane], pair.now + 600 * S, 7, pair.now)
+    spec = (ID, pair.refs["a"], pool, [8, 9, 10, 11], 0, list(lanes), pair.now + 600 * S, 7, pair.now)
     pair.do("b", b.pull(*spec, wants_sums=wants_sums))
     pair.pump()
 
@@ -86,24 +86,81 @@ def grant(pair: CheckedPair, *, pool: int = 2) -> None:
 
 
 def test_the_owners_sums_go_beside_the_ids() -> None:
-    """What was given with `ready` reaches the reader with the blocks it is of; a block without one is not checked."""
+    """What was given with `ready` reaches the reader with the blocks it is of."""
     pair = ready_pair()
     a = pair.ends["a"]
     grant(pair)
     pull(pair, Lane.MEMORY)
-    pair.do("a", a.ready(ID, 2, 0, False, pair.now, SUMS[:2]))
-    pair.pump()
-    (read,) = pair.take("b", _core.ReadBlocks)
-    assert (read.from_blocks, read.sums) == ([0, 1], SUMS[:2])
-    pair.do("a", a.ready(ID, 3, 0, False, pair.now))
-    pair.do("a", a.ready(ID, 4, 0, True, pair.now, SUMS[3:]))
-    pair.pump()
-    pair.do("b", pair.ends["b"].read_landed(read.id, read.token, pair.now))
-    (read,) = pair.take("b", _core.ReadBlocks)
-    assert (read.from_blocks, read.sums) == ([2, 3], [])
+    for known in (2, 4):
+        pair.do("a", a.ready(ID, known, 0, known == 4, pair.now, SUMS[known - 2 : known]))
+        pair.pump()
+        (read,) = pair.take("b", _core.ReadBlocks)
+        assert (read.from_blocks, read.sums) == ([known - 2, known - 1], SUMS[known - 2 : known])
+        if known == 2:
+            pair.do("b", pair.ends["b"].read_landed(read.id, read.token, pair.now))
     pair.do("b", pair.ends["b"].read_stopped(read.id, read.token, Code.checksum, "block 2", pair.now))
     pair.pump()
-    assert pair.finals("b") == [("FAILED", "checksum")]
+    (final,) = pair.take("b", _core.TransferFinal)
+    assert (final.code, final.blocks_done, final.blocks_checked) == (Code.checksum, 2, 2)
+
+
+def test_a_pool_with_checks_takes_nothing_unchecked() -> None:
+    """Where the source gave no sums, a lane that reads by itself is left for one on which it sends them."""
+    pair = ready_pair()
+    a = pair.ends["a"]
+    grant(pair)
+    pull(pair, Lane.MEMORY, Lane.STREAM)
+    pair.do("a", a.ready(ID, 1, 0, False, pair.now, SUMS[:1]))
+    pair.pump()
+    (read,) = pair.take("b", _core.ReadBlocks)
+    pair.do("b", pair.ends["b"].read_landed(read.id, read.token, pair.now))
+    pair.do("a", a.ready(ID, 4, 0, True, pair.now))
+    pair.pump()
+    assert pair.take("b", _core.ReadBlocks) == []
+    (send,) = pair.take("a", _core.SendData)
+    assert (send.frame.has_sums, send.frame.first, send.frame.count) == (True, 1, 3)
+    session = next(theirs for key, (_, theirs) in pair.peer_session.items() if key == ("a", send.session))
+    landing = pair.ends["b"].data_arrives(session, send.frame, pair.now)
+    pair.do("b", pair.ends["b"].read_landed(ID, landing.token, pair.now))
+    pair.do("a", a.data_sent(send.session, ID, send.frame.attempt, 3, pair.now))
+    pair.pump()
+    (final,) = pair.take("b", _core.TransferFinal)
+    assert (final.state.name, final.lane, final.blocks_checked) == ("COMMITTED", Lane.STREAM, 4)
+    assert "no checksums" in final.lane_notes
+
+
+def test_without_a_lane_that_checks_there_is_none() -> None:
+    pair = ready_pair()
+    grant(pair)
+    pull(pair, Lane.MEMORY)
+    pair.do("a", pair.ends["a"].ready(ID, 4, 0, True, pair.now))
+    pair.pump()
+    (final,) = pair.take("b", _core.TransferFinal)
+    assert (final.code, final.blocks_done) == (Code.no_lane, 0)
+
+
+def test_what_the_source_says_of_its_blocks_is_looked_at_without_being_asked_for() -> None:
+    pair = ready_pair()
+    grant(pair)
+    pull(pair, Lane.MEMORY, pool=1)
+    pair.do("a", pair.ends["a"].ready(ID, 4, 0, True, pair.now, SUMS))
+    pair.pump()
+    (read,) = pair.take("b", _core.ReadBlocks)
+    assert read.sums == SUMS
+
+
+@pytest.mark.parametrize(("lane", "checked"), [(Lane.STREAM, 4), (Lane.MEMORY, 0)])
+@pytest.mark.parametrize("op", ["fetch", "push"])
+def test_a_post_says_how_much_of_it_was_checked(op: str, lane: Any, checked: int) -> None:
+    """Registered memory that is read by its reader alone has no sums."""
+    pair = ready_pair()
+    name, local, remote = ("b", [(9, 0, 16, 16, 4)], [(7, 0, 16, 16, 4)])
+    if op == "push":
+        name, local, remote = "a", remote, local
+    pair.post(name, op, ID, local, remote, lanes=[lane], wants_sums=True)
+    pair.run()
+    (final,) = pair.take(name, _core.TransferFinal)
+    assert (final.state.name, final.blocks_done, final.blocks_checked) == ("COMMITTED", 4, checked)
 
 
 def test_stream_takes_the_owners_sums_or_has_them_computed() -> None:

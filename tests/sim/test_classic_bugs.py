@@ -23,7 +23,7 @@ CAUGHT_BY = {
     "FREE_BEFORE_DRAIN": {Invariant.RESERVATION},
     "COMMIT_TWICE": {Invariant.ONCE},
     "RENEW_REVIVES": {Invariant.ONCE, Invariant.CONFIRMED},
-    "MIX_TWO_SOURCES": {Invariant.CONFIRMED},
+    "MIX_TWO_SOURCES": {Invariant.CONFIRMED, Invariant.ONCE},  # ONCE: a push that went to another life of its target
     "PUSH_WITHOUT_OFFER": {Invariant.RESERVATION},
     "NOTIFY_BEFORE_COMMIT": {Invariant.NOTIFICATION},
 }

@@ -138,12 +138,12 @@ def test_a_closed_transport_says_so(maker: MemoryLaneMaker) -> None:
     destination.transport.close()
 
 
-@pytest.mark.parametrize(("wants_sums", "outcome"), [(True, "checksum"), (False, "committed")])
+@pytest.mark.parametrize(("checks", "outcome"), [(True, "checksum"), (False, "committed")])
 def test_a_checksum_finds_what_changed_on_the_way(
-    maker: MemoryLaneMaker, monkeypatch: pytest.MonkeyPatch, wants_sums: bool, outcome: str
+    maker: MemoryLaneMaker, monkeypatch: pytest.MonkeyPatch, checks: bool, outcome: str
 ) -> None:
     """The owner's checksums, made when it announced the blocks, meet other bytes: nothing commits."""
-    source = make_party(maker, "source", PLAIN, CONFIG, checks=True)
+    source = make_party(maker, "source", PLAIN, CONFIG, checks=checks)
     destination = make_party(maker, "destination", PLAIN, CONFIG)
     introduce(source, destination)
     source.fill(1)
@@ -157,5 +157,5 @@ def test_a_checksum_finds_what_changed_on_the_way(
         return data
 
     monkeypatch.setattr(BlockMemory, "read", flip)
-    pull(maker, destination, source, transfer_id, [3, 4], wants_sums=wants_sums)
+    pull(maker, destination, source, transfer_id, [3, 4])
     expect_outcome(maker, [source, destination], destination, transfer_id, outcome)

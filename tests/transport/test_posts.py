@@ -21,7 +21,7 @@ from kvxfer.errors import (
     TransferCancelled,
     TransportError,
 )
-from kvxfer.transport.posts import Op, Plan, Post, Poster, RemotePeer, wants_sums
+from kvxfer.transport.posts import Op, Plan, Post, Poster, RemotePeer, asks_for_sums
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, RegionRecord, TransferId, TransferState
 
 REF = AgentRef("a", Incarnation(1, bytes(16)))
@@ -100,6 +100,7 @@ class Setting:
                 lane=_core.Lane.STREAM,
                 lane_notes="",
                 attempts=1,
+                blocks_checked=0,
                 queue_ns=1000,
                 wire_ns=2000,
                 confirm_ns=3000,
@@ -264,9 +265,9 @@ def test_sums_are_wanted_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
         setting.poster.start(setting.plan(10), wants_sums=not wanted)
         assert [asked.wants_sums for asked in setting.transport.asked] == [wanted, not wanted]
     ids = [number.to_bytes(16, "big") for number in range(4000)]
-    share = sum(wants_sums("sampled", identity) for identity in ids)
-    assert 150 < share < 350
-    assert [wants_sums("sampled", identity) for identity in ids] == [wants_sums("sampled", i) for i in ids]
+    sampled = [asks_for_sums("sampled", identity, is_same_host=True) for identity in ids]
+    assert 150 < sum(sampled) < 350
+    assert sampled == [asks_for_sums("sampled", identity, is_same_host=False) for identity in ids]
 
 
 def test_two_threads_poll(setting: Setting) -> None:

@@ -1,14 +1,12 @@
 #include "ucx_worker.hpp"
 
 #include "core/shared_endpoint.hpp"
+#include "ucx_key.hpp"
 #include "ucx_read.hpp"
 
 namespace kvxfer {
 namespace {
 
-constexpr uint8_t kKeyVersion = 1;
-constexpr size_t kKeyHeader = 3;
-constexpr size_t kAddressMax = 8 * 1024;
 constexpr int kTurnsMax = 256;                      // of progress in one round
 constexpr Nanos kSpin = 50'000;                     // after something was begun or done
 constexpr Nanos kWakeMax = kMillisecond;            // some transports fail to signal what they finish
@@ -211,34 +209,23 @@ void UcxWorker::describe(const UcxMemory& memory, Map& map) const {
   if (const ucp::Status s = library().rkey_pack(context_->handle(), memory.handle(), &packed, &size); s != ucp::kOk) {
     quiet.fail(library(), "UCX packs no key of the memory", s);
   }
-  std::string key;
-  key.push_back(static_cast<char>(kKeyVersion));
-  key.push_back(static_cast<char>(address_.size() & 0xff));
-  key.push_back(static_cast<char>(address_.size() >> 8));
-  key += address_;
-  key.append(static_cast<const char*>(packed), size);
+  const std::string key(static_cast<const char*>(packed), size);
   library().rkey_buffer_release(packed);
-  if (address_.size() > kAddressMax || key.size() > kMapKeyMax) throw Error(Code::no_lane, "UCX's address and key do not fit a MAP frame");
+  map.key = write_ucx_key(address_, key);
   map.address = reinterpret_cast<uint64_t>(memory.address());
-  map.key = std::move(key);
 }
 
 std::shared_ptr<RemoteMemory> UcxWorker::open(SessionId session, const Map& map) {
-  if (map.region_bytes == 0) throw Error(Code::no_lane, map.key);
-  if (map.key.size() <= kKeyHeader || map.key[0] != kKeyVersion) throw Error(Code::no_lane, "the peer's UCX key has another version than ours");
-  const size_t size = static_cast<uint8_t>(map.key[1]) | static_cast<size_t>(static_cast<uint8_t>(map.key[2])) << 8;
-  if (size == 0 || size > kAddressMax || size >= map.key.size() - kKeyHeader) throw Error(Code::no_lane, "the peer's UCX key is cut short");
-  if (map.address == 0 || map.address + map.region_bytes < map.address) throw Error(Code::no_lane, "the peer's memory has no place");
-  std::string address = map.key.substr(kKeyHeader, size);
+  UcxKeyParts key = read_ucx_key(map);
   std::shared_ptr<UcxPeer> peer = peers_[session].lock();
   if (!peer) {
     for (auto it = peers_.begin(); it != peers_.end();) it = it->second.expired() ? peers_.erase(it) : std::next(it);
-    peer = std::make_shared<UcxPeer>(*this, std::move(address));
+    peer = std::make_shared<UcxPeer>(*this, std::move(key.address));
     peers_[session] = peer;
-  } else if (peer->address() != address) {
+  } else if (peer->address() != key.address) {
     throw Error(Code::no_lane, "the peer's UCX worker is another than before");
   }
-  return std::make_shared<UcxRemote>(std::move(peer), map, map.key.substr(kKeyHeader + size));
+  return std::make_shared<UcxRemote>(std::move(peer), map, std::move(key.packed));
 }
 
 }  // namespace kvxfer

@@ -1,9 +1,6 @@
 // The UCX worker of an agent: endpoints towards peers, and the gets in flight on them. Only the IO thread touches it, and
 // its event descriptor waits in that thread's epoll.
 //
-// A MAP of lane `ucx` has in `key`: 1 byte version (1), 2 bytes length of the worker's address (little-endian), that
-// address, and the rest is the packed remote key. `address` is where the memory lies at the source.
-//
 // An endpoint belongs to what a session's MAPs gave. When the last of that goes, the endpoint is closed by force, and what
 // is in flight on it completes as cancelled once UCX has flushed or destroyed the transport's own endpoints: nothing can
 // land after that. A get cannot be taken back, so whoever made one waits for its completion; the callbacks keep alive what

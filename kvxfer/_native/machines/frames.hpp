@@ -166,7 +166,7 @@ struct Segment {
 // Source to reader: how to read pool or region `pool` by `lane`. region_bytes 0: it cannot be, and `key` is the reason as text.
 //   mapped  the descriptor comes beside it (SCM_RIGHTS)
 //   cma     `address`: where the memory lies in the source; `key`: 8 bytes, where its boot nonce lies
-//   ucx     `address` too; `key`: the packed worker address and remote key (lanes/ucx.hpp)
+//   ucx     `address` too; `key`: the packed worker address and remote key (lanes/ucx_key.hpp)
 // A region has no segments and no blocks.
 struct Map {
   uint32_t pool = 0;

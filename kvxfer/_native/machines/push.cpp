@@ -93,8 +93,9 @@ void PushPost::finish(TransferState state, Code code, const std::string& text, N
   end_grant(now, out);
   state_ = next_state(state_, state == TransferState::Committed ? PushEvent::Done : state == TransferState::Cancelled ? PushEvent::Cancel : PushEvent::Fail);
   const Nanos asked = first_asked_at_ == 0 ? now : first_asked_at_;
-  outcome_ = TransferFinal{way_.id, state_, code, text, lane(), lane_notes_, asked_, state_ == TransferState::Committed ? spec_.local.count() : 0, 0,
-                           asked - posted_at_, now - asked, 0};
+  const uint32_t done = state_ == TransferState::Committed ? spec_.local.count() : 0;
+  const bool is_checked = spec_.wants_sums && !is_one_sided(lane());  // or the destination would not have taken it
+  outcome_ = TransferFinal{way_.id, state_, code, text, lane(), lane_notes_, asked_, done, 0, asked - posted_at_, now - asked, 0, is_checked ? done : 0};
   tell(outcome_, out);
   is_drained_ = true;
   tell(TransferDrained{way_.id}, out);

@@ -52,7 +52,7 @@ TransferState next_state(TransferState state, TransferEvent event) {
 Transfer::Transfer(TransferSpec spec, TransferLimits limits, std::unique_ptr<Hold> into, Nanos now)
     : Post(way_of(spec), limits, now), spec_(std::move(spec)), into_(std::move(into)), nonce_state_(spec_.nonce_seed) {
   if (total() == 0) throw Error(Code::invalid_argument, "a transfer needs at least one block");
-  if (into_->pool() != nullptr && into_->pool()->checks) spec_.wants_sums = true;
+  if (needs_sums()) spec_.wants_sums = true;
   is_complete_ = knows_pieces();
   into_->take();
 }
@@ -134,8 +134,9 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
   read_on(now, out);
 }
 
-Extent Transfer::begin_read(uint32_t count, Nanos now) {
+Extent Transfer::begin_read(uint32_t count, bool is_checked, Nanos now) {
   reading_ = count;
+  reading_is_checked_ = is_checked;
   ++token_;
   read_began_at_ = now;
   if (first_read_at_ == 0) first_read_at_ = now;
@@ -153,19 +154,21 @@ void Transfer::read_on(Nanos now, Effects& out) {
   if (!is_one_sided(lane()) || state_ != TransferState::Reading || reading_ != 0) return;
   const auto known_end = knows_pieces() ? total() : static_cast<uint32_t>(known_base_ + known_.size());
   if (known_end <= done_) return;
-  const Extent to = begin_read(into_->fitting(done_, known_end - done_, limits_.read_bytes_max), now);
-  ReadBlocks read{spec_.id, token_, session_, lane(), {}, to, {}};
+  const uint32_t count = into_->fitting(done_, known_end - done_, limits_.read_bytes_max);
+  std::vector<uint32_t> sums;
+  Extent from;
   if (knows_pieces()) {
-    read.from = spec_.remote.part(spec_.first + done_, reading_);
+    from = spec_.remote.part(spec_.first + done_, count);
   } else {
-    const auto from = known_.begin() + (done_ - known_base_);
-    read.from = Extent{remote_pool_, nullptr, std::make_shared<const std::vector<uint32_t>>(from, from + reading_), 0, reading_};
-    const auto sums = known_sums_.begin() + (done_ - known_base_);
-    if (spec_.wants_sums && std::all_of(sums, sums + reading_, [](const auto& sum) { return sum.has_value(); })) {
-      std::for_each(sums, sums + reading_, [&](const auto& sum) { read.sums.push_back(*sum); });
-    }
+    const auto ids = known_.begin() + (done_ - known_base_);
+    from = Extent{remote_pool_, nullptr, std::make_shared<const std::vector<uint32_t>>(ids, ids + count), 0, count};
+    const auto known = known_sums_.begin() + (done_ - known_base_);
+    for (auto sum = known; sum != known + count && *sum; ++sum) sums.push_back(**sum);
+    if (sums.size() != count) sums.clear();
   }
-  out.push_back(std::move(read));
+  if (sums.empty() && needs_sums()) return next_lane("the pool has checks, and the source no checksums of blocks that are read this way", now, out);
+  const Extent to = begin_read(count, !sums.empty(), now);
+  out.push_back(ReadBlocks{spec_.id, token_, session_, lane(), std::move(from), to, std::move(sums)});
 }
 
 Extent Transfer::on_data(const Data& data, Nanos now, uint64_t& token) {
@@ -179,7 +182,7 @@ Extent Transfer::on_data(const Data& data, Nanos now, uint64_t& token) {
   heard_at_ = now;
   silences_ = 0;
   reading_is_complete_ = data.complete;
-  const Extent to = begin_read(data.count, now);
+  const Extent to = begin_read(data.count, data.has_sums, now);
   token = token_;
   return to;
 }
@@ -195,6 +198,7 @@ void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
   last_landed_at_ = now;
   const bool is_after = is_one_sided(lane()) ? is_complete_ : reading_is_complete_;
   if (!is_after) before_complete_ += count;
+  if (reading_is_checked_) checked_ += count;
   done_ += count;
   move(done_ == total() ? TransferEvent::LandedAll : TransferEvent::Landed);
   tell(TransferProgress{spec_.id, state_, done_, total()}, out);
@@ -268,7 +272,7 @@ void Transfer::finish(TransferState state, Code code, const std::string& text, N
   const Nanos first = first_read_at_ == 0 ? now : first_read_at_;
   const Nanos last = last_landed_at_ == 0 ? first : last_landed_at_;
   outcome_ = TransferFinal{spec_.id, state_, code, text, lane(), lane_notes_, attempt_, done_, before_complete_, first - posted_at_,
-                           reading_ns_, now - last};
+                           reading_ns_, now - last, checked_};
   tell(outcome_, out);
   if (reading_ == 0 || has_bug(Bug::free_before_drain)) drain(out);
 }

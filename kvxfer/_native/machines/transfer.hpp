@@ -48,7 +48,7 @@ struct TransferSpec {
   Nanos deadline = kNever;
   uint64_t nonce_seed = 0;  // random; nonces of this transfer are drawn from it
   Bytes32 content{};        // of what the blocks are taken to hold; zero: not said
-  bool wants_sums = false;
+  bool wants_sums = false;  // where the source can give them; what lands in a pool with checks must have them
   PieceList remote;         // what is read, where that is known: of a fetch, of a peer's push
   bool is_offered = false;  // a peer's push asked for it: the source has the grant, and knows the pieces
   std::optional<std::string> notification;  // after the commit: of a fetch to the source's owner, of a push to our own
@@ -91,13 +91,14 @@ class Transfer final : public Post {
   void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) override;
 
  private:
+  bool needs_sums() const { return into_->pool() != nullptr && into_->pool()->checks; }
   bool knows_pieces() const { return spec_.remote.ranges != nullptr; }
   bool is_fetch() const { return knows_pieces() && !is_offered(); }
   void move(TransferEvent event) { state_ = next_state(state_, event); }
   void ask(uint32_t first, Nanos now, Effects& out);
   void ask_verdict(bool is_fresh, Nanos now, Effects& out);
   void read_on(Nanos now, Effects& out);
-  Extent begin_read(uint32_t count, Nanos now);
+  Extent begin_read(uint32_t count, bool is_checked, Nanos now);
   uint32_t end_read(Nanos now);
   void drain(Effects& out);
   uint64_t draw_nonce();
@@ -111,7 +112,7 @@ class Transfer final : public Post {
   uint32_t reasked_ = 0;            // how often the source knew nothing of the question since the last bytes landed
   uint32_t done_ = 0;               // landed, always a prefix
   uint32_t reading_ = 0;            // blocks of the read under way
-  bool reading_is_complete_ = false;
+  bool reading_is_complete_ = false, reading_is_checked_ = false;
   uint64_t token_ = 0;
   uint32_t known_base_ = 0;         // position of known_[0], relative to spec_.first
   std::vector<uint32_t> known_;     // source block ids (one-sided lanes)
@@ -120,7 +121,7 @@ class Transfer final : public Post {
   bool is_complete_ = false;
   bool is_granted_ = false;         // a READY came: the grant exists, renew it
   bool is_given_back_ = false;
-  uint32_t before_complete_ = 0;
+  uint32_t before_complete_ = 0, checked_ = 0;
   uint32_t renew_seq_ = 0;
   Nanos source_ttl_ = 0;            // the longest rest of the grant's life that was told: the source may grant for less than we ask
   Nanos renew_at_ = kNever;

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvxfer.connectors.nixl.errors import nixlBackendError, nixlInvalidParamError, nixlNotFoundError
@@ -48,8 +48,7 @@ class EtcdClient:
 
     def get(self, agent: str, label: str) -> bytes | None:
         """None where there is nothing, or nothing yet. Raises nixlBackendError."""
-        found = self._ask("kv/range", {"key": _encode(self.key(agent, label).encode())}).get("kvs") or []
-        return base64.b64decode(found[0].get("value", "")) or None if found else None
+        return first_value(self._ask("kv/range", {"key": _encode(self.key(agent, label).encode())}))
 
     def wait(self, agent: str, label: str, timeout_s: float) -> bytes:
         """What is there, or comes within ``timeout_s``. Raises nixlNotFoundError, nixlBackendError."""
@@ -79,18 +78,17 @@ class EtcdClient:
         body = {"create_request": {"key": _encode(prefix), "range_end": _encode(_after(prefix)), "filters": ["NOPUT"]}}
         return self._send("watch", body, None)
 
-    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, path: str, body: dict[str, Any]) -> bytes:
         connection, response = self._send(path, body, REQUEST_S)
         try:
             text = response.read(BLOB_BYTES_MAX * 2)
-            answer = json.loads(text)
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException) as error:
             raise nixlBackendError(f"etcd: {path}: {error}") from None
         finally:
             connection.close()
-        if response.status != 200 or not isinstance(answer, dict):
+        if response.status != 200:
             raise nixlBackendError(f"etcd: {path}: HTTP {response.status}: {text[:200]!r}")
-        return answer
+        return text
 
     def _send(
         self, path: str, body: dict[str, Any], timeout_s: float | None
@@ -159,14 +157,34 @@ class EtcdWatch:
 
     def _follow(self, response: http.client.HTTPResponse) -> None:
         for line in iter(lambda: response.readline(1 << 20), b""):
-            answer = json.loads(line)
-            result = answer.get("result") if isinstance(answer, dict) else None
-            for event in (result or {}).get("events") or []:
-                if event.get("type") != "DELETE":
-                    continue
-                agent = self._client.agent_of(base64.b64decode(event.get("kv", {}).get("key", "")))
+            for key in deleted_keys(line):
+                agent = self._client.agent_of(key)
                 if agent is not None:
                     self._on_gone(agent)
+
+
+def first_value(text: bytes) -> bytes | None:
+    """Of the first key in the answer to a range request; None where there is none, or it is empty. Raises
+    nixlBackendError."""
+    with _read(text) as answer:
+        found = answer.get("kvs") or []
+        return base64.b64decode(found[0].get("value", "")) or None if found else None
+
+
+def deleted_keys(line: bytes) -> list[bytes]:
+    """Of one line of a watch. Raises nixlBackendError."""
+    with _read(line) as answer:
+        events = (answer.get("result") or {}).get("events") or []
+        return [base64.b64decode(event["kv"]["key"]) for event in events if event.get("type") == "DELETE"]
+
+
+@contextlib.contextmanager
+def _read(text: bytes) -> Iterator[Any]:
+    """JSON from whatever answers at the endpoint's address: what is not as etcd says it is one error."""
+    try:
+        yield json.loads(text)
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise nixlBackendError(f"etcd answered {text[:200]!r}: {error}") from None
 
 
 def _encode(data: bytes) -> str:

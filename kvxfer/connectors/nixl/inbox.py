@@ -75,11 +75,9 @@ def open_envelope(agent_id: str, payload: bytes) -> tuple[str, bytes] | None:
     kind = payload[:1]
     if kind == HELLO:
         return None
-    if kind == b"\1":
-        return agent_id, payload[1:]
-    length = int.from_bytes(payload[1:3], "little")
-    name = payload[3 : 3 + length].decode(errors="replace")
-    if kind != b"\2" or wire_id(name) != agent_id:
+    end = 3 + int.from_bytes(payload[1:3], "little") if kind == b"\2" else 1
+    name = agent_id if kind == b"\1" else payload[3:end].decode(errors="replace")
+    if kind not in (b"\1", b"\2") or wire_id(name) != agent_id:
         log.warning("agent %s sent a notification that is none, or under a name that is not its own", agent_id)
         return None
-    return name, payload[3 + length :]
+    return name, payload[end:]

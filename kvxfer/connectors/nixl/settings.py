@@ -4,7 +4,7 @@
 ``KVXFER_NIXL_ADVERTISE``   what peers dial, where that differs
 ``KVXFER_NIXL_INSECURE=1``  allow an address that is not loopback: sessions authenticate, and do not encrypt
 ``KVXFER_NIXL_DEADLINE_S``  the most one transfer may take (600)
-``KVXFER_NIXL_CHECKS``      CRC-32C over posts: off, on or sampled (off)
+``KVXFER_NIXL_CHECKS``      CRC-32C over posts: off, auto (from another host), on or sampled (off)
 ``KVXFER_NIXL_BAD_INPUT``   ``none``: the ``get_*_descs`` calls log and return None for bad input, as NIXL does; they
                             raise otherwise
 ``KVXFER_LANES``            the lanes that everything in the process may use
