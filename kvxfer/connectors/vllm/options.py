@@ -38,7 +38,7 @@ class ConnectorOptions:
     """Accept that lane ``stream`` does not encrypt, on a network that is trusted."""
     stripes: int = AgentConfig.stripes
     checks: str = "off"
-    """CRC-32Cs over blocks: ``off``, ``on`` or ``sampled``."""
+    """CRC-32Cs over pages: one of CHECKS."""
     hold_ttl_s: float = 10.0
     """How long a computed prompt waits for a reader that gives no sign of life."""
     hold_life_max_s: float = 600.0

@@ -100,7 +100,11 @@ class Staging:
             self._bytes += size
         try:
             pool = self._agent.allocate_pool(
-                theirs.record, block_count=layers * count, block_bytes=theirs.block_bytes, exposure=Exposure.GRANT
+                theirs.record,
+                block_count=layers * count,
+                block_bytes=theirs.block_bytes,
+                exposure=Exposure.GRANT,
+                checks=self._pools[0].checks,
             )
             try:
                 steps = np.ones(layers, np.int64)

@@ -154,10 +154,11 @@ def member(record: CompatibilityRecord) -> Member:
 async def land(theirs: CompatibilityRecord, cut: Cut = ALONE, *, bytes_max: int = 1 << 30) -> bool:
     ours = cache(RECORD.block_tokens)
     agent = Agent(WorkerInfo("d", Role.DECODE, "m", ""))
-    pool = agent.register_pool(RECORD, ours.store.region, block_count=ours.store.page_count)
+    pool = agent.register_pool(RECORD, ours.store.region, block_count=ours.store.page_count, checks="sampled")
     async with agent:
         staging = Staging(agent, (pool,), (ours.store,), bytes_max)
         async with staging.land(member(theirs), cut, 1, (3, 4), 40) as landing:
+            assert {pool.checks for pool in landing.pools} == {"sampled"}
             return landing.is_staged
 
 
