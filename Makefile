@@ -1,4 +1,4 @@
-# make demo | serve | demo-vllm | test | test-slow | test-vllm | check | fix | sim | fuzz | test-sanitize | bench | bench-peers | stub | test-installed | clean
+# make demo | serve | demo-vllm | test | test-slow | test-vllm | check | fix | sim | fuzz | fuzz-corpus | test-sanitize | bench | bench-peers | stub | test-installed | clean
 #
 #   PYTHON=python3.12                     build with this Python instead of the first 3.11+ found
 #   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
@@ -27,7 +27,7 @@ BUILD_TOOLS = 'scikit-build-core' 'nanobind' 'cmake' 'ninja'
 WITH_TOOLS = PATH="$$PWD/$(VENV)/bin:$$PATH"
 CMAKE = $(WITH_TOOLS) cmake -S kvxfer/_native -G Ninja "-DPython_EXECUTABLE=$$PWD/$(PY)"
 
-.PHONY: help demo serve demo-vllm test test-slow test-vllm check fix sim fuzz test-sanitize asan tsan bench bench-peers stub test-installed clean install native
+.PHONY: help demo serve demo-vllm test test-slow test-vllm check fix sim fuzz fuzz-build fuzz-corpus fuzz-replay test-sanitize asan tsan bench bench-peers stub test-installed clean install native
 
 help:
 	@sed -n '1,7s/^# \{0,1\}//p' Makefile
@@ -39,7 +39,7 @@ serve: install
 	@$(VENV)/bin/kvxfer serve $(ARGS)
 
 # All but those marked slow, which test-slow runs; ARGS='-m ""' is all.
-test: install
+test: install fuzz-replay
 	@$(PY) -m pytest -q -m "not slow" $(ARGS)
 
 test-slow: install
@@ -95,11 +95,34 @@ $(PEERS)/.installed: benchmarks/peers/requirements.txt
 stub: install
 	@$(PY) -m nanobind.stubgen -q -m kvxfer._native._core -o kvxfer/_native/_core.pyi
 
-fuzz: $(VENV)/.installed
-	@rm -rf build/fuzz/CMakeCache.txt
+# Every target, together for SECONDS, under AddressSanitizer and UBSan, from the kept corpus and from what earlier runs found
+# here. The input that breaks one is kept in build/fuzz.
+FUZZERS = connection endpoint frames lists maps
+fuzz:
+	@case "$(SECONDS)" in ''|*[!0-9]*|0*|[1-4]) \
+	    echo "SECONDS=$(SECONDS): a whole number, at least 5, which the targets share" >&2; exit 2;; esac
+	@$(MAKE) fuzz-build
+	@set -- $(FUZZERS); seconds=$$(($(SECONDS) / $$#)); for name; do \
+	    mkdir -p build/fuzz/corpus/$$name; printf '%s: ' $$name; \
+	    build/fuzz/kvxfer_fuzz_$$name build/fuzz/corpus/$$name tests/fuzz/corpus/$$name -max_total_time=$$seconds -max_len=1024 \
+	        -artifact_prefix=build/fuzz/$$name- || exit 1; done
+
+# The kept corpus made anew: of what is kept and what was found, few inputs that touch every edge that all of them do.
+# What has a name that is no hash stays.
+fuzz-corpus: fuzz-build
+	@for name in $(FUZZERS); do \
+	    rm -rf build/fuzz/merged && mkdir -p build/fuzz/merged build/fuzz/corpus/$$name && printf '%s: ' $$name && \
+	    build/fuzz/kvxfer_fuzz_$$name -merge=1 build/fuzz/merged tests/fuzz/corpus/$$name build/fuzz/corpus/$$name || exit 1; \
+	    find tests/fuzz/corpus/$$name -type f ! -name '*[!0-9a-f]*' -delete && mv build/fuzz/merged/* tests/fuzz/corpus/$$name; done
+
+fuzz-build: $(VENV)/.installed
+	@mkdir -p build/fuzz; rm -f build/fuzz/CMakeCache.txt
 	@$(CMAKE) -B build/fuzz -DKVXFER_FUZZ=ON -DKVXFER_SANITIZE=address,undefined >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
-	@$(WITH_TOOLS) cmake --build build/fuzz
-	@UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/fuzz/kvxfer_fuzz $(SECONDS)
+	@$(WITH_TOOLS) cmake --build build/fuzz --target fuzzers >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
+
+# The same targets as the module is built, for tests/fuzz to replay the kept corpus.
+fuzz-replay: native
+	@$(WITH_TOOLS) cmake --build build/native --target fuzzers >build/native.log 2>&1 || { cat build/native.log; exit 1; }
 
 # The native tests once more: with every byte that the core touches watched (address, with undefined behaviour beside it), and
 # with every pair of accesses from two threads (thread).

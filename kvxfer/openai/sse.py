@@ -17,9 +17,14 @@ DONE = b"data: [DONE]\n\n"
 EVENT_BYTES_MAX = 1 << 20
 
 
+def encode_object(obj: Any) -> bytes:
+    """Compact JSON, pure ASCII. Raises ValueError for a number that JSON has not, RecursionError for deep nesting."""
+    return json.dumps(obj, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
 def encode_event(obj: Any) -> bytes:
-    """One ``data:`` event with ``obj`` as compact JSON (pure ASCII, so no line break can appear inside)."""
-    return b"data: " + json.dumps(obj, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n\n"
+    """One ``data:`` event with ``obj`` as :func:`encode_object` writes it: no line break can appear inside."""
+    return b"data: " + encode_object(obj) + b"\n\n"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvxfer.errors import DeadlineExceeded, KvxferError, Overloaded, PeerGone, ProtocolViolation
 from kvxfer.openai.errors import INVALID_REQUEST, SERVER_ERROR, error_body, status_for
+from kvxfer.openai.sse import encode_object
 
 TOO_MANY = 429
 UNAVAILABLE = 503
@@ -122,7 +123,7 @@ def from_event(what: str, content: bytes) -> Failure | None:
 
 
 def _error_object(content: bytes) -> dict[str, Any] | None:
-    """OpenAI's error object out of a worker's bytes, made whole; None where there is none."""
+    """OpenAI's error object out of a worker's bytes, made whole; None where there is none that can be passed on."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
@@ -138,4 +139,8 @@ def _error_object(content: bytes) -> dict[str, Any] | None:
         "code": str(error.get("code") or KvxferError.code),
         "retryable": error.get("retryable") is True,
     }
+    try:
+        encode_object(whole)
+    except (ValueError, RecursionError):
+        return None
     return {"error": whole}

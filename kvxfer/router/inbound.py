@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.openai.errors import RequestError
 from kvxfer.openai.schemas import AnyRequest, CompletionRequest
+from kvxfer.openai.sse import encode_object
 from kvxfer.openai.transfer_params import TransferParams
 from kvxfer.policy.disagg import estimate_tokens
 from kvxfer.router.dialects import leg_body
@@ -40,8 +40,6 @@ class Inbound:
         very limit.
         """
         try:
-            return json.dumps(leg_body(dialect, self.values, params), separators=(",", ":"), allow_nan=False).encode(
-                "ascii"
-            )
+            return encode_object(leg_body(dialect, self.values, params))
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body cannot be passed on as JSON: {error}") from None

@@ -6,10 +6,10 @@ Touches only an object that already has a ``kvxfer`` member; every other byte pa
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
-from kvxfer.errors import ProtocolViolation
-from kvxfer.openai.sse import Event, encode_event
+from kvxfer.openai.sse import Event, encode_event, encode_object
 
 ACCOUNT = "kvxfer"
 _MARK = b'"kvxfer"'
@@ -22,23 +22,21 @@ def has_account(content: bytes) -> bool:
 
 def merge_event(event: Event, extra: dict[str, Any]) -> bytes:
     """The event's bytes, with ``extra`` in its account if it has one."""
-    try:
-        values = event.json()
-    except ProtocolViolation:
-        return event.raw
-    return encode_event(values) if _merge(values, extra) else event.raw
+    return _merged(event.data, encode_event, extra) or event.raw
 
 
 def merge_body(content: bytes, extra: dict[str, Any]) -> bytes:
     """A whole answer's bytes, with ``extra`` in its account if it has one."""
-    if not has_account(content):
-        return content
-    values = json.loads(content)
-    return json.dumps(values, separators=(",", ":")).encode() if _merge(values, extra) else content
+    return (has_account(content) and _merged(content, encode_object, extra)) or content
 
 
-def _merge(values: Any, extra: dict[str, Any]) -> bool:
-    if not isinstance(values, dict) or not isinstance(values.get(ACCOUNT), dict):
-        return False
-    values[ACCOUNT].update(extra)
-    return True
+def _merged(content: bytes, encode: Callable[[Any], bytes], extra: dict[str, Any]) -> bytes | None:
+    """None where there is no account, or what could be read cannot be written again: a number like 1e999."""
+    try:
+        values = json.loads(content)
+        if not isinstance(values, dict) or not isinstance(values.get(ACCOUNT), dict):
+            return None
+        values[ACCOUNT].update(extra)
+        return encode(values)
+    except (ValueError, RecursionError):
+        return None

@@ -22,7 +22,13 @@ from kvxfer.connectors.nixl.errors import nixlBackendError, nixlMismatchError
 from kvxfer.connectors.nixl.inbox import envelope_for, open_envelope
 from kvxfer.connectors.nixl.registry import newest
 from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.openai.errors import RequestError, error_body
+from kvxfer.openai.schemas import load_object
+from kvxfer.openai.sse import EventDecoder, encode_event, encode_object
+from kvxfer.openai.transfer_params import Part, TransferEnd, TransferParams, parse_transfer_params
 from kvxfer.protocol.directory import Change, Hello
+from kvxfer.router import failure, merge
+from kvxfer.router.legs import PREFILL_TIMINGS, Prefilled, has_answer
 from kvxfer.rpc import convert
 from kvxfer.transport.descriptors import Descriptors
 from kvxfer.transport.peer import RemotePeer
@@ -39,6 +45,7 @@ from kvxfer.types import (
     PoolRecord,
     RegionRecord,
     Role,
+    TransferId,
     WorkerInfo,
 )
 
@@ -248,3 +255,56 @@ def test_control_messages(kind: Any, read: Callable[[Any], Any], sample: bytes, 
     message = value_of(lambda: kind.FromString(data.draw(damaged([sample]))), DecodeError)
     if message is not None:
         value_of(lambda: read(message), ProtocolViolation)
+
+
+# --- what the router and the workers tell each other ---
+
+PARAMS = TransferParams(TransferId(bytes(16)), 2, Part.DECODE, TransferEnd("p", 1, "a"), TransferEnd("d", 1, "b"))
+
+
+@settings(max_examples=300)
+@given(damaged([encode_object(PARAMS.to_json())]))
+def test_transfer_params(text: bytes) -> None:
+    found = value_of(lambda: parse_transfer_params(load_object(text)), RequestError)
+    assert found is None or parse_transfer_params(found.to_json()) == found
+
+
+CHUNK = {"choices": [{"text": "a", "delta": {"content": "b"}, "finish_reason": None}], "kvxfer": {"lane": "cma"}}
+EVENTS = [encode_event(CHUNK), encode_event(error_body("busy", code="overloaded")), b"data: [DONE]\n\n"]
+
+
+@settings(max_examples=300)
+@given(damaged(EVENTS))
+@example(EVENTS[0].replace(b'"cma"', b"1e999"))
+@example(EVENTS[1].replace(b'"overloaded"', b"NaN"))
+def test_events_of_a_worker(data: bytes) -> None:
+    """Whatever a stream's events say, the client gets whole events: the worker's own bytes, or JSON."""
+    for event in value_of(lambda: EventDecoder().feed(data), ProtocolViolation) or ():
+        assert has_answer(event) in (True, False)
+        ended = failure.from_event("decode", event.data)
+        assert ended is None or encode_event(ended.body)
+        passed = merge.merge_event(event, {"attempt": 2})
+        assert passed == event.raw or EventDecoder().feed(passed)[0].json()["kvxfer"]["attempt"] == 2
+
+
+@settings(max_examples=300)
+@given(damaged([encode_object(CHUNK), encode_object(error_body("busy"))]), st.sampled_from((400, 429, 500, 503)))
+@example(encode_object(CHUNK).replace(b'"cma"', b"1e999"), 500)
+@example(b'{"error": {"message": "m", "param": 1e999, "more": NaN}}', 500)
+def test_answers_of_a_worker(content: bytes, status: int) -> None:
+    assert encode_object(failure.from_answer("decode", status, content).body)
+    merged = merge.merge_body(content, {"attempt": 2})
+    assert merged == content or json.loads(merged)["kvxfer"]["attempt"] == 2
+
+
+JSON = st.recursive(st.none() | st.floats() | st.text(max_size=3), lambda some: st.lists(some, max_size=2))
+
+
+@given(st.dictionaries(st.sampled_from(sorted(PREFILL_TIMINGS)), JSON))
+@example({"queue_s": float("inf")})
+def test_timings_of_a_prefill_worker(timings: dict[str, Any]) -> None:
+    """They go into D's account, or D's event stays as it is."""
+    account = Prefilled({"timings": timings}).account()
+    [event] = EventDecoder().feed(encode_event(CHUNK))
+    merged = merge.merge_event(event, account)
+    assert merged == event.raw or merged == encode_event({**CHUNK, "kvxfer": {"lane": "cma", **account}})

@@ -1,0 +1,246 @@
+// One endpoint among peers that say anything at any moment, and an owner who does anything too. The input is a program: who
+// connects and proves what, which frames and which raw bytes come, what the owner asks, when time passes and what of the
+// shell's work ends how. Whatever happens, no call throws but as it says, and the rules of endpoint_shell.hpp hold.
+#include "endpoint_shell.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::fuzz;
+
+namespace {
+
+constexpr size_t kLinesMax = 6;
+
+EndpointLimits small_limits(Input& in) {
+  EndpointLimits limits;
+  limits.grants.grants_max = 6;
+  limits.grants.tombstones_max = 8;
+  limits.grants.waiting_max = 4;
+  limits.grants.data_bytes_max = 2 * kBlockBytes;
+  limits.transfers.read_bytes_max = 2 * kBlockBytes;
+  limits.transfers_max = 6;
+  limits.finished_max = 4;
+  limits.sessions_max = 8;
+  limits.notifications_max = 4;
+  limits.notification_bytes_max = 64;
+  limits.stripes = 1 + in.below(2);
+  if (in.below(4) == 0) limits.lanes = static_cast<uint32_t>(in.byte()) | 4;
+  return limits;
+}
+
+class World : public Shell {
+ public:
+  World(Input& in, const EndpointLimits& limits, const PoolInfo& pool, bool has_guests) : Shell(limits, pool, has_guests), in_(in) {}
+
+  void play() {
+    while (!in_.is_empty()) {
+      switch (in_.below(10)) {
+        case 0: open(); break;
+        case 1: answer_dial(); break;
+        case 2:
+        case 3: say(FrameMaker::with_payload(maker_.make(in_), in_)); break;
+        case 7:
+        case 8: answer(); break;
+        case 4: say(in_.some_bytes()); break;
+        case 5: own_act(); break;
+        case 6: shell_act(); break;
+        default: pass(in_.flag() ? static_cast<Nanos>(in_.any() % 3'600'000) * kMillisecond : endpoint_.next_deadline() - now_); break;
+      }
+    }
+  }
+
+ private:
+  // --- lines ---
+
+  void forget_closed() {
+    lines_.erase(std::remove_if(lines_.begin(), lines_.end(), [](const Line& line) { return !line.is_open; }), lines_.end());
+  }
+  Line* some_line() {
+    forget_closed();
+    return lines_.empty() ? nullptr : &lines_[in_.below(lines_.size())];
+  }
+  static SessionKind kind(Input& in) { return static_cast<SessionKind>(1 + in.below(3)); }
+
+  void open() {
+    forget_closed();
+    if (lines_.size() >= kLinesMax) return close(lines_[in_.below(lines_.size())]);
+    const AgentRef& peer = kAgents[in_.below(3)];
+    Effects out;
+    const Bytes32& key = kKeys[in_.below(4)];
+    const SessionId session = endpoint_.accepted(kind(in_), filled<32>(1), now_, out);
+    add(Line{session, peer, Handshake(peer, kSelf, filled<32>(2)), &key, key == (has_guests_ ? kKeys[2] : key_of(peer))}, out);
+    Line* line = find(session);
+    if (line == nullptr || in_.below(8) == 0) return;
+    deliver(*line, encode(line->handshake.dial_hello()));
+    if ((line = find(session)) != nullptr) shake_hands(*line);
+  }
+  void answer_dial() {
+    if (dials_.empty()) return;
+    if (in_.below(4) == 0) return fail_dial(in_.flag() ? Code::no_lane : Code::unauthenticated);
+    const Dial dial = dials_.front();
+    dials_.pop_front();
+    Effects out;
+    const SessionId session = endpoint_.dialed(dial.peer, dial.kind, filled<32>(1), now_, out);
+    const Bytes32& key = in_.below(8) == 0 ? kKeys[3] : key_of(dial.peer);
+    add(Line{session, dial.peer, Handshake(dial.peer, filled<32>(2)), &key, key == key_of(dial.peer)}, out);
+    if (Line* line = find(session)) shake_hands(*line);
+  }
+  // The peer's answer to the last HELLO, by the key that it has. One that finds our proof wrong goes on all the same.
+  void shake_hands(Line& line) {
+    if (!line.heard) return;
+    Hello answer{HelloStep::Prove, line.peer, kSelf, {}, filled<32>(5)};
+    try {
+      const std::optional<Hello> right = line.handshake.on_hello(*line.heard, [&](const AgentRef&) { return line.key; });
+      if (!right) return;
+      answer = *right;
+    } catch (const Error& error) {
+      check(error.code() != Code::internal && !line.has_right_key, error.what());
+    }
+    deliver(line, encode(answer));
+  }
+
+  // --- what a peer says ---
+
+  void answer() {
+    const std::optional<FrameMaker::Answer> answer = maker_.answer(in_);
+    if (!answer) return;
+    if (Line* line = find(answer->by)) deliver(*line, FrameMaker::with_payload(answer->frame, in_));
+  }
+  void say(const std::string& wire) {
+    if (Line* line = some_line()) deliver(*line, wire);
+  }
+
+  // --- what the owner does ---
+
+  void own_act() {
+    const TransferId id = maker_.own_id(in_);
+    const uint32_t region = kRegionFirst + static_cast<uint32_t>(in_.below(kRegionCount));
+    switch (in_.below(14)) {
+      case 0: {
+        std::vector<uint32_t> blocks = some_blocks();
+        const uint32_t ready = static_cast<uint32_t>(in_.below(blocks.size() + 1));
+        const char* const reader = in_.flag() ? "a" : "";
+        const Nanos ttl = static_cast<Nanos>(in_.any() % 700'000) * kMillisecond;
+        try_call([&](Effects& out) {
+          endpoint_.grant(id, kPool, blocks, reader, ttl, ready, now_, out);
+          book_.granted(id);
+        });
+        return;
+      }
+      case 1: {
+        const uint32_t ready = in_.u32();
+        const std::vector<uint32_t> sums(endpoint_.becoming_ready(id, ready).second.size(), 7);
+        try_call([&](Effects& out) { endpoint_.ready(id, ready, 0, in_.flag(), now_, out, sums); });
+        return;
+      }
+      case 2: try_call([&](Effects& out) { endpoint_.end_grant(id, in_.flag() ? GrantEvent::Revoke : GrantEvent::Release, now_, out); }); return;
+      case 3: try_call([&](Effects& out) { endpoint_.decline(id, out); }); return;
+      case 4:
+      case 5: return pull(id);
+      case 6:
+      case 7: return post(id);
+      case 8: try_call([&](Effects& out) { endpoint_.cancel(id, now_, out); }); return;
+      case 9: try_call([&](Effects& out) { endpoint_.give_up(id, kAgents[in_.below(3)], now_, out); }); return;
+      case 10: {
+        const AgentRef& to = kAgents[in_.below(3)];
+        const std::string payload = in_.bytes(in_.below(80));
+        try_call([&](Effects& out) { endpoint_.notify(to, payload, now_, out); });
+        return;
+      }
+      case 11: return add_region(region - kRegionFirst);
+      case 12:
+        if (try_call([&](Effects& out) { endpoint_.remove_region(region, now_, out); })) regions_.erase(region);
+        return;
+      default: {
+        const size_t agent = in_.below(3);
+        if (in_.flag()) return call([&](Effects& out) { endpoint_.peer_dead(kAgents[agent], now_, out); });
+        return endpoint_.set_peer(kAgents[agent], kKeys[agent], kind(in_));
+      }
+    }
+  }
+  std::vector<uint32_t> some_blocks() {
+    std::vector<uint32_t> blocks(1 + in_.below(4));
+    const auto first = static_cast<uint32_t>(in_.below(kBlockCount));
+    for (uint32_t& block : blocks) block = first + static_cast<uint32_t>(&block - blocks.data());
+    return blocks;
+  }
+  std::vector<Lane> some_lanes() {
+    std::vector<Lane> lanes(1 + in_.below(3));
+    for (Lane& lane : lanes) lane = FrameMaker::lane(in_);
+    return lanes;
+  }
+  Nanos some_deadline() { return in_.flag() ? kNever : now_ + static_cast<Nanos>(in_.below(256)) * 100 * kMillisecond; }
+  void pull(const TransferId& id) {
+    TransferSpec spec;
+    spec.id = id;
+    spec.source = kAgents[in_.below(3)];
+    spec.blocks = some_blocks();
+    spec.first = static_cast<uint32_t>(in_.below(4));
+    spec.lanes = some_lanes();
+    spec.deadline = some_deadline();
+    spec.wants_sums = in_.flag();
+    try_call([&](Effects& out) {
+      endpoint_.pull(kPool, spec, now_, out);
+      posted(id, spec.source);
+    });
+  }
+  void post(const TransferId& id) {
+    PostSpec spec;
+    spec.id = id;
+    spec.peer = kAgents[in_.below(3)];
+    const bool is_push = in_.flag();
+    const WireList local = FrameMaker::list(in_), remote = in_.flag() ? local : FrameMaker::list(in_);
+    spec.lanes = some_lanes();
+    spec.deadline = some_deadline();
+    spec.wants_sums = in_.flag();
+    if (in_.flag()) spec.notification = in_.bytes(in_.below(80));
+    try_call([&](Effects& out) {
+      spec.local = from_wire(local);
+      spec.remote = from_wire(remote);
+      is_push ? endpoint_.push(spec, now_, out) : endpoint_.fetch(spec, now_, out);
+      posted(id, spec.peer);
+    });
+  }
+
+  // --- what the shell did ---
+
+  void shell_act() {
+    switch (in_.below(4)) {
+      case 0:
+        if (!sends_.empty()) {
+          const SendData send = std::move(sends_.front());
+          sends_.pop_front();
+          call([&](Effects& out) { endpoint_.data_sent(send.session, send.frame.id, send.frame.attempt, send.frame.count, now_, out); });
+        }
+        return;
+      case 1:
+      case 2:
+        if (!reads_.empty()) {
+          const ReadBlocks read = std::move(reads_.front());
+          reads_.pop_front();
+          const Incoming over{read.id, read.token};
+          const bool is_held = endpoint_.is_landing(read.id, read.token);
+          if (is_held && !in_.flag()) return landed(over);
+          const Code codes[] = {Code::transport, Code::no_lane, Code::checksum};
+          return stop(over, is_held ? codes[in_.below(3)] : Code::cancelled);
+        }
+        return;
+      default:
+        if (Line* line = some_line(); line != nullptr && in_.flag()) return close(*line);
+        return;
+    }
+  }
+
+  Input& in_;
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Input input(data, size);
+  const EndpointLimits limits = small_limits(input);
+  const PoolInfo pool{kPool, kBlockCount, kBlockBytes, {}, input.flag(), input.flag(), input.flag()};
+  World world(input, limits, pool, input.flag());
+  world.play();
+  world.wind_down();
+  return 0;
+}

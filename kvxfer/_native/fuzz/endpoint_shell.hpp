@@ -1,0 +1,302 @@
+// One endpoint and its shell: performs what the endpoint asks for as far as a test can, and looks at each effect. What is
+// asked of the shell lies inside the owner's memory, each end is told once, nothing is confirmed that has ended, and nothing is
+// left when everybody is gone.
+#pragma once
+
+#include <deque>
+#include <utility>
+
+#include "frame_maker.hpp"
+#include "machines/endpoint.hpp"
+#include "owner_book.hpp"
+
+namespace kvxfer::fuzz {
+
+inline const AgentRef kSelf{"self", 1, filled<16>(9)};
+inline const Bytes32 kKeys[] = {filled<32>('a'), filled<32>('b'), filled<32>('g'), filled<32>('x')};
+inline const AgentRef kAgents[] = {{"a", 1, filled<16>(1)}, {"a", 2, filled<16>(2)}, {"guest", 1, filled<16>(3)}};  // the last one is not named
+
+class Shell {
+ public:
+  Shell(const EndpointLimits& limits, const PoolInfo& pool, bool has_guests) : endpoint_(kSelf, limits), has_guests_(has_guests) {
+    endpoint_.add_pool(pool);
+    for (uint32_t i = 0; i < kRegionCount; ++i) add_region(i);
+    for (int i = 0; i < 2; ++i) endpoint_.set_peer(kAgents[i], kKeys[i], SessionKind::Unix);
+    if (has_guests) endpoint_.set_guest_key(kKeys[2]);
+  }
+
+  // Everybody leaves, and after the longest that anything may last nothing is there any more.
+  void wind_down() {
+    for (Line& line : lines_) close(line);
+    stop_reads([](const TransferId&) { return true; });
+    for (const AgentRef& agent : kAgents) call([&](Effects& out) { endpoint_.peer_dead(agent, now_, out); });
+    for (int round = 0; round < 100 && endpoint_.next_deadline() != kNever; ++round) {
+      pass(endpoint_.next_deadline() - now_);
+      while (!dials_.empty()) fail_dial(Code::unauthenticated);
+    }
+    const EndpointCounts counts = endpoint_.counts();
+    check(endpoint_.next_deadline() == kNever, "there is always something more to be waited for");
+    check(counts.grants.alive == 0 && counts.grants.waiting_pulls == 0, "a grant or a pull outlived everybody");
+    check(counts.transfers_live == 0 && counts.transfers_draining == 0, "a transfer outlived everybody");
+    check(counts.sessions_up == 0 && counts.sessions_opening == 0, "a session outlived its connection");
+    check(counts.notifications_pending == 0 && counts.peers == 0, "something of a dead peer is left");
+    for (const PoolCounts& pool : counts.pools) check(pool.granted + pool.reserved + pool.quarantined == 0, "a block was not given back");
+    for (const RegionCounts& region : counts.regions) check(region.grants + region.transfers == 0, "a hold of a region was not given back");
+    book_.check_over();
+    endpoint_.remove_pool(kPool);
+    for (const uint32_t region : regions_) call([&](Effects& out) { endpoint_.remove_region(region, now_, out); });
+  }
+
+ protected:
+  struct Incoming {
+    TransferId id;
+    uint64_t token;
+  };
+  struct Line {  // one connection, and its peer's side of it
+    SessionId session;
+    AgentRef peer;
+    Handshake handshake;
+    const Bytes32* key;  // that the peer has
+    bool has_right_key;
+    bool is_open = true;
+    std::optional<Hello> heard{};
+    Decoder decoder{};
+    std::optional<Incoming> landing{};
+  };
+
+  // --- calls and their effects ---
+
+  template <class F>
+  void call(F&& act) {
+    Effects out;
+    act(out);
+    perform(out);
+  }
+  // As call(), of the owner, who may be told no.
+  template <class F>
+  bool try_call(F&& act) {
+    Effects out;
+    bool is_done = true;
+    try {
+      act(out);
+    } catch (const Error& error) {
+      check(error.code() != Code::internal, error.what());
+      is_done = false;
+    }
+    perform(out);
+    return is_done;
+  }
+
+  void perform(Effects& effects) {
+    for (Effect& effect : effects) {
+      std::visit([this](const auto& e) { book_.told(e); }, effect);
+      std::visit([this](auto& e) { perform(e); }, effect);
+    }
+    while (!over_.empty() || !cut_.empty()) {
+      if (!cut_.empty()) {
+        const Incoming cut = cut_.front();
+        cut_.pop_front();
+        stop(cut, Code::transport);
+        continue;
+      }
+      const TransferId id = over_.front();
+      over_.pop_front();
+      stop_reads([&](const TransferId& other) { return other == id; });
+    }
+  }
+  void perform(const Dial& e) {
+    check(endpoint_.knows(e.peer), "a peer is dialed that nobody knows");
+    dials_.push_back(e);
+  }
+  void perform(const Hangup& e) {
+    if (Line* line = find(e.session)) hung_up(*line);
+  }
+  void perform(const SendFrame& e) {
+    const std::string wire = encode(e.frame);
+    Decoder decoder;
+    decoder.feed(wire);
+    check(decoder.next().has_value() && decoder.buffered() == 0, "a frame is sent that no decoder takes");
+    maker_.heard(e.frame, e.session);
+    if (const auto* verdict = std::get_if<Verdict>(&e.frame); verdict != nullptr && verdict->code == Code::ok) {
+      const bool is_first = confirmed_.insert({verdict->id, verdict->nonce}).second;
+      check(!is_first || endpoint_.grant_state(verdict->id, now_) == GrantState::Alive, "a grant that has ended is confirmed");
+      const bool is_sending = std::any_of(sends_.begin(), sends_.end(), [&](const SendData& send) { return send.session == e.session && send.frame.id == verdict->id; });
+      check(is_asked_ || !is_sending, "a grant is confirmed before the last byte is out");
+    }
+    Line* line = find(e.session);
+    check(line != nullptr, "something is sent on a session that is gone");
+    if (const auto* hello = std::get_if<Hello>(&e.frame)) line->heard = *hello;
+    if (const auto* pull = std::get_if<Pull>(&e.frame)) check_peer(*line, pull->id);
+    if (const auto* fetch = std::get_if<Fetch>(&e.frame)) check_peer(*line, fetch->pull.id);
+    if (const auto* push = std::get_if<Push>(&e.frame)) check_peer(*line, push->id);
+  }
+  void perform(const SendMap& e) {
+    check(needs_map(e.lane) && (e.pool == kPool || regions_.count(e.pool) != 0), "a MAP of memory that is not there");
+  }
+  void perform(SendData& e) {
+    check(e.frame.count == e.from.count && (e.sums.empty() || e.sums.size() == e.from.count), "a DATA frame of other blocks than it says");
+    check(e.frame.payload_bytes == check_own(e.from) + (e.frame.has_sums ? 4 * e.from.count : 0), "a DATA frame of other bytes than it says");
+    check(endpoint_.grant_state(e.frame.id, now_) == GrantState::Alive, "blocks are sent that are not granted");
+    sends_.push_back(std::move(e));
+  }
+  void perform(ReadBlocks& e) {
+    check(is_one_sided(e.lane) && e.from.count == e.to.count && (e.sums.empty() || e.sums.size() == e.to.count), "a read of other blocks than it fills");
+    check_own(e.to);
+    book_.begin_landing(e.id);
+    reads_.push_back(std::move(e));
+  }
+  void perform(const TransferFinal& e) { over_.push_back(e.id); }
+  void perform(const OfferEnded& e) { over_.push_back(e.id); }
+  void perform(const SessionUp& e) {
+    const Line* line = find(e.session);
+    check(line != nullptr && line->has_right_key && e.peer == line->peer, "a session is up that nobody proved");
+  }
+  template <class T>
+  void perform(const T&) {}  // the owner's
+
+  void posted(const TransferId& id, const AgentRef& peer) {
+    book_.posted(id);
+    peers_[id] = peer;
+  }
+  // What the owner asked of one life is asked of no other. A peer's own pushes are not the owner's.
+  void check_peer(const Line& line, const TransferId& id) const {
+    if (endpoint_.transfer_state(id)) check(peers_.at(id) == line.peer, "a transfer is taken to another peer than it names");
+  }
+
+  // Inside own memory; returns the bytes.
+  uint64_t check_own(const Extent& extent) {
+    uint64_t bytes = 0;
+    check(extent.count != 0 && uint64_t{extent.first} + extent.count <= extent.ids->size(), "an extent past its list");
+    for (uint32_t i = 0; i < extent.count; ++i) {
+      if (!extent.ranges) {
+        check(extent.pool == kPool && extent[i] < kBlockCount, "a block outside of its pool");
+        bytes += kBlockBytes;
+        continue;
+      }
+      const Grid& grid = extent.ranges->grids().at(extent.ranges->grid_of(extent[i]));
+      check(regions_.count(grid.region) != 0 && grid.end() <= kRegionBytes, "a piece outside of its region");
+      bytes += grid.length;
+    }
+    return bytes;
+  }
+
+  // --- lines ---
+
+  Line* find(SessionId session) {
+    for (Line& line : lines_) {
+      if (line.session == session && line.is_open) return &line;
+    }
+    return nullptr;
+  }
+  // The effects of its beginning are performed once it is among the lines.
+  void add(Line line, Effects& out) {
+    lines_.push_back(std::move(line));
+    perform(out);
+  }
+  static const Bytes32& key_of(const AgentRef& peer) { return kKeys[std::find(std::begin(kAgents), std::end(kAgents), peer) - kAgents]; }
+  void close(Line& line) {
+    if (!line.is_open) return;
+    hung_up(line);
+    call([&](Effects& out) { endpoint_.closed(line.session, now_, out); });
+  }
+  void hung_up(Line& line) {
+    line.is_open = false;
+    if (line.landing) cut_.push_back(*std::exchange(line.landing, std::nullopt));
+    sends_.erase(std::remove_if(sends_.begin(), sends_.end(), [&](const SendData& send) { return send.session == line.session; }), sends_.end());
+  }
+  void fail_dial(Code code) {
+    const Dial dial = dials_.front();
+    dials_.pop_front();
+    call([&](Effects& out) { endpoint_.dial_failed(dial.peer, dial.kind, code, "no", now_, out); });
+  }
+
+  // As a connection does it, which ends with the first error.
+  void deliver(Line& line, const std::string& wire) {
+    try {
+      line.decoder.feed(wire);
+      while (line.is_open) {
+        if (line.decoder.payload_pending() != 0) {
+          while (!line.decoder.take_payload(SIZE_MAX).empty()) {
+          }
+          if (line.landing && !endpoint_.is_landing(line.landing->id, line.landing->token)) stop(*std::exchange(line.landing, std::nullopt), Code::cancelled);
+          if (line.decoder.payload_pending() != 0) return;
+        }
+        if (line.landing) landed(*std::exchange(line.landing, std::nullopt));
+        const std::optional<Frame> frame = line.decoder.next();
+        if (!frame) return;
+        book_.heard(*frame);
+        is_asked_ = std::holds_alternative<Confirm>(*frame);  // of his own accord: what he has not got yet is his affair
+        call([&](Effects& out) { endpoint_.on_frame(line.session, *frame, now_, out); });
+        is_asked_ = false;
+        const auto* data = std::get_if<Data>(&*frame);
+        if (data == nullptr || !line.is_open) continue;
+        const Landing landing = endpoint_.data_arrives(line.session, *data, now_);
+        if (landing.token == 0) continue;
+        check(data->payload_bytes == check_own(landing.to) + (data->has_sums ? 4 * landing.to.count : 0), "a payload lands in other memory than it fills");
+        book_.begin_landing(data->id);
+        line.landing = Incoming{data->id, landing.token};
+      }
+    } catch (const Error& error) {
+      check(error.code() == Code::protocol, error.what());
+      close(line);
+    }
+  }
+
+  // --- memory and time ---
+
+  // An id is never that of another region again: the machine must say so.
+  void add_region(uint32_t i) {
+    const RegionInfo info{kRegionFirst + i, kRegionBytes, i != 1, i != 2, i == 0, i != 3};
+    if (try_call([&](Effects&) { endpoint_.add_region(info); })) {
+      check(regions_ever_.insert(info.id).second, "a region's id was taken twice");
+      regions_.insert(info.id);
+    }
+  }
+  void landed(const Incoming& over) {
+    book_.end_landing(over.id);
+    call([&](Effects& out) { endpoint_.read_landed(over.id, over.token, now_, out); });
+  }
+  void stop(const Incoming& over, Code code) {
+    book_.end_landing(over.id);
+    call([&](Effects& out) { endpoint_.read_stopped(over.id, over.token, code, "stopped", now_, out); });
+  }
+  template <class F>
+  void stop_reads(F&& is_meant) {
+    for (Line& line : lines_) {
+      if (line.landing && is_meant(line.landing->id)) stop(*std::exchange(line.landing, std::nullopt), Code::cancelled);
+    }
+    for (size_t i = 0; i < reads_.size();) {
+      if (!is_meant(reads_[i].id)) {
+        ++i;
+        continue;
+      }
+      const Incoming over{reads_[i].id, reads_[i].token};
+      reads_.erase(reads_.begin() + static_cast<std::ptrdiff_t>(i));
+      stop(over, Code::cancelled);
+      i = 0;
+    }
+  }
+
+  void pass(Nanos by) {
+    now_ += std::clamp<Nanos>(by, 0, 3'600'000 * kMillisecond);
+    call([&](Effects& out) { endpoint_.tick(now_, out); });
+    check(endpoint_.next_deadline() > now_, "what was due is due again at once");
+  }
+
+  Endpoint endpoint_;
+  FrameMaker maker_;
+  Nanos now_ = 1;
+  std::deque<Line> lines_;
+  std::deque<Dial> dials_;
+  std::deque<SendData> sends_;
+  std::deque<ReadBlocks> reads_;
+  std::deque<TransferId> over_;   // final: what still fills their blocks is to be stopped
+  std::deque<Incoming> cut_;      // payloads of lines that are gone
+  std::set<uint32_t> regions_, regions_ever_;
+  bool has_guests_ = false, is_asked_ = false;
+  OwnerBook book_;
+  std::set<std::pair<TransferId, uint64_t>> confirmed_;
+  std::map<TransferId, AgentRef> peers_;  // of the owner's posts
+};
+
+}  // namespace kvxfer::fuzz

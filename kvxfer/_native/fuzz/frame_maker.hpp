@@ -1,0 +1,238 @@
+// Frames as a peer might send them that knows the protocol and keeps to none of it: each field is what would be right, or near
+// it, or anything.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <optional>
+
+#include "input.hpp"
+#include "machines/frames.hpp"
+
+namespace kvxfer::fuzz {
+
+// What both sides of a target speak of.
+constexpr uint32_t kPool = 1, kRegionFirst = 10, kRegionCount = 4;
+constexpr uint32_t kBlockCount = 8;
+constexpr uint64_t kBlockBytes = 48, kRegionBytes = 512;
+constexpr uint32_t kNoSumOfWire = 0x9d1ce5a7;  // kNoSum of lanes/stream.hpp
+
+class FrameMaker {
+ public:
+  static constexpr uint8_t kOwnIds = 4;
+  static constexpr size_t kQuestionsMax = 8;
+
+  FrameMaker() {
+    for (uint8_t i = 1; i <= kOwnIds; ++i) ids_.push_back(TransferId{filled<16>(i)});
+  }
+
+  // What the other side said on line `by`, so that answers can be right.
+  void heard(const Frame& frame, uint64_t by) {
+    if (const auto* pull = std::get_if<Pull>(&frame)) ask({by, *pull});
+    if (const auto* fetch = std::get_if<Fetch>(&frame)) {
+      lists_[fetch->pull.id] = fetch->pieces;
+      ask({by, fetch->pull});
+    }
+    if (const auto* confirm = std::get_if<Confirm>(&frame)) {
+      nonces_[confirm->id] = confirm->nonce;
+      questions_.push_back({by, Pull{}, *confirm});
+    }
+    if (const auto* push = std::get_if<Push>(&frame)) {
+      lists_[push->id] = push->from;
+      remember(push->id);
+      questions_.push_back({by, Pull{}, *push});
+    }
+    if (questions_.size() > kQuestionsMax) questions_.pop_front();
+  }
+
+  struct Answer {
+    Frame frame;
+    uint64_t by;
+  };
+  // What an honest peer would say next to the last question, or the one before; nothing where none was asked.
+  std::optional<Answer> answer(Input& in) {
+    if (questions_.empty()) return std::nullopt;
+    if (questions_.size() > 1 && in.below(4) == 0) questions_.pop_back();
+    Question& question = questions_.back();
+    const uint64_t by = question.by;
+    if (const auto* confirm = std::get_if<Confirm>(&question.frame)) {
+      const Verdict verdict{confirm->id, confirm->nonce, Code::ok};
+      questions_.pop_back();
+      return Answer{verdict, by};
+    }
+    if (const auto* push = std::get_if<Push>(&question.frame)) return Answer{answer(*push, question.step++), by};
+    return Answer{answer(in, question), by};
+  }
+
+  // DATA of no more than a little is followed by as many bytes, with checksums that nobody knew; sometimes by others.
+  static std::string with_payload(const Frame& frame, Input& in) {
+    std::string wire = encode(frame);
+    const auto* data = std::get_if<Data>(&frame);
+    if (data == nullptr || data->payload_bytes > 2048) return wire;
+    std::string payload(data->payload_bytes, 'p');
+    const size_t sums = data->has_sums ? std::min<size_t>(4 * size_t{data->count}, payload.size()) : 0;
+    for (size_t i = 0; i < sums; ++i) payload[payload.size() - sums + i] = static_cast<char>(kNoSumOfWire >> (8 * (i % 4)));
+    if (in.below(8) == 0) payload.resize(in.below(64));
+    return wire + payload;
+  }
+
+  TransferId id(Input& in) { return in.pick(ids_); }
+  // Of the owner's choice: they differ in more than the last byte, which is another on each lane of a push.
+  TransferId own_id(Input& in) { return ids_[in.below(kOwnIds)]; }
+
+  Frame make(Input& in) {
+    switch (in.below(18)) {
+      case 0: return Hello{static_cast<HelloStep>(1 + in.below(3)), {}, {}, filled<32>(in.byte()), filled<32>(in.byte())};
+      case 1: return pull(in);
+      case 2: {
+        Push push{id(in), lane(in), in.flag(), in.u32(), list(in), {}, in.flag(), {}};
+        push.to = in.flag() ? push.from : list(in);
+        lists_[push.id] = push.from;
+        if (push.has_notification) push.notification = in.some_bytes();
+        return push;
+      }
+      case 3: {
+        Ready ready{id(in), 0, in.u32(), in.u32(), in.u32(), in.u32(), in.flag(), in.u32(), pool(in), in.u32(), {}, {}};
+        ready.attempt = attempt(in, ready.id);
+        ready.ids.resize(in.below(10));
+        for (uint32_t& block : ready.ids) block = in.u32();
+        if (!ready.ids.empty() && in.flag()) ready.sums.resize(ready.ids.size(), in.u32());
+        return ready;
+      }
+      case 4:
+      case 5: {
+        Data data{id(in), 0, in.u32(), in.u32(), in.flag(), in.flag(), 0};
+        data.attempt = attempt(in, data.id);
+        const uint64_t piece = in.flag() ? in.any() : kBlockBytes;
+        data.payload_bytes = std::min(uint64_t{data.count} * (piece + (data.has_sums ? 4 : 0)), kPayloadMax);
+        return data;
+      }
+      case 6: return Confirm{id(in), in.any()};
+      case 7: {
+        Verdict verdict{id(in), 0, code(in)};
+        verdict.nonce = nonce(in, verdict.id);
+        return verdict;
+      }
+      case 8: return Release{id(in)};
+      case 9: return Renew{id(in), in.u32(), in.u32()};
+      case 10: return Revoke{id(in), code(in)};
+      case 11: {
+        const TransferId of = id(in);
+        return Cancel{of, attempt(in, of)};
+      }
+      case 12: return Notif{static_cast<NotifKind>(1 + in.below(2)), in.any(), in.any(), in.some_bytes()};
+      case 13: return Ping{static_cast<PingKind>(1 + in.below(2)), in.any()};
+      case 14: {
+        ErrorFrame error{in.below(8) == 0 ? TransferId{} : id(in), 0, code(in), in.bytes(in.below(40))};
+        error.attempt = attempt(in, error.id);
+        return error;
+      }
+      case 15: return map(in);
+      case 16: return Fetch{pull(in), list(in)};
+      default: return Done{id(in), code(in), in.bytes(in.below(40))};
+    }
+  }
+
+  static Lane lane(Input& in) { return static_cast<Lane>(1 + in.below(kLaneMax)); }
+  static Code code(Input& in) { return in.flag() ? Code::ok : static_cast<Code>(in.below(kCodeCount)); }
+
+  // Of the pieces that `list` names; most of it inside some region.
+  static WireList list(Input& in) {
+    WireList wire;
+    wire.grids.resize(1 + in.below(3));
+    for (Grid& grid : wire.grids) {
+      if (in.below(8) == 0) {
+        grid = {in.u32(), in.any(), in.any(), in.any(), in.u32()};
+      } else {
+        const uint64_t length = 1 + in.below(64);
+        grid = {kRegionFirst + static_cast<uint32_t>(in.below(kRegionCount)), in.below(256), length + in.below(16), length, 1 + static_cast<uint32_t>(in.below(4))};
+      }
+    }
+    wire.picks.resize(in.below(2) * in.below(6));
+    for (uint32_t& pick : wire.picks) pick = static_cast<uint32_t>(in.below(8));
+    return wire;
+  }
+
+  Map map(Input& in) {
+    Map map{pool(in), lane(in), in.flag() ? kRegionBytes : in.any(), 0, in.u32(), {}, in.bytes(in.below(24))};
+    map.address = in.any();
+    map.segments.resize(in.below(4));
+    for (Segment& segment : map.segments) segment = {in.any(), in.any(), in.any()};
+    return map;
+  }
+
+ private:
+  static uint32_t pool(Input& in) { return in.flag() ? kPool : kRegionFirst + static_cast<uint32_t>(in.below(kRegionCount + 1)); }
+  uint32_t attempt(Input& in, const TransferId& of) {
+    const uint8_t choice = in.byte();
+    return choice < 0xc0 ? attempts_[of] : in.u32();
+  }
+  uint64_t nonce(Input& in, const TransferId& of) {
+    const uint8_t choice = in.byte();
+    return choice < 0xc0 ? nonces_[of] : in.any();
+  }
+  Pull pull(Input& in) {
+    Pull pull{id(in), in.u32(), in.any(), lane(in), in.u32(), in.u32(), in.flag() ? in.any() : kBlockBytes, {}, in.u32(), {}, in.flag()};
+    if (in.below(8) == 0) pull.digest = filled<32>(in.byte());
+    if (in.below(8) == 0) pull.content = filled<32>(in.byte());
+    return pull;
+  }
+  struct Question {
+    uint64_t by;
+    Pull pull;
+    Frame frame = Release{};  // where it is no pull
+    uint32_t step = 0, done = 0;
+  };
+  void ask(Question question) {
+    const Pull& pull = question.pull;
+    remember(pull.id);
+    attempts_[pull.id] = pull.attempt;
+    nonces_[pull.id] = pull.nonce;
+    questions_.push_back(std::move(question));
+  }
+  // READY, the blocks or pieces, and the verdict; on one-sided lanes that is asked for.
+  Frame answer(Input& in, Question& question) {
+    const Pull& pull = question.pull;
+    const uint32_t end = pull.first + pull.count;
+    if (question.step++ == 0 || is_one_sided(pull.lane)) {
+      Ready ready{pull.id, pull.attempt, question.step, end, 0, end, in.flag(), 5000, kPool, pull.first, {}, {}};
+      const bool has_ids = is_one_sided(pull.lane) && lists_.count(pull.id) == 0;
+      for (uint32_t i = 0; has_ids && i < std::min(pull.count, 16u); ++i) ready.ids.push_back(static_cast<uint32_t>(in.below(kBlockCount)));
+      return ready;
+    }
+    if (question.done == pull.count) return Verdict{pull.id, pull.nonce, Code::ok};
+    const uint32_t first = question.done, count = 1 + static_cast<uint32_t>(in.below(std::min(pull.count - first, 255u)));
+    question.done += count;
+    return Data{pull.id, pull.attempt, pull.first + first, count, true, pull.wants_sums, bytes_of(pull.id, pull.first + first, count) + (pull.wants_sums ? 4 * count : 0)};
+  }
+  // The destination pulls what it was asked to, and says that it is done.
+  Frame answer(const Push& push, uint32_t step) {
+    uint32_t count = 0;
+    for (const Grid& grid : push.from.grids) count += grid.count;
+    if (!push.from.picks.empty()) count = static_cast<uint32_t>(push.from.picks.size());
+    if (step == 0) return Pull{push.id, 1, 77, push.lane, 0, count, 0, {}, 0, {}, push.wants_sums};
+    if (step == 1 && is_one_sided(push.lane)) return Confirm{push.id, 78};
+    return Done{push.id, Code::ok, ""};
+  }
+  uint64_t bytes_of(const TransferId& id, uint32_t first, uint32_t count) const {
+    const auto found = lists_.find(id);
+    if (found == lists_.end()) return kBlockBytes * count;
+    try {
+      const PieceList pieces = from_wire(found->second);
+      return uint64_t{first} + count <= pieces.count() ? pieces.bytes(first, count) : 0;
+    } catch (const Error&) {
+      return 0;
+    }
+  }
+  void remember(const TransferId& id) {
+    if (ids_.size() < 16 && std::find(ids_.begin(), ids_.end(), id) == ids_.end()) ids_.push_back(id);
+  }
+
+  std::vector<TransferId> ids_;
+  std::map<TransferId, uint32_t> attempts_;
+  std::map<TransferId, uint64_t> nonces_;
+  std::map<TransferId, WireList> lists_;  // where they are known
+  std::deque<Question> questions_;
+};
+
+}  // namespace kvxfer::fuzz

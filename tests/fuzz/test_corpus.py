@@ -1,0 +1,44 @@
+"""The kept corpus goes through every native fuzz target, built as the module is; `make fuzz` adds sanitizers."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+pytestmark = [pytest.mark.checkout, pytest.mark.no_sanitizer]
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TARGETS = sorted(path.name.removesuffix("_fuzz.cpp") for path in (ROOT / "kvxfer/_native/fuzz").glob("*_fuzz.cpp"))
+CORPUS_BYTES_MAX = 300 << 10
+
+
+def run(name: str, *arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
+    program = ROOT / "build" / "native" / f"kvxfer_fuzz_{name}"
+    assert program.exists(), f"{program} is not there: `make fuzz-replay` builds it"
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_kept_input_breaks_its_target(name: str) -> None:
+    directory = HERE / "corpus" / name
+    done = run(name, "-runs=0", directory)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{len(list(directory.iterdir()))} inputs: no crash\n"
+
+
+def test_every_target_is_fuzzed_and_has_a_corpus() -> None:
+    [fuzzed] = re.findall(r"^FUZZERS = (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    kept = HERE / "corpus"
+    assert fuzzed.split() == TARGETS == sorted(path.name for path in kept.iterdir())
+    assert sum(path.stat().st_size for path in kept.glob("*/*")) < CORPUS_BYTES_MAX
+
+
+@pytest.mark.parametrize("argument", ["-max_total_time=soon", "-seed=", "-verbosity=1", "no/such/directory"])
+def test_the_driver_says_what_it_does_not_take(argument: str) -> None:
+    done = run("frames", argument)
+    assert done.returncode == 2
+    assert argument in done.stderr
