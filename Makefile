@@ -1,4 +1,4 @@
-# make demo | serve | test | test-slow | check | fix | sim | fuzz | fuzz-corpus | test-sanitize | bench | bench-peers | stub | test-installed | clean
+# make demo | serve | demo-vllm | test | test-slow | test-vllm | check | fix | sim | fuzz | fuzz-corpus | test-sanitize | bench | bench-peers | stub | test-installed | clean
 #
 #   PYTHON=python3.12                     build with this Python instead of the first 3.11+ found
 #   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
@@ -27,7 +27,7 @@ BUILD_TOOLS = 'scikit-build-core' 'nanobind' 'cmake' 'ninja'
 WITH_TOOLS = PATH="$$PWD/$(VENV)/bin:$$PATH"
 CMAKE = $(WITH_TOOLS) cmake -S kvxfer/_native -G Ninja "-DPython_EXECUTABLE=$$PWD/$(PY)"
 
-.PHONY: help demo serve test test-slow check fix sim fuzz fuzz-build fuzz-corpus fuzz-replay test-sanitize asan tsan bench bench-peers stub test-installed clean install native
+.PHONY: help demo serve demo-vllm test test-slow test-vllm check fix sim fuzz fuzz-build fuzz-corpus fuzz-replay test-sanitize asan tsan bench bench-peers stub test-installed clean install native
 
 help:
 	@sed -n '1,7s/^# \{0,1\}//p' Makefile
@@ -43,7 +43,22 @@ test: install fuzz-replay
 	@$(PY) -m pytest -q -m "not slow" $(ARGS)
 
 test-slow: install
-	@$(PY) -m pytest -q -m slow $(ARGS)
+	@$(PY) -m pytest -q -m slow --ignore=tests/vllm $(ARGS)
+
+# The connector inside real vLLM, which has a virtual environment of its own (3 GB, minutes the first time).
+VLLM = build/vllm-venv
+VLLM_VERSION = 0.32.0
+test-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
+	@$(PY) -m pytest -q tests/vllm $(ARGS)
+
+# What docs/vllm.md begins with: two engines of vLLM behind kvxfer's router.
+demo-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
+	@$(PY) tests/vllm/demo.py $(ARGS)
+
+$(VLLM)/.installed-$(VLLM_VERSION): .ci/make-vllm-venv pyproject.toml
+	@echo "kvxfer: installing vLLM $(VLLM_VERSION) for CPU into $(VLLM)"
+	@.ci/make-vllm-venv $(PY) $(VLLM) $(VLLM_VERSION) $(INDEX) $(PIP_ARGS)
+	@touch $@
 
 check: install
 	@$(PY) -m ruff format --check .

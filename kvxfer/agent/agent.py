@@ -212,8 +212,8 @@ class Agent:
         exposure: Exposure = Exposure.POOL,
         checks: str = "off",
     ) -> Pool:
-        """A pool in memory that is there already: a contiguous CPU tensor, array, buffer, or ``(address, length)``.
-        It is kept alive as long as the pool. Without ``segments``, block ``b`` is the ``b``-th of equal parts.
+        """A pool in memory that is there already: a contiguous CPU tensor, array, buffer, ``(address, length)``, or a
+        Region. It is kept alive as long as the pool. Without ``segments``, block ``b`` is the ``b``-th of equal parts.
 
         Raises InvalidArgument for memory with gaps or segments that do not fit, LaneUnavailable for memory of a GPU.
         """

@@ -71,7 +71,7 @@ class Pools:
         checks: str,
     ) -> Pool:
         """See :meth:`Agent.register_pool`."""
-        region = region_of(memory)
+        region = memory if isinstance(memory, Region) else region_of(memory)
         parts, block_bytes = plan_segments(block_count, region.length_bytes, segments)
         return self._add(record, block_count, block_bytes, exposure, checks, region, parts)
 

@@ -100,7 +100,10 @@ def is_placeable(candidate: Candidate, *, model: str | None = None) -> bool:
 
 
 def are_compatible(source: Member, destination: Member) -> bool:
-    """Whether some pool of one can be read into some pool of the other; members without pools are not judged."""
+    """Whether both speak the same dialect, and some pool of one can be read into some pool of the other; members
+    without pools are not judged."""
+    if source.info.dialect != destination.info.dialect:
+        return False
     if not source.pools or not destination.pools:
         return True
     known = {pool.record for pool in source.pools}

@@ -231,15 +231,18 @@ class Attempt:
                 transfer_id=self._transfer_id,
                 attempt=self._number,
                 role=part,
-                source=TransferEnd(source.ref.agent_id, 1, source.info.http_url),
-                destination=TransferEnd(destination.ref.agent_id, 1, destination.info.http_url),
+                source=self._end(source),
+                destination=self._end(destination),
             )
         return Leg(
             what=part.value,
             url=member.info.http_url.rstrip("/") + self._inbound.path,
             headers=dict(self._inbound.leg_headers),
-            content=self._inbound.content(params),
+            content=self._inbound.content(member.info.dialect, params),
         )
+
+    def _end(self, member: Member) -> TransferEnd:
+        return TransferEnd(member.ref.agent_id, self._room.workers.ranks(member), member.info.http_url)
 
 
 async def _close(leg: DecodeLeg, tasks: Iterable[asyncio.Task[Any]]) -> None:

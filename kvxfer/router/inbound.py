@@ -9,8 +9,9 @@ from typing import Any
 from kvxfer.openai.errors import RequestError
 from kvxfer.openai.schemas import AnyRequest, CompletionRequest
 from kvxfer.openai.sse import encode_object
-from kvxfer.openai.transfer_params import PARAM, TransferParams
+from kvxfer.openai.transfer_params import TransferParams
 from kvxfer.policy.disagg import estimate_tokens
+from kvxfer.router.dialects import leg_body
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +32,14 @@ class Inbound:
             return (estimate_tokens(len(prompt)), False) if isinstance(prompt, str) else (len(prompt), True)
         return estimate_tokens(sum(len(message.content or "") for message in self.parsed.messages)), False
 
-    def content(self, params: TransferParams | None) -> bytes:
-        """The body of one leg: the client's own, with ``params`` in place of any that the client sent.
+    def content(self, dialect: str, params: TransferParams | None) -> bytes:
+        """The body of one leg: the client's own, with ``params`` in place of any that the client sent, in the words of
+        an engine of that dialect.
 
         Raises RequestError for what could be read but cannot be written again: a number like 1e999, nesting at the
         very limit.
         """
-        values = {name: value for name, value in self.values.items() if name != PARAM}
-        if params is not None:
-            values[PARAM] = params.to_json()
         try:
-            return encode_object(values)
+            return encode_object(leg_body(dialect, self.values, params))
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body cannot be passed on as JSON: {error}") from None

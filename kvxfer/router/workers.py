@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import itertools
 import random
 import time
 from collections import Counter
@@ -18,9 +19,8 @@ from typing import Any
 
 from kvxfer.policy.backoff import Backoff
 from kvxfer.policy.place import Candidate, is_placeable
+from kvxfer.router.dialects import DIALECTS
 from kvxfer.types import AgentRef, Member, Membership
-
-DIALECT = "kvxfer"
 
 
 class Part(enum.StrEnum):
@@ -96,8 +96,13 @@ class Workers:
                 is_aside=self.is_aside(ref) or (doubts and member.is_suspect and tells_apart),
             )
             for ref, member in self._members.items()
-            if member.info.dialect == DIALECT
+            if member.info.dialect in DIALECTS
         )
+
+    def ranks(self, member: Member) -> int:
+        """How many agents its engine has: its own, and those that follow it by number without HTTP of their own."""
+        names = {ref.agent_id for ref, other in self._members.items() if not other.info.http_url}
+        return next(rank for rank in itertools.count(1) if f"{member.ref.agent_id}.{rank}" not in names)
 
     def members(self) -> tuple[Member, ...]:
         """All known members, by agent id."""

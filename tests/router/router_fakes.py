@@ -59,8 +59,17 @@ class Cut(Exception):
 class FakeWorker:
     """Scripted by its attributes; each may be changed at any time."""
 
-    def __init__(self, name: str, role: Role = Role.DECODE, *, model: str = MODEL, host_id: str = "here") -> None:
+    def __init__(
+        self,
+        name: str,
+        role: Role = Role.DECODE,
+        *,
+        model: str = MODEL,
+        host_id: str = "here",
+        dialect: str = "kvxfer",
+    ) -> None:
         self.name = name
+        self.dialect = dialect
         self.role = role
         self.model = model
         self.host_id = host_id
@@ -80,7 +89,7 @@ class FakeWorker:
 
     @property
     def member(self) -> Member:
-        info = WorkerInfo(self.name, self.role, self.model, f"http://127.0.0.1:{self.port}", 1024, 16)
+        info = WorkerInfo(self.name, self.role, self.model, f"http://127.0.0.1:{self.port}", 1024, 16, self.dialect)
         return Member(AgentRef(self.name, self.incarnation), info, DataAddress("127.0.0.1", 1, "", self.host_id))
 
     @contextlib.asynccontextmanager
@@ -132,7 +141,7 @@ class FakeWorker:
         if failure is not None:
             status, body = failure
             await self._json(send, status, body)
-        elif params.get("role") == "prefill":
+        elif params.get("role") == "prefill" and self.dialect == "kvxfer":
             timings = {"queue_s": 0.0, "prefill_s": 0.25, "ended_unix_s": 1.0}
             body = {"object": "kvxfer.prefill", "usage": {"prompt_tokens": 4, "cached_tokens": 0}, "timings": timings}
             await self._json(send, 200, body)

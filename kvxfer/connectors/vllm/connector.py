@@ -1,0 +1,217 @@
+"""The class that vLLM loads: one face for the two halves, which it forwards to and nothing else.
+
+vLLM makes it twice, in the scheduler's process and in each worker's. What differs between vLLM's versions is looked
+for, not compared by number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import secrets
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from kvxfer.agent import Agent
+from kvxfer.connectors.vllm.ids import rank_agent
+from kvxfer.connectors.vllm.metrics import KvxferPromMetrics, KvxferStats
+from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.connectors.vllm.record import make_record
+from kvxfer.connectors.vllm.scheduler import SchedulerHalf
+from kvxfer.connectors.vllm.steps import Report, StepOrders
+from kvxfer.connectors.vllm.worker import Results, WorkerHalf
+from kvxfer.types import TransferId, WorkerInfo
+
+_WorkerMetadata: type[Any] = getattr(base, "KVConnectorWorkerMetadata", object)
+_TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+
+
+@dataclasses.dataclass
+class KvxferMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler half to the worker half."""
+
+    orders: StepOrders
+
+
+@dataclasses.dataclass
+class KvxferReports(_WorkerMetadata):  # type: ignore[misc]
+    """From the worker half to the scheduler half."""
+
+    reports: tuple[Report, ...]
+
+    def aggregate(self, other: KvxferReports) -> KvxferReports:
+        return KvxferReports(self.reports + other.reports)
+
+
+class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
+    """vLLM's KV connector on kvxfer's agent."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        options = ConnectorOptions.from_config(
+            transfer.kv_role, transfer.engine_id, transfer.kv_connector_extra_config or {}
+        )
+        ranks = parallel.tensor_parallel_size
+        self._scheduler_half: SchedulerHalf | None = None
+        self._worker_half: WorkerHalf | None = None
+        self._last = Results()
+        self._reports: tuple[Report, ...] = ()
+        if role == base.KVConnectorRole.SCHEDULER:
+            self._scheduler_half = SchedulerHalf(
+                options,
+                block_tokens=vllm_config.cache_config.block_size,
+                agents=tuple(rank_agent(options.agent_id, rank) for rank in range(ranks)),
+                mint=lambda: TransferId(secrets.token_bytes(16)),
+            )
+            return
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        rank = get_tensor_model_parallel_rank()
+        self._worker_half = WorkerHalf(
+            options,
+            functools.partial(make_record, vllm_config, kv_cache_config),
+            model=_served_name(vllm_config.model_config),
+            rank=rank,
+            ranks=ranks,
+            new_agent=functools.partial(_new_agent, options, rank),
+        )
+
+    @property
+    def _scheduler(self) -> SchedulerHalf:
+        assert self._scheduler_half is not None, "vLLM called a scheduler's method in a worker"
+        return self._scheduler_half
+
+    @property
+    def _worker(self) -> WorkerHalf:
+        assert self._worker_half is not None, "vLLM called a worker's method in the scheduler"
+        return self._worker_half
+
+    @property
+    def worker_half(self) -> WorkerHalf:
+        """For tests and tools in the worker's process."""
+        return self._worker
+
+    # --- the worker ---
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Called before anything of a step is written, whether something was preempted or not."""
+        if isinstance(kv_connector_metadata, KvxferMetadata):
+            self._worker.begin_step(kv_connector_metadata.orders)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin_step(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads began with the step, before its forward."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request runs only once all of its blocks are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self._worker.layer_saved(layer_name)
+
+    def wait_for_save(self) -> None:
+        self._worker.step_saved()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = self._take_results()
+        return _TransferResults(
+            finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Of versions without get_transfer_results."""
+        results = self._take_results()
+        return results.sent or None, results.received or None
+
+    def _take_results(self) -> Results:
+        """Of this step; what is asked of it afterwards is answered from here."""
+        self._last = self._worker.results()
+        self._reports = self._worker.reports()
+        return self._last
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Failures are told by request where the version can; else by block."""
+        return set() if _TransferResults is not None else self._last.bad_blocks
+
+    def build_connector_worker_meta(self) -> Any:
+        return KvxferReports(self._reports) if self._reports else None
+
+    def get_kv_connector_stats(self) -> Any:
+        if self._worker_half is None:
+            return None
+        stats = KvxferStats.of(self._reports, self._worker_half.take_expired())
+        return None if stats.is_empty() else stats
+
+    def shutdown(self) -> None:
+        if self._worker_half is not None:
+            self._worker_half.shutdown()
+
+    # --- the scheduler ---
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        count = self._scheduler.matched(request, num_computed_tokens)
+        return count, bool(count)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvxferMetadata:
+        return KvxferMetadata(self._scheduler.build(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        reports = getattr(connector_output, "kv_connector_worker_meta", None)
+        if isinstance(reports, KvxferReports):
+            self._scheduler.reported(reports.reports)
+        self._scheduler.received(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, block_ids[0])
+
+    # --- the class ---
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers are announced from Python as they are written, unless that is off."""
+        return bool(extra_config.get("overlap", True))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvxferStats:
+        return KvxferStats() if data is None else KvxferStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, Any]
+    ) -> KvxferPromMetrics:
+        return KvxferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _served_name(model_config: Any) -> str:
+    name = model_config.served_model_name
+    return str(name[0] if isinstance(name, list) and name else name or model_config.model)
+
+
+def _new_agent(options: ConnectorOptions, rank: int, info: WorkerInfo) -> Agent:
+    from kvxfer.observe import hide
+    from kvxfer.rpc import member_token
+
+    token = member_token(options.token_file)
+    hide(token)
+    return Agent(info, coordinator=options.coordinator, token=token, config=options.agent_config(rank))

@@ -1,0 +1,45 @@
+"""Names that both sides of a transfer compute by themselves: agents of an engine's ranks, transfers within one request,
+and what a prompt's blocks hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvxfer.types import TransferId
+
+DIRECT = 0
+"""The part of a request that is the whole prompt, granted once it is computed."""
+
+_PART = struct.Struct("<16sIIII")
+
+
+def rank_agent(base: str, rank: int) -> str:
+    """The agent of tensor-parallel rank ``rank`` of the engine whose first agent is ``base``."""
+    return base if rank == 0 else f"{base}.{rank}"
+
+
+def is_rank_of(agent: str, base: str) -> bool:
+    """Whether ``agent`` is a rank of the engine whose first agent is ``base``."""
+    return agent == base or (agent.startswith(f"{base}.") and agent[len(base) + 1 :].isdecimal())
+
+
+def part_id(transfer_id: TransferId, source_rank: int, destination_rank: int, part: int, store: int) -> TransferId:
+    """The transfer of one part of a request between two ranks, out of the source's ``store``-th storage."""
+    content = _PART.pack(transfer_id.raw, source_rank, destination_rank, part, store)
+    return TransferId(hashlib.blake2b(content, digest_size=16).digest())
+
+
+def content_of(token_ids: Sequence[int], ranks: int) -> bytes:
+    """What the blocks of these tokens hold in an engine of so many ranks, which share its heads out: SHA-256 of the
+    number of ranks and the ids as little-endian uint32."""
+    return hashlib.sha256(np.asarray([ranks, *token_ids], dtype="<u4").tobytes()).digest()
+
+
+def blocks_for(tokens: int, block_tokens: int) -> int:
+    """How many blocks hold ``tokens`` tokens."""
+    return -(-tokens // block_tokens)

@@ -1,0 +1,114 @@
+"""The connector's settings, from ``kv_connector_extra_config``. Decides defaults and bounds; an unknown key is
+refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvxfer.config import AgentConfig, check_address, check_checks, check_positive
+from kvxfer.errors import ConfigError
+from kvxfer.types import Lane, Role, check_agent_id
+
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
+
+
+@dataclasses.dataclass(frozen=True)
+class ConnectorOptions:
+    """Settings of one engine; every rank has the same. Raises ConfigError naming the one that is wrong."""
+
+    role: Role
+    agent_id: str
+    """Of rank 0; the others add their rank."""
+    coordinator: str
+    """``host:port`` of the coordinator, through which engines find each other."""
+    token_file: str = ""
+    """The cluster token; empty: the default place."""
+    http_url: str = ""
+    """Where this engine serves HTTP, for kvxfer's router."""
+    lanes: tuple[Lane, ...] = AgentConfig.lanes
+    """Allowed lanes, best first."""
+    bind_host: str = AgentConfig.bind_host
+    bind_port: int = 0
+    """Of rank 0; rank r takes the r-th port after it. 0: any free ones."""
+    advertise_host: str = ""
+    insecure: bool = False
+    """Accept that lane ``stream`` does not encrypt, on a network that is trusted."""
+    stripes: int = AgentConfig.stripes
+    checks: str = "off"
+    """CRC-32Cs over pages: one of CHECKS."""
+    hold_ttl_s: float = 10.0
+    """How long a computed prompt waits for a reader that gives no sign of life."""
+    hold_life_max_s: float = 600.0
+    """No sign of life keeps it longer."""
+    load_deadline_s: float = 120.0
+    pull_wait_s: float = 60.0
+    """How long a reader may wait for a prompt that this engine has not heard of."""
+    overlap: bool = True
+    """Announce blocks while the prompt is computed, layer by layer (concurrent requests)."""
+    announce_layers: int = 0
+    """Layers between two announcements; 0: an eighth of them."""
+    staging_bytes: int = 1 << 30
+    """Memory for blocks on their way from engines whose block or tensor parallel size is another."""
+    idle_wait_s: float = 0.005
+    """How long a step that computes nothing waits for a load to end."""
+    record_digests: bool = False
+    """Keep digests of the blocks of the last transfers, for tests."""
+
+    def __post_init__(self) -> None:
+        check_agent_id(self.agent_id)
+        if not self.coordinator:
+            raise ConfigError("kv_connector_extra_config needs coordinator: host:port")
+        check_address("coordinator", self.coordinator)
+        check_checks("checks", self.checks)
+        for name in ("hold_ttl_s", "hold_life_max_s", "load_deadline_s", "pull_wait_s", "idle_wait_s"):
+            check_positive(name, getattr(self, name), maximum=86400.0)
+        if not 0 <= self.staging_bytes < 1 << 48:
+            raise ConfigError(f"staging_bytes must be 0 to 2**48 - 1, not {self.staging_bytes}")
+        if not 0 <= self.announce_layers < 1 << 16:
+            raise ConfigError(f"announce_layers must be 0 to 65535, not {self.announce_layers}")
+
+    @classmethod
+    def from_config(cls, kv_role: str | None, engine_id: str | None, extra: Mapping[str, Any]) -> ConnectorOptions:
+        """``kv_role`` and ``engine_id`` as vLLM has them; ``extra`` is ``kv_connector_extra_config``."""
+        if kv_role not in ROLES:
+            raise ConfigError(f"kv_role must be one of {', '.join(ROLES)}, not {kv_role!r}")
+        values = {"agent_id": engine_id, "coordinator": "", **extra}
+        fields = {field.name: field for field in dataclasses.fields(cls) if field.name != "role"}
+        for name, value in values.items():
+            if name not in fields:
+                raise ConfigError(f"kv_connector_extra_config has {name!r}; known are {', '.join(fields)}")
+            if name == "lanes":
+                values[name] = _lanes(value)
+                continue
+            kinds = _KINDS[str(fields[name].type)]
+            if type(value) not in kinds:
+                raise ConfigError(f"{name} must be {fields[name].type}, not {value!r}")
+        return cls(role=ROLES[kv_role], **values)
+
+    def agent_config(self, rank: int) -> AgentConfig:
+        """Of the agent of one rank. A peer that stopped is given up within 3 s."""
+        return AgentConfig(
+            lanes=self.lanes,
+            bind_host=self.bind_host,
+            bind_port=self.bind_port + rank if self.bind_port else 0,
+            advertise_host=self.advertise_host,
+            insecure=self.insecure,
+            stripes=self.stripes,
+            grant_ttl_s=self.hold_ttl_s,
+            grant_life_max_s=max(self.hold_ttl_s, self.hold_life_max_s),
+            pull_wait_s=self.pull_wait_s,
+            transfer_deadline_s=self.load_deadline_s,
+            stall_s=0.5,
+            reconnect_s=1.0,
+        )
+
+
+def _lanes(value: Any) -> tuple[Lane, ...]:
+    names = value.split(",") if isinstance(value, str) else value
+    try:
+        return tuple(Lane(name) for name in names)
+    except (ValueError, TypeError):
+        raise ConfigError(f"lanes must name some of {', '.join(Lane)}, not {value!r}") from None

@@ -1,0 +1,118 @@
+"""vLLM's KV cache as pools of pages: a page is what one layer keeps of one block, all heads of this rank.
+
+Decides which page is which; must never know what a page is used for. The whole storage behind the layers' tensors is
+one region and one pool, registered once, whatever the order of its layers and blocks; versions of vLLM that give each
+layer a storage of its own have a pool for each. Page lists go layer by layer, so that neighbouring blocks are
+neighbours in memory too and travel as one run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.errors import ConfigError
+from kvxfer.transport.base import Region
+
+Ids = npt.NDArray[np.uint32]
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """One storage: the layers ``first_layer`` to ``first_layer + layers`` (in the order in which the model computes
+    them). The page of block ``b`` in the i-th of them is ``first[i] + b * step[i]``."""
+
+    region: Region
+    page_count: int
+    first_layer: int
+    first: npt.NDArray[np.int64]
+    step: npt.NDArray[np.int64]
+
+    @property
+    def layers(self) -> int:
+        return len(self.first)
+
+    def ids(self, blocks: Iterable[int]) -> Ids:
+        """The pages of these blocks: those of the first layer, then those of the next."""
+        index = np.fromiter(blocks, np.int64)
+        return (self.first[:, None] + index[None, :] * self.step[:, None]).ravel().astype(np.uint32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """The pages of one rank: ``layers`` by name, in the order of ``stores``."""
+
+    layers: tuple[str, ...]
+    page_bytes: int
+    stores: tuple[Store, ...]
+
+    @classmethod
+    def of(cls, caches: Mapping[str, Any]) -> Pages:
+        """From the tensors that vLLM registers, one a layer, shape [blocks, ...].
+
+        Raises ConfigError for caches that are not dense pages of the host's memory, or whose layers are spread over
+        storages without order.
+        """
+        if not caches:
+            raise ConfigError("vLLM registered no KV cache")
+        devices = {str(tensor.device) for tensor in caches.values()} - {"cpu"}
+        if devices:  # nothing would order a transfer with what the device still writes
+            raise ConfigError(f"kvxfer does not move KV caches in the memory of {', '.join(sorted(devices))} yet")
+        names, tensors = tuple(caches), list(caches.values())
+        shape, itemsize = tuple(tensors[0].shape), tensors[0].element_size()
+        page_bytes = itemsize * int(np.prod(shape[1:]))
+        for name, tensor in caches.items():
+            if tuple(tensor.shape) != shape or tensor.element_size() != itemsize:
+                raise ConfigError(
+                    f"layer {name} keeps blocks of another shape than {names[0]}; kvxfer needs equal ones"
+                )
+            if not _is_dense(tensor):
+                raise ConfigError(f"a block of layer {name} is not one piece of memory: strides {tensor.stride()}")
+        stores = []
+        for base, group in itertools.groupby(range(len(names)), lambda layer: _base(tensors[layer])):
+            layers = list(group)
+            stores.append(_store(base, layers[0], names, [tensors[layer] for layer in layers], page_bytes))
+        if len({store.region.address for store in stores}) != len(stores):
+            raise ConfigError("the layers of the KV cache are spread over storages without order")
+        return cls(names, page_bytes, tuple(stores))
+
+
+def _base(tensor: Any) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _store(base: int, first_layer: int, names: tuple[str, ...], tensors: list[Any], page_bytes: int) -> Store:
+    first, step = [], []
+    for layer, tensor in enumerate(tensors, first_layer):
+        offset, stride = tensor.data_ptr() - base, tensor.stride(0) * tensor.element_size()
+        if offset % page_bytes or stride % page_bytes:
+            raise ConfigError(
+                f"layer {names[layer]} lies at byte {offset}, stride {stride}: not on pages of {page_bytes}"
+            )
+        first.append(offset // page_bytes)
+        step.append(stride // page_bytes)
+    region = _region(base, tensors[0], page_bytes)
+    return Store(region, region.length_bytes // page_bytes, first_layer, np.asarray(first), np.asarray(step))
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Whether one block is contiguous, in whatever order of its axes."""
+    inner = 1
+    for stride, size in sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True)):
+        if size == 1:
+            continue
+        if stride != inner:
+            return False
+        inner *= size
+    return True
+
+
+def _region(base: int, tensor: Any, page_bytes: int) -> Region:
+    storage = tensor.untyped_storage()
+    length = storage.nbytes() // page_bytes * page_bytes
+    return Region(base, length, storage)

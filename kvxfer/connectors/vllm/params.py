@@ -1,0 +1,95 @@
+"""``kv_transfer_params`` as this connector reads and writes them: vLLM's two-leg words, and kvxfer's router's beside
+them.
+
+A prefill leg says ``do_remote_decode``; a decode leg says ``do_remote_prefill`` and whose blocks it wants: what the
+prefill leg was answered, or (both legs at once) the router's ``source``. Decides what makes sense; never raises
+anything but InvalidArgument, because what it reads came from a client.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvxfer.connectors.vllm.ids import rank_agent
+from kvxfer.errors import InvalidArgument
+from kvxfer.types import TransferId, check_agent_id
+
+VERSION = 1
+RANKS_MAX = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillLeg:
+    """Compute the prompt and keep it. ``reader`` is the base agent of the engine that will fetch it while it is
+    computed; without one it is fetched afterwards, by whoever knows the transfer id."""
+
+    transfer_id: TransferId | None
+    reader: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeLeg:
+    """Fetch the prompt. ``tokens``: how many the source holds, where it has said so: then it has computed them."""
+
+    transfer_id: TransferId
+    sources: tuple[str, ...]
+    tokens: int | None
+
+
+def parse(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | None:
+    """What a request is for; ``None`` for one that has nothing to do with another engine. Raises InvalidArgument."""
+    if not params:
+        return None
+    if params.get("do_remote_prefill"):
+        return _decode_leg(params)
+    if params.get("do_remote_decode"):
+        return _prefill_leg(params)
+    return None
+
+
+def handed_over(transfer_id: TransferId, agents: tuple[str, ...], request_id: str, tokens: int) -> dict[str, Any]:
+    """What a prefill leg is answered, to be copied into the decode leg: ``tokens`` are kept by ``agents``."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": agents[0],
+        "remote_request_id": request_id,
+        "transfer_id": str(transfer_id),
+        "kvxfer": {"version": VERSION, "agents": list(agents), "tokens": tokens},
+    }
+
+
+def _prefill_leg(params: Mapping[str, Any]) -> PrefillLeg:
+    text = params.get("transfer_id")
+    transfer_id = None if text is None else TransferId.from_hex(text)
+    destination = params.get("destination")
+    if destination is None or transfer_id is None:
+        return PrefillLeg(transfer_id, None)
+    return PrefillLeg(transfer_id, _end("destination", destination)[0])
+
+
+def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
+    transfer_id = TransferId.from_hex(params.get("transfer_id", ""))
+    answered = params.get("kvxfer")
+    if answered is None:
+        base, ranks = _end("source", params.get("source"))
+        return DecodeLeg(transfer_id, tuple(rank_agent(base, rank) for rank in range(ranks)), None)
+    if not isinstance(answered, dict) or answered.get("version") != VERSION:
+        raise InvalidArgument(f"kvxfer.version must be {VERSION}: prefill and decode run different versions of kvxfer")
+    agents, tokens = answered.get("agents"), answered.get("tokens")
+    if not isinstance(agents, list) or not 1 <= len(agents) <= RANKS_MAX:
+        raise InvalidArgument("kvxfer.agents must name the agents of the prefill engine")
+    if type(tokens) is not int or tokens < 0:
+        raise InvalidArgument("kvxfer.tokens must be a count")
+    return DecodeLeg(transfer_id, tuple(check_agent_id(agent) for agent in agents), tokens)
+
+
+def _end(name: str, end: Any) -> tuple[str, int]:
+    if not isinstance(end, dict):
+        raise InvalidArgument(f"{name} must be an object with agent_id and ranks")
+    ranks = end.get("ranks", 1)
+    if type(ranks) is not int or not 1 <= ranks <= RANKS_MAX:
+        raise InvalidArgument(f"{name}.ranks must be 1 to {RANKS_MAX}")
+    return check_agent_id(end.get("agent_id", "")), ranks

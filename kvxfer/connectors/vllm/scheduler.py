@@ -1,0 +1,284 @@
+"""The connector's half in vLLM's scheduler: which requests are computed here for another engine, which are fetched from
+one, and what the worker half must do about them in the coming step.
+
+It sees vLLM's requests and scheduler outputs by attribute, keeps one entry a request, and has no IO, clock or thread.
+It never raises over a request's parameters: a request that makes no sense to it is computed here.
+
+What vLLM gives away is revoked by the orders of that very step: the worker half does so before anything is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvxfer.connectors.vllm.ids import blocks_for, content_of
+from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.connectors.vllm.params import DecodeLeg, PrefillLeg, handed_over, parse
+from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Load, Open, Remote, Report, StepOrders
+from kvxfer.errors import InvalidArgument
+from kvxfer.types import TransferId
+
+log = logging.getLogger("kvxfer.vllm")
+
+COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+
+
+@dataclasses.dataclass
+class Prefill:
+    """A request whose prompt goes elsewhere. ``blocks`` are told to the worker half, of ``total``."""
+
+    request: Any
+    transfer_id: TransferId
+    reader: str | None
+    total: int
+    content: bytes
+    table: list[int] = dataclasses.field(default_factory=list)
+    blocks: int = 0
+    is_open: bool = False
+
+
+@dataclasses.dataclass
+class Decode:
+    """A request whose prompt comes from elsewhere."""
+
+    leg: DecodeLeg
+    request_id: str
+    tokens: int
+    content: bytes
+    is_loading: bool = False
+    is_settled: bool = False
+    """Loaded, released, or never to be."""
+    first: Decode | None = None
+    """Another request that fetches the same: this one is computed here, after that, with what is cached by then."""
+    reports: list[Report] = dataclasses.field(default_factory=list)
+
+
+class SchedulerHalf:
+    """One engine's. ``agents`` are its ranks' agents; ``mint`` makes transfer ids for routers that give none."""
+
+    def __init__(
+        self, options: ConnectorOptions, *, block_tokens: int, agents: tuple[str, ...], mint: Callable[[], TransferId]
+    ) -> None:
+        self._options = options
+        self._block_tokens = block_tokens
+        self._agents = agents
+        self._mint = mint
+        self._prefills: dict[str, Prefill] = {}
+        self._decodes: dict[str, Decode] = {}
+        self._closes: list[Close] = []
+        self._finishes: list[Finish] = []
+        self._keeps: list[Remote] = []
+        self._loads: list[Load] = []
+        self._cancels: list[str] = []
+        self._releases: list[Remote] = []
+
+    # --- what vLLM says of one request ---
+
+    def on_new_request(self, request: Any) -> None:
+        """It waits from now on."""
+        self._know(request)
+        decode = self._decodes.get(request.request_id)
+        if decode is not None and not decode.is_settled:
+            self._keeps.append(_remote(decode))
+
+    def matched(self, request: Any, computed: int) -> int | None:
+        """How many tokens beyond the first ``computed`` (whole blocks) can be fetched; ``None``: ask again later. The
+        last token of a prompt is computed here in any case: it is sampled from."""
+        self._know(request)
+        decode = self._decodes.get(request.request_id)
+        if decode is not None and decode.first is not None and decode.first.is_loading:
+            return None
+        if decode is None or decode.is_settled or decode.is_loading:
+            return 0
+        return max(0, decode.tokens - computed)
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external: int) -> None:
+        """vLLM gave it the blocks ``block_ids``, for ``external`` tokens from elsewhere too."""
+        decode = self._decodes.get(request.request_id)
+        if decode is None or decode.is_settled or decode.is_loading:
+            return
+        if external == 0:
+            self._release(decode)
+            return
+        first = (decode.tokens - external) // self._block_tokens
+        blocks = tuple(block_ids[first : blocks_for(decode.tokens, self._block_tokens)])
+        decode.is_loading = True
+        has_direct = decode.leg.tokens is not None
+        remote = _remote(decode)
+        self._loads.append(
+            Load(
+                remote.request_id,
+                remote.transfer_id,
+                remote.sources,
+                first,
+                blocks,
+                decode.tokens,
+                decode.content,
+                has_direct,
+            )
+        )
+
+    def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """It is over. Returns whether its blocks must stay, and what the client is answered."""
+        self._know(request)
+        decode = self._decodes.pop(request.request_id, None)
+        if decode is not None:
+            if decode.is_loading:
+                decode.is_loading = False
+                self._cancels.append(decode.request_id)
+            elif not decode.is_settled:
+                self._release(decode)
+            return False, _account(decode)
+        prefill = self._prefills.pop(request.request_id, None)
+        if prefill is None:
+            return False, None
+        is_computed = request.status.name in COMPUTED and len(block_ids) >= prefill.total > 0
+        if not is_computed:
+            self._close(prefill, "the request ended before its prompt was computed", will_resume=False)
+            return False, None
+        blocks = tuple(block_ids[: prefill.total])
+        self._finishes.append(Finish(request.request_id, prefill.transfer_id, prefill.reader, blocks, prefill.content))
+        tokens = request.num_prompt_tokens - 1
+        return True, handed_over(prefill.transfer_id, self._agents, request.request_id, tokens)
+
+    # --- what a step is ---
+
+    def build(self, output: Any) -> StepOrders:
+        """The orders of the step that vLLM scheduled as ``output``."""
+        opens: list[Open] = []
+        chunks: list[Chunk] = []
+        cached = output.scheduled_cached_reqs
+        resumed = getattr(cached, "resumed_req_ids", ())
+        for request_id, prefill in self._prefills.items():
+            if prefill.is_open and (request_id in resumed or prefill.request.status.name == "PREEMPTED"):
+                self._close(prefill, "the source needed the blocks for older requests", will_resume=True)
+        for new in output.scheduled_new_reqs:
+            self._step(new.req_id, new.block_ids[0], new.num_computed_tokens, output, opens, chunks, is_new=True)
+        for index, request_id in enumerate(cached.req_ids):
+            if request_id not in self._prefills:
+                continue
+            added = cached.new_block_ids[index]
+            blocks = () if added is None else added[0]
+            computed = cached.num_computed_tokens[index]
+            self._step(request_id, blocks, computed, output, opens, chunks, is_new=request_id in resumed)
+        orders = StepOrders(
+            has_forward=output.total_num_scheduled_tokens > 0,
+            closes=tuple(self._closes),
+            opens=tuple(opens),
+            chunks=tuple(chunks),
+            finishes=tuple(self._finishes),
+            keeps=tuple(self._keeps),
+            loads=tuple(self._loads),
+            cancels=tuple(self._cancels),
+            releases=tuple(self._releases),
+        )
+        self._closes, self._finishes, self._keeps = [], [], []
+        self._loads, self._cancels, self._releases = [], [], []
+        return orders
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """These loads are over at all ranks."""
+        for request_id in request_ids:
+            decode = self._decodes.get(request_id)
+            if decode is not None:
+                decode.is_loading = False
+                decode.is_settled = True
+
+    def reported(self, reports: Iterable[Report]) -> None:
+        """What the ranks say of loads."""
+        for report in reports:
+            decode = self._decodes.get(report.request_id)
+            if decode is not None:
+                decode.reports.append(report)
+
+    # --- inside ---
+
+    def _know(self, request: Any) -> None:
+        request_id = request.request_id
+        if request_id in self._prefills or request_id in self._decodes:
+            return
+        try:
+            leg = parse(request.kv_transfer_params)
+        except InvalidArgument as error:
+            log.warning("kv_transfer_params: %s; the prompt is computed here", error, extra={"request_id": request_id})
+            return
+        if leg is None:
+            return
+        tokens = request.num_prompt_tokens - 1
+        ids = (request.prompt_token_ids or ())[:tokens]
+        if isinstance(leg, DecodeLeg):
+            decode = Decode(leg, request_id, tokens, content_of(ids, len(leg.sources)))
+            same = (other for other in self._decodes.values() if other.leg.transfer_id == leg.transfer_id)
+            decode.first = next(same, None)
+            self._decodes[request_id] = decode
+            if decode.first is not None:
+                decode.is_settled = True
+            elif leg.tokens is not None and leg.tokens != tokens:
+                log.warning(
+                    "the prefill computed %d tokens, not %d", leg.tokens, tokens, extra={"request_id": request_id}
+                )
+                self._release(decode)
+        elif isinstance(leg, PrefillLeg):
+            transfer_id, reader, total = (
+                leg.transfer_id or self._mint(),
+                leg.reader,
+                blocks_for(tokens, self._block_tokens),
+            )
+            if any(other.transfer_id == transfer_id for other in self._prefills.values()):
+                reader, total = None, 0  # several answers to one prompt: the first keeps it
+            content = content_of(ids, len(self._agents))
+            self._prefills[request_id] = Prefill(request, transfer_id, reader, total, content)
+
+    def _step(
+        self,
+        request_id: str,
+        blocks: Sequence[int],
+        computed: int,
+        output: Any,
+        opens: list[Open],
+        chunks: list[Chunk],
+        *,
+        is_new: bool,
+    ) -> None:
+        """Blocks of one prompt that are final before this step, and that it completes."""
+        prefill = self._prefills.get(request_id)
+        if prefill is None or prefill.total == 0 or prefill.reader is None or not self._options.overlap:
+            return
+        prefill.table = list(blocks) if is_new else prefill.table + list(blocks)
+        if not prefill.is_open:
+            prefill.is_open = True
+            prefill.blocks = min(computed // self._block_tokens, prefill.total)
+            final = tuple(prefill.table[: prefill.blocks])
+            opens.append(Open(request_id, prefill.transfer_id, prefill.reader, final, prefill.total, prefill.content))
+        after = computed + output.num_scheduled_tokens[request_id]
+        tokens = prefill.request.num_prompt_tokens - 1
+        done = prefill.total if after >= tokens else after // self._block_tokens
+        if done > prefill.blocks:
+            chunks.append(Chunk(request_id, tuple(prefill.table[prefill.blocks : done])))
+            prefill.blocks = done
+
+    def _close(self, prefill: Prefill, reason: str, *, will_resume: bool) -> None:
+        prefill.is_open = False
+        if prefill.reader is not None:  # it may be asking already
+            self._closes.append(Close(prefill.request.request_id, prefill.transfer_id, reason, will_resume))
+
+    def _release(self, decode: Decode) -> None:
+        decode.is_settled = True
+        self._releases.append(_remote(decode))
+
+
+def _remote(decode: Decode) -> Remote:
+    return Remote(decode.request_id, decode.leg.transfer_id, decode.leg.sources)
+
+
+def _account(decode: Decode) -> dict[str, Any] | None:
+    """What the client may read of its transfer: of the slowest rank, or of the first that failed."""
+    if not decode.reports:
+        return None
+    worst = max(decode.reports, key=lambda report: (report.code != "", report.seconds))
+    values = dataclasses.asdict(worst)
+    del values["request_id"]
+    return {"kvxfer": values}

@@ -1,0 +1,477 @@
+"""Prompts that are computed here and wanted elsewhere: what is promised of their blocks, to whom, and until when.
+
+A *hold* is one prompt. While vLLM computes it the hold is open, and each forward's blocks are granted as one *part* to
+every rank that asked, announced layer by layer. Once vLLM has finished it, its blocks stay until all readers have what
+they need, until its time is over, or until its reader is dead; then, and only after no grant over them is alive, the
+blocks are given back. The bytes are safe without any of this: each is read under a grant that the native core judges.
+
+The forward thread begins and announces steps; everything else happens on the agent's loop. One lock guards the table.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvxfer.agent import Agent, Grant, Pool
+from kvxfer.connectors.vllm.ids import DIRECT, is_rank_of, part_id, rank_agent
+from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.connectors.vllm.pages import Pages
+from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Open, StepOrders
+from kvxfer.connectors.vllm.wire import PARTS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
+from kvxfer.errors import GrantExpired, GrantGone, GrantReleased, GrantRevoked, GrantUnknown, KvxferError, PeerGone
+from kvxfer.types import GrantState, TransferId
+
+log = logging.getLogger("kvxfer.vllm")
+
+SWEEP_S = 0.1
+SILENT_S = 2.5
+"""A reader that has spoken says every half second that it is still there; one that was silent for so long is gone."""
+EARLY_MAX = 1024
+"""Asks that wait for their prompt."""
+ENDED_MAX = 4096
+"""Prompts that are over and still known by how they ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PartGrant:
+    """A part's pages in one storage: ``count`` pages a layer."""
+
+    grant: Grant
+    first_layer: int
+    layers: int
+    count: int
+
+    def announce(self, layers: int) -> None:
+        """So many of the model's layers are written. Raises GrantGone's kinds."""
+        own = min(layers - self.first_layer, self.layers)
+        if own > 0:
+            self.grant.ready(own * self.count, layers=own, complete=own == self.layers)
+
+
+@dataclasses.dataclass
+class Reader:
+    """One rank of the reading engine: it has been promised the blocks before ``sent``."""
+
+    agent_id: str
+    ask: Ask
+    sent: int
+    parts: int
+
+
+@dataclasses.dataclass
+class Hold:
+    """One prompt: the blocks known so far, of which the first ``final`` are written and stay."""
+
+    request_id: str
+    transfer_id: TransferId
+    reader: str | None
+    content: bytes
+    blocks: list[int]
+    final: int
+    total: int
+    life_end_s: float
+    """When it is over whatever anybody wants."""
+    until_s: float | None = None
+    """Set once vLLM has finished it: when it is over if nobody ever came for it."""
+    readers: dict[int, Reader] = dataclasses.field(default_factory=dict)
+    released: set[int] = dataclasses.field(default_factory=set)
+    readers_expected: int = 0
+    grants: dict[TransferId, Grant] = dataclasses.field(default_factory=dict)
+    direct: set[TransferId] = dataclasses.field(default_factory=set)
+    """Grants of the whole prompt that were not pulled yet."""
+    was_reader_seen: bool = False
+    heard_s: float | None = None
+    """When a reader last said that it wants this."""
+
+    @property
+    def is_released(self) -> bool:
+        """Whether every rank that would read it has said that it needs nothing more."""
+        return 0 < self.readers_expected <= len(self.released)
+
+
+class Source:
+    """The holds of one rank."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        pools: tuple[Pool, ...],
+        pages: Pages,
+        options: ConnectorOptions,
+        rank: int,
+        post: Callable[..., None],
+        on_freed: Callable[[str], None],
+    ) -> None:
+        """``post(function, *arguments)`` calls on the agent's loop. ``on_freed(request_id)``: its blocks are vLLM's
+        again."""
+        self._agent = agent
+        self._pools = pools
+        self._pages = pages
+        self._options = options
+        self._rank = rank
+        self._post = post
+        self._on_freed = on_freed
+        self._lock = threading.RLock()
+        self._holds: dict[str, Hold] = {}
+        self._by_transfer: dict[TransferId, Hold] = {}
+        self._early: dict[tuple[TransferId, int], tuple[Ask, str, float]] = {}
+        self._released_early: dict[tuple[TransferId, int], tuple[Release, float]] = {}
+        self._ended: collections.OrderedDict[TransferId, KvxferError] = collections.OrderedDict()
+        self._writing: list[Hold] = []
+        self._announcing: list[PartGrant] = []
+        self._saved: set[int] = set()
+        self._announced = 0
+        layers = len(pages.layers)
+        self._announce_every = options.announce_layers or max(1, layers // 8)
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    # --- the forward thread ---
+
+    def begin_step(self, orders: StepOrders) -> None:
+        """What the coming forward overwrites is revoked when this returns; what it completes is granted."""
+        with self._lock:
+            for close in orders.closes:
+                self._close(close)
+            for begun in orders.opens:
+                self._open(begun)
+            for finish in orders.finishes:
+                self._finish(finish)
+            for chunk in orders.chunks:
+                self._extend(chunk)
+
+    def layer_saved(self, layer: int) -> None:
+        """The forward wrote its part of one layer. Announced: the layers that are written without a gap before them."""
+        if not self._announcing:
+            return
+        self._saved.add(layer)
+        done = self._announced
+        while done in self._saved:
+            done += 1
+        if done - self._announced >= self._announce_every or done == len(self._pages.layers):
+            self._announce(done)
+
+    def step_saved(self) -> None:
+        """The forward wrote everything."""
+        self._announce(len(self._pages.layers))
+        self._announcing.clear()
+        self._saved.clear()
+        self._announced = 0
+        if not self._writing:
+            return
+        with self._lock:
+            for hold in self._writing:
+                hold.final = len(hold.blocks)
+                for reader in hold.readers.values():
+                    self._catch_up(hold, reader)
+        self._writing.clear()
+
+    def _announce(self, layers: int) -> None:
+        if layers <= self._announced:
+            return
+        self._announced = layers
+        alive = []
+        for part in self._announcing:
+            try:
+                part.announce(layers)
+                alive.append(part)
+            except GrantGone as error:
+                log.debug("a part ended while it was computed: %s", error)
+        self._announcing = alive
+
+    def _open(self, order: Open) -> None:
+        hold = Hold(
+            request_id=order.request_id,
+            transfer_id=order.transfer_id,
+            reader=order.reader,
+            content=order.content,
+            blocks=list(order.blocks),
+            final=len(order.blocks),
+            total=order.total,
+            life_end_s=time.monotonic() + self._options.hold_life_max_s,
+        )
+        self._admit(hold)
+
+    def _extend(self, order: Chunk) -> None:
+        hold = self._holds.get(order.request_id)
+        if hold is None:
+            return
+        for reader in hold.readers.values():
+            self._catch_up(hold, reader)
+        hold.blocks += order.blocks
+        self._writing.append(hold)
+        if not self._options.overlap:
+            return
+        for reader in hold.readers.values():
+            count = len(hold.blocks) - reader.sent  # it may have the first of them in its cache
+            if count > 0:
+                self._announcing += self._grant_part(hold, reader, reader.sent, count, is_final=False)
+
+    def _finish(self, order: Finish) -> None:
+        hold = self._holds.get(order.request_id)
+        now_s = time.monotonic()
+        if hold is None:
+            hold = Hold(
+                request_id=order.request_id,
+                transfer_id=order.transfer_id,
+                reader=order.reader,
+                content=order.content,
+                blocks=list(order.blocks),
+                final=len(order.blocks),
+                total=len(order.blocks),
+                life_end_s=now_s + self._options.hold_life_max_s,
+            )
+            self._admit(hold)
+            if not hold.is_released:
+                reader = None if order.reader is None else rank_agent(order.reader, self._rank)
+                direct = self._grant(hold, reader, self._rank, DIRECT, hold.blocks, is_final=True)
+                hold.direct = {part.grant.transfer_id for part in direct}
+        else:
+            hold.blocks = list(order.blocks)
+            hold.final = hold.total = len(hold.blocks)
+            for asked in hold.readers.values():
+                self._catch_up(hold, asked)
+        hold.until_s = now_s + self._options.hold_ttl_s
+        if hold.is_released:
+            self._free(hold, GrantReleased("the reader gave it back"))
+
+    def _close(self, order: Close) -> None:
+        hold = self._holds.get(order.request_id)
+        error = GrantRevoked(order.reason)
+        if hold is not None:
+            self._end(hold, error)
+            if order.will_resume:
+                until_s = time.monotonic() + self._options.pull_wait_s
+                for rank in hold.released:
+                    release = Release(hold.transfer_id, rank, hold.readers_expected)
+                    self._released_early[hold.transfer_id, rank] = (release, until_s)
+        if order.will_resume:
+            self._ended.pop(order.transfer_id, None)
+            return
+        self._remember(order.transfer_id, error)
+        for key in [key for key in self._early if key[0] == order.transfer_id]:
+            ask, agent_id, _ = self._early.pop(key)
+            self._send(agent_id, _refusal(ask, error))
+
+    def _admit(self, hold: Hold) -> None:
+        """Know a new hold, and who asked for it, or gave it up, before."""
+        previous = self._by_transfer.get(hold.transfer_id)
+        if previous is not None:
+            end = self._end if previous.until_s is None else self._free
+            end(previous, GrantRevoked("another request came with the same transfer id"))
+        self._ended.pop(hold.transfer_id, None)
+        self._holds[hold.request_id] = hold
+        self._by_transfer[hold.transfer_id] = hold
+        for key in [key for key in self._early if key[0] == hold.transfer_id]:
+            ask, agent_id, _ = self._early.pop(key)
+            self._join(hold, ask, agent_id)
+        for key in [key for key in self._released_early if key[0] == hold.transfer_id]:
+            release, _ = self._released_early.pop(key)
+            self._release(hold, release)
+
+    # --- the loop ---
+
+    def on_message(self, agent_id: str, message: Message) -> None:
+        """What a reader says."""
+        with self._lock:
+            if isinstance(message, Keep):
+                for transfer_id in message.transfer_ids:
+                    hold = self._by_transfer.get(transfer_id)
+                    if hold is not None and _is_reader(hold, agent_id):
+                        hold.heard_s = time.monotonic()
+            elif isinstance(message, Ask):
+                self._asked(agent_id, message)
+            elif isinstance(message, Release):
+                hold = self._by_transfer.get(message.transfer_id)
+                if hold is not None:
+                    if _is_reader(hold, agent_id):
+                        self._release(hold, message)
+                elif message.transfer_id not in self._ended and len(self._released_early) < EARLY_MAX:
+                    key = (message.transfer_id, message.rank)
+                    self._early.pop(key, None)
+                    self._released_early[key] = (message, time.monotonic() + self._options.pull_wait_s)
+
+    def sweep(self) -> None:
+        """Look at what is over."""
+        now_s = time.monotonic()
+        known = {member.ref.agent_id for member in self._agent.members()}
+        with self._lock:
+            for hold in list(self._holds.values()):
+                self._look_at(hold, now_s, known)
+            for key in [key for key, (_, _, until_s) in self._early.items() if now_s >= until_s]:
+                ask, agent_id, _ = self._early.pop(key)
+                self._send(agent_id, _refusal(ask, GrantUnknown("this engine never heard of that prompt")))
+            for key in [key for key, (_, until_s) in self._released_early.items() if now_s >= until_s]:
+                del self._released_early[key]
+
+    def _look_at(self, hold: Hold, now_s: float, known: set[str]) -> None:
+        names = {hold.reader} if hold.reader is not None else {reader.agent_id for reader in hold.readers.values()}
+        if names and names <= known:
+            hold.was_reader_seen = True
+        elif names and hold.was_reader_seen:
+            self._reader_gone(hold, "is gone")
+            return
+        if hold.heard_s is not None and now_s - hold.heard_s >= SILENT_S:
+            self._reader_gone(hold, f"said nothing for {SILENT_S:g} s")
+            return
+        if hold.until_s is None:
+            return
+        is_read = hold.heard_s is not None or any(grant.state is GrantState.ALIVE for grant in hold.grants.values())
+        if now_s >= (hold.life_end_s if is_read else hold.until_s):
+            self.expired += 1
+            log.warning("a prompt was not fetched in time", extra={"request_id": hold.request_id})
+            self._free(hold, GrantExpired("it was not fetched in time"))
+
+    def _asked(self, agent_id: str, ask: Ask) -> None:
+        hold = self._by_transfer.get(ask.transfer_id)
+        if hold is not None:
+            self._join(hold, ask, agent_id)
+            return
+        ended = self._ended.get(ask.transfer_id)
+        if ended is None and ask.is_early and len(self._early) < EARLY_MAX:
+            self._early[ask.transfer_id, ask.rank] = (ask, agent_id, time.monotonic() + self._options.pull_wait_s)
+            return
+        self._send(agent_id, _refusal(ask, ended or GrantUnknown("this engine has no such prompt")))
+
+    def _join(self, hold: Hold, ask: Ask, agent_id: str) -> None:
+        known = hold.readers.get(ask.rank)
+        if known is not None and known.ask.attempt >= ask.attempt:
+            return
+        if not _is_reader(hold, agent_id):
+            self._send(agent_id, _refusal(ask, GrantUnknown("that prompt is for another reader")))
+            return
+        if ask.rank in hold.released:
+            self._send(agent_id, _refusal(ask, GrantReleased("it was taken for gone, or gave this back")))
+            return
+        hold.heard_s = time.monotonic()
+        hold.readers_expected = max(1, ask.readers)
+        hold.readers[ask.rank] = Reader(agent_id, ask, ask.first, ask.attempt * PARTS_MAX)
+        self._catch_up(hold, hold.readers[ask.rank])
+
+    def _release(self, hold: Hold, release: Release) -> None:
+        hold.readers_expected = max(1, release.readers)
+        hold.released.add(release.rank)
+        hold.readers.pop(release.rank, None)
+        if hold.is_released and hold.until_s is not None:
+            self._free(hold, GrantReleased("the reader gave it back"))
+
+    def _reader_gone(self, hold: Hold, why: str) -> None:
+        log.warning("the reader of a prompt %s", why, extra={"request_id": hold.request_id})
+        if hold.until_s is not None:
+            self._free(hold, PeerGone(f"the reader {why}"))
+            return
+        self._revoke(hold)
+        hold.readers.clear()
+        hold.readers_expected = max(1, hold.readers_expected)
+        hold.released = set(range(hold.readers_expected))
+        hold.heard_s = None
+
+    # --- under the lock, from either thread ---
+
+    def _catch_up(self, hold: Hold, reader: Reader) -> None:
+        """Grant what is final and was not granted to this reader yet."""
+        if reader.sent < hold.final:
+            self._grant_part(hold, reader, reader.sent, hold.final - reader.sent, is_final=True)
+
+    def _grant_part(self, hold: Hold, reader: Reader, first: int, count: int, *, is_final: bool) -> list[PartGrant]:
+        reader.parts += 1
+        blocks = hold.blocks[first : first + count]
+        granted = self._grant(hold, reader.agent_id, reader.ask.rank, reader.parts, blocks, is_final=is_final)
+        if not granted:
+            error = GrantRevoked("the source could not grant the blocks")
+            self._send(reader.agent_id, _refusal(reader.ask, error))
+            return []
+        reader.sent = first + count
+        self._send(reader.agent_id, Part(hold.transfer_id, reader.parts, first, count, hold.total))
+        return granted
+
+    def _grant(
+        self, hold: Hold, reader: str | None, reader_rank: int, part: int, blocks: Sequence[int], *, is_final: bool
+    ) -> list[PartGrant]:
+        """Grants of these blocks' pages in every storage, or none where one could not be made."""
+        granted = []
+        for index, (pool, store) in enumerate(zip(self._pools, self._pages.stores, strict=True)):
+            transfer_id = part_id(hold.transfer_id, self._rank, reader_rank, part, index)
+            pages = store.ids(blocks)
+            try:
+                grant = self._agent.grant(
+                    pool,
+                    pages,
+                    transfer_id=transfer_id,
+                    reader=reader,
+                    ttl_s=self._options.hold_ttl_s,
+                    content=hold.content,
+                )
+            except KvxferError as error:
+                log.warning("blocks could not be granted: %s", error, extra={"request_id": hold.request_id})
+                return []
+            hold.grants[transfer_id] = grant
+            grant.on_ended(functools.partial(self._grant_ended, hold, transfer_id))
+            granted.append(PartGrant(grant, store.first_layer, store.layers, len(blocks)))
+        if is_final:
+            for made in granted:
+                with contextlib.suppress(GrantGone):
+                    made.announce(len(self._pages.layers))
+        return granted
+
+    def _grant_ended(self, hold: Hold, transfer_id: TransferId, state: GrantState) -> None:
+        with self._lock:
+            hold.grants.pop(transfer_id, None)
+            if transfer_id in hold.direct and state is GrantState.RELEASED:
+                hold.direct.discard(transfer_id)
+                if not hold.direct and hold.request_id in self._holds:
+                    self._release(hold, Release(hold.transfer_id, self._rank, 1))
+            elif state is GrantState.READER_GONE and hold.request_id in self._holds:
+                self._reader_gone(hold, "is gone")
+
+    def _free(self, hold: Hold, how: KvxferError) -> None:
+        """Its blocks are vLLM's again. Only of a hold that vLLM has finished."""
+        self._end(hold, how)
+        self._on_freed(hold.request_id)
+
+    def _end(self, hold: Hold, how: KvxferError) -> None:
+        self._revoke(hold)
+        self._holds.pop(hold.request_id, None)
+        if self._by_transfer.get(hold.transfer_id) is hold:
+            del self._by_transfer[hold.transfer_id]
+        self._writing = [other for other in self._writing if other is not hold]
+        self._remember(hold.transfer_id, how)
+        for reader in hold.readers.values():
+            self._send(reader.agent_id, _refusal(reader.ask, how))
+
+    def _remember(self, transfer_id: TransferId, how: KvxferError) -> None:
+        self._ended[transfer_id] = how
+        while len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
+
+    def _revoke(self, hold: Hold) -> None:
+        for grant in hold.grants.values():
+            grant.revoke("the prompt's blocks go to others")
+        hold.grants.clear()
+
+    def _send(self, agent_id: str, message: Message) -> None:
+        self._post(self._send_on_loop, agent_id, message)
+
+    def _send_on_loop(self, agent_id: str, message: Message) -> None:
+        try:
+            self._agent.notify(agent_id, encode(message))
+        except KvxferError as error:
+            log.debug("a reader could not be told: %s", error, extra={"agent_id": agent_id})
+
+
+def _is_reader(hold: Hold, agent_id: str) -> bool:
+    """Whether that agent may have this prompt: any may where the request named none."""
+    return hold.reader is None or is_rank_of(agent_id, hold.reader)
+
+
+def _refusal(ask: Ask, error: KvxferError) -> Refuse:
+    return Refuse(ask.transfer_id, ask.attempt, error.code, str(error))

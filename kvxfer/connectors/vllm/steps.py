@@ -1,0 +1,114 @@
+"""What the two halves of the connector tell each other with each engine step. Plain frozen values: vLLM carries them
+from process to process.
+
+Blocks are vLLM's block ids in the order of the prompt; ``first`` counts blocks of the prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvxfer.types import TransferId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """Fetch blocks ``first..`` of a prompt of ``tokens`` tokens into ``blocks`` from the ranks ``sources`` of another
+    engine.
+
+    ``has_direct``: the source said that the whole prompt is granted already.
+    """
+
+    request_id: str
+    transfer_id: TransferId
+    sources: tuple[str, ...]
+    first: int
+    blocks: tuple[int, ...]
+    tokens: int
+    content: bytes
+    has_direct: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Remote:
+    """A request whose KV lies with the ranks ``sources`` of another engine."""
+
+    request_id: str
+    transfer_id: TransferId
+    sources: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Open:
+    """A prompt that is computed here for another engine; ``blocks`` of it are final already, of ``total``."""
+
+    request_id: str
+    transfer_id: TransferId
+    reader: str | None
+    blocks: tuple[int, ...]
+    total: int
+    content: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Blocks of an open prompt that the coming forward completes."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finish:
+    """A prompt is computed and stays in ``blocks`` until the worker half says that nobody needs it any more."""
+
+    request_id: str
+    transfer_id: TransferId
+    reader: str | None
+    blocks: tuple[int, ...]
+    content: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Close:
+    """A prompt's blocks, if it has any, go to others with this very step. ``will_resume``: it will be back."""
+
+    request_id: str
+    transfer_id: TransferId
+    reason: str
+    will_resume: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepOrders:
+    """Everything that the scheduler half wants of the worker half in one step."""
+
+    has_forward: bool = False
+    closes: tuple[Close, ...] = ()
+    opens: tuple[Open, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    finishes: tuple[Finish, ...] = ()
+    keeps: tuple[Remote, ...] = ()
+    loads: tuple[Load, ...] = ()
+    cancels: tuple[str, ...] = ()
+    releases: tuple[Remote, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What became of one load at one rank; ``code`` is empty where it was committed."""
+
+    request_id: str
+    transfer_id: str
+    code: str
+    text: str
+    lane: str
+    blocks: int
+    bytes: int
+    parts: int
+    seconds: float
+    """From the order to the last byte's commit, or to the failure."""
+    early_bytes: int
+    """Landed before the source had computed everything."""
+    attempts: int
+    """More than one where the source took back what it had promised."""

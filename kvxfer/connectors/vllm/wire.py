@@ -1,0 +1,136 @@
+"""What ranks of two engines say to each other beside the transfers, as agents' notifications: JSON, one message each.
+
+The decoder is total: a message or ProtocolViolation. Every message may come twice or late, and means the same then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, TypeAlias
+
+from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.types import TransferId
+
+COUNT_MAX = 1 << 31
+ATTEMPTS_MAX = 1 << 10
+TEXT_MAX = 512
+PARTS_MAX = 1 << 20
+"""Parts of one attempt."""
+KEEPS_MAX = 1024
+"""Transfers that one Keep names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """Reader to source: rank ``rank`` wants the blocks of this prompt from ``first`` on, as they become final;
+    ``readers`` ranks will take something from you. ``is_early``: you may not have heard of it yet. ``attempt`` grows
+    each time that what it was promised was taken back: earlier promises are void, and parts are numbered from
+    ``attempt * PARTS_MAX`` on."""
+
+    transfer_id: TransferId
+    rank: int
+    attempt: int
+    readers: int
+    first: int
+    is_early: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Source to reader: part ``part`` is granted. It holds all layers of blocks ``first`` to ``first + count`` of the
+    prompt's ``total``, layer by layer."""
+
+    transfer_id: TransferId
+    part: int
+    first: int
+    count: int
+    total: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Refuse:
+    """Source to the reader of that attempt: no more of this prompt will come. ``code`` is an error's."""
+
+    transfer_id: TransferId
+    attempt: int
+    code: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Reader to source: these are wanted still."""
+
+    transfer_ids: tuple[TransferId, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """Reader to source: rank ``rank`` of ``readers`` needs nothing (more) of this prompt."""
+
+    transfer_id: TransferId
+    rank: int
+    readers: int
+
+
+Message: TypeAlias = Ask | Part | Refuse | Keep | Release
+_KINDS: dict[str, type[Any]] = {"ask": Ask, "part": Part, "refuse": Refuse, "keep": Keep, "release": Release}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def encode(message: Message) -> bytes:
+    """The message as the peer's :func:`decode` reads it."""
+    values: dict[str, Any] = {"kind": _NAMES[type(message)]}
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        if field.name == "transfer_id":
+            value = str(value)
+        elif field.name == "transfer_ids":
+            value = [str(transfer_id) for transfer_id in value]
+        elif field.name == "text":
+            value = value[:TEXT_MAX]
+        values[field.name] = value
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def decode(payload: bytes) -> Message:
+    """Raises ProtocolViolation for anything that :func:`encode` does not make."""
+    try:
+        values = json.loads(payload)
+    except (ValueError, RecursionError):
+        raise ProtocolViolation("a peer's message is not JSON") from None
+    name = values.pop("kind", None) if isinstance(values, dict) else None
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    names = set() if kind is None else {field.name for field in dataclasses.fields(kind)}
+    if kind is None or set(values) != names:
+        raise ProtocolViolation("a peer's message is of no known kind, or has other fields")
+    message: Message = kind(**{field: _value(field, value) for field, value in values.items()})
+    return message
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "transfer_id":
+        return _transfer_id(value)
+    if name == "transfer_ids":
+        if not isinstance(value, list) or len(value) > KEEPS_MAX:
+            raise ProtocolViolation(f"{name} of a peer's message is no list of at most {KEEPS_MAX}")
+        return tuple(_transfer_id(item) for item in value)
+    if name in ("code", "text"):
+        if not isinstance(value, str) or len(value) > TEXT_MAX:
+            raise ProtocolViolation(f"{name} of a peer's message is no short text")
+        return value
+    if name == "is_early":
+        if not isinstance(value, bool):
+            raise ProtocolViolation(f"{name} of a peer's message is neither true nor false")
+        return value
+    if type(value) is not int or not 0 <= value < (ATTEMPTS_MAX if name == "attempt" else COUNT_MAX):
+        raise ProtocolViolation(f"{name} of a peer's message is no count")
+    return value
+
+
+def _transfer_id(value: Any) -> TransferId:
+    try:
+        return TransferId.from_hex(value)
+    except InvalidArgument:
+        raise ProtocolViolation("a transfer id of a peer's message is not 32 hex digits") from None

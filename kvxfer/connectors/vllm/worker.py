@@ -1,0 +1,224 @@
+"""The connector's half in a worker process: it hands the scheduler half's orders to the source and the loads of this
+rank, and collects what became of them. Decides in which order one step's acts come; never waits in a step that
+computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvxfer.agent import Agent
+from kvxfer.connectors.vllm.digests import Digests
+from kvxfer.connectors.vllm.ids import rank_agent
+from kvxfer.connectors.vllm.loads import Done, Loads
+from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.connectors.vllm.pages import Pages
+from kvxfer.connectors.vllm.runtime import Runtime, every
+from kvxfer.connectors.vllm.source import SWEEP_S, Source
+from kvxfer.connectors.vllm.steps import Report, StepOrders
+from kvxfer.connectors.vllm.wire import Part, Refuse, decode
+from kvxfer.errors import ProtocolViolation
+from kvxfer.types import CompatibilityRecord, WorkerInfo
+
+log = logging.getLogger("kvxfer.vllm")
+
+DIALECT = "vllm"
+HOLDING_WAIT_S = 0.002
+"""How long a step that computes nothing waits where only prompts are held for others."""
+
+
+@dataclasses.dataclass
+class Results:
+    """Requests whose blocks are vLLM's again (``sent``), and loads that are over (``received``; ``failed`` of them
+    without a commit, with their destination blocks in ``bad_blocks``)."""
+
+    sent: set[str] = dataclasses.field(default_factory=set)
+    received: set[str] = dataclasses.field(default_factory=set)
+    failed: set[str] = dataclasses.field(default_factory=set)
+    bad_blocks: set[int] = dataclasses.field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.sent or self.received)
+
+
+class WorkerHalf:
+    """One rank. Called by vLLM's forward thread."""
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        make_record: Callable[[Pages], CompatibilityRecord],
+        *,
+        model: str,
+        rank: int,
+        ranks: int,
+        new_agent: Callable[[WorkerInfo], Agent],
+    ) -> None:
+        self._options = options
+        self._make_record = make_record
+        self._model = model
+        self._rank = rank
+        self._ranks = ranks
+        self._new_agent = new_agent
+        self._runtime: Runtime | None = None
+        self._source: Source | None = None
+        self._loads: Loads | None = None
+        self._layers: dict[str, int] = {}
+        self._orders: StepOrders | None = None
+        self._lock = threading.Lock()
+        self._progress = threading.Event()
+        self._results = Results()
+        self._reports: list[Report] = []
+        self._loading = 0
+        self.digests: Digests | None = None
+
+    def register(self, caches: Mapping[str, Any]) -> None:
+        """Take vLLM's KV cache, one tensor a layer, and join the cluster.
+
+        Raises ConfigError for a cache that cannot be moved, and what entering an agent raises.
+        """
+        pages = Pages.of(caches)
+        record = self._make_record(pages)
+        is_first = self._rank == 0
+        info = WorkerInfo(
+            agent_id=rank_agent(self._options.agent_id, self._rank),
+            role=self._options.role,
+            model=self._model,
+            http_url=self._options.http_url if is_first else "",
+            block_tokens=record.block_tokens,
+            dialect=DIALECT,
+        )
+        agent = self._new_agent(info)
+        pools = tuple(
+            agent.register_pool(record, store.region, block_count=store.page_count, checks=self._options.checks)
+            for store in pages.stores
+        )
+        self._layers = {name: index for index, name in enumerate(pages.layers)}
+        runtime = Runtime(agent, self._serve)
+        self._source = Source(agent, pools, pages, self._options, self._rank, runtime.call, self._freed)
+        self._loads = Loads(agent, pools, pages, self._options, self._rank, self._ranks, self._ended)
+        if self._options.record_digests:
+            self.digests = Digests(pages)
+        self._runtime = runtime
+        runtime.start()
+        log.info("%r serves pages of %d bytes in %d pools", agent, pages.page_bytes, len(pools))
+
+    def begin_step(self, orders: StepOrders) -> None:
+        """Before the forward writes anything. The same orders again change nothing. Raises Closed once the agent has
+        broken."""
+        if orders is self._orders:
+            return
+        source, _, runtime = self._parts()
+        runtime.check()
+        self._orders = orders
+        source.begin_step(orders)
+        if self.digests is not None:
+            for finish in orders.finishes:
+                self.digests.record(finish.transfer_id, "source", 0, finish.blocks)
+        if orders.keeps or orders.loads or orders.cancels or orders.releases:
+            self._loading += len(orders.loads)
+            runtime.call(self._begin_loads, orders)
+
+    def layer_saved(self, layer: str) -> None:
+        """The forward wrote its part of ``layer``."""
+        index = self._layers.get(layer)
+        if index is not None and self._source is not None:
+            self._source.layer_saved(index)
+
+    def step_saved(self) -> None:
+        """The forward wrote everything."""
+        if self._source is not None:
+            self._source.step_saved()
+
+    def results(self) -> Results:
+        """What ended since the last call. In a step without a forward it waits a little for something to end."""
+        if self._orders is not None and not self._orders.has_forward:
+            if self._loading > 0:
+                self._progress.wait(self._options.idle_wait_s)
+            elif self._source is not None and len(self._source) > 0:
+                self._progress.wait(min(HOLDING_WAIT_S, self._options.idle_wait_s))
+        with self._lock:
+            self._progress.clear()
+            results, self._results = self._results, Results()
+        self._loading -= len(results.received)
+        return results
+
+    def reports(self) -> tuple[Report, ...]:
+        """Loads that ended since the last call."""
+        with self._lock:
+            reports, self._reports = self._reports, []
+        return tuple(reports)
+
+    def take_expired(self) -> int:
+        """Prompts that nobody fetched in time, since the last call."""
+        if self._source is None:
+            return 0
+        expired, self._source.expired = self._source.expired, 0
+        return expired
+
+    def shutdown(self) -> None:
+        """End transfers and leave the cluster. Callable twice."""
+        if self._runtime is not None:
+            self._runtime.stop()
+
+    def _parts(self) -> tuple[Source, Loads, Runtime]:
+        if self._source is None or self._loads is None or self._runtime is None:
+            raise AssertionError("vLLM steps before it registered its KV cache")
+        return self._source, self._loads, self._runtime
+
+    # --- the agent's loop ---
+
+    def _begin_loads(self, orders: StepOrders) -> None:
+        _, loads, _ = self._parts()
+        loads.keep(orders.keeps)
+        for load in orders.loads:
+            loads.start(load)
+        for request_id in orders.cancels:
+            loads.cancel(request_id)
+        for remote in orders.releases:
+            loads.release(remote)
+
+    async def _serve(self) -> None:
+        source, loads, runtime = self._parts()
+        sweeping = asyncio.create_task(self._sweep(source))
+        try:
+            async for notification in runtime.agent.notifications():
+                try:
+                    message = decode(notification.payload)
+                except ProtocolViolation as error:
+                    log.warning("%s: %s", notification.sender, error)
+                    continue
+                if isinstance(message, (Part, Refuse)):
+                    loads.on_message(notification.sender.agent_id, message)
+                else:
+                    source.on_message(notification.sender.agent_id, message)
+        finally:
+            sweeping.cancel()
+            await loads.close()
+
+    async def _sweep(self, source: Source) -> None:
+        async for _ in every(SWEEP_S):
+            source.sweep()
+
+    def _freed(self, request_id: str) -> None:
+        with self._lock:
+            self._results.sent.add(request_id)
+            self._progress.set()
+
+    def _ended(self, done: Done) -> None:
+        if self.digests is not None and done.error is None:
+            order = done.order
+            self.digests.record(order.transfer_id, "destination", order.first, order.blocks)
+        with self._lock:
+            request_id = done.order.request_id
+            self._results.received.add(request_id)
+            if done.error is not None:
+                self._results.failed.add(request_id)
+                self._results.bad_blocks.update(done.order.blocks)
+            self._reports.append(done.report)
+            self._progress.set()

@@ -1,0 +1,84 @@
+"""Pages of a KV cache in the layouts that vLLM has, against the tensors' own indexing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvxfer.connectors.vllm.pages import Pages
+from kvxfer.errors import ConfigError
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 4, 6
+AXES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
+
+
+def caches(order: str, spare: int = 0) -> dict[str, torch.Tensor]:
+    """One tensor a layer, shape [B, H, N, C], all views of one storage in that order of axes."""
+    sizes = [AXES[axis] for axis in order]
+    whole = torch.arange(int(np.prod(sizes)) + spare, dtype=torch.float32)
+    view = whole[: whole.numel() - spare].view(sizes).permute([order.index(axis) for axis in "LBHNC"])
+    return {f"model.layers.{layer}.attn": view[layer] for layer in range(LAYERS)}
+
+
+def page(pages: Pages, layer: int, block: int) -> bytes:
+    """The bytes of one page, found as the core finds them."""
+    store = next(s for s in pages.stores if s.first_layer <= layer < s.first_layer + s.layers)
+    index = store.ids([block]).tolist()[layer - store.first_layer]
+    storage: Any = store.region.owner
+    return bytes(storage[index * pages.page_bytes : (index + 1) * pages.page_bytes])
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "one storage a layer"])
+def test_pages_are_the_blocks_of_each_layer(order: str) -> None:
+    if order == "one storage a layer":
+        tensors = {name: tensor.clone() for name, tensor in caches("LBHNC").items()}
+    else:
+        tensors = caches(order, spare=7)
+    pages = Pages.of(tensors)
+    assert len(pages.stores) == (LAYERS if " " in order else 1)
+    assert sum(store.page_count for store in pages.stores) == LAYERS * BLOCKS
+    inside = "NHC" if order.endswith("NHC") else "HNC"
+    for layer, tensor in enumerate(tensors.values()):
+        for block in range(BLOCKS):
+            content = tensor[block].permute(["HNC".index(axis) for axis in inside]).contiguous()
+            assert page(pages, layer, block) == content.numpy().tobytes()
+
+
+def test_pages_go_layer_by_layer_and_neighbours_are_one_run() -> None:
+    (store,) = Pages.of(caches("LBHNC")).stores
+    assert store.ids(range(1, 4)).tolist() == [1, 2, 3, 6, 7, 8, 11, 12, 13]
+
+
+@pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
+def test_blocks_in_pieces_are_refused(order: str) -> None:
+    with pytest.raises(ConfigError, match="not one piece"):
+        Pages.of(caches(order))
+
+
+def test_storages_without_order_are_refused() -> None:
+    tensors = caches("LBHNC")
+    names = list(tensors)
+    tensors = {names[0]: tensors[names[0]], "other": tensors[names[1]].clone(), names[2]: tensors[names[2]]}
+    with pytest.raises(ConfigError, match="without order"):
+        Pages.of(tensors)
+
+
+def test_layers_of_different_shape_are_refused() -> None:
+    tensors = caches("LBHNC")
+    tensor = next(iter(tensors.values()))
+    tensors["half"] = tensor[:, :, :2]
+    with pytest.raises(ConfigError, match="layer half"):
+        Pages.of(tensors)
+
+
+def test_memory_of_a_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the memory of meta"):
+        Pages.of({name: tensor.to("meta") for name, tensor in caches("LBHNC").items()})
+
+
+def test_no_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no KV cache"):
+        Pages.of({})

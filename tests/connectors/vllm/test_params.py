@@ -1,0 +1,67 @@
+"""What the two legs of a request say to the connector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.connectors.vllm.params import DecodeLeg, PrefillLeg, handed_over, parse
+from kvxfer.errors import InvalidArgument
+from kvxfer.types import TransferId
+
+ID = TransferId(bytes(range(16)))
+
+
+def test_a_prefill_leg_of_any_router() -> None:
+    nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    assert parse({"do_remote_decode": True, "do_remote_prefill": False, **nothing}) == PrefillLeg(None, None)
+
+
+def test_what_a_prefill_leg_is_answered_makes_the_decode_leg() -> None:
+    assert parse(handed_over(ID, ("p", "p.1"), "request", 41)) == DecodeLeg(ID, ("p", "p.1"), 41)
+
+
+def test_both_legs_of_kvxfers_router() -> None:
+    ends = {"source": {"agent_id": "p", "ranks": 2}, "destination": {"agent_id": "d", "ranks": 1, "address": ""}}
+    shared = {"transfer_id": str(ID), "attempt": 1, **ends}
+    assert parse({"do_remote_decode": True, "role": "prefill", **shared}) == PrefillLeg(ID, "d")
+    assert parse({"do_remote_prefill": True, "role": "decode", **shared}) == DecodeLeg(ID, ("p", "p.1"), None)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"anything": 1}, {"do_remote_prefill": False}])
+def test_other_requests_are_none_of_ours(params: dict[str, Any] | None) -> None:
+    assert parse(params) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({}, "transfer id"),
+        ({"transfer_id": str(ID)}, "source"),
+        ({"transfer_id": str(ID), "source": {"agent_id": "p", "ranks": 0}}, "source.ranks"),
+        ({"transfer_id": str(ID), "source": {"agent_id": "/"}}, "agent id"),
+        ({"transfer_id": str(ID), "kvxfer": {"version": 2}}, "version"),
+        ({"transfer_id": str(ID), "kvxfer": {"version": 1, "agents": [], "tokens": 1}}, "agents"),
+        ({"transfer_id": str(ID), "kvxfer": {"version": 1, "agents": ["p"], "tokens": "1"}}, "tokens"),
+    ],
+)
+def test_a_wrong_field_is_named(params: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument, match=field):
+        parse({"do_remote_prefill": True, **params})
+
+
+@given(st.dictionaries(st.sampled_from(["transfer_id", "source", "destination", "kvxfer"]), st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=40),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["agent_id", "ranks", "version", "agents", "tokens"]), inner, max_size=5),
+    max_leaves=6,
+)), st.booleans())  # fmt: skip
+def test_whatever_a_client_sends_is_a_leg_or_one_error(values: dict[str, Any], is_decode: bool) -> None:
+    try:
+        leg = parse({"do_remote_prefill" if is_decode else "do_remote_decode": True, **values})
+    except InvalidArgument:
+        return
+    assert isinstance(leg, DecodeLeg if is_decode else PrefillLeg)

@@ -1,0 +1,360 @@
+"""The scheduler half against a small model of vLLM's scheduler: what it orders, whatever happens in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvxfer.connectors.vllm.ids import blocks_for, content_of
+from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.connectors.vllm.params import handed_over
+from kvxfer.connectors.vllm.scheduler import SchedulerHalf
+from kvxfer.connectors.vllm.steps import Report, StepOrders
+from kvxfer.types import TransferId
+
+BLOCK = 16
+ID = TransferId(bytes(range(16)))
+OPTIONS = ConnectorOptions.from_config("kv_both", "me", {"coordinator": "127.0.0.1:1"})
+PREFILL = {"do_remote_decode": True}
+
+
+class Status(enum.Enum):
+    WAITING = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    request_id: str
+    prompt_token_ids: list[int]
+    kv_transfer_params: dict[str, Any] | None
+    status: Status = Status.WAITING
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+def new_half() -> SchedulerHalf:
+    count = iter(range(1, 1 << 16))
+    mint = lambda: TransferId(next(count).to_bytes(16, "big"))  # noqa: E731
+    return SchedulerHalf(OPTIONS, block_tokens=BLOCK, agents=("me", "me.1"), mint=mint)
+
+
+def step(
+    half: SchedulerHalf,
+    new: dict[str, Any] | None = None,
+    cached: dict[str, Any] | None = None,
+    resumed: set[str] | None = None,
+) -> StepOrders:
+    """One step; ``new`` and ``cached``: request id -> (blocks, computed before, scheduled)."""
+    new, cached = new or {}, cached or {}
+    return half.build(
+        SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=name, block_ids=(list(blocks),), num_computed_tokens=computed)
+                for name, (blocks, computed, _) in new.items()
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=list(cached),
+                resumed_req_ids=resumed or set(),
+                new_block_ids=[(list(blocks),) if blocks else None for blocks, _, _ in cached.values()],
+                num_computed_tokens=[computed for _, computed, _ in cached.values()],
+            ),
+            num_scheduled_tokens={name: count for name, (_, _, count) in {**new, **cached}.items()},
+            total_num_scheduled_tokens=sum(count for _, _, count in {**new, **cached}.values()),
+        )
+    )
+
+
+def concurrent(half_role: str) -> dict[str, Any]:
+    ends = {"source": {"agent_id": "p"}, "destination": {"agent_id": "d"}}
+    return {f"do_remote_{half_role}": True, "transfer_id": str(ID), **ends}
+
+
+def test_a_plain_prefill_is_kept_and_handed_over() -> None:
+    half, request = new_half(), Request("r", list(range(40)), PREFILL)
+    half.on_new_request(request)
+    assert half.matched(request, 0) == 0
+    assert step(half, {"r": ([1, 2, 3], 0, 40)}) == StepOrders(has_forward=True)
+    request.status = Status.FINISHED_LENGTH_CAPPED
+    is_kept, answer = half.finished(request, [1, 2, 3])
+    transfer_id = TransferId((1).to_bytes(16, "big"))
+    assert is_kept
+    assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39)
+    (finish,) = step(half).finishes
+    assert (finish.blocks, finish.transfer_id, finish.content) == ((1, 2, 3), transfer_id, content_of(range(39), 2))
+
+
+def test_a_prompt_of_one_token_has_nothing_to_hand_over() -> None:
+    half, request = new_half(), Request("r", [1], PREFILL, Status.FINISHED_STOPPED)
+    assert half.finished(request, [1]) == (False, None)
+    assert step(half) == StepOrders()
+
+
+def test_a_chunk_completes_blocks_and_the_last_one_the_rest() -> None:
+    half, request = new_half(), Request("r", list(range(60)), concurrent("decode"))
+    half.on_new_request(request)
+    first = step(half, {"r": ([1, 2, 3], 16, 20)})
+    assert [(order.blocks, order.total, order.reader) for order in first.opens] == [((1,), 4, "d")]
+    assert [order.blocks for order in first.chunks] == [(2,)]
+    assert step(half, cached={"r": ([], 36, 2)}).chunks == ()
+    assert [order.blocks for order in step(half, cached={"r": ([4], 38, 22)}).chunks] == [(3, 4)]
+
+
+def test_a_preempted_prefill_is_closed_in_that_step_and_opened_again() -> None:
+    half, request = new_half(), Request("r", list(range(60)), concurrent("decode"), Status.RUNNING)
+    half.on_new_request(request)
+    step(half, {"r": ([1, 2], 0, 32)})
+    request.status = Status.PREEMPTED
+    assert [(close.request_id, close.will_resume) for close in step(half).closes] == [("r", True)]
+    assert step(half).closes == ()
+    request.status = Status.RUNNING
+    again = step(half, cached={"r": ([5, 6, 7, 8], 16, 44)}, resumed={"r"})
+    assert [(order.blocks, order.total) for order in again.opens] == [((5,), 4)]
+    assert [order.blocks for order in again.chunks] == [(6, 7, 8)]
+    request.status = Status.FINISHED_LENGTH_CAPPED
+    assert half.finished(request, [5, 6, 7, 8])[0]
+
+
+def test_a_prefill_that_never_began_is_closed_when_it_ends() -> None:
+    half, request = new_half(), Request("r", list(range(60)), concurrent("decode"))
+    half.on_new_request(request)
+    request.status = Status.FINISHED_ABORTED
+    assert half.finished(request, []) == (False, None)
+    assert [close.will_resume for close in step(half).closes] == [False]
+
+
+def test_a_load_is_the_missing_tail_without_the_last_token() -> None:
+    half, request = new_half(), Request("r", list(range(49)), handed_over(ID, ("p", "p.1"), "x", 48))
+    half.on_new_request(request)
+    assert [keep.sources for keep in step(half).keeps] == [("p", "p.1")]
+    assert half.matched(request, 16) == 32
+    half.allocated(request, [9, 8, 7, 6], 32)
+    (load,) = step(half).loads
+    assert (load.first, load.blocks, load.has_direct, load.content) == (1, (8, 7), True, content_of(range(48), 2))
+    half.allocated(request, [9, 8, 7, 6], 0)
+    half.reported([report("r", "")])
+    half.received({"r"})
+    assert half.matched(request, 0) == 0
+    assert step(half) == StepOrders()
+    is_kept, answer = half.finished(request, [9, 8, 7, 6])
+    assert not is_kept
+    assert answer is not None
+    assert answer["kvxfer"]["bytes"] == 7
+
+
+def test_a_full_local_hit_is_released() -> None:
+    half, request = new_half(), Request("r", list(range(33)), handed_over(ID, ("p",), "x", 32))
+    half.on_new_request(request)
+    assert half.matched(request, 32) == 0
+    half.allocated(request, [1, 2, 3], 0)
+    assert [remote.transfer_id for remote in step(half).releases] == [ID]
+    half.finished(request, [1, 2, 3])
+    assert step(half) == StepOrders()
+
+
+def test_a_prefill_that_is_back_in_the_step_that_preempted_it_is_closed_too() -> None:
+    half, request = new_half(), Request("r", list(range(60)), concurrent("decode"), Status.RUNNING)
+    half.on_new_request(request)
+    step(half, {"r": ([1, 2], 0, 32)})
+    orders = step(half, cached={"r": ([5, 6, 7, 8], 0, 60)}, resumed={"r"})
+    assert [close.request_id for close in orders.closes] == ["r"]
+    assert [order.blocks for order in orders.opens] == [()]
+    assert [order.blocks for order in orders.chunks] == [(5, 6, 7, 8)]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_decode_that_ends_before_it_began_is_released(is_known: bool) -> None:
+    half, request = new_half(), Request("r", list(range(33)), handed_over(ID, ("p",), "x", 32))
+    if is_known:
+        half.on_new_request(request)
+    half.finished(request, [])
+    assert len(step(half).releases) == 1
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_of_several_requests_for_one_prompt_the_first_fetches_and_the_others_wait_for_it(is_aborted: bool) -> None:
+    half, params = new_half(), handed_over(ID, ("p",), "x", 32)
+    first, second = (Request(name, list(range(33)), params) for name in ("0_r", "1_r"))
+    half.on_new_request(first)
+    half.on_new_request(second)
+    half.allocated(first, [1, 2, 3], half.matched(first, 0) or 0)
+    assert half.matched(second, 0) is None
+    assert [load.request_id for load in step(half).loads] == ["0_r"]
+    assert half.matched(second, 0) is None
+    if is_aborted:
+        half.finished(first, [1, 2, 3])
+    else:
+        half.received({"0_r"})
+    assert half.matched(second, 16) == 0
+    half.allocated(second, [1, 4, 5], 0)
+    half.finished(second, [1, 4, 5])
+    orders = step(half)
+    assert (orders.loads, orders.releases) == ((), ())
+
+
+def test_of_several_prefills_under_one_id_the_first_keeps_the_prompt() -> None:
+    half = new_half()
+    requests = [Request(name, list(range(33)), concurrent("decode")) for name in ("0_r", "1_r")]
+    for request in requests:
+        half.on_new_request(request)
+    orders = step(half, {"0_r": ([1, 2, 3], 0, 33), "1_r": ([4, 5, 6], 0, 33)})
+    assert [begun.request_id for begun in orders.opens] == ["0_r"]
+    for request in requests:
+        request.status = Status.FINISHED_LENGTH_CAPPED
+    assert [half.finished(request, [1, 2, 3])[0] for request in requests] == [True, False]
+    assert [finish.request_id for finish in step(half).finishes] == ["0_r"]
+
+
+def test_an_abort_while_loading_cancels() -> None:
+    half, request = new_half(), Request("r", list(range(33)), handed_over(ID, ("p",), "x", 32))
+    half.on_new_request(request)
+    half.allocated(request, [1, 2, 3], half.matched(request, 0) or 0)
+    step(half)
+    assert half.finished(request, [1, 2, 3]) == (False, None)
+    orders = step(half)
+    assert (orders.cancels, orders.releases) == (("r",), ())
+
+
+def test_another_prompt_than_the_prefill_had_is_computed_here() -> None:
+    half, request = new_half(), Request("r", list(range(33)), handed_over(ID, ("p",), "x", 31))
+    half.on_new_request(request)
+    assert half.matched(request, 0) == 0
+    assert len(step(half).releases) == 1
+
+
+def test_parameters_without_sense_are_computed_here() -> None:
+    half, request = new_half(), Request("r", list(range(33)), {"do_remote_prefill": True, "transfer_id": 7})
+    half.on_new_request(request)
+    assert half.matched(request, 0) == 0
+    half.allocated(request, [1, 2, 3], 0)
+    assert half.finished(request, [1, 2, 3]) == (False, None)
+    assert step(half) == StepOrders()
+
+
+def report(request_id: str, code: str) -> Report:
+    return Report(request_id, str(ID), code, "", "cma", 2, 7, 1, 0.5, 0, 1)
+
+
+class Prefills(RuleBasedStateMachine):
+    """Concurrent prefills over a pool of blocks that vLLM gives away at once when a request is preempted or aborted.
+
+    ``promised`` is what the worker half would have granted after the orders of the last step.
+    """
+
+    POOL = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = new_half()
+        self.free = list(range(1, self.POOL))
+        self.tables: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+        self.requests: dict[str, Request] = {}
+        self.kept: dict[str, list[int]] = {}
+        self.promised: dict[str, list[int]] = {}
+        self.finished: list[str] = []
+        self.count = 0
+
+    @precondition(lambda self: len(self.requests) < 4)
+    @rule(length=st.integers(1, 90))
+    def arrive(self, length: int) -> None:
+        self.count += 1
+        ends = {"destination": {"agent_id": "d"}, "transfer_id": f"{self.count:032x}"}
+        request = Request(f"r{self.count}", list(range(length)), {**PREFILL, **ends})
+        self.requests[request.request_id] = request
+        self.half.on_new_request(request)
+
+    @rule(budget=st.integers(1, 70), draw=st.data())
+    def schedule(self, budget: int, draw: st.DataObject) -> None:
+        new, cached, resumed = {}, {}, set()
+        for name, request in self.requests.items():
+            left = request.num_prompt_tokens - self.computed.get(name, 0)
+            count = min(budget, left)
+            if count <= 0:
+                continue
+            table = self.tables.setdefault(name, [])
+            need = blocks_for(self.computed.get(name, 0) + count, BLOCK) - len(table)
+            if need > len(self.free):
+                continue
+            budget -= count
+            added = [self.free.pop(draw.draw(st.integers(0, len(self.free) - 1))) for _ in range(need)]
+            table += added
+            before = self.computed.get(name, 0)
+            if request.status is Status.WAITING:
+                new[name] = (added, before, count)
+            else:
+                cached[name] = (added, before, count)
+                if request.status is Status.PREEMPTED:
+                    resumed.add(name)
+            request.status = Status.RUNNING
+            self.computed[name] = before + count
+        self.obey(step(self.half, new, cached, resumed))
+
+    @precondition(lambda self: any(r.status is Status.RUNNING for r in self.requests.values()))
+    @rule(draw=st.data())
+    def preempt(self, draw: st.DataObject) -> None:
+        """It may be back in the very next step."""
+        name = draw.draw(st.sampled_from([n for n, r in self.requests.items() if r.status is Status.RUNNING]))
+        self.requests[name].status = Status.PREEMPTED
+        self.free += self.tables.pop(name)
+        self.computed[name] = 0
+
+    @precondition(lambda self: self.requests)
+    @rule(draw=st.data())
+    def end(self, draw: st.DataObject) -> None:
+        name = draw.draw(st.sampled_from(list(self.requests)))
+        request = self.requests.pop(name)
+        table, computed = self.tables.pop(name, []), self.computed.pop(name, 0)
+        is_done = computed == request.num_prompt_tokens
+        request.status = Status.FINISHED_LENGTH_CAPPED if is_done else Status.FINISHED_ABORTED
+        is_kept, _ = self.half.finished(request, table)
+        if is_kept:
+            assert is_done
+            self.kept[name] = table
+        else:
+            self.free += table
+
+    @precondition(lambda self: self.finished)
+    @rule()
+    def fetched(self) -> None:
+        name = self.finished.pop()
+        self.free += self.kept.pop(name)
+        del self.promised[name]
+
+    def obey(self, orders: StepOrders) -> None:
+        for close in orders.closes:
+            self.promised.pop(close.request_id, None)
+        for begun in orders.opens:
+            assert begun.request_id not in self.promised
+            self.promised[begun.request_id] = list(begun.blocks)
+        for finish in orders.finishes:
+            promised = self.promised.setdefault(finish.request_id, list(finish.blocks))
+            assert promised == list(finish.blocks)
+            self.finished.append(finish.request_id)
+        for chunk in orders.chunks:
+            self.promised[chunk.request_id] += chunk.blocks
+        for name, blocks in self.promised.items():
+            owned = self.tables.get(name) or self.kept.get(name) or []
+            assert blocks == owned[: len(blocks)], "a block is promised that vLLM gave away"
+
+    @invariant()
+    def every_block_has_one_owner(self) -> None:
+        owned = [block for table in (*self.tables.values(), *self.kept.values()) for block in table]
+        assert sorted(owned + self.free) == list(range(1, self.POOL))
+
+
+Prefills.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefills = Prefills.TestCase

@@ -1,0 +1,66 @@
+"""Engines of vLLM behind the router: what each leg says to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from router_fakes import MODEL, FakeWorker, events, router_over, texts
+
+from kvxfer.router.workers import Workers
+from kvxfer.types import AgentRef, Incarnation, Member, Membership, Role
+
+
+def vllm_pair() -> tuple[FakeWorker, FakeWorker]:
+    return FakeWorker("p", Role.PREFILL, dialect="vllm"), FakeWorker("d", Role.DECODE, dialect="vllm")
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": 7}, {"max_completion_tokens": 7, "min_tokens": 3}])
+async def test_the_prefill_leg_is_a_request_of_one_token(limit: dict[str, Any]) -> None:
+    p, d = vllm_pair()
+    async with router_over(p, d) as router:
+        options = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, **limit}
+        answer = await router.chat(**options)
+        assert answer.headers["x-kvxfer-prefill"] == "remote"
+        assert texts(events(answer.text)) == "one two three"
+        [prefill], [decode] = p.received, d.received
+    sent = {"model": MODEL, "messages": [{"role": "user", "content": "hello there"}]}
+    prefill_params, decode_params = prefill.body.pop("kv_transfer_params"), decode.body.pop("kv_transfer_params")
+    assert decode.body == {**sent, **options}
+    one = {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in limit or name == "max_tokens"}
+    assert prefill.body == {**sent, "temperature": 0, **one}
+    assert (prefill_params["do_remote_decode"], prefill_params["do_remote_prefill"]) == (True, False)
+    assert (decode_params["do_remote_decode"], decode_params["do_remote_prefill"]) == (False, True)
+    assert prefill_params["transfer_id"] == decode_params["transfer_id"]
+    assert prefill_params["source"] == decode_params["source"] == {**decode_params["source"], "agent_id": "p"}
+
+
+async def test_engines_of_different_dialects_are_no_pair() -> None:
+    p, d = FakeWorker("p", Role.PREFILL), FakeWorker("d", Role.DECODE, dialect="vllm")
+    async with router_over(p, d) as router:
+        answer = await router.complete()
+        assert answer.headers["x-kvxfer-prefill"] == "local"
+        assert p.received == []
+        assert "kv_transfer_params" not in d.received[0].body
+
+
+async def test_an_engine_of_a_dialect_that_nobody_knows_gets_nothing() -> None:
+    async with router_over(FakeWorker("d", dialect="another")) as router:
+        assert (await router.complete()).status_code == 503
+
+
+def test_the_ranks_of_an_engine_are_the_agents_that_follow_it_by_number() -> None:
+    fake, workers = FakeWorker("p", dialect="vllm"), Workers()
+
+    def rank(name: str, **info: str) -> Member:
+        member = fake.member
+        return dataclasses.replace(
+            member,
+            ref=AgentRef(name, Incarnation(1, bytes(16))),
+            info=dataclasses.replace(member.info, agent_id=name, **info),
+        )
+
+    members = [fake.member, *(rank(name, http_url="") for name in ("p.1", "p.2", "p.4", "p.x")), rank("q"), rank("q.1")]
+    workers.update(Membership(1, tuple(members)))
+    assert [workers.ranks(member) for member in (members[0], members[5])] == [3, 1]

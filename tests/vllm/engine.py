@@ -1,0 +1,152 @@
+"""One vLLM engine in this process, driven by JSON lines on stdin, answering on stdout. Run by vLLM's own Python.
+
+usage: engine.py '{"llm": {...}, "transfer": {...} or null, "pause_s": 0.0}'
+
+"pause_s" is slept after each step, so that a test finds a prompt half computed.
+
+Commands: {"op": "add", "id", "ids", "n", "kv"}, {"op": "abort", "id"}, {"op": "pause", "s"}, {"op": "ask", "what":
+"free" | "digests" | "busy" | "moved" | "nixl"}. Events: {"event": "ready"}, {"event": "first", "id"}, {"event": "done",
+"id", "tokens", "kv", "reason", "ms", "first_ms", "loaded_ms"}, {"event": "answer", "value"}. "loaded_ms": until its KV
+was there, as vLLM's scheduler was told of it, by whatever connector.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import selectors
+import sys
+import time
+from typing import Any
+
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # vLLM prints what it likes
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_NO_USAGE_STATS="1",
+    DO_NOT_TRACK="1",
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+)
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def tell(**event: Any) -> None:
+    print(json.dumps(event), file=answers, flush=True)
+
+
+class Driver:
+    """Commands in, engine steps between them, events out."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        transfer = options["transfer"]
+        self.pause_s = options["pause_s"]
+        config = {} if transfer is None else {"kv_transfer_config": KVTransferConfig(**transfer)}
+        llm = LLM(
+            dtype="float32",
+            enforce_eager=True,
+            seed=0,
+            disable_log_stats=True,
+            **{"distributed_executor_backend": "uni", **options["llm"]},
+            **config,
+        )
+        self.engine = llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.begun: dict[str, float] = {}
+        self.first: dict[str, float] = {}
+        self.loaded: dict[str, float] = {}
+        self.moved = 0
+        if transfer is not None:
+            self.told_by_worker = self.scheduler.connector.update_connector_output
+            self.scheduler.connector.update_connector_output = self.watch_loads
+
+    def watch_loads(self, output: Any) -> None:
+        now = time.perf_counter()
+        self.loaded.update(dict.fromkeys(output.finished_recving or (), now))
+        stats = getattr(output, "kv_connector_stats", None)
+        self.moved += sum((stats.data if stats is not None else {}).get("bytes_transferred", ()))
+        self.told_by_worker(output)
+
+    def run(self) -> None:
+        os.set_blocking(0, False)
+        selector = selectors.DefaultSelector()
+        selector.register(0, selectors.EVENT_READ)
+        rest = b""
+        tell(event="ready")
+        while True:
+            is_busy = self.scheduler.has_requests()
+            if selector.select(0 if is_busy else None):
+                data = os.read(0, 1 << 20)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self.obey(json.loads(line))
+            if self.scheduler.has_requests():
+                for output in self.engine.step():
+                    self.told(output)
+                time.sleep(self.pause_s)
+
+    def obey(self, command: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        if command["op"] == "add":
+            extra = {"kv_transfer_params": command["kv"]} if command.get("kv") else None
+            params = SamplingParams(temperature=0, max_tokens=command["n"], ignore_eos=True, extra_args=extra)
+            self.begun[command["id"]] = time.perf_counter()
+            self.engine.add_request(command["id"], TokensPrompt(prompt_token_ids=command["ids"]), params)
+        elif command["op"] == "abort":
+            self.engine.abort_request([command["id"]])
+            tell(event="done", id=command["id"], tokens=[], kv=None, reason="abort", ms=0.0, first_ms=0.0)
+        elif command["op"] == "pause":
+            self.pause_s = command["s"]
+        else:
+            tell(event="answer", value=self.answer(command["what"]))
+
+    def answer(self, what: str) -> Any:
+        if what == "free":
+            return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if what == "busy":
+            return self.scheduler.has_requests()
+        if what == "moved":
+            return self.moved
+        if what == "nixl":
+            return sys.modules["nixl._api"].__file__
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().worker_half.digests.as_dict()
+
+    def told(self, output: Any) -> None:
+        now = time.perf_counter()
+        request_id, answer = output.request_id, output.outputs[0]
+        if answer.token_ids and request_id not in self.first:
+            self.first[request_id] = now
+            tell(event="first", id=request_id)
+        if output.finished:
+            begun = self.begun.pop(request_id)
+            loaded = [name for name in self.loaded if name.startswith(request_id)]
+            tell(
+                event="done",
+                id=request_id,
+                tokens=list(answer.token_ids),
+                kv=output.kv_transfer_params,
+                reason=answer.finish_reason,
+                ms=(now - begun) * 1e3,
+                first_ms=(self.first.pop(request_id, now) - begun) * 1e3,
+                loaded_ms=(self.loaded.pop(loaded[0]) - begun) * 1e3 if loaded else None,
+            )
+
+
+if __name__ == "__main__":
+    Driver(json.loads(sys.argv[1])).run()
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    kv_transfer_state.ensure_kv_transfer_shutdown()
+    gc.freeze()  # to look at all that vLLM imported once more takes seconds

@@ -1,0 +1,233 @@
+"""Engines of vLLM in processes of their own, on one coordinator, as objects of a test. Knows their command line
+only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import uuid
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+PYTHON = pathlib.Path(os.environ.get("VLLM_VENV") or ROOT / "build" / "vllm-venv") / "bin" / "python"
+"""vLLM's own; ``VLLM_VENV`` names another virtual environment, with another version of it."""
+CACHE = PYTHON.parent.parent / "cache"
+"""What vLLM found out about the model's class, for which it else starts a process."""
+DRIVER = pathlib.Path(__file__).with_name("engine.py")
+START_S = 240.0
+"""Engines that start at once on two busy cores take turns; alone one needs 9 s."""
+ANSWER_S = 60.0
+
+
+class Answer(dict[str, Any]):
+    """What became of one request: ``tokens``, ``kv``, ``reason``, ``ms``, ``first_ms``."""
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(self["tokens"])
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The connector's account of the load."""
+        return dict((self["kv"] or {}).get("kvxfer", {}))
+
+
+class Engine:
+    """One engine. :meth:`start` begins to start it, :meth:`wait_ready` waits for that."""
+
+    def __init__(self, name: str, log: pathlib.Path) -> None:
+        self.name = name
+        self.log = log
+        self.process: asyncio.subprocess.Process | None = None
+        self._done: dict[str, asyncio.Future[Answer]] = {}
+        self._first: dict[str, asyncio.Event] = {}
+        self._answers: asyncio.Queue[Any] = asyncio.Queue()
+        self._ready = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self, options: dict[str, Any], environment: dict[str, str] | None = None) -> None:
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                str(PYTHON),
+                str(DRIVER),
+                json.dumps(options),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=1 << 26,
+                env={**os.environ, "VLLM_CACHE_ROOT": str(CACHE), **(environment or {})},
+            )
+        self._reader = asyncio.create_task(self._read())
+
+    async def wait_ready(self) -> None:
+        assert self._reader is not None
+        ready = asyncio.ensure_future(self._ready.wait())
+        await asyncio.wait({ready, self._reader}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        assert self._ready.is_set(), f"{self.name} did not start:\n{self.log.read_text()[-4000:]}"
+
+    def add(self, ids: list[int], n: int, kv: dict[str, Any] | None = None) -> str:
+        """Begin a request; its id."""
+        request_id = uuid.uuid4().hex
+        self._done[request_id] = asyncio.get_running_loop().create_future()
+        self._first[request_id] = asyncio.Event()
+        self._send(op="add", id=request_id, ids=ids, n=n, kv=kv)
+        return request_id
+
+    async def wait(self, request_id: str, timeout_s: float = ANSWER_S) -> Answer:
+        return await asyncio.wait_for(self._done[request_id], timeout_s)
+
+    async def wait_first(self, request_id: str) -> None:
+        await asyncio.wait_for(self._first[request_id].wait(), ANSWER_S)
+
+    async def generate(self, ids: list[int], n: int, kv: dict[str, Any] | None = None) -> Answer:
+        return await self.wait(self.add(ids, n, kv))
+
+    async def abort(self, request_id: str) -> Answer:
+        self._send(op="abort", id=request_id)
+        return await self.wait(request_id)
+
+    async def ask(self, what: str) -> Any:
+        self._send(op="ask", what=what)
+        return await asyncio.wait_for(self._answers.get(), ANSWER_S)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep so long after each step from now on."""
+        self._send(op="pause", s=seconds)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    async def stop(self) -> None:
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), 20.0)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+        if self._reader is not None:
+            await self._reader
+
+    def _send(self, **command: Any) -> None:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+
+    async def _read(self) -> None:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            event = json.loads(line)
+            kind = event.pop("event")
+            if kind == "ready":
+                self._ready.set()
+            elif kind == "first":
+                self._first[event["id"]].set()
+            elif kind == "answer":
+                self._answers.put_nowait(event["value"])
+            else:
+                done = self._done[event["id"]]
+                if not done.done():
+                    done.set_result(Answer(event))
+
+
+class Cluster:
+    """A coordinator and engines by name. Leaving the context ends all of them."""
+
+    def __init__(self, directory: pathlib.Path, model: pathlib.Path) -> None:
+        self.directory = directory
+        self.model = model
+        self.engines: dict[str, Engine] = {}
+        self._coordinator: asyncio.subprocess.Process | None = None
+        self._address = ""
+
+    async def __aenter__(self) -> Cluster:
+        self._coordinator = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "kvxfer.cli",
+            "coordinator",
+            "--token-file",
+            str(self.directory / "cluster-token"),
+            f"--exit-with-parent={os.getpid()}",
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert self._coordinator.stdout is not None
+        line = await asyncio.wait_for(self._coordinator.stdout.readline(), START_S)
+        self._address = json.loads(line)["address"]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
+        if self._coordinator is not None:
+            self._coordinator.terminate()
+            await self._coordinator.wait()
+
+    def __getitem__(self, name: str) -> Engine:
+        return self.engines[name]
+
+    async def start(
+        self,
+        name: str,
+        role: str | None,
+        *,
+        extra: dict[str, Any] | None = None,
+        policy: str = "recompute",
+        transfer: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        pause_s: float = 0.0,
+        **llm: Any,
+    ) -> Engine:
+        """Begin to start an engine; ``role`` is vLLM's kv_role, ``None`` for one without a connector. ``transfer``:
+        vLLM's settings of another connector."""
+        options = {"model": str(self.model), "max_model_len": 2048, "num_gpu_blocks_override": 64, **llm}
+        if role is not None:
+            settings = {
+                "coordinator": self._address,
+                "token_file": str(self.directory / "cluster-token"),
+                "agent_id": name,
+                "record_digests": True,
+                **(extra or {}),
+            }
+            transfer = {
+                "kv_connector": "KvxferConnector",  # known to vLLM by the plugin
+                "kv_role": role,
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": settings,
+            }
+        engine = self.engines[name] = Engine(name, self.directory / f"{name}.log")
+        await engine.start({"llm": options, "transfer": transfer, "pause_s": pause_s}, environment)
+        return engine
+
+
+async def hand_over(prefill: Engine, decode: Engine, ids: list[int], n: int) -> tuple[Answer, Answer]:
+    """One request the way any router does it: a prefill leg, then a decode leg with what it was answered."""
+    first = await prefill.generate(ids, 1, {"do_remote_decode": True, "do_remote_prefill": False})
+    return first, await decode.generate(ids, n, first["kv"])
+
+
+def both_legs(
+    prefill: Engine, decode: Engine, ranks: tuple[int, int] = (1, 1)
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What kvxfer's router gives the two legs of one attempt."""
+    shared = {
+        "transfer_id": uuid.uuid4().hex,
+        "attempt": 1,
+        "source": {"agent_id": prefill.name, "ranks": ranks[0], "address": ""},
+        "destination": {"agent_id": decode.name, "ranks": ranks[1], "address": ""},
+    }
+    return (
+        {"do_remote_decode": True, "do_remote_prefill": False, "role": "prefill", **shared},
+        {"do_remote_decode": False, "do_remote_prefill": True, "role": "decode", **shared},
+    )
