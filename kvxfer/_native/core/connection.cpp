@@ -278,6 +278,7 @@ void Connection::on_map(const Map& map) {
   } catch (const Error& error) {
     if (error.code() == Code::internal) throw;
     slot.refusal = error.what();
+    slot.is_withdrawn = is_withdrawn;
     if (!is_withdrawn) statistics_.mappings_refused.add();
   }
 }
@@ -305,7 +306,8 @@ std::shared_ptr<RemoteMemory> Connection::take_new_remote() {
 std::shared_ptr<const RemoteMemory> Connection::remote(uint32_t id, Lane lane) const {
   const auto found = remotes_.find({id, lane});
   if (found == remotes_.end()) throw Error(Code::no_lane, "the source did not let its memory be read by this lane");
-  if (!found->second.memory) throw Error(Code::no_lane, found->second.refusal);
+  // Of memory that is gone the source says more, under this transfer's own id, and it is on its way: no lane would do better.
+  if (!found->second.memory) throw Error(found->second.is_withdrawn ? Code::transport : Code::no_lane, found->second.refusal);
   return found->second.memory;
 }
 

@@ -75,6 +75,7 @@ class Connection {
   struct RemoteSlot {
     std::shared_ptr<const RemoteMemory> memory;
     std::string refusal;
+    bool is_withdrawn = false;  // it could be read, and is gone
     size_t bytes = 0;  // of the MAP that is kept
   };
   using MapKey = std::pair<uint32_t, Lane>;
