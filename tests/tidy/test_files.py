@@ -144,7 +144,7 @@ def test_readme_says_what_it_must() -> None:
 
 def test_ci_runs_the_gates() -> None:
     text = (ROOT / ".ci" / "run").read_text()
-    for command in ("make check", "make test", "make test-slow", "make fuzz", "make asan", "make demo"):
+    for command in ("make check", "make test", "make test-slow", "make fuzz", "make test-sanitize", "make demo"):
         assert re.search(rf"^{command}( |$)", text, re.MULTILINE), command
     for target in re.findall(r"^make ([a-z-]+)", text, re.MULTILINE):
         assert target in targets()
