@@ -75,7 +75,7 @@ class IoThread {
   int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Nanos spin);
   void leave();
   void rest(std::unique_lock<std::mutex>& turn);  // while others drive
-  void let_drive();
+  void let_drive();                               // the same, woken while a driver is at work: without the turn
   void clear_wake();
   // io_copies.cpp
   void settle_copies();
@@ -121,10 +121,10 @@ class IoThread {
   uint32_t polls_ = 0;
   uint32_t quick_ = 0;      // waits in a row that were over almost at once
   bool is_driven_ = false, is_resting_ = false;  // by another thread; the thread therefore
-  std::atomic<bool> is_driver_asleep_{false}, is_letting_{false};
-  std::mutex letting_;  // nothing is locked under it
-  std::condition_variable let_;
   std::condition_variable undriven_;
+  std::atomic<bool> is_driver_asleep_{false}, is_letting_{false};  // the thread waits for let_, and has no turn
+  std::mutex letting_;                                             // nothing is locked under it
+  std::condition_variable let_;
 };
 
 }  // namespace kvxfer

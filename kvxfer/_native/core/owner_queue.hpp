@@ -30,8 +30,8 @@ class OwnerQueue {
   int fd() const { return fd_.get(); }
   // Returns whether the owner is to be signalled now. Of a transfer's progress only the newest is kept, and where nothing
   // else is there its signal waits until due(): an owner woken for every chunk takes the core that moves the bytes. Of one
-  // that is final too none is taken: its end says more. Of ended
-  // offers, which peers cause and nobody waits for, the oldest of too many are dropped.
+  // that is final too none is taken: its end says more. Of ended offers, which peers cause and nobody waits for, the oldest
+  // of too many are dropped.
   bool push(OwnerEvent event, Nanos now);
   Nanos due() const { return due_; }
   bool is_due(Nanos now);  // true once
