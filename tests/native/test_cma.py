@@ -96,6 +96,29 @@ def test_what_is_not_exposed_goes_another_way(nodes: Any, new_id: NewId) -> None
     assert d.content([3, 4]) == p.content([1, 2])
 
 
+def test_memory_that_went_before_the_word_of_it(nodes: Any, new_id: NewId) -> None:
+    """What could be read once is not taken for a lane that leads nowhere: the source says what became of it."""
+    p, d = nodes.pair()
+    memory = mmap.mmap(-1, BYTES)
+    address = address_of(memory)
+    region_id = 900
+    p.core.add_foreign_region(native.RegionInfo(region_id, BYTES), address, BYTES, memory)
+    ours = d.register(BYTES)
+    rows = [(ours.id, 0, BLOCK, BLOCK, BLOCKS)], [(region_id, 0, BLOCK, BLOCK, BLOCKS)]
+    first, second = new_id(), new_id()
+    d.fetch(first, p, *rows, lanes=[CMA])
+    assert d.wait_drained(first).state == COMMITTED
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert libc.mprotect(address, BYTES, 0) == 0  # as if unmapped, and nobody else's meanwhile
+    d.fetch(second, p, *rows, lanes=[CMA, STREAM], deadline_s=20.0)
+    d.wait(lambda _: d.core.counts().transfers_live and p.core.counts().grants.alive, "the source's hold")
+    p.core.remove_region(region_id)
+    final = d.wait_drained(second)
+    assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.grant_revoked), final.text
+    assert final.lane_notes == ""
+
+
 # --- sources that lie ---
 
 

@@ -78,6 +78,7 @@ class CmaMemory final : public RemoteMemory {
 
   const std::shared_ptr<CmaPeer> peer;
   uint64_t nonce_address = 0;
+  mutable bool has_worked = false;  // some bytes came
 };
 
 // Takes up to `count` runs of up to `max` bytes together off the walk. Returns how many, and adds their bytes to `bytes`.
@@ -122,7 +123,13 @@ class CmaRead final : public ReadJob {
       from_count = take_runs(from_, from_runs_.data(), CmaPeer::kRunsMax, to_bytes, bytes);
     }
     if (bytes == 0 || bytes != to_bytes) throw Error(Code::internal, "a read of as many bytes as it fills was due");
-    memory_.peer->read(to_runs_.data(), to_count, from_runs_.data(), from_count, bytes, memory_.nonce_address);
+    try {
+      memory_.peer->read(to_runs_.data(), to_count, from_runs_.data(), from_count, bytes, memory_.nonce_address);
+    } catch (const Error& error) {  // what could be read is gone: the source says more, and no lane would do better
+      if (error.code() == Code::no_lane && memory_.has_worked) throw Error(Code::transport, error.what());
+      throw;
+    }
+    memory_.has_worked = true;
     return bytes;
   }
 
