@@ -279,6 +279,14 @@ class World {
       check(error.code() != Code::internal, error.what());
     }
   }
+  template <class Spec>
+  Spec some_spec(const TransferId& id) {
+    Spec spec;
+    spec.id = id;
+    spec.lanes = {FrameMaker::lane(in_), FrameMaker::lane(in_)};
+    spec.wants_sums = in_.flag();
+    return spec;
+  }
   void own_act() {
     const TransferId id = maker_.own_id(in_);
     const AgentRef& peer = kAgents[in_.below(2)];
@@ -293,12 +301,9 @@ class World {
         });
       case 1:
       case 2: {
-        TransferSpec spec;
-        spec.id = id;
+        auto spec = some_spec<TransferSpec>(id);
         spec.source = peer;
         spec.blocks = blocks;
-        spec.lanes = {FrameMaker::lane(in_), FrameMaker::lane(in_)};
-        spec.wants_sums = in_.flag();
         return act([&](Endpoint& endpoint, Nanos now, Effects& out) {
           endpoint.pull(kPool, spec, now, out);
           pulled_.insert(blocks.begin(), blocks.end());
@@ -307,11 +312,8 @@ class World {
       }
       case 3:
       case 4: {
-        PostSpec spec;
-        spec.id = id;
+        auto spec = some_spec<PostSpec>(id);
         spec.peer = peer;
-        spec.lanes = {FrameMaker::lane(in_), FrameMaker::lane(in_)};
-        spec.wants_sums = in_.flag();
         const WireList local = FrameMaker::list(in_), remote = in_.flag() ? local : FrameMaker::list(in_);
         const bool is_fetch = std::none_of(local.grids.begin(), local.grids.end(), [](const Grid& grid) { return grid.region == kReadOnly; });
         return act([&](Endpoint& endpoint, Nanos now, Effects& out) {
