@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kBacklog = 512;
 constexpr int kHostSendBytes = 384 * 1024;
-constexpr uint32_t kHostRoundTripUs = 15;  // no network card answers so soon
+constexpr uint32_t kHostRoundTripUs = 15;  // hardly a network card answers so soon
 
 struct Address {
   sockaddr_storage storage{};

@@ -16,8 +16,8 @@ int connect_error(int fd);  // 0: connected
 
 // No delay, and on loopback what suits memory that only looks like a network.
 void tune_tcp(int fd);
-// Both ends on one host, in two network namespaces, are known by their round trip once some data went. There, as on
-// loopback, the send buffer is bounded: all of it is under way at once, sent by the call that brought it. With more, what the
+// Of a peer under the same kernel: whether no network card lies between, as between two network namespaces, is known by the
+// round trip once some data went. There, as on loopback, the send buffer is bounded: all of it is under way at once, sent by the call that brought it. With more, what the
 // window held back goes out on the processor that works on the acknowledgement, overtakes what the caller's sends, and is
 // sent again for lost; and what waits to be received is in no cache any more. Returns whether the connection is such a one.
 bool tune_to_round_trip(int fd);
