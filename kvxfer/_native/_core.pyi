@@ -1354,7 +1354,7 @@ class Core:
 
     def wait(self, timeout_ns: int) -> bool:
         """
-        Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal ends it early. The caller's thread
+        Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. The caller's thread
         does meanwhile what the core's own would do, so that nobody has to be woken.
         """
 

@@ -229,7 +229,7 @@ void bind_core_class(nb::module_& m) {
              return without_gil([&] { return self.core().wait(until); });
            },
            nb::arg("timeout_ns"),
-           "Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal ends it early. The caller's thread\n"
+           "Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. The caller's thread\n"
            "does meanwhile what the core's own would do, so that nobody has to be woken.")
       .def("add_pool",
            [](PyCore& self, const PoolInfo& info, const PyRegion& region, const std::vector<SegmentTuple>& segments) {

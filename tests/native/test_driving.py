@@ -98,6 +98,36 @@ def test_many_wait_on_one_core(nodes: Any, new_id: NewId) -> None:
     assert all(returned)
 
 
+@pytest.mark.parametrize("verb", ["fetch", "push", "notify"])
+def test_a_post_beside_a_long_wait(nodes: Any, new_id: NewId, verb: str) -> None:
+    """Who posts cannot do the loop's work while another thread drives it: that one is woken for it."""
+    p, d = nodes.pair()
+    theirs, ours = p.register(65536), d.register(65536)
+    d.core.notify(p.ref, b"the session is up")
+    p.wait_for(native.NotifReceived)
+    p.events.clear()
+    d.wait_for(native.NotifDelivered)
+    waiting = threading.Thread(target=d.core.wait, args=[60 * SECOND])
+    waiting.start()
+    time.sleep(0.3)  # it is asleep, driving
+    begin = time.monotonic()
+    if verb == "notify":
+        d.core.notify(p.ref, b"hear me")
+        p.wait_for(native.NotifReceived)
+    else:
+        theirs.memory[:4096] = ours.memory[4096:8192] = 7
+        mine, peers = (0, 0) if verb == "fetch" else (4096, 4096)
+        rows = [(ours.id, mine, 0, 4096, 1)], [(theirs.id, peers, 0, 4096, 1)]
+        getattr(d, verb)(new_id(), p, *rows, lanes=[native.Lane.UNIX])
+        landed = (ours, 0) if verb == "fetch" else (theirs, 4096)
+        while landed[0].piece(landed[1], 4096) != bytes([7]) * 4096 and time.monotonic() - begin < 30:
+            time.sleep(0.001)
+    assert time.monotonic() - begin < 10
+    d.core.close()
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
 @pytest.mark.parametrize("turn", range(5))
 def test_closing_ends_a_wait(nodes: Any, turn: int) -> None:
     """The word that wakes the driver is not lost for the core's own thread, which sleeps too."""

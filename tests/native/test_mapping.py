@@ -7,6 +7,7 @@ import os
 import pathlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -229,3 +230,22 @@ def test_a_read_on_a_connection_that_just_closed_is_no_fault_of_the_lane(
     assert set(d.block(0) + d.block(1)) == {0x5A}
     d.core.close()
     source.close()
+
+
+def test_a_new_pool_under_the_id_of_one_that_was_removed(nodes: Any, new_id: NewId) -> None:
+    """That the old one is gone is not taken for a word about the new one, however close they follow each other."""
+    p, d = nodes.pair()
+    info = native.PoolInfo(7, p.blocks, p.block_bytes, b"d" * 32, True, False, False)
+    for _ in range(60):
+        transfer = new_id()
+        p.wait(lambda _: p.is_idle())
+        d.pull(transfer, p, [1, 2], lanes=[native.Lane.MAPPED])
+        time.sleep(0.003)  # it waits at the source
+        p.core.remove_pool(7)
+        p.core.add_pool(info, p.region, p.segments)
+        p.grant(transfer, [1, 2])
+        final = d.wait_drained(transfer)
+        assert (final.state, final.attempts) == (native.TransferState.COMMITTED, 1), final.text
+        p.take()
+        d.events.clear()
+        p.events.clear()

@@ -121,23 +121,31 @@ void Connection::take_frames() {
 void Connection::on_frame(const Frame& frame) {
   if (refuses(frame)) return;
   const auto* data = std::get_if<Data>(&frame);
-  const bool was_up = is_up_;
+  std::optional<AgentRef> proven;
   Landing landing = shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) {
     endpoint.on_frame(session, frame, now, out);
     for (const Effect& effect : out) {
       const auto* up = std::get_if<SessionUp>(&effect);
       if (up == nullptr || up->session != session) continue;
-      is_up_ = true;
-      peer_nonce_ = up->peer.boot_nonce;
+      proven = up->peer;
     }
     return data != nullptr ? endpoint.data_arrives(session, *data, now) : Landing{};
   });
-  if (is_up_ && !was_up) (kind_ == SessionKind::Unix ? statistics_.sessions_unix : statistics_.sessions_tcp).add();
+  if (proven) on_up(*proven);
   if (const auto* map = std::get_if<Map>(&frame); map != nullptr && is_up_) on_map(*map);
   if (landing.token == 0) return;
   OwnMemory memory = shared_.find(landing.to);
   if (!memory) throw Error(Code::internal, "a landing in memory that is not there");
   landing_ = std::make_unique<IncomingBlocks>(*data, std::move(landing), std::move(memory), *tools_.staging);
+}
+
+void Connection::on_up(const AgentRef& peer) {
+  is_up_ = true;
+  peer_nonce_ = peer.boot_nonce;
+  (kind_ == SessionKind::Unix ? statistics_.sessions_unix : statistics_.sessions_tcp).add();
+  if (kind_ == SessionKind::Unix) return;
+  const std::optional<PeerAddress> address = shared_.address(peer);
+  if (address && !address->unix_path.empty()) may_tune_ = true;
 }
 
 // What it would tell an owner who takes nothing at the moment. A push that is known brings nothing that was not let in.
@@ -324,17 +332,23 @@ void Connection::send_map(uint32_t id, Lane lane) {
 }
 
 void Connection::send_data(SendData data, OwnMemory memory) {
-  if (kind_ == SessionKind::Tcp && !is_tuned_) is_tuned_ = tune_to_round_trip(fd_.get());
+  if (may_tune_) may_tune_ = !tune_to_round_trip(fd_.get());
   outbox_.push_data(std::move(data), std::move(memory), *tools_.staging);
 }
 
-void Connection::withdraw(uint32_t id) {
+void Connection::withdraw(const Withdrawn& gone) {
   may_land();
-  for (auto it = maps_sent_.lower_bound({id, Lane{}}); it != maps_sent_.end() && it->first.first == id; it = maps_sent_.erase(it)) {
-    if (session == 0 || it->second == 0) continue;
+  for (auto it = maps_sent_.lower_bound({gone.id, Lane{}}); it != maps_sent_.end() && it->first.first == gone.id;) {
+    const auto [sent_lane, sent_serial] = std::pair(it->first.second, it->second);
+    if (sent_serial > gone.serial) {
+      ++it;
+      continue;
+    }
+    it = maps_sent_.erase(it);
+    if (session == 0 || sent_serial == 0) continue;
     Map map;
-    map.pool = id;
-    map.lane = it->first.second;
+    map.pool = gone.id;
+    map.lane = sent_lane;
     map.key = "the source's memory is not registered any more";
     outbox_.push(map);
   }
@@ -350,7 +364,7 @@ Map Connection::describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region
   std::shared_ptr<UcxMemory> ucx;
   bool is_exposed = false, is_device = false, is_checked = false;
   if (const std::shared_ptr<const OwnRegion> own = shared_.region(id)) {
-    serial = 1;
+    serial = OwnRegion::kSerial;
     base = own->base;
     map.region_bytes = own->info.bytes;
     ucx = own->ucx;

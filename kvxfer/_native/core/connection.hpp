@@ -38,12 +38,13 @@ class Connection {
   // Lets the peer read our pool or region `id` by `lane`, or says why it cannot; once a session.
   void send_map(uint32_t id, Lane lane);
   void send_data(SendData data, OwnMemory memory);
-  // Our pool or region `id` is gone: a peer that was told how to read it is told so, and lets go of it; and what comes in
-  // lands no more if it was for there.
-  void withdraw(uint32_t id);
+  // Our pool or region is gone: a peer that was told how to read it is told so, and lets go of it; and what comes in
+  // lands no more if it was for there. What has its id now stays.
+  void withdraw(const Withdrawn& gone);
   // Memory that came and was not yet taken from here, or nothing.
   std::shared_ptr<RemoteMemory> take_new_remote();
-  // What the peer gave as its pool or region `id` by `lane`; throws Error(no_lane) with the reason why there is none.
+  // What the peer gave as its pool or region `id` by `lane`; throws Error, with the reason why there is none:
+  // transport where there was, and it was taken back; else no_lane.
   std::shared_ptr<const RemoteMemory> remote(uint32_t id, Lane lane) const;
   // No byte goes into the blocks of the read under way any more; with an id, only where it is of that transfer.
   void stop_landing(Code code, const std::string& text, const TransferId* only = nullptr);
@@ -64,6 +65,7 @@ class Connection {
   void take_buffered_payload();
   void land(std::string_view bytes);
   void on_frame(const Frame& frame);
+  void on_up(const AgentRef& peer);
   void on_map(const Map& map);
   bool refuses(const Frame& frame);
   std::shared_ptr<RemoteMemory> open_remote(const Map& map, Fd descriptor);
@@ -98,7 +100,7 @@ class Connection {
   bool is_up_ = false;
   bool is_shut_down_ = false;
   bool is_paused_ = false;
-  bool is_tuned_ = false;  // to what was learned of its round trip
+  bool may_tune_ = false;  // to its round trip, once that is known: the peer is under the same kernel
   Nanos close_at_ = 0;
 };
 

@@ -121,12 +121,11 @@ bool Core::help(bool is_polling) {
   if (owner_ != this_process()) return false;  // sockets and epoll are the parent's
   const std::unique_lock turn(turn_.mutex, std::try_to_lock);
   if (!turn || !io_) return false;
-  io_->help(is_polling);
-  return true;
+  return io_->help(is_polling);
 }
 
 bool Core::wait(Nanos until) {
-  if (owner_ == this_process()) {
+  if (owner_ == this_process() && !turn_.is_driven) {
     ++turn_.drivers;
     std::unique_lock turn(turn_.mutex);
     if (!io_) {

@@ -26,8 +26,8 @@ class Core {
   // Joins the thread. Idempotent; calls beside it wait for the same end. In a forked child, which has a copy of the memory
   // and nothing else of the core, it leaves alone what is the parent's.
   void close();
-  // Where the IO loop is free, does a small portion of its work on this thread; `is_polling` looks at the sockets too.
-  // Returns whether it did.
+  // Where the IO loop is free and nobody drives it, does a small portion of its work on this thread; `is_polling` looks at
+  // the sockets too. Returns whether it did.
   bool help(bool is_polling);
   // Until the owner has more to take than progress, a signal came or it is `until`; does the loop's work meanwhile, unless
   // another thread that waits does it. Returns whether there is anything to take.

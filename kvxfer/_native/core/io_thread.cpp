@@ -65,7 +65,7 @@ Nanos IoThread::work() {
   const Nanos now = monotonic_now();
   tick_own(now);
   if (now >= tick_at_) shared_.act_io([](Endpoint& endpoint, Nanos at, Effects& out) { endpoint.tick(at, out); });
-  const std::vector<uint32_t> withdrawn = shared_.take_withdrawn();
+  const std::vector<Withdrawn> withdrawn = shared_.take_withdrawn();
   if (tools_.ucx) tools_.ucx->progress();
   if (tools_.staging->is_used()) settle_copies();
   is_bulk_ = reads_.work(portion_);
@@ -293,10 +293,10 @@ void IoThread::perform(ReadBlocks& effect) {
 }
 
 // After the effects that came with it: whoever reads the memory learns that its grant is revoked before it finds the memory gone.
-void IoThread::withdraw(const std::vector<uint32_t>& ids) {
-  for (const uint32_t id : ids) {
+void IoThread::withdraw(const std::vector<Withdrawn>& gone) {
+  for (const Withdrawn& one : gone) {
     for (auto& [key, connection] : connections_) {
-      connection->withdraw(id);
+      connection->withdraw(one);
       touch(key);
     }
   }

@@ -22,7 +22,8 @@ namespace kvxfer {
 // Guards the loop. Who has it does the loop's work.
 struct LoopTurn {
   std::mutex mutex;
-  std::atomic<uint32_t> drivers{0};  // callers that drive the loop, or want to: the thread lets them
+  std::atomic<uint32_t> drivers{0};    // callers that drive the loop, or want to: the thread lets them
+  std::atomic<bool> is_driven{false};  // by one of them; written by who has the turn
 };
 
 class IoThread {
@@ -35,11 +36,11 @@ class IoThread {
   // What does not end within a bound is kept for ever, with the memory that it may touch.
   void run() noexcept;
   // Does on the caller's thread, which has the turn, a small portion of what is to be done. `is_polling`: looks at the
-  // sockets too. What is left is done by the thread.
-  void help(bool is_polling) noexcept;
-  // Runs the loop on the caller's thread, which has the turn and counts as a driver, until the owner has news to take, a signal came or it is
-  // `until`. Returns false, and at once, where another caller
-  // does so already. It is no driver any more afterwards.
+  // sockets too. What is left is done by the thread. Returns false where nothing was done: others are at it.
+  bool help(bool is_polling) noexcept;
+  // Runs the loop on the caller's thread, which has the turn and counts as a driver, until the owner has news to take, a
+  // signal came or it is `until`. Returns false, and at once, where another caller does so already. It is no driver any more
+  // afterwards.
   bool drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept;
 
  private:
@@ -69,13 +70,14 @@ class IoThread {
   void perform(const SendMap& effect);
   void perform(SendData& effect);
   void perform(ReadBlocks& effect);
-  void withdraw(const std::vector<uint32_t>& ids);
+  void withdraw(const std::vector<Withdrawn>& gone);
   // io_turns.cpp
   bool wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_driver);  // false: a signal came
   int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Nanos spin);
   void leave();
+  Nanos left_to_wait_for(Nanos until);
   void rest(std::unique_lock<std::mutex>& turn);  // while others drive
-  void let_drive();                               // the same, woken while a driver is at work: without the turn
+  void let_drive();                               // the thread waits, without the turn, while others drive and are awake
   void clear_wake();
   // io_copies.cpp
   void settle_copies();
@@ -120,7 +122,7 @@ class IoThread {
   Nanos polled_at_ = 0;     // by another thread; how often without a pause
   uint32_t polls_ = 0;
   uint32_t quick_ = 0;      // waits in a row that were over almost at once
-  bool is_driven_ = false, is_resting_ = false;  // by another thread; the thread therefore
+  bool is_resting_ = false;  // the thread, while others drive
   std::condition_variable undriven_;
   std::atomic<bool> is_driver_asleep_{false}, is_letting_{false};  // the thread waits for let_, and has no turn
   std::mutex letting_;                                             // nothing is locked under it

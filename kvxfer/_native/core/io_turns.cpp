@@ -23,15 +23,15 @@ constexpr Nanos kDriverSpin = 100'000;          // of a caller that waits: it ha
 
 void IoThread::rest(std::unique_lock<std::mutex>& turn) {
   if (turn_.drivers == 0) return;
-  if (is_driven_) shared_.wake();  // what woke this thread is the driver's to see
+  if (turn_.is_driven) shared_.wake();  // what woke this thread is the driver's to see
   is_resting_ = true;
   undriven_.wait(turn, [this] { return turn_.drivers == 0; });
   is_resting_ = false;
 }
 
 bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
-  if (is_driven_) return leave(), false;
-  is_driven_ = true;
+  if (turn_.is_driven) return leave(), false;
+  turn_.is_driven = true;
   polls_ = 0;
   const Nanos thread_sleeps_until = sleeps_until_;
   Nanos next = 0;
@@ -42,10 +42,11 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
       next = 0;
     }
     if (!is_resting_ && next == 0 && !shared_.is_shut()) next = work();  // what the last wait brought; nobody else will
+    if (!is_resting_) next = left_to_wait_for(next);
   } catch (const std::exception& error) {
     fail(error);
   }
-  is_driven_ = false;
+  turn_.is_driven = false;
   sleeps_until_ = is_resting_ ? 0 : thread_sleeps_until;
   if (!is_resting_ && (next < thread_sleeps_until || shared_.is_shut())) shared_.wake();
   leave();
@@ -61,7 +62,8 @@ void IoThread::leave() {
 }
 
 // Without the turn. Whatever woke this thread, a driver at work sees it when it next looks at the sockets; to wait for the
-// turn would make it pay for handing it over each time. One that is asleep may not have been woken: see rest().
+// turn would make it pay for handing it over each time. One that is asleep may not have been woken: see rest(). Not after a
+// wake that was read: nobody sees that again.
 void IoThread::let_drive() {
   if (turn_.drivers == 0) return;
   std::unique_lock lock(letting_);
@@ -70,8 +72,8 @@ void IoThread::let_drive() {
   is_letting_ = false;
 }
 
-void IoThread::help(bool is_polling) noexcept {
-  if (shared_.is_shut() || is_driven_ || (is_polling && is_bulk_)) return;  // much to read is the thread's own work, in larger portions
+bool IoThread::help(bool is_polling) noexcept {
+  if (shared_.is_shut() || turn_.is_driven || (is_polling && is_bulk_)) return false;  // much to read is the thread's own work, in larger portions
   portion_ = kPortionOfHelp;
   try {
     if (is_polling) {
@@ -84,21 +86,27 @@ void IoThread::help(bool is_polling) noexcept {
       // Who polls is told first. What is to be sent goes out with what it posts next, or when the thread's nap is over.
       if (is_napping_ && shared_.has_events()) {
         portion_ = kPortion;
-        return;
+        return true;
       }
     }
-    Nanos until = work();
-    if (until != 0 && tools_.ucx) {  // what is in flight is looked after by this caller as long as it polls
-      const bool is_armed = tools_.ucx->may_sleep();
-      const Nanos by = tools_.ucx->wake_by();
-      until = is_armed || by != kNever ? std::min(until, by) : 0;
-    }
+    const Nanos until = left_to_wait_for(work());
     if (is_bulk_) polls_ = 0;  // no nap now
-    if (sleeps_until_ != 0 && until < sleeps_until_) shared_.wake();
+    // Shut: this caller may have seen the word of it instead of the thread.
+    if (sleeps_until_ != 0 && (until < sleeps_until_ || shared_.is_shut())) shared_.wake();
   } catch (const std::exception& error) {
     fail(error);
   }
   portion_ = kPortion;
+  return true;
+}
+
+// Until when the thread may sleep, where a caller that had work() say `until` goes away: what UCX has in flight wakes
+// nobody unless it is armed.
+Nanos IoThread::left_to_wait_for(Nanos until) {
+  if (until == 0 || !tools_.ucx) return until;
+  const bool is_armed = tools_.ucx->may_sleep();
+  const Nanos by = tools_.ucx->wake_by();
+  return is_armed || by != kNever ? std::min(until, by) : 0;
 }
 
 bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_driver) {
@@ -120,7 +128,7 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
     const bool is_quick = monotonic_now() - began < kQuick;
     if (is_driver) {
       is_driver_asleep_ = false;
-    } else {
+    } else if (!is_polled) {  // a nap has read the wake: rest() gives it back
       let_drive();
     }
     turn.lock();

@@ -72,11 +72,18 @@ struct Pool {
 
 // A registered region of our own.
 struct OwnRegion {
+  static constexpr uint64_t kSerial = 1;  // every region's: its id never comes back
   RegionInfo info;
   uint8_t* base = nullptr;
   std::shared_ptr<Region> region;
   std::shared_ptr<UcxMemory> ucx;
   std::shared_ptr<cuda::Context> device;
+};
+
+// A pool or region that is not there any more. Its id may be a new pool's already.
+struct Withdrawn {
+  uint32_t id = 0;
+  uint64_t serial = 0;
 };
 
 // All of them at one moment.

@@ -178,21 +178,23 @@ void SharedEndpoint::remove_pool(uint32_t pool) {
   Turn turn(*this);
   check_open();
   endpoint_.remove_pool(pool);
-  pools_.erase(pool);
-  withdraw(turn, pool);
+  const auto found = pools_.find(pool);
+  const Withdrawn gone{pool, found->second->serial};
+  pools_.erase(found);
+  withdraw(turn, gone);
   wait_send_ended(turn.lock);  // perhaps of a grant that another thread is just ending
   wait_gathers_ended(turn.lock);
 }
 
 // Peers that were told how to read it are to let go of it.
-void SharedEndpoint::withdraw(Turn& turn, uint32_t id) {
-  withdrawn_.push_back(id);
+void SharedEndpoint::withdraw(Turn& turn, Withdrawn gone) {
+  withdrawn_.push_back(gone);
   has_withdrawn_.store(true, std::memory_order_release);
   if (sleep_until_ != 0) turn.must_wake = true;
   sleep_until_ = 0;
 }
 
-std::vector<uint32_t> SharedEndpoint::take_withdrawn() {
+std::vector<Withdrawn> SharedEndpoint::take_withdrawn() {
   if (!has_withdrawn_.load(std::memory_order_acquire)) return {};
   std::lock_guard lock(mutex_);
   has_withdrawn_.store(false, std::memory_order_release);
@@ -221,7 +223,7 @@ void SharedEndpoint::remove_region(uint32_t region) {
       // Where it is an own fetch that holds the region, nothing was done; else it is what peers' pushes still bring.
       if (error.code() != Code::blocks_busy || !endpoint_.is_withdrawn(region)) throw;
     }
-    withdraw(turn, region);  // what still fills it is found to be over
+    withdraw(turn, {region, OwnRegion::kSerial});  // what still fills it is found to be over
     if (std::exchange(turn.must_wake, false)) ::eventfd_write(wake_fd_.get(), 1);
     if (std::exchange(turn.must_signal, false)) events_.signal();
     ++removing_;
@@ -231,7 +233,7 @@ void SharedEndpoint::remove_region(uint32_t region) {
   }
   regions_.erase(region);
   region_table_.reset();
-  withdraw(turn, region);
+  withdraw(turn, {region, OwnRegion::kSerial});
   wait_send_ended(turn.lock);
   wait_gathers_ended(turn.lock);
 }

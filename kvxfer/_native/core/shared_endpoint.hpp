@@ -109,7 +109,7 @@ class SharedEndpoint {
   // `tick_at` to when the endpoint wants to be ticked.
   std::deque<Effect> take_effects(Nanos& sleep_until, Nanos& tick_at);
   // Pools and regions that were removed since the last call.
-  std::vector<uint32_t> take_withdrawn();
+  std::vector<Withdrawn> take_withdrawn();
   bool has_withdrawn() const { return has_withdrawn_.load(std::memory_order_acquire); }
   void tell(OwnerEvent event);
   // Where it failed: that it is over, the last that is told. Nothing is read or written any more.
@@ -168,7 +168,7 @@ class SharedEndpoint {
   void deliver(Turn& turn, bool is_io, Effects&& effects);
   void wait_send_ended(std::unique_lock<std::mutex>& lock);
   void wait_gathers_ended(std::unique_lock<std::mutex>& lock);
-  void withdraw(Turn& turn, uint32_t id);
+  void withdraw(Turn& turn, Withdrawn gone);
   void push_event(Turn& turn, OwnerEvent&& event, Nanos now);
   std::shared_ptr<const RegionTable> region_table() const;
 
@@ -185,7 +185,7 @@ class SharedEndpoint {
   mutable std::shared_ptr<const RegionTable> region_table_;  // made where it is asked for; null after a change
   std::map<AgentRef, PeerAddress> addresses_;
   std::deque<Effect> effects_;
-  std::vector<uint32_t> withdrawn_;
+  std::vector<Withdrawn> withdrawn_;
   std::atomic<bool> has_withdrawn_{false};
   OwnerQueue events_;
   std::atomic<bool> has_events_{false}, has_news_{false}, owes_signal_{false}, keeps_memory_{false};
