@@ -162,13 +162,16 @@ class Post:
         )
 
     def _wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
+        """The core does the post's work on this thread while it waits, so that comes before a look at its events."""
         end_s = time.monotonic() + timeout_s
-        while True:
-            self._poster.poll()
+        while not until():
             left_s = end_s - time.monotonic()
-            if until() or left_s <= 0:
+            if left_s > 0:
+                self._poster.transport.wait(min(SLEEP_S, left_s))
+            self._poster.poll()
+            if left_s <= 0:
                 return until()
-            self._poster.transport.wait(min(SLEEP_S, left_s))
+        return True
 
     # --- for the poster; its lock is held ---
 

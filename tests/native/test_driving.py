@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -126,6 +127,27 @@ def test_a_post_beside_a_long_wait(nodes: Any, new_id: NewId, verb: str) -> None
     d.core.close()
     waiting.join(10)
     assert not waiting.is_alive()
+
+
+def test_a_deadline_of_a_post_is_kept_by_a_thread_that_slept_before(nodes: Any, new_id: NewId) -> None:
+    """Who posts sets a timer for the core's own thread instead of waking it; nobody calls the core again."""
+    p, d = nodes.pair()
+    theirs, ours = p.register(4096), d.register(4096)
+    first = new_id()
+    rows = [(ours.id, 0, 0, 4096, 1)], [(theirs.id, 0, 0, 4096, 1)]
+    d.fetch(first, p, *rows, lanes=[native.Lane.UNIX])
+    assert d.wait_drained(first).state == COMMITTED
+    time.sleep(0.3)  # it sleeps, and nothing is due
+    p.core.close()
+    d.wait(lambda _: d.core.counts().sessions_up == 0, "the session's end")
+    time.sleep(0.3)
+    begin = time.monotonic()
+    second = new_id()
+    d.fetch(second, p, *rows, lanes=[native.Lane.UNIX], deadline_s=0.5)
+    assert select.select([d.core.fileno()], [], [], 20.0)[0], "the end of it is told"
+    assert time.monotonic() - begin < 10
+    final = d.wait_drained(second)
+    assert final.state == native.TransferState.FAILED
 
 
 @pytest.mark.parametrize("turn", range(5))

@@ -1,6 +1,7 @@
 // Who does the loop's work, and how long it sleeps: the core's own thread, a caller that helps, or one that drives.
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/timerfd.h>
 
 #include <algorithm>
 
@@ -48,7 +49,7 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
   }
   turn_.is_driven = false;
   sleeps_until_ = is_resting_ ? 0 : thread_sleeps_until;
-  if (!is_resting_ && (next < thread_sleeps_until || shared_.is_shut())) shared_.wake();
+  if (!is_resting_) wake_by(next);
   leave();
   return true;
 }
@@ -91,8 +92,7 @@ bool IoThread::help(bool is_polling) noexcept {
     }
     const Nanos until = left_to_wait_for(work());
     if (is_bulk_) polls_ = 0;  // no nap now
-    // Shut: this caller may have seen the word of it instead of the thread.
-    if (sleeps_until_ != 0 && (until < sleeps_until_ || shared_.is_shut())) shared_.wake();
+    wake_by(until);
   } catch (const std::exception& error) {
     fail(error);
   }
@@ -165,6 +165,23 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
     count = ::epoll_wait(epoll_.get(), events, size, timeout_ms);
   }
   return count;
+}
+
+// Whoever leaves the loop to the sleeping thread says until when it may sleep; 0: not at all. A deadline that is nearer than
+// the thread knows costs no wakeup now.
+void IoThread::wake_by(Nanos until) {
+  // Shut: this caller may have seen the word of it instead of the thread.
+  if (shared_.is_shut() || (until == 0 && sleeps_until_ != 0)) return shared_.wake();
+  if (sleeps_until_ == 0 || until >= std::min(sleeps_until_, timer_at_)) return;
+  const itimerspec at{{}, {static_cast<time_t>(until / 1'000'000'000), static_cast<long>(until % 1'000'000'000)}};
+  if (::timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &at, nullptr) != 0) return shared_.wake();
+  timer_at_ = until;
+}
+
+// It may have been set anew since it rang.
+void IoThread::clear_timer() {
+  uint64_t rings;
+  if (::read(timer_.get(), &rings, sizeof rings) > 0) timer_at_ = kNever;
 }
 
 void IoThread::clear_wake() {
