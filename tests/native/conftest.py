@@ -182,6 +182,11 @@ class Node:
     def wait_for(self, kind: type, timeout_s: float = 30.0, **fields: Any) -> Any:
         return self.wait(lambda _: self.find(kind, **fields), f"{kind.__name__} {fields}", timeout_s)[0]
 
+    def wait_begun(self, transfer: bytes) -> None:
+        """Some of it came, perhaps all: what is final has no progress any more."""
+        kinds = (native.TransferProgress, native.TransferFinal)
+        self.wait(lambda _: any(self.find(kind, id=transfer) for kind in kinds), "a byte")
+
     def wait_drained(self, transfer: bytes, timeout_s: float = 30.0) -> Any:
         """The transfer's TransferFinal, once its blocks are the owner's again."""
         self.wait_for(native.TransferDrained, timeout_s, id=transfer)

@@ -34,7 +34,7 @@ def test_final_is_told_before_drained_while_a_send_is_waited_for(nodes: Any, new
         b.grant(back, np.arange(24))
         a.pull(back, b, np.arange(24, 48), lanes=[STREAM])
         b.pull(there, a, np.arange(24, 48), lanes=[STREAM])
-        a.wait_for(native.TransferProgress, id=back)
+        a.wait_begun(back)
         time.sleep(0.0002 * (round_ % 10))
         a.core.peer_dead(b.ref)
         b.core.peer_dead(a.ref)
@@ -93,7 +93,7 @@ def test_two_that_end_one_grant(nodes: Any, new_id: NewId) -> None:
     transfer = new_id()
     p.grant(transfer, np.arange(16))
     d.pull(transfer, p, np.arange(16), lanes=[STREAM])
-    d.wait_for(native.TransferProgress, id=transfer)
+    d.wait_begun(transfer)
     ends: list[native.GrantState] = []
     threads = [
         threading.Thread(target=lambda: ends.append(p.core.end_grant(transfer, native.GrantEvent.REVOKE)))
@@ -264,7 +264,7 @@ def test_a_grant_revoked_in_the_middle_of_checked_blocks(nodes: Any, new_id: New
         transfer = new_id()
         p.grant(transfer, np.arange(64))
         d.pull(transfer, p, np.arange(64), lanes=[STREAM])
-        d.wait_for(native.TransferProgress, id=transfer)
+        d.wait_begun(transfer)
         time.sleep(0.001 * (round_ % 6))
         p.core.end_grant(transfer, native.GrantEvent.REVOKE)
         final = d.wait_drained(transfer)

@@ -45,7 +45,7 @@ def test_the_failure_is_the_last_that_is_told(nodes: Any, new_id: NewId, breaker
     node.pull(waiting, peer, np.arange(24, 26), lanes=[STREAM])
     node.pull(back, peer, np.arange(26, 48), lanes=[STREAM])
     peer.pull(there, node, np.arange(24, 48), lanes=[STREAM])
-    node.wait_for(native.TransferProgress, id=back)
+    node.wait_begun(back)
     break_loop()
     peer.core.notify(node.ref, b"whatever wakes it")
     told = told_of_the_end(node.core)

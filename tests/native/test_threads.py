@@ -268,7 +268,7 @@ def test_end_grant_waits_for_the_send_under_way(nodes: Any, new_id: NewId) -> No
     transfer = new_id()
     p.grant(transfer, np.arange(64))
     d.pull(transfer, p, np.arange(64), lanes=[STREAM])
-    d.wait_for(native.TransferProgress, id=transfer)
+    d.wait_begun(transfer)
     p.core.end_grant(transfer, native.GrantEvent.REVOKE)
     p.fill(0xAA)
     d.wait_drained(transfer)
