@@ -129,8 +129,8 @@ def test_a_post_beside_a_long_wait(nodes: Any, new_id: NewId, verb: str) -> None
     assert not waiting.is_alive()
 
 
-def test_a_deadline_of_a_post_is_kept_by_a_thread_that_slept_before(nodes: Any, new_id: NewId) -> None:
-    """Who posts sets a timer for the core's own thread instead of waking it; nobody calls the core again."""
+def test_a_deadline_of_a_post_is_kept_when_nobody_calls_the_core_again(nodes: Any, new_id: NewId) -> None:
+    """The core's own thread slept before, without a deadline, and who posted did the first of the work."""
     p, d = nodes.pair()
     theirs, ours = p.register(4096), d.register(4096)
     first = new_id()

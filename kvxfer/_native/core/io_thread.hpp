@@ -80,7 +80,6 @@ class IoThread {
   void let_drive();                               // the thread waits, without the turn, while others drive and are awake
   void wake_by(Nanos until);
   void clear_wake();
-  void clear_timer();
   // io_copies.cpp
   void settle_copies();
   void finish_copies(Nanos until);
@@ -106,7 +105,7 @@ class IoThread {
   const EndpointLimits limits_;
   LaneTools tools_;  // outlives what uses it
   LoopTurn& turn_;
-  Fd epoll_, timer_, tcp_listener_, unix_listener_;
+  Fd epoll_, tcp_listener_, unix_listener_;
   std::unordered_map<Key, std::unique_ptr<Connection>> connections_;
   std::unordered_map<SessionId, Key> by_session_;
   std::unordered_map<Key, Dialing> dialing_;
@@ -120,11 +119,11 @@ class IoThread {
   bool is_bulk_ = false;  // more is to be read than one portion
   Nanos tick_at_ = 0;
   Nanos sleeps_until_ = 0;  // of the thread; 0: it does not
-  Nanos timer_at_ = kNever;  // wakes it earlier
   bool is_napping_ = false;  // because another thread polls
   Nanos polled_at_ = 0;     // by another thread; how often without a pause
   uint32_t polls_ = 0;
   uint32_t quick_ = 0;      // waits in a row that were over almost at once
+  bool is_full_ = false;    // a socket took not all: it has more to say than its peer
   bool is_resting_ = false;  // the thread, while others drive
   std::condition_variable undriven_;
   std::atomic<bool> is_driver_asleep_{false}, is_letting_{false};  // the thread waits for let_, and has no turn

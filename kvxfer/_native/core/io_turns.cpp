@@ -1,7 +1,6 @@
 // Who does the loop's work, and how long it sleeps: the core's own thread, a caller that helps, or one that drives.
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/timerfd.h>
 
 #include <algorithm>
 
@@ -118,7 +117,8 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
   if (until == 0) {
     count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
   } else {
-    const Nanos spin = is_driver ? kDriverSpin : quick_ >= kQuickMin ? kSpin : 0;
+    // A socket that is full is emptied by its reader, who needs the processors more than this loop does.
+    const Nanos spin = std::exchange(is_full_, false) ? 0 : is_driver ? kDriverSpin : quick_ >= kQuickMin ? kSpin : 0;
     sleeps_until_ = until;
     is_napping_ = is_polled;
     if (is_driver) is_driver_asleep_ = true;
@@ -167,21 +167,11 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
   return count;
 }
 
-// Whoever leaves the loop to the sleeping thread says until when it may sleep; 0: not at all. A deadline that is nearer than
-// the thread knows costs no wakeup now.
+// Whoever leaves the loop to the thread says until when it may sleep. What was just asked for is answered soon, and perhaps
+// nobody else looks: the thread gets up while that is under way.
 void IoThread::wake_by(Nanos until) {
   // Shut: this caller may have seen the word of it instead of the thread.
-  if (shared_.is_shut() || (until == 0 && sleeps_until_ != 0)) return shared_.wake();
-  if (sleeps_until_ == 0 || until >= std::min(sleeps_until_, timer_at_)) return;
-  const itimerspec at{{}, {static_cast<time_t>(until / 1'000'000'000), static_cast<long>(until % 1'000'000'000)}};
-  if (::timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &at, nullptr) != 0) return shared_.wake();
-  timer_at_ = until;
-}
-
-// It may have been set anew since it rang.
-void IoThread::clear_timer() {
-  uint64_t rings;
-  if (::read(timer_.get(), &rings, sizeof rings) > 0) timer_at_ = kNever;
+  if (shared_.is_shut() || (sleeps_until_ != 0 && until < sleeps_until_)) shared_.wake();
 }
 
 void IoThread::clear_wake() {
