@@ -108,11 +108,12 @@ def test_memory_that_went_before_the_word_of_it(nodes: Any, new_id: NewId) -> No
     first, second = new_id(), new_id()
     d.fetch(first, p, *rows, lanes=[CMA])
     assert d.wait_drained(first).state == COMMITTED
+    p.wait(lambda _: p.is_idle(), "the release of the first")
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     assert libc.mprotect(address, BYTES, 0) == 0  # as if unmapped, and nobody else's meanwhile
     d.fetch(second, p, *rows, lanes=[CMA, STREAM], deadline_s=20.0)
-    d.wait(lambda _: d.core.counts().transfers_live and p.core.counts().grants.alive, "the source's hold")
+    p.wait(lambda _: p.core.counts().grants.alive, "the source's hold")
     p.core.remove_region(region_id)
     final = d.wait_drained(second)
     assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.grant_revoked), final.text
