@@ -27,6 +27,8 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CACHE_ROOT": str(CACHE),
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    "OTEL_BSP_SCHEDULE_DELAY": "200",
 }
 SERVE = [
     *("--dtype", "float32", "--enforce-eager", "--seed", "0", "--max-model-len", "2048"),
@@ -46,8 +48,9 @@ class Urls:
 
 
 @contextlib.asynccontextmanager
-async def serving(directory: pathlib.Path, model: pathlib.Path) -> AsyncIterator[Urls]:
-    """All of them, ready; their logs lie in ``directory``. Leaving it ends them and what they started."""
+async def serving(directory: pathlib.Path, model: pathlib.Path, traces: str = "") -> AsyncIterator[Urls]:
+    """All of them, ready; their logs lie in ``directory``. Leaving it ends them and what they started. ``traces``: an
+    OTLP endpoint for the engines' spans."""
     token = f"--token-file={directory / 'cluster-token'}"
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -69,6 +72,8 @@ async def serving(directory: pathlib.Path, model: pathlib.Path) -> AsyncIterator
             }
             command = [str(PYTHON.with_name("vllm")), "serve", str(model), "--served-model-name", NAME, *SERVE]
             command += ["--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
+            if traces:
+                command.append(f"--otlp-traces-endpoint={traces}")
             start(directory, processes, name, command)
         options = (token, f"--coordinator={address}", "--local-prefill=off")
         router = start(directory, processes, "router", kvxfer("router", *options))

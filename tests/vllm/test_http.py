@@ -5,27 +5,36 @@ from __future__ import annotations
 import asyncio
 import json
 import pathlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 from checks import prompt
+from collector import Collector, collecting
 from servers import NAME, Urls, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def urls(tmp_path_factory: pytest.TempPathFactory, tiny_model: pathlib.Path) -> AsyncIterator[Urls]:
-    async with serving(tmp_path_factory.mktemp("servers"), tiny_model) as urls:
+async def urls(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: pathlib.Path, collector: Collector
+) -> AsyncIterator[Urls]:
+    async with serving(tmp_path_factory.mktemp("servers"), tiny_model, traces=collector.endpoint) as urls:
         yield urls
 
 
-async def complete(url: str, ids: list[int], **more: Any) -> dict[str, Any]:
+async def complete(url: str, ids: list[int], headers: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
     body = {"model": NAME, "prompt": ids, "max_tokens": 12, "temperature": 0, "return_token_ids": True, **more}
-    async with httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60.0, headers=headers) as client:
         answer = await client.post(f"{url}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         if not more.get("stream"):
@@ -69,6 +78,34 @@ async def test_loads_are_counted_in_the_engines_own_metrics(urls: Urls) -> None:
         await asyncio.sleep(0.1)
     assert await metric(urls.decode, "vllm:kvxfer_bytes_total") - bytes_before == 4 * 3 * 4 * 128 * 2 * 2 * 64 * 4
     assert await metric(urls.prefill, loads) == 0
+
+
+async def test_a_requests_trace_has_its_transfer_beside_vllms_own_spans(urls: Urls, collector: Collector) -> None:
+    trace_id, parent_id = "c" * 32, "d" * 16
+    await complete(urls.router, prompt(300, seed="trace"), {"traceparent": f"00-{trace_id}-{parent_id}-01"})
+    wanted = {"llm_request", "kvxfer.hold", "kvxfer.grant", "kvxfer.load"}
+    for _ in range(300):  # engines export now and then
+        if {span.name for span in collector.of(trace_id)} >= wanted:
+            break
+        await asyncio.sleep(0.1)
+    spans = collector.of(trace_id)
+    assert {span.name for span in spans} == wanted
+    assert {span.parent_id for span in spans} == {parent_id}
+    assert all(0 < span.duration_ns < 60e9 for span in spans)
+
+
+async def test_a_trace_that_only_the_prefill_leg_has_is_handed_over(urls: Urls, collector: Collector) -> None:
+    trace_id, ids = "e" * 32, prompt(300, seed="handed trace")
+    kv: dict[str, Any] = {"do_remote_decode": True}
+    first = await complete(
+        urls.prefill, ids, {"traceparent": f"00-{trace_id}-{'f' * 16}-01"}, max_tokens=1, kv_transfer_params=kv
+    )
+    await complete(urls.decode, ids, kv_transfer_params=first["kv_transfer_params"])
+    for _ in range(300):
+        if "kvxfer.load" in {span.name for span in collector.of(trace_id)}:
+            break
+        await asyncio.sleep(0.1)
+    assert [span.name for span in collector.of(trace_id)].count("kvxfer.load") == 1
 
 
 async def test_several_answers_to_one_prompt_are_those_of_the_decode_engine_alone(urls: Urls) -> None:

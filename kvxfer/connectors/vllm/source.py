@@ -26,6 +26,7 @@ from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Open, StepOrders
 from kvxfer.connectors.vllm.wire import PARTS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
 from kvxfer.errors import GrantExpired, GrantGone, GrantReleased, GrantRevoked, GrantUnknown, KvxferError, PeerGone
+from kvxfer.observe import OpenSpan
 from kvxfer.types import GrantState, TransferId
 
 log = logging.getLogger("kvxfer.vllm")
@@ -37,6 +38,12 @@ EARLY_MAX = 1024
 """Asks that wait for their prompt."""
 ENDED_MAX = 4096
 """Prompts that are over and still known by how they ended."""
+
+_CODES = {
+    GrantState.EXPIRED: GrantExpired.code,
+    GrantState.REVOKED: GrantRevoked.code,
+    GrantState.READER_GONE: PeerGone.code,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +85,8 @@ class Hold:
     total: int
     life_end_s: float
     """When it is over whatever anybody wants."""
+    traceparent: str | None
+    span: OpenSpan
     until_s: float | None = None
     """Set once vLLM has finished it: when it is over if nobody ever came for it."""
     readers: dict[int, Reader] = dataclasses.field(default_factory=dict)
@@ -189,17 +198,7 @@ class Source:
         self._announcing = alive
 
     def _open(self, order: Open) -> None:
-        hold = Hold(
-            request_id=order.request_id,
-            transfer_id=order.transfer_id,
-            reader=order.reader,
-            content=order.content,
-            blocks=list(order.blocks),
-            final=len(order.blocks),
-            total=order.total,
-            life_end_s=time.monotonic() + self._options.hold_life_max_s,
-        )
-        self._admit(hold)
+        self._admit(self._hold(order, order.total))
 
     def _extend(self, order: Chunk) -> None:
         hold = self._holds.get(order.request_id)
@@ -220,16 +219,7 @@ class Source:
         hold = self._holds.get(order.request_id)
         now_s = time.monotonic()
         if hold is None:
-            hold = Hold(
-                request_id=order.request_id,
-                transfer_id=order.transfer_id,
-                reader=order.reader,
-                content=order.content,
-                blocks=list(order.blocks),
-                final=len(order.blocks),
-                total=len(order.blocks),
-                life_end_s=now_s + self._options.hold_life_max_s,
-            )
+            hold = self._hold(order, len(order.blocks))
             self._admit(hold)
             if not hold.is_released:
                 reader = None if order.reader is None else rank_agent(order.reader, self._rank)
@@ -261,6 +251,26 @@ class Source:
         for key in [key for key in self._early if key[0] == order.transfer_id]:
             ask, agent_id, _ = self._early.pop(key)
             self._send(agent_id, _refusal(ask, error))
+
+    def _hold(self, order: Open | Finish, total: int) -> Hold:
+        return Hold(
+            request_id=order.request_id,
+            transfer_id=order.transfer_id,
+            reader=order.reader,
+            content=order.content,
+            blocks=list(order.blocks),
+            final=len(order.blocks),
+            total=total,
+            life_end_s=time.monotonic() + self._options.hold_life_max_s,
+            traceparent=order.traceparent,
+            span=OpenSpan(
+                "kvxfer.hold",
+                order.traceparent,
+                request_id=order.request_id,
+                transfer_id=str(order.transfer_id),
+                blocks=total,
+            ),
+        )
 
     def _admit(self, hold: Hold) -> None:
         """Know a new hold, and who asked for it, or gave it up, before."""
@@ -415,7 +425,15 @@ class Source:
                 log.warning("blocks could not be granted: %s", error, extra={"request_id": hold.request_id})
                 return []
             hold.grants[transfer_id] = grant
-            grant.on_ended(functools.partial(self._grant_ended, hold, transfer_id))
+            span = OpenSpan(
+                "kvxfer.grant",
+                hold.traceparent,
+                request_id=hold.request_id,
+                transfer_id=str(hold.transfer_id),
+                part=part,
+                blocks=len(blocks),
+            )
+            grant.on_ended(functools.partial(self._grant_ended, hold, transfer_id, span))
             granted.append(PartGrant(grant, store.first_layer, store.layers, len(blocks)))
         if is_final:
             for made in granted:
@@ -423,7 +441,8 @@ class Source:
                     made.announce(len(self._pages.layers))
         return granted
 
-    def _grant_ended(self, hold: Hold, transfer_id: TransferId, state: GrantState) -> None:
+    def _grant_ended(self, hold: Hold, transfer_id: TransferId, span: OpenSpan, state: GrantState) -> None:
+        span.end(_CODES.get(state))
         with self._lock:
             hold.grants.pop(transfer_id, None)
             if transfer_id in hold.direct and state is GrantState.RELEASED:
@@ -444,6 +463,7 @@ class Source:
         if self._by_transfer.get(hold.transfer_id) is hold:
             del self._by_transfer[hold.transfer_id]
         self._writing = [other for other in self._writing if other is not hold]
+        hold.span.end(None if isinstance(how, GrantReleased) else how.code)
         self._remember(hold.transfer_id, how)
         for reader in hold.readers.values():
             self._send(reader.agent_id, _refusal(reader.ask, how))

@@ -21,12 +21,14 @@ from kvxfer.connectors.vllm.pages import Pages, Store
 from kvxfer.connectors.vllm.source import Source
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Load, Open, Remote, StepOrders
 from kvxfer.connectors.vllm.wire import Part, Refuse, Release, decode
+from kvxfer.observe import Span, spans_to
 from kvxfer.transport.base import Region
 from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo
 
 LAYERS, BLOCKS, PAGE = 3, 16, 256
 RECORD = CompatibilityRecord("m", "", "", "f32", LAYERS, 1, 16, 4, "page:HNC", "", "", "none")
 CONTENT = b"c" * 32
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 OPTIONS = ConnectorOptions.from_config("kv_both", "x", {"coordinator": "127.0.0.1:1", "hold_ttl_s": 0.4})
 
 
@@ -160,6 +162,32 @@ async def test_a_finished_prompt_is_pulled_without_a_word(ranks: tuple[Rank, Ran
     await until(lambda: p.freed == ["r"])
     await is_idle(p)
     await is_idle(d)
+
+
+async def test_hold_grants_and_load_are_spans_of_the_requests_trace(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    seen: list[Span] = []
+    with spans_to(seen.append):
+        (finish,) = finish_order((3, 4, 9)).finishes
+        p.source.begin_step(StepOrders(finishes=(dataclasses.replace(finish, traceparent=TRACE),)))
+        await d.load(dataclasses.replace(load_order(0, (7, 1, 2), has_direct=True), traceparent=TRACE))
+        await until(lambda: p.freed == ["r"])
+    names = [*["kvxfer.grant"] * len(p.agent.pools), "kvxfer.hold", "kvxfer.load"]
+    assert sorted(span.name for span in seen) == names
+    assert {(span.parent, span.error) for span in seen} == {(TRACE, None)}
+    (load,) = (span for span in seen if span.name == "kvxfer.load")
+    assert load.attributes["bytes"] == LAYERS * 3 * PAGE
+
+
+async def test_spans_name_the_error_that_ended_them(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    seen: list[Span] = []
+    with spans_to(seen.append):
+        p.source.begin_step(finish_order((3, 4, 9)))
+        await until(lambda: p.freed == ["r"])
+        await d.load(load_order(0, (7, 1, 2), has_direct=True))
+    assert {span.name for span in seen} == {"kvxfer.hold", "kvxfer.grant", "kvxfer.load"}
+    assert {(span.parent, span.error) for span in seen} == {(None, "grant_expired")}
 
 
 async def test_only_what_is_missing_is_pulled(ranks: tuple[Rank, Rank]) -> None:
