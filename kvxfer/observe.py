@@ -110,6 +110,16 @@ def configure_logging(*, level: str = "info", style: str = "text", stream: TextI
     logging.getLogger("kvxfer").setLevel(level.upper())
 
 
+def log_as_guest() -> None:
+    """In a program of somebody else: kvxfer's own records look as ours do, on stderr, unless that program handles them
+    already."""
+    logger = logging.getLogger("kvxfer")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(TextFormatter())
+        logger.addHandler(handler)
+
+
 @dataclasses.dataclass(frozen=True)
 class Span:
     """One finished piece of work: when it began (Unix ns), how long it took, and what it was about."""

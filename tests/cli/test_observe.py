@@ -63,6 +63,20 @@ def test_level() -> None:
     assert logged("text", level="error") == ""
 
 
+@pytest.mark.parametrize("is_handled", [False, True])
+def test_a_guest_logs_with_fields_unless_its_host_handles_its_records(
+    is_handled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = logging.getLogger("kvxfer"), logging.NullHandler()
+    monkeypatch.setattr(ours, "propagate", False)
+    monkeypatch.setattr(ours, "handlers", [theirs] if is_handled else [])
+    observe.log_as_guest()
+    observe.log_as_guest()
+    assert len(ours.handlers) == 1
+    assert (ours.handlers == [theirs]) is is_handled
+    assert isinstance(ours.handlers[0].formatter, observe.TextFormatter) is not is_handled
+
+
 def test_wrong_settings() -> None:
     with pytest.raises(ConfigError, match="log level"):
         observe.configure_logging(level="loud")

@@ -45,12 +45,15 @@ class Urls:
     prefill: str
     decode: str
     router: str
+    directory: pathlib.Path
 
 
 @contextlib.asynccontextmanager
-async def serving(directory: pathlib.Path, model: pathlib.Path, traces: str = "") -> AsyncIterator[Urls]:
-    """All of them, ready; their logs lie in ``directory``. Leaving it ends them and what they started. ``traces``: an
-    OTLP endpoint for the engines' spans."""
+async def serving(
+    directory: pathlib.Path, model: pathlib.Path, *, policy: str = "recompute", traces: str = ""
+) -> AsyncIterator[Urls]:
+    """All of them, ready; their logs lie in ``directory``. Leaving it ends them and what they started. ``policy``:
+    vLLM's kv_load_failure_policy. ``traces``: an OTLP endpoint for the engines' spans."""
     token = f"--token-file={directory / 'cluster-token'}"
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -62,7 +65,7 @@ async def serving(directory: pathlib.Path, model: pathlib.Path, traces: str = ""
             transfer = {
                 "kv_connector": "KvxferConnector",
                 "kv_role": f"kv_{role}",
-                "kv_load_failure_policy": "recompute",
+                "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": {
                     "coordinator": address,
                     "token_file": str(directory / "cluster-token"),
@@ -77,7 +80,7 @@ async def serving(directory: pathlib.Path, model: pathlib.Path, traces: str = ""
             start(directory, processes, name, command)
         options = (token, f"--coordinator={address}", "--local-prefill=off")
         router = start(directory, processes, "router", kvxfer("router", *options))
-        found = Urls(*urls, (await first_line(router))["http_url"])
+        found = Urls(*urls, (await first_line(router))["http_url"], directory)
         async with asyncio.timeout(START_S), httpx.AsyncClient(trust_env=False) as client:
             for url in urls:
                 while not await is_ready(client, url):

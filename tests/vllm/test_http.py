@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import pathlib
-from collections.abc import AsyncIterator, Iterator
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -28,17 +29,22 @@ def collector() -> Iterator[Collector]:
 async def urls(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: pathlib.Path, collector: Collector
 ) -> AsyncIterator[Urls]:
-    async with serving(tmp_path_factory.mktemp("servers"), tiny_model, traces=collector.endpoint) as urls:
+    directory = tmp_path_factory.mktemp("servers")
+    async with serving(directory, tiny_model, policy="fail", traces=collector.endpoint) as urls:
         yield urls
 
 
-async def complete(url: str, ids: list[int], headers: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
+async def post(url: str, ids: list[int], headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
     body = {"model": NAME, "prompt": ids, "max_tokens": 12, "temperature": 0, "return_token_ids": True, **more}
     async with httpx.AsyncClient(trust_env=False, timeout=60.0, headers=headers) as client:
-        answer = await client.post(f"{url}/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        if not more.get("stream"):
-            return dict(answer.json(), headers=dict(answer.headers))
+        return await client.post(f"{url}/v1/completions", json=body)
+
+
+async def complete(url: str, ids: list[int], headers: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
+    answer = await post(url, ids, headers, **more)
+    assert answer.status_code == 200, answer.text
+    if not more.get("stream"):
+        return dict(answer.json(), headers=dict(answer.headers))
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert lines.pop() == "[DONE]"
     chunks = [json.loads(line) for line in lines]
@@ -49,10 +55,18 @@ def tokens(answer: dict[str, Any]) -> list[int]:
     return list(answer["choices"][0]["token_ids"])
 
 
-async def metric(url: str, name: str) -> float:
+async def metric(url: str, name: str, label: str = "") -> float:
     async with httpx.AsyncClient(trust_env=False) as client:
-        text = (await client.get(f"{url}/metrics")).text
-    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
+        lines = (await client.get(f"{url}/metrics")).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and label in line)
+
+
+async def until_metric(url: str, name: str, label: str, value: float) -> None:
+    for _ in range(300):  # vLLM counts with its next step
+        if await metric(url, name, label) == value:
+            break
+        await asyncio.sleep(0.1)
+    assert await metric(url, name, label) == value
 
 
 @pytest.mark.parametrize("length", [2, 129, 1500])
@@ -69,13 +83,10 @@ async def test_through_the_router_the_tokens_are_those_of_the_decode_engine_alon
 
 async def test_loads_are_counted_in_the_engines_own_metrics(urls: Urls) -> None:
     loads = "vllm:kvxfer_loads_total{"
-    before = await metric(urls.decode, loads)
+    before = await metric(urls.decode, loads, 'outcome="committed"')
     bytes_before = await metric(urls.decode, "vllm:kvxfer_bytes_total")
     await asyncio.gather(*(complete(urls.router, prompt(300, seed=f"metrics {i}")) for i in range(4)))
-    for _ in range(300):  # vLLM counts them with its next step
-        if await metric(urls.decode, loads) - before >= 4:
-            break
-        await asyncio.sleep(0.1)
+    await until_metric(urls.decode, loads, 'outcome="committed"', before + 4)
     assert await metric(urls.decode, "vllm:kvxfer_bytes_total") - bytes_before == 4 * 3 * 4 * 128 * 2 * 2 * 64 * 4
     assert await metric(urls.prefill, loads) == 0
 
@@ -116,3 +127,47 @@ async def test_several_answers_to_one_prompt_are_those_of_the_decode_engine_alon
         urls.decode, ids, kv_transfer_params=first["kv_transfer_params"], n=3, temperature=0.0001, top_k=1
     )
     assert [choice["token_ids"] for choice in answer["choices"]] == [tokens(alone)] * 3
+
+
+async def other_prompts_load(urls: Urls, length: int) -> tuple[list[int], dict[str, Any]]:
+    """A prompt, and what the prefill engine was answered for another one of that length."""
+    first = await complete(
+        urls.prefill,
+        prompt(length, seed="another"),
+        max_tokens=1,
+        kv_transfer_params={"do_remote_decode": True},
+    )
+    return prompt(length, seed="the right one"), first["kv_transfer_params"]
+
+
+async def ghosts_load(urls: Urls, length: int) -> tuple[list[int], dict[str, Any]]:
+    """A prompt of an engine that is not there."""
+    ghost = {"agent_id": "ghost", "ranks": 1}
+    kv = {"do_remote_prefill": True, "transfer_id": secrets.token_hex(16), "source": ghost, "destination": ghost}
+    return prompt(length, seed="ghost"), kv
+
+
+@pytest.mark.parametrize(("load", "code"), [(other_prompts_load, "incompatible"), (ghosts_load, "peer_gone")])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_load_that_failed_fails_its_request_and_is_named_in_log_and_metrics(
+    urls: Urls, load: Callable[[Urls, int], Awaitable[tuple[list[int], dict[str, Any]]]], code: str, stream: bool
+) -> None:
+    loads, label = "vllm:kvxfer_loads_total{", f'outcome="{code}"'
+    before = await metric(urls.decode, loads, label)
+    log = (urls.directory / "d.log").stat().st_size
+    ids, kv = await load(urls, 300 + stream)
+    request_id = f"req-{code}-{stream}"
+    answer = await post(urls.decode, ids, {"x-request-id": request_id}, kv_transfer_params=kv, stream=stream)
+    assert answer.status_code == (200 if stream else 500)
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert json.loads(events[0])["error"]["code"] == 500  # of why vLLM tells the client nothing
+    await until_metric(urls.decode, loads, label, before + 1)
+    with (urls.directory / "d.log").open() as file:
+        file.seek(log)
+        told = [line for line in file if "a load failed" in line]
+    assert len(told) == 1
+    for field in (f" code={code}", f" transfer_id={kv['transfer_id']}", f" request_id=cmpl-{request_id}-"):
+        assert field in told[0]
+    assert tokens(await complete(urls.decode, ids)) == tokens(await complete(urls.prefill, ids))
+    for url in (urls.decode, urls.prefill):
+        await until_metric(url, "vllm:kv_cache_usage_perc", "", 0.0)
