@@ -33,6 +33,7 @@ _SECRET_FIELD = re.compile(
 _BEARER = re.compile(r"(?i)(bearer\s+)[A-Za-z0-9._~+/=-]+")
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
+_ANY_TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 _hidden_values: set[str] = set()
 
@@ -109,6 +110,16 @@ def configure_logging(*, level: str = "info", style: str = "text", stream: TextI
     logging.getLogger("kvxfer").setLevel(level.upper())
 
 
+def log_as_guest() -> None:
+    """In a program of somebody else: kvxfer's own records look as ours do, on stderr, unless that program handles them
+    already."""
+    logger = logging.getLogger("kvxfer")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(TextFormatter())
+        logger.addHandler(handler)
+
+
 @dataclasses.dataclass(frozen=True)
 class Span:
     """One finished piece of work: when it began (Unix ns), how long it took, and what it was about."""
@@ -118,7 +129,9 @@ class Span:
     duration_ns: int
     attributes: Mapping[str, Any]
     error: str | None
-    """Class name of the exception that ended it, or None."""
+    """Class name of the exception that ended it, or its code; None where it went well."""
+    parent: str | None = None
+    """The W3C ``traceparent`` of the request that it is a part of, or None."""
 
 
 _sinks: list[Callable[[Span], None]] = []
@@ -134,23 +147,50 @@ def spans_to(sink: Callable[[Span], None]) -> Iterator[None]:
         _sinks.remove(sink)
 
 
+class OpenSpan:
+    """Work that begins in one place and ends in another. ``parent``: the ``traceparent`` of its request."""
+
+    def __init__(self, name: str, parent: str | None = None, /, **attributes: Any) -> None:
+        self.attributes = attributes
+        self._name = name
+        self._parent = parent
+        self._started_unix_ns = time.time_ns()
+        self._begin_ns = time.monotonic_ns()
+        self._has_ended = False
+
+    def end(self, error: str | None = None, **attributes: Any) -> None:
+        """It is over, with more ``attributes``. The first call counts."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if not _sinks:
+            return
+        duration_ns = time.monotonic_ns() - self._begin_ns
+        done = Span(
+            self._name, self._started_unix_ns, duration_ns, {**self.attributes, **attributes}, error, self._parent
+        )
+        for sink in tuple(_sinks):
+            sink(done)
+
+
 @contextlib.contextmanager
 def span(name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
     """Measure the block. It yields the attributes, to which the block may add. Costs next to nothing without a sink."""
     if not _sinks:
         yield attributes
         return
-    started_unix_ns, begin_ns = time.time_ns(), time.monotonic_ns()
-    error: str | None = None
+    opened = OpenSpan(name, **attributes)
     try:
-        yield attributes
+        yield opened.attributes
     except BaseException as caught:
-        error = type(caught).__name__
+        opened.end(type(caught).__name__)
         raise
-    finally:
-        done = Span(name, started_unix_ns, time.monotonic_ns() - begin_ns, dict(attributes), error)
-        for sink in tuple(_sinks):
-            sink(done)
+    opened.end()
+
+
+def is_traceparent(text: object) -> bool:
+    """Whether it is a W3C ``traceparent`` of any version that may be passed on."""
+    return isinstance(text, str) and _ANY_TRACEPARENT.fullmatch(text) is not None
 
 
 def next_traceparent(received: str | None) -> str:

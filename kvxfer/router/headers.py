@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Mapping
 
-from kvxfer.observe import next_traceparent
+from kvxfer.observe import is_traceparent, next_traceparent
 
 REQUEST_ID = "x-request-id"
 PREFILL = "x-kvxfer-prefill"
@@ -18,7 +18,6 @@ ATTEMPT = "x-kvxfer-attempt"
 RETRY_AFTER = "retry-after"
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _TRACESTATE_CHARS_MAX = 512
 
 
@@ -38,7 +37,7 @@ def leg_headers(received: Mapping[str, str], *, request_id: str, forwards_author
         REQUEST_ID: request_id,
     }
     traceparent = received.get("traceparent", "")
-    if _TRACEPARENT.fullmatch(traceparent):
+    if is_traceparent(traceparent):
         headers["traceparent"] = traceparent
         tracestate = received.get("tracestate", "")
         if 0 < len(tracestate) <= _TRACESTATE_CHARS_MAX and tracestate.isascii():

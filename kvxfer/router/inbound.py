@@ -40,6 +40,6 @@ class Inbound:
         very limit.
         """
         try:
-            return encode_object(leg_body(dialect, self.values, params))
+            return encode_object(leg_body(dialect, self.values, params, self.leg_headers.get("traceparent")))
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body cannot be passed on as JSON: {error}") from None

@@ -63,6 +63,20 @@ def test_level() -> None:
     assert logged("text", level="error") == ""
 
 
+@pytest.mark.parametrize("is_handled", [False, True])
+def test_a_guest_logs_with_fields_unless_its_host_handles_its_records(
+    is_handled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = logging.getLogger("kvxfer"), logging.NullHandler()
+    monkeypatch.setattr(ours, "propagate", False)
+    monkeypatch.setattr(ours, "handlers", [theirs] if is_handled else [])
+    observe.log_as_guest()
+    observe.log_as_guest()
+    assert len(ours.handlers) == 1
+    assert (ours.handlers == [theirs]) is is_handled
+    assert isinstance(ours.handlers[0].formatter, observe.TextFormatter) is not is_handled
+
+
 def test_wrong_settings() -> None:
     with pytest.raises(ConfigError, match="log level"):
         observe.configure_logging(level="loud")
@@ -86,9 +100,24 @@ def test_spans() -> None:
     assert all(span.duration_ns >= 0 for span in seen)
 
 
+def test_a_span_may_end_elsewhere_and_ends_once() -> None:
+    seen: list[observe.Span] = []
+    trace = observe.next_traceparent(None)
+    opened = observe.OpenSpan("hold", trace, blocks=3)
+    with observe.spans_to(seen.append):
+        opened.end("grant_expired", bytes=5)
+        opened.end()
+    (span,) = seen
+    assert (span.name, span.parent, span.error) == ("hold", trace, "grant_expired")
+    assert span.attributes == {"blocks": 3, "bytes": 5}
+
+
 def test_traceparent() -> None:
     received = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     following = observe.next_traceparent(received)
     assert following.split("-")[1] == received.split("-")[1]
     assert following != received
     assert observe.next_traceparent("nonsense").startswith("00-")
+    assert observe.is_traceparent(following)
+    for wrong in (None, 7, "nonsense", f"00-{'0' * 32}-b7ad6b7169203331-01", received.upper()):
+        assert not observe.is_traceparent(wrong)

@@ -33,6 +33,7 @@ async def test_the_prefill_leg_is_a_request_of_one_token(limit: dict[str, Any]) 
     assert (prefill_params["do_remote_decode"], prefill_params["do_remote_prefill"]) == (True, False)
     assert (decode_params["do_remote_decode"], decode_params["do_remote_prefill"]) == (False, True)
     assert prefill_params["transfer_id"] == decode_params["transfer_id"]
+    assert prefill_params["traceparent"] == decode_params["traceparent"] == decode.headers["traceparent"]
     assert prefill_params["source"] == decode_params["source"] == {**decode_params["source"], "agent_id": "p"}
 
 

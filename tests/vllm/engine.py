@@ -5,9 +5,9 @@ usage: engine.py '{"llm": {...}, "transfer": {...} or null, "pause_s": 0.0}'
 "pause_s" is slept after each step, so that a test finds a prompt half computed.
 
 Commands: {"op": "add", "id", "ids", "n", "kv"}, {"op": "abort", "id"}, {"op": "pause", "s"}, {"op": "ask", "what":
-"free" | "digests" | "busy" | "moved" | "nixl"}. Events: {"event": "ready"}, {"event": "first", "id"}, {"event": "done",
-"id", "tokens", "kv", "reason", "ms", "first_ms", "loaded_ms"}, {"event": "answer", "value"}. "loaded_ms": until its KV
-was there, as vLLM's scheduler was told of it, by whatever connector.
+"free" | "preempted" | "digests" | "busy" | "moved" | "nixl"}. Events: {"event": "ready"}, {"event": "first", "id"},
+{"event": "done", "id", "tokens", "kv", "reason", "ms", "first_ms", "loaded_ms"}, {"event": "answer", "value"}.
+"loaded_ms": until its KV was there, as vLLM's scheduler was told of it, by whatever connector.
 """
 
 from __future__ import annotations
@@ -61,10 +61,16 @@ class Driver:
         self.begun: dict[str, float] = {}
         self.first: dict[str, float] = {}
         self.loaded: dict[str, float] = {}
-        self.moved = 0
+        self.moved = self.preempted = 0
+        self.preempt = self.scheduler._preempt_request
+        self.scheduler._preempt_request = self.count_preemption
         if transfer is not None:
             self.told_by_worker = self.scheduler.connector.update_connector_output
             self.scheduler.connector.update_connector_output = self.watch_loads
+
+    def count_preemption(self, *arguments: Any, **more: Any) -> None:
+        self.preempted += 1
+        self.preempt(*arguments, **more)
 
     def watch_loads(self, output: Any) -> None:
         now = time.perf_counter()
@@ -113,6 +119,8 @@ class Driver:
     def answer(self, what: str) -> Any:
         if what == "free":
             return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if what == "preempted":
+            return self.preempted
         if what == "busy":
             return self.scheduler.has_requests()
         if what == "moved":

@@ -27,6 +27,8 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CACHE_ROOT": str(CACHE),
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    "OTEL_BSP_SCHEDULE_DELAY": "200",
 }
 SERVE = [
     *("--dtype", "float32", "--enforce-eager", "--seed", "0", "--max-model-len", "2048"),
@@ -43,11 +45,15 @@ class Urls:
     prefill: str
     decode: str
     router: str
+    directory: pathlib.Path
 
 
 @contextlib.asynccontextmanager
-async def serving(directory: pathlib.Path, model: pathlib.Path) -> AsyncIterator[Urls]:
-    """All of them, ready; their logs lie in ``directory``. Leaving it ends them and what they started."""
+async def serving(
+    directory: pathlib.Path, model: pathlib.Path, *, policy: str = "recompute", traces: str = ""
+) -> AsyncIterator[Urls]:
+    """All of them, ready; their logs lie in ``directory``. Leaving it ends them and what they started. ``policy``:
+    vLLM's kv_load_failure_policy. ``traces``: an OTLP endpoint for the engines' spans."""
     token = f"--token-file={directory / 'cluster-token'}"
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -59,7 +65,7 @@ async def serving(directory: pathlib.Path, model: pathlib.Path) -> AsyncIterator
             transfer = {
                 "kv_connector": "KvxferConnector",
                 "kv_role": f"kv_{role}",
-                "kv_load_failure_policy": "recompute",
+                "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": {
                     "coordinator": address,
                     "token_file": str(directory / "cluster-token"),
@@ -69,10 +75,12 @@ async def serving(directory: pathlib.Path, model: pathlib.Path) -> AsyncIterator
             }
             command = [str(PYTHON.with_name("vllm")), "serve", str(model), "--served-model-name", NAME, *SERVE]
             command += ["--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
+            if traces:
+                command.append(f"--otlp-traces-endpoint={traces}")
             start(directory, processes, name, command)
         options = (token, f"--coordinator={address}", "--local-prefill=off")
         router = start(directory, processes, "router", kvxfer("router", *options))
-        found = Urls(*urls, (await first_line(router))["http_url"])
+        found = Urls(*urls, (await first_line(router))["http_url"], directory)
         async with asyncio.timeout(START_S), httpx.AsyncClient(trust_env=False) as client:
             for url in urls:
                 while not await is_ready(client, url):

@@ -6,6 +6,7 @@ for, not compared by number.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import secrets
@@ -20,7 +21,9 @@ from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.record import make_record
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Report, StepOrders
+from kvxfer.connectors.vllm.tracing import vllm_sink
 from kvxfer.connectors.vllm.worker import Results, WorkerHalf
+from kvxfer.observe import hide, log_as_guest, spans_to
 from kvxfer.types import TransferId, WorkerInfo
 
 _WorkerMetadata: type[Any] = getattr(base, "KVConnectorWorkerMetadata", object)
@@ -49,6 +52,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_guest()
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         options = ConnectorOptions.from_config(
             transfer.kv_role, transfer.engine_id, transfer.kv_connector_extra_config or {}
@@ -58,6 +62,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._worker_half: WorkerHalf | None = None
         self._last = Results()
         self._reports: tuple[Report, ...] = ()
+        self._ending = contextlib.ExitStack()
         if role == base.KVConnectorRole.SCHEDULER:
             self._scheduler_half = SchedulerHalf(
                 options,
@@ -77,6 +82,9 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
             ranks=ranks,
             new_agent=functools.partial(_new_agent, options, rank),
         )
+        sink = vllm_sink(vllm_config)
+        if sink is not None:
+            self._ending.enter_context(spans_to(sink))
 
     @property
     def _scheduler(self) -> SchedulerHalf:
@@ -152,6 +160,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def shutdown(self) -> None:
         if self._worker_half is not None:
             self._worker_half.shutdown()
+        self._ending.close()
 
     # --- the scheduler ---
 
@@ -209,7 +218,6 @@ def _served_name(model_config: Any) -> str:
 
 
 def _new_agent(options: ConnectorOptions, rank: int, info: WorkerInfo) -> Agent:
-    from kvxfer.observe import hide
     from kvxfer.rpc import member_token
 
     token = member_token(options.token_file)

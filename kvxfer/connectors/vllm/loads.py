@@ -37,6 +37,7 @@ from kvxfer.errors import (
     TransferCancelled,
     from_code,
 )
+from kvxfer.observe import OpenSpan
 from kvxfer.types import TransferId
 
 log = logging.getLogger("kvxfer.vllm")
@@ -137,13 +138,14 @@ class Loads:
         count = len(order.sources)
         ranks = self._ranks_read(self._rank, count)
         fetches = [Fetch(order, order.sources[rank], rank, self._readers(rank, count)) for rank in ranks]
+        span = OpenSpan("kvxfer.load", order.traceparent)
         if any((order.transfer_id, fetch.source) in self._by_transfer for fetch in fetches):
             error = InvalidArgument("another request under this transfer id is being fetched, or cancelled")
-            self._on_done(Done(order, error, _report(order, fetches, error)))
+            self._over(Done(order, error, _report(order, fetches, error)), span)
             return
         self._fetches[order.request_id] = fetches
         self._by_transfer.update({(order.transfer_id, fetch.source): fetch for fetch in fetches})
-        self._spawn(self._run(order, fetches))
+        self._spawn(self._run(order, fetches, span))
 
     def cancel(self, request_id: str) -> None:
         """Nobody waits for it any more; it still ends with a call of ``on_done``."""
@@ -174,7 +176,7 @@ class Loads:
 
     # --- one load ---
 
-    async def _run(self, order: Load, fetches: list[Fetch]) -> None:
+    async def _run(self, order: Load, fetches: list[Fetch], span: OpenSpan) -> None:
         outcomes = await asyncio.gather(*(self._run_one(fetch, fetches) for fetch in fetches))
         error = next((outcome for outcome in outcomes if isinstance(outcome, KvxferError)), None)
         staged = [landing for landing in outcomes if isinstance(landing, Landing) and landing.is_staged]
@@ -193,15 +195,17 @@ class Loads:
                 log.warning("a staging pool stays: %s", failure)
             del self._by_transfer[order.transfer_id, fetch.source]
         del self._fetches[order.request_id]
-        report = _report(order, fetches, error)
-        if error is not None:
-            log.warning(
-                "a load failed: %s",
-                error,
-                extra={"request_id": order.request_id, "transfer_id": report.transfer_id, "code": error.code},
-            )
-        self._on_done(Done(order, error, report))
+        self._over(Done(order, error, _report(order, fetches, error)), span)
         self._let_go(order.transfer_id, order.sources)
+
+    def _over(self, done: Done, span: OpenSpan) -> None:
+        report, error = done.report, done.error
+        if error is not None:
+            about = {"request_id": report.request_id, "transfer_id": report.transfer_id, "code": error.code}
+            log.warning("a load failed: %s", error, extra=about)
+        told = ("request_id", "transfer_id", "lane", "blocks", "bytes", "early_bytes", "parts", "attempts")
+        span.end(report.code or None, **{name: getattr(report, name) for name in told})
+        self._on_done(done)
 
     async def _run_one(self, fetch: Fetch, fetches: list[Fetch]) -> Landing | KvxferError | None:
         """Its landing, drained; ``None`` where another source has all that is needed."""

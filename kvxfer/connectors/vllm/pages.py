@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvxfer.errors import ConfigError
 from kvxfer.transport.base import Region
+from kvxfer.types import MemoryKind
 
 Ids = npt.NDArray[np.uint32]
 
@@ -51,18 +52,26 @@ class Pages:
     page_bytes: int
     stores: tuple[Store, ...]
 
+    @property
+    def cuda_device(self) -> int | None:
+        """Whose memory they are; ``None``: the host's."""
+        region = self.stores[0].region
+        return region.device if region.memory is MemoryKind.CUDA else None
+
     @classmethod
     def of(cls, caches: Mapping[str, Any]) -> Pages:
         """From the tensors that vLLM registers, one a layer, shape [blocks, ...].
 
-        Raises ConfigError for caches that are not dense pages of the host's memory, or whose layers are spread over
-        storages without order.
+        Raises ConfigError for caches that are not dense pages of the host's or one CUDA device's memory, or whose
+        layers are spread over storages without order.
         """
         if not caches:
             raise ConfigError("vLLM registered no KV cache")
-        devices = {str(tensor.device) for tensor in caches.values()} - {"cpu"}
-        if devices:  # nothing would order a transfer with what the device still writes
-            raise ConfigError(f"kvxfer does not move KV caches in the memory of {', '.join(sorted(devices))} yet")
+        devices = sorted({str(tensor.device) for tensor in caches.values()})
+        if len(devices) > 1 or devices[0].partition(":")[0] not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"kvxfer moves KV caches of the host or of one CUDA device: this one is on {', '.join(devices)}"
+            )
         names, tensors = tuple(caches), list(caches.values())
         shape, itemsize = tuple(tensors[0].shape), tensors[0].element_size()
         page_bytes = itemsize * int(np.prod(shape[1:]))
@@ -115,4 +124,7 @@ def _is_dense(tensor: Any) -> bool:
 def _region(base: int, tensor: Any, page_bytes: int) -> Region:
     storage = tensor.untyped_storage()
     length = storage.nbytes() // page_bytes * page_bytes
+    kind, _, index = str(tensor.device).partition(":")
+    if kind == "cuda":
+        return Region(base, length, storage, memory=MemoryKind.CUDA, device=int(index or 0))
     return Region(base, length, storage)

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvxfer.connectors.vllm.ids import rank_agent
 from kvxfer.errors import InvalidArgument
+from kvxfer.observe import is_traceparent
 from kvxfer.types import TransferId, check_agent_id
 
 VERSION = 1
@@ -49,9 +50,23 @@ def parse(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | None:
     return None
 
 
-def handed_over(transfer_id: TransferId, agents: tuple[str, ...], request_id: str, tokens: int) -> dict[str, Any]:
+def trace_of(headers: Mapping[str, str] | None, params: Mapping[str, Any] | None) -> str | None:
+    """The W3C ``traceparent`` of a request: of its ``headers``, which vLLM hands on where it traces by itself, else of
+    its parameters; ``None`` where neither has one that makes sense."""
+    for place in (headers, params):
+        traceparent = (place or {}).get("traceparent")
+        if is_traceparent(traceparent):
+            return str(traceparent)
+    return None
+
+
+def handed_over(
+    transfer_id: TransferId, agents: tuple[str, ...], request_id: str, tokens: int, traceparent: str | None = None
+) -> dict[str, Any]:
     """What a prefill leg is answered, to be copied into the decode leg: ``tokens`` are kept by ``agents``."""
+    trace = {} if traceparent is None else {"traceparent": traceparent}
     return {
+        **trace,
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": agents[0],

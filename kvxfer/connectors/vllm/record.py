@@ -29,6 +29,7 @@ def make_record(vllm_config: Any, kv_cache_config: Any, pages: Pages) -> Compati
     """The record of this rank. Raises ConfigError for a model whose KV cache kvxfer cannot move."""
     check_groups(kv_cache_config)
     check_parallel(vllm_config.parallel_config)
+    check_pages(pages, kv_cache_config.num_blocks)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     backend, packing = _attention(vllm_config)
     kind = str(cache.cache_dtype)
@@ -55,6 +56,17 @@ def check_groups(kv_cache_config: Any) -> None:
     if len(groups) != 1 or any(name in kind for kind in kinds for name in ("Mamba", "Sliding", "Chunked")):
         raise ConfigError(
             f"kvxfer does not move hybrid models yet: this one has {len(groups)} KV cache groups ({', '.join(kinds)})"
+        )
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):  # loads begin before vLLM does that
+        raise ConfigError("kvxfer does not move KV caches whose blocks vLLM zeroes (mixed precision) yet")
+
+
+def check_pages(pages: Pages, blocks: int) -> None:
+    """Raise ConfigError where a device's pages are not vLLM's blocks: other attention backends cut them otherwise."""
+    found, wanted = sum(store.page_count for store in pages.stores), blocks * len(pages.layers)
+    if pages.cuda_device is not None and not wanted <= found < 2 * wanted:
+        raise ConfigError(
+            f"this attention backend cuts the KV cache into {found} pages, not one a layer for each of {blocks} blocks"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvxfer.connectors.vllm.ids import blocks_for, content_of
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.params import DecodeLeg, PrefillLeg, handed_over, parse
+from kvxfer.connectors.vllm.params import DecodeLeg, PrefillLeg, handed_over, parse, trace_of
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Load, Open, Remote, Report, StepOrders
 from kvxfer.errors import InvalidArgument
 from kvxfer.types import TransferId
@@ -35,6 +35,7 @@ class Prefill:
     reader: str | None
     total: int
     content: bytes
+    traceparent: str | None
     table: list[int] = dataclasses.field(default_factory=list)
     blocks: int = 0
     is_open: bool = False
@@ -48,6 +49,7 @@ class Decode:
     request_id: str
     tokens: int
     content: bytes
+    traceparent: str | None
     is_loading: bool = False
     is_settled: bool = False
     """Loaded, released, or never to be."""
@@ -118,6 +120,7 @@ class SchedulerHalf:
                 decode.tokens,
                 decode.content,
                 has_direct,
+                decode.traceparent,
             )
         )
 
@@ -140,9 +143,9 @@ class SchedulerHalf:
             self._close(prefill, "the request ended before its prompt was computed", will_resume=False)
             return False, None
         blocks = tuple(block_ids[: prefill.total])
-        self._finishes.append(Finish(request.request_id, prefill.transfer_id, prefill.reader, blocks, prefill.content))
-        tokens = request.num_prompt_tokens - 1
-        return True, handed_over(prefill.transfer_id, self._agents, request.request_id, tokens)
+        name, transfer_id, traceparent = request.request_id, prefill.transfer_id, prefill.traceparent
+        self._finishes.append(Finish(name, transfer_id, prefill.reader, blocks, prefill.content, traceparent))
+        return True, handed_over(transfer_id, self._agents, name, request.num_prompt_tokens - 1, traceparent)
 
     # --- what a step is ---
 
@@ -207,10 +210,11 @@ class SchedulerHalf:
             return
         if leg is None:
             return
+        traceparent = trace_of(getattr(request, "trace_headers", None), request.kv_transfer_params)
         tokens = request.num_prompt_tokens - 1
         ids = (request.prompt_token_ids or ())[:tokens]
         if isinstance(leg, DecodeLeg):
-            decode = Decode(leg, request_id, tokens, content_of(ids, len(leg.sources)))
+            decode = Decode(leg, request_id, tokens, content_of(ids, len(leg.sources)), traceparent)
             same = (other for other in self._decodes.values() if other.leg.transfer_id == leg.transfer_id)
             decode.first = next(same, None)
             self._decodes[request_id] = decode
@@ -230,7 +234,7 @@ class SchedulerHalf:
             if any(other.transfer_id == transfer_id for other in self._prefills.values()):
                 reader, total = None, 0  # several answers to one prompt: the first keeps it
             content = content_of(ids, len(self._agents))
-            self._prefills[request_id] = Prefill(request, transfer_id, reader, total, content)
+            self._prefills[request_id] = Prefill(request, transfer_id, reader, total, content, traceparent)
 
     def _step(
         self,
@@ -251,8 +255,17 @@ class SchedulerHalf:
         if not prefill.is_open:
             prefill.is_open = True
             prefill.blocks = min(computed // self._block_tokens, prefill.total)
-            final = tuple(prefill.table[: prefill.blocks])
-            opens.append(Open(request_id, prefill.transfer_id, prefill.reader, final, prefill.total, prefill.content))
+            opens.append(
+                Open(
+                    request_id,
+                    prefill.transfer_id,
+                    prefill.reader,
+                    tuple(prefill.table[: prefill.blocks]),
+                    prefill.total,
+                    prefill.content,
+                    prefill.traceparent,
+                )
+            )
         after = computed + output.num_scheduled_tokens[request_id]
         tokens = prefill.request.num_prompt_tokens - 1
         done = prefill.total if after >= tokens else after // self._block_tokens

@@ -6,12 +6,12 @@ they need, until its time is over, or until its reader is dead; then, and only a
 blocks are given back. The bytes are safe without any of this: each is read under a grant that the native core judges.
 
 The forward thread begins and announces steps; everything else happens on the agent's loop. One lock guards the table.
+What is said to be written is said through ``after``: of a device's memory once the device has written it.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -20,12 +20,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvxfer.agent import Agent, Grant, Pool
+from kvxfer.connectors.vllm.fences import Act, at_once
 from kvxfer.connectors.vllm.ids import DIRECT, is_rank_of, part_id, rank_agent
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
+from kvxfer.connectors.vllm.parts import PartGrant, announce
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Open, StepOrders
 from kvxfer.connectors.vllm.wire import PARTS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
-from kvxfer.errors import GrantExpired, GrantGone, GrantReleased, GrantRevoked, GrantUnknown, KvxferError, PeerGone
+from kvxfer.errors import GrantExpired, GrantReleased, GrantRevoked, GrantUnknown, KvxferError, PeerGone
+from kvxfer.observe import OpenSpan
 from kvxfer.types import GrantState, TransferId
 
 log = logging.getLogger("kvxfer.vllm")
@@ -38,21 +41,11 @@ EARLY_MAX = 1024
 ENDED_MAX = 4096
 """Prompts that are over and still known by how they ended."""
 
-
-@dataclasses.dataclass(frozen=True)
-class PartGrant:
-    """A part's pages in one storage: ``count`` pages a layer."""
-
-    grant: Grant
-    first_layer: int
-    layers: int
-    count: int
-
-    def announce(self, layers: int) -> None:
-        """So many of the model's layers are written. Raises GrantGone's kinds."""
-        own = min(layers - self.first_layer, self.layers)
-        if own > 0:
-            self.grant.ready(own * self.count, layers=own, complete=own == self.layers)
+_CODES = {
+    GrantState.EXPIRED: GrantExpired.code,
+    GrantState.REVOKED: GrantRevoked.code,
+    GrantState.READER_GONE: PeerGone.code,
+}
 
 
 @dataclasses.dataclass
@@ -78,6 +71,8 @@ class Hold:
     total: int
     life_end_s: float
     """When it is over whatever anybody wants."""
+    traceparent: str | None
+    span: OpenSpan
     until_s: float | None = None
     """Set once vLLM has finished it: when it is over if nobody ever came for it."""
     readers: dict[int, Reader] = dataclasses.field(default_factory=dict)
@@ -108,9 +103,10 @@ class Source:
         rank: int,
         post: Callable[..., None],
         on_freed: Callable[[str], None],
+        after: Callable[[Act], None] = at_once,
     ) -> None:
         """``post(function, *arguments)`` calls on the agent's loop. ``on_freed(request_id)``: its blocks are vLLM's
-        again."""
+        again. ``after(act)`` calls it once what the forward thread asked of the memory's device is done."""
         self._agent = agent
         self._pools = pools
         self._pages = pages
@@ -118,6 +114,7 @@ class Source:
         self._rank = rank
         self._post = post
         self._on_freed = on_freed
+        self._after = after
         self._lock = threading.RLock()
         self._holds: dict[str, Hold] = {}
         self._by_transfer: dict[TransferId, Hold] = {}
@@ -158,48 +155,29 @@ class Source:
         while done in self._saved:
             done += 1
         if done - self._announced >= self._announce_every or done == len(self._pages.layers):
-            self._announce(done)
+            self._layers_saved(done)
 
     def step_saved(self) -> None:
         """The forward wrote everything."""
-        self._announce(len(self._pages.layers))
-        self._announcing.clear()
+        self._layers_saved(len(self._pages.layers))
+        self._announcing = []
         self._saved.clear()
         self._announced = 0
-        if not self._writing:
-            return
         with self._lock:
-            for hold in self._writing:
-                hold.final = len(hold.blocks)
-                for reader in hold.readers.values():
-                    self._catch_up(hold, reader)
-        self._writing.clear()
+            written = [(hold, len(hold.blocks)) for hold in self._writing]
+            self._writing = []
+        if written:
+            self._after(functools.partial(self._settle, written))
 
-    def _announce(self, layers: int) -> None:
-        if layers <= self._announced:
-            return
-        self._announced = layers
-        alive = []
-        for part in self._announcing:
-            try:
-                part.announce(layers)
-                alive.append(part)
-            except GrantGone as error:
-                log.debug("a part ended while it was computed: %s", error)
-        self._announcing = alive
+    def _layers_saved(self, layers: int) -> None:
+        if self._announcing and layers > self._announced:
+            self._announced = layers
+            self._after(functools.partial(announce, self._announcing, layers))
 
     def _open(self, order: Open) -> None:
-        hold = Hold(
-            request_id=order.request_id,
-            transfer_id=order.transfer_id,
-            reader=order.reader,
-            content=order.content,
-            blocks=list(order.blocks),
-            final=len(order.blocks),
-            total=order.total,
-            life_end_s=time.monotonic() + self._options.hold_life_max_s,
-        )
+        hold = self._hold(order, order.total)
         self._admit(hold)
+        self._after(functools.partial(self._settle, [(hold, len(order.blocks))]))
 
     def _extend(self, order: Chunk) -> None:
         hold = self._holds.get(order.request_id)
@@ -214,32 +192,23 @@ class Source:
         for reader in hold.readers.values():
             count = len(hold.blocks) - reader.sent  # it may have the first of them in its cache
             if count > 0:
-                self._announcing += self._grant_part(hold, reader, reader.sent, count, is_final=False)
+                self._announcing += self._grant_part(hold, reader, reader.sent, count)
 
     def _finish(self, order: Finish) -> None:
         hold = self._holds.get(order.request_id)
         now_s = time.monotonic()
         if hold is None:
-            hold = Hold(
-                request_id=order.request_id,
-                transfer_id=order.transfer_id,
-                reader=order.reader,
-                content=order.content,
-                blocks=list(order.blocks),
-                final=len(order.blocks),
-                total=len(order.blocks),
-                life_end_s=now_s + self._options.hold_life_max_s,
-            )
+            hold = self._hold(order, len(order.blocks))
             self._admit(hold)
             if not hold.is_released:
                 reader = None if order.reader is None else rank_agent(order.reader, self._rank)
-                direct = self._grant(hold, reader, self._rank, DIRECT, hold.blocks, is_final=True)
+                direct = self._grant(hold, reader, self._rank, DIRECT, hold.blocks)
                 hold.direct = {part.grant.transfer_id for part in direct}
+                self._after(functools.partial(announce, direct, len(self._pages.layers)))
         else:
             hold.blocks = list(order.blocks)
-            hold.final = hold.total = len(hold.blocks)
-            for asked in hold.readers.values():
-                self._catch_up(hold, asked)
+            hold.total = len(hold.blocks)
+        self._after(functools.partial(self._settle, [(hold, hold.total)]))
         hold.until_s = now_s + self._options.hold_ttl_s
         if hold.is_released:
             self._free(hold, GrantReleased("the reader gave it back"))
@@ -261,6 +230,26 @@ class Source:
         for key in [key for key in self._early if key[0] == order.transfer_id]:
             ask, agent_id, _ = self._early.pop(key)
             self._send(agent_id, _refusal(ask, error))
+
+    def _hold(self, order: Open | Finish, total: int) -> Hold:
+        return Hold(
+            request_id=order.request_id,
+            transfer_id=order.transfer_id,
+            reader=order.reader,
+            content=order.content,
+            blocks=list(order.blocks),
+            final=0,
+            total=total,
+            life_end_s=time.monotonic() + self._options.hold_life_max_s,
+            traceparent=order.traceparent,
+            span=OpenSpan(
+                "kvxfer.hold",
+                order.traceparent,
+                request_id=order.request_id,
+                transfer_id=str(order.transfer_id),
+                blocks=total,
+            ),
+        )
 
     def _admit(self, hold: Hold) -> None:
         """Know a new hold, and who asked for it, or gave it up, before."""
@@ -380,12 +369,22 @@ class Source:
     def _catch_up(self, hold: Hold, reader: Reader) -> None:
         """Grant what is final and was not granted to this reader yet."""
         if reader.sent < hold.final:
-            self._grant_part(hold, reader, reader.sent, hold.final - reader.sent, is_final=True)
+            parts = self._grant_part(hold, reader, reader.sent, hold.final - reader.sent)
+            announce(parts, len(self._pages.layers))
 
-    def _grant_part(self, hold: Hold, reader: Reader, first: int, count: int, *, is_final: bool) -> list[PartGrant]:
+    def _settle(self, written: Sequence[tuple[Hold, int]]) -> None:
+        """So many blocks of these holds are written."""
+        with self._lock:
+            for hold, final in written:
+                if self._holds.get(hold.request_id) is hold:
+                    hold.final = max(hold.final, final)
+                    for reader in hold.readers.values():
+                        self._catch_up(hold, reader)
+
+    def _grant_part(self, hold: Hold, reader: Reader, first: int, count: int) -> list[PartGrant]:
         reader.parts += 1
         blocks = hold.blocks[first : first + count]
-        granted = self._grant(hold, reader.agent_id, reader.ask.rank, reader.parts, blocks, is_final=is_final)
+        granted = self._grant(hold, reader.agent_id, reader.ask.rank, reader.parts, blocks)
         if not granted:
             error = GrantRevoked("the source could not grant the blocks")
             self._send(reader.agent_id, _refusal(reader.ask, error))
@@ -395,7 +394,7 @@ class Source:
         return granted
 
     def _grant(
-        self, hold: Hold, reader: str | None, reader_rank: int, part: int, blocks: Sequence[int], *, is_final: bool
+        self, hold: Hold, reader: str | None, reader_rank: int, part: int, blocks: Sequence[int]
     ) -> list[PartGrant]:
         """Grants of these blocks' pages in every storage, or none where one could not be made."""
         granted = []
@@ -415,15 +414,20 @@ class Source:
                 log.warning("blocks could not be granted: %s", error, extra={"request_id": hold.request_id})
                 return []
             hold.grants[transfer_id] = grant
-            grant.on_ended(functools.partial(self._grant_ended, hold, transfer_id))
+            span = OpenSpan(
+                "kvxfer.grant",
+                hold.traceparent,
+                request_id=hold.request_id,
+                transfer_id=str(hold.transfer_id),
+                part=part,
+                blocks=len(blocks),
+            )
+            grant.on_ended(functools.partial(self._grant_ended, hold, transfer_id, span))
             granted.append(PartGrant(grant, store.first_layer, store.layers, len(blocks)))
-        if is_final:
-            for made in granted:
-                with contextlib.suppress(GrantGone):
-                    made.announce(len(self._pages.layers))
         return granted
 
-    def _grant_ended(self, hold: Hold, transfer_id: TransferId, state: GrantState) -> None:
+    def _grant_ended(self, hold: Hold, transfer_id: TransferId, span: OpenSpan, state: GrantState) -> None:
+        span.end(_CODES.get(state))
         with self._lock:
             hold.grants.pop(transfer_id, None)
             if transfer_id in hold.direct and state is GrantState.RELEASED:
@@ -444,6 +448,7 @@ class Source:
         if self._by_transfer.get(hold.transfer_id) is hold:
             del self._by_transfer[hold.transfer_id]
         self._writing = [other for other in self._writing if other is not hold]
+        hold.span.end(None if isinstance(how, GrantReleased) else how.code)
         self._remember(hold.transfer_id, how)
         for reader in hold.readers.values():
             self._send(reader.agent_id, _refusal(reader.ask, how))

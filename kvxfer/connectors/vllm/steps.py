@@ -16,7 +16,7 @@ class Load:
     """Fetch blocks ``first..`` of a prompt of ``tokens`` tokens into ``blocks`` from the ranks ``sources`` of another
     engine.
 
-    ``has_direct``: the source said that the whole prompt is granted already.
+    ``has_direct``: the source said that the whole prompt is granted already. ``traceparent``: of the request.
     """
 
     request_id: str
@@ -27,6 +27,7 @@ class Load:
     tokens: int
     content: bytes
     has_direct: bool
+    traceparent: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Open:
     blocks: tuple[int, ...]
     total: int
     content: bytes
+    traceparent: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Finish:
     reader: str | None
     blocks: tuple[int, ...]
     content: bytes
+    traceparent: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

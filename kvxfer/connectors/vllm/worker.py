@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 from kvxfer.agent import Agent
 from kvxfer.connectors.vllm.digests import Digests
+from kvxfer.connectors.vllm.fences import Act, Fence, Fences, at_once, cuda_events
 from kvxfer.connectors.vllm.ids import rank_agent
 from kvxfer.connectors.vllm.loads import Done, Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions
@@ -22,7 +24,7 @@ from kvxfer.connectors.vllm.runtime import Runtime, every
 from kvxfer.connectors.vllm.source import SWEEP_S, Source
 from kvxfer.connectors.vllm.steps import Report, StepOrders
 from kvxfer.connectors.vllm.wire import Part, Refuse, decode
-from kvxfer.errors import ProtocolViolation
+from kvxfer.errors import ConfigError, ProtocolViolation
 from kvxfer.types import CompatibilityRecord, WorkerInfo
 
 log = logging.getLogger("kvxfer.vllm")
@@ -58,13 +60,17 @@ class WorkerHalf:
         rank: int,
         ranks: int,
         new_agent: Callable[[WorkerInfo], Agent],
+        events: Callable[[int], Callable[[], Fence]] = cuda_events,
     ) -> None:
+        """``events(device)`` is asked where the KV cache is a CUDA device's."""
         self._options = options
         self._make_record = make_record
         self._model = model
         self._rank = rank
         self._ranks = ranks
         self._new_agent = new_agent
+        self._events = events
+        self._after: Callable[[Act], None] = at_once
         self._runtime: Runtime | None = None
         self._source: Source | None = None
         self._loads: Loads | None = None
@@ -83,6 +89,8 @@ class WorkerHalf:
         Raises ConfigError for a cache that cannot be moved, and what entering an agent raises.
         """
         pages = Pages.of(caches)
+        if pages.cuda_device is not None and self._options.record_digests:
+            raise ConfigError("record_digests reads the host's memory: this KV cache is a CUDA device's")
         record = self._make_record(pages)
         is_first = self._rank == 0
         info = WorkerInfo(
@@ -100,7 +108,9 @@ class WorkerHalf:
         )
         self._layers = {name: index for index, name in enumerate(pages.layers)}
         runtime = Runtime(agent, self._serve)
-        self._source = Source(agent, pools, pages, self._options, self._rank, runtime.call, self._freed)
+        if pages.cuda_device is not None:
+            self._after = Fences(self._events(pages.cuda_device), runtime.call).after
+        self._source = Source(agent, pools, pages, self._options, self._rank, runtime.call, self._freed, self._after)
         self._loads = Loads(agent, pools, pages, self._options, self._rank, self._ranks, self._ended)
         if self._options.record_digests:
             self.digests = Digests(pages)
@@ -120,9 +130,11 @@ class WorkerHalf:
         if self.digests is not None:
             for finish in orders.finishes:
                 self.digests.record(finish.transfer_id, "source", 0, finish.blocks)
-        if orders.keeps or orders.loads or orders.cancels or orders.releases:
+        if orders.keeps or orders.releases:
+            runtime.call(self._tell_sources, orders)
+        if orders.loads or orders.cancels:  # a device may still be at what the blocks were used for
             self._loading += len(orders.loads)
-            runtime.call(self._begin_loads, orders)
+            self._after(functools.partial(runtime.call, self._begin_loads, orders))
 
     def layer_saved(self, layer: str) -> None:
         """The forward wrote its part of ``layer``."""
@@ -173,15 +185,18 @@ class WorkerHalf:
 
     # --- the agent's loop ---
 
-    def _begin_loads(self, orders: StepOrders) -> None:
+    def _tell_sources(self, orders: StepOrders) -> None:
         _, loads, _ = self._parts()
         loads.keep(orders.keeps)
+        for remote in orders.releases:
+            loads.release(remote)
+
+    def _begin_loads(self, orders: StepOrders) -> None:
+        _, loads, _ = self._parts()
         for load in orders.loads:
             loads.start(load)
         for request_id in orders.cancels:
             loads.cancel(request_id)
-        for remote in orders.releases:
-            loads.release(remote)
 
     async def _serve(self) -> None:
         source, loads, runtime = self._parts()

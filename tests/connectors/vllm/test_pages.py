@@ -10,6 +10,7 @@ import torch
 
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.errors import ConfigError
+from kvxfer.types import MemoryKind
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 4, 6
 AXES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
@@ -74,9 +75,30 @@ def test_layers_of_different_shape_are_refused() -> None:
         Pages.of(tensors)
 
 
-def test_memory_of_a_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the memory of meta"):
-        Pages.of({name: tensor.to("meta") for name, tensor in caches("LBHNC").items()})
+class OnDevice:
+    """A tensor of the host that says it lies on a device."""
+
+    def __init__(self, tensor: torch.Tensor, device: str) -> None:
+        self.tensor = tensor
+        self.device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+
+@pytest.mark.parametrize(("device", "number"), [("cpu", None), ("cuda", 0), ("cuda:3", 3)])
+def test_pages_lie_where_the_tensors_do(device: str, number: int | None) -> None:
+    pages = Pages.of({name: OnDevice(tensor, device) for name, tensor in caches("LBHNC").items()})
+    assert pages.cuda_device == number
+    (store,) = pages.stores
+    assert store.region.memory is (MemoryKind.HOST if number is None else MemoryKind.CUDA)
+
+
+@pytest.mark.parametrize("devices", [("meta",) * 3, ("cuda:0", "cuda:0", "cuda:1"), ("cpu", "cuda:0", "cuda:0")])
+def test_other_and_several_devices_are_refused(devices: tuple[str, ...]) -> None:
+    layers = zip(caches("LBHNC").items(), devices, strict=True)
+    with pytest.raises(ConfigError, match=f"{devices[0]}.*$"):
+        Pages.of({name: OnDevice(tensor, device) for (name, tensor), device in layers})
 
 
 def test_no_cache_is_refused() -> None:

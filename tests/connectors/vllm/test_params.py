@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.connectors.vllm.params import DecodeLeg, PrefillLeg, handed_over, parse
+from kvxfer.connectors.vllm.params import DecodeLeg, PrefillLeg, handed_over, parse, trace_of
 from kvxfer.errors import InvalidArgument
 from kvxfer.types import TransferId
 
@@ -29,6 +29,15 @@ def test_both_legs_of_kvxfers_router() -> None:
     shared = {"transfer_id": str(ID), "attempt": 1, **ends}
     assert parse({"do_remote_decode": True, "role": "prefill", **shared}) == PrefillLeg(ID, "d")
     assert parse({"do_remote_prefill": True, "role": "decode", **shared}) == DecodeLeg(ID, ("p", "p.1"), None)
+
+
+def test_the_trace_of_a_request_is_its_headers_else_its_parameters() -> None:
+    one, other = (f"00-{digit * 32}-{digit * 16}-01" for digit in "12")
+    assert trace_of({"traceparent": one}, {"traceparent": other}) == one
+    assert trace_of(None, {"traceparent": other}) == other
+    assert trace_of({"traceparent": "nonsense"}, handed_over(ID, ("p",), "r", 1, other)) == other
+    for nothing in (None, {}, {"traceparent": 5}, {"traceparent": ["x"]}, handed_over(ID, ("p",), "r", 1)):
+        assert trace_of(None, nothing) is None
 
 
 @pytest.mark.parametrize("params", [None, {}, {"anything": 1}, {"do_remote_prefill": False}])

@@ -23,6 +23,7 @@ BLOCK = 16
 ID = TransferId(bytes(range(16)))
 OPTIONS = ConnectorOptions.from_config("kv_both", "me", {"coordinator": "127.0.0.1:1"})
 PREFILL = {"do_remote_decode": True}
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
 class Status(enum.Enum):
@@ -40,6 +41,7 @@ class Request:
     prompt_token_ids: list[int]
     kv_transfer_params: dict[str, Any] | None
     status: Status = Status.WAITING
+    trace_headers: dict[str, str] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -95,6 +97,26 @@ def test_a_plain_prefill_is_kept_and_handed_over() -> None:
     assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39)
     (finish,) = step(half).finishes
     assert (finish.blocks, finish.transfer_id, finish.content) == ((1, 2, 3), transfer_id, content_of(range(39), 2))
+
+
+def test_the_trace_of_a_request_goes_with_its_orders_and_with_what_is_handed_over() -> None:
+    half, headers = new_half(), {"traceparent": TRACE}
+    plain = Request("r", list(range(40)), PREFILL, Status.FINISHED_STOPPED, headers)
+    answer = half.finished(plain, [1, 2, 3])[1]
+    assert answer is not None
+    assert answer["traceparent"] == step(half).finishes[0].traceparent == TRACE
+    half.on_new_request(Request("o", list(range(60)), concurrent("decode") | headers))
+    assert [order.traceparent for order in step(half, {"o": ([1, 2, 3], 0, 48)}).opens] == [TRACE]
+    decode = Request("d", list(range(40)), answer)
+    half.allocated(decode, [4, 5, 6], half.matched(decode, 0) or 0)
+    assert [order.traceparent for order in step(half).loads] == [TRACE]
+
+
+def test_a_version_of_vllm_without_trace_headers_leaves_those_of_the_parameters() -> None:
+    half, request = new_half(), Request("r", list(range(40)), PREFILL | {"traceparent": TRACE}, Status.FINISHED_STOPPED)
+    del request.trace_headers
+    assert half.finished(SimpleNamespace(**vars(request), num_prompt_tokens=40), [1, 2, 3])[0]
+    assert step(half).finishes[0].traceparent == TRACE
 
 
 def test_a_prompt_of_one_token_has_nothing_to_hand_over() -> None:

@@ -1,0 +1,7 @@
+"""Fixtures of several files."""
+
+from __future__ import annotations
+
+from .pair import ranks
+
+__all__ = ["ranks"]

@@ -1,0 +1,165 @@
+"""The source and the loads of two ranks over real agents, without vLLM, for tests of what they do together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import pytest_asyncio
+
+from kvxfer.agent import Agent
+from kvxfer.connectors.vllm.fences import Fences, at_once
+from kvxfer.connectors.vllm.loads import Done, Loads
+from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.connectors.vllm.pages import Pages, Store
+from kvxfer.connectors.vllm.source import Source
+from kvxfer.connectors.vllm.steps import Close, Finish, Load, Open, StepOrders
+from kvxfer.connectors.vllm.wire import Part, Refuse, decode
+from kvxfer.transport.base import Region
+from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo
+
+from .late_device import Device
+
+LAYERS, BLOCKS, PAGE = 3, 16, 256
+RECORD = CompatibilityRecord("m", "", "", "f32", LAYERS, 1, 16, 4, "page:HNC", "", "", "none")
+CONTENT = b"c" * 32
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+OPTIONS = ConnectorOptions.from_config("kv_both", "x", {"coordinator": "127.0.0.1:1", "hold_ttl_s": 0.4})
+
+
+@dataclasses.dataclass
+class Rank:
+    """One rank of an engine: its memory, and what its halves said."""
+
+    agent: Agent
+    memory: npt.NDArray[np.uint8]
+    source: Source
+    loads: Loads
+    freed: list[str]
+    done: dict[str, asyncio.Future[Done]]
+    device: Device | None
+
+    def write(self, layer: int, blocks: list[int], seed: int) -> None:
+        """What a forward does to one layer, or asks the device to do."""
+        draw = np.random.default_rng((seed, layer))
+        content = draw.integers(0, 256, (len(blocks), PAGE), np.uint8)
+        write = functools.partial(self.memory.__setitem__, (layer, blocks), content)
+        if self.device is None:
+            write()
+        else:
+            self.device.asked.append(write)
+
+    def load(self, order: Load) -> asyncio.Future[Done]:
+        self.done[order.request_id] = asyncio.get_running_loop().create_future()
+        self.loads.start(order)
+        return self.done[order.request_id]
+
+    def forward(self, orders: StepOrders, blocks: list[int], seed: int = 0) -> None:
+        """A step that writes ``blocks``, layer after layer."""
+        self.source.begin_step(orders)
+        for layer in range(LAYERS):
+            self.write(layer, blocks, seed)
+            self.source.layer_saved(layer)
+        self.source.step_saved()
+
+
+async def serve(rank: Rank) -> None:
+    async for notification in rank.agent.notifications():
+        message = decode(notification.payload)
+        half = rank.loads if isinstance(message, (Part, Refuse)) else rank.source
+        half.on_message(notification.sender.agent_id, message)  # type: ignore[arg-type]
+
+
+async def sweep(rank: Rank) -> None:
+    while True:
+        rank.source.sweep()
+        await asyncio.sleep(0.02)
+
+
+def stores_of(memory: npt.NDArray[np.uint8], count: int) -> tuple[Store, ...]:
+    """The layers in ``count`` storages, in order."""
+    stores = []
+    for layers in np.array_split(np.arange(LAYERS), count):
+        part = memory[layers[0] : layers[-1] + 1]
+        region = Region(part.ctypes.data, part.nbytes, part)
+        first = np.arange(len(layers)) * BLOCKS
+        stores.append(Store(region, len(layers) * BLOCKS, int(layers[0]), first, np.ones(len(layers), np.int64)))
+    return tuple(stores)
+
+
+@pytest_asyncio.fixture(
+    params=[(1, False), (2, False), (1, True), (2, True)],
+    ids=["one storage", "two storages", "one of a device", "two of a device"],
+)
+async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Rank, Rank]]:
+    made: list[Rank] = []
+    stores, has_device = request.param
+    async with contextlib.AsyncExitStack() as stack:
+        loop = asyncio.get_running_loop()
+        for name in ("p", "d"):
+            memory = np.zeros((LAYERS, BLOCKS, PAGE), np.uint8)
+            layers = tuple(f"layer {i}" for i in range(LAYERS))
+            pages = Pages(layers, PAGE, stores_of(memory, stores))
+            agent = Agent(WorkerInfo(name, Role.BOTH, "m", ""), config=OPTIONS.agent_config(0))
+            pools = tuple(
+                agent.register_pool(RECORD, store.region, block_count=store.page_count) for store in pages.stores
+            )
+            await stack.enter_async_context(agent)
+            freed: list[str] = []
+            done: dict[str, asyncio.Future[Done]] = {}
+            device = Device() if has_device else None
+            after = at_once if device is None else Fences(device.record, loop.call_soon_threadsafe).after
+            source = Source(agent, pools, pages, OPTIONS, 0, loop.call_soon_threadsafe, freed.append, after)
+            loads = Loads(
+                agent, pools, pages, OPTIONS, 0, 1, lambda over, done=done: done[over.order.request_id].set_result(over)
+            )
+            made.append(Rank(agent, memory, source, loads, freed, done, device))
+        p, d = made
+        p.agent.connect_peer(d.agent.ref, d.agent.address, bytes(32), [pool.published for pool in d.agent.pools])
+        d.agent.connect_peer(p.agent.ref, p.agent.address, bytes(32), [pool.published for pool in p.agent.pools])
+        tasks = [asyncio.create_task(run(rank)) for rank in made for run in (serve, sweep)]
+        tasks += [asyncio.create_task(rank.device.run()) for rank in made if rank.device is not None]
+        yield p, d
+        await d.loads.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def new_id(seed: int = 1) -> TransferId:
+    return TransferId(seed.to_bytes(16, "big"))
+
+
+def open_order(total: int, blocks: tuple[int, ...] = (), *, reader: str = "d") -> StepOrders:
+    return StepOrders(True, opens=(Open("r", new_id(), reader, blocks, total, CONTENT),))
+
+
+def close_order(*, will_resume: bool) -> Close:
+    return Close("r", new_id(), "preempted", will_resume)
+
+
+def finish_order(blocks: tuple[int, ...], reader: str | None = None) -> StepOrders:
+    return StepOrders(finishes=(Finish("r", new_id(), reader, blocks, CONTENT),))
+
+
+def load_order(first: int, blocks: tuple[int, ...], *, has_direct: bool, content: bytes = CONTENT) -> Load:
+    tokens = (first + len(blocks)) * RECORD.block_tokens
+    return Load("l", new_id(), ("p",), first, blocks, tokens, content, has_direct)
+
+
+async def until(condition: Callable[[], object], within_s: float = 2.0) -> None:
+    end_s = time.monotonic() + within_s
+    for _ in iter(condition, True):
+        assert time.monotonic() < end_s, "it did not come to that in time"
+        await asyncio.sleep(0.005)
+
+
+async def is_idle(rank: Rank) -> None:
+    await until(lambda: rank.agent.statistics().is_idle)
