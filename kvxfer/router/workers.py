@@ -63,6 +63,8 @@ class Workers:
         self._now = now
         self._draw = draw
         self._members: dict[AgentRef, Member] = {}
+        self._followers: frozenset[str] = frozenset()
+        """Names of the agents without HTTP of their own."""
         self._revision = 0
         self._inflight: Counter[tuple[AgentRef, Part]] = Counter()
         self._aside: dict[AgentRef, _Aside] = {}
@@ -74,6 +76,7 @@ class Workers:
         """Take a whole new view; a life that it does not list has ended."""
         ended = set(self._members) - {member.ref for member in membership.members}
         self._members = {member.ref: member for member in membership.members}
+        self._followers = frozenset(m.ref.agent_id for m in membership.members if not m.info.http_url)
         self._revision = membership.revision
         for ref in ended:
             self._aside.pop(ref, None)
@@ -94,6 +97,7 @@ class Workers:
                 prefill_inflight=self._inflight[ref, Part.PREFILL],
                 decode_inflight=self._inflight[ref, Part.DECODE],
                 is_aside=self.is_aside(ref) or (doubts and member.is_suspect and tells_apart),
+                ranks=self.ranks(member),
             )
             for ref, member in self._members.items()
             if member.info.dialect in DIALECTS
@@ -101,8 +105,7 @@ class Workers:
 
     def ranks(self, member: Member) -> int:
         """How many agents its engine has: its own, and those that follow it by number without HTTP of their own."""
-        names = {ref.agent_id for ref, other in self._members.items() if not other.info.http_url}
-        return next(rank for rank in itertools.count(1) if f"{member.ref.agent_id}.{rank}" not in names)
+        return next(rank for rank in itertools.count(1) if f"{member.ref.agent_id}.{rank}" not in self._followers)
 
     def members(self) -> tuple[Member, ...]:
         """All known members, by agent id."""

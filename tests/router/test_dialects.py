@@ -9,7 +9,7 @@ import pytest
 from router_fakes import MODEL, FakeWorker, events, router_over, texts
 
 from kvxfer.router.workers import Workers
-from kvxfer.types import AgentRef, Incarnation, Member, Membership, Role
+from kvxfer.types import AgentRef, CompatibilityRecord, Exposure, Incarnation, Member, Membership, PoolRecord, Role
 
 
 def vllm_pair() -> tuple[FakeWorker, FakeWorker]:
@@ -43,6 +43,25 @@ async def test_engines_of_different_dialects_are_no_pair() -> None:
         assert answer.headers["x-kvxfer-prefill"] == "local"
         assert p.received == []
         assert "kv_transfer_params" not in d.received[0].body
+
+
+async def test_engines_that_cut_their_blocks_and_heads_otherwise_are_a_pair() -> None:
+    """A prefill engine of two ranks, each with half of the heads, and blocks of another size."""
+    p, d = vllm_pair()
+    record = CompatibilityRecord("m", "c", "w", "f32", 2, 8, 16, 128, "page:HNC", "isa vec", "", "CPU_ATTN")
+    half = dataclasses.replace(record, kv_heads=4, block_tokens=32)
+    d.pools = (PoolRecord(1, record, 8, 8 * 128, Exposure.POOL, is_shareable=False),)
+    p.pools = (PoolRecord(1, half, 8, 4 * 32, Exposure.POOL, is_shareable=False),)
+    async with router_over(p, d, local_prefill="off") as router:
+        assert (await router.complete()).status_code == 503  # one rank of p is not there yet
+        info = dataclasses.replace(p.member.info, agent_id="p.1", http_url="")
+        second = dataclasses.replace(p.member, ref=AgentRef("p.1", p.incarnation), info=info)
+        router.workers.update(Membership(2, (p.member, second, d.member)))
+        answer = await router.complete()
+        assert answer.headers["x-kvxfer-prefill"] == "remote"
+        for leg in (p.received[0], d.received[0]):
+            assert leg.params is not None
+            assert leg.params["source"] == {"agent_id": "p", "ranks": 2, "address": p.member.info.http_url}
 
 
 async def test_an_engine_of_a_dialect_that_nobody_knows_gets_nothing() -> None:

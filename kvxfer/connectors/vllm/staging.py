@@ -1,8 +1,8 @@
 """Where the bytes of a load land: in vLLM's own pages, or, where the source cuts its blocks otherwise, in pages of the
 source's kind, which are then made into ours.
 
-Decides which differences between two engines can be bridged without a bit lost, and how much memory that may take. The
-order of bytes within a block is told to the planner as strides; what that cannot say is not bridged.
+Decides how much memory that may take; `policy.bridge` says which differences can be bridged. The order of bytes within
+a block is told to the planner as strides.
 """
 
 from __future__ import annotations
@@ -20,16 +20,12 @@ from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.vllm.ids import blocks_for
 from kvxfer.connectors.vllm.pages import Store
 from kvxfer.errors import LimitExceeded
+from kvxfer.policy.bridge import can_bridge
 from kvxfer.policy.layout import KvLayout, KvPart
 from kvxfer.policy.plan import plan_transfer
 from kvxfer.protocol.handshake import check, compare
 from kvxfer.transport.base import Region
-from kvxfer.types import CompatibilityRecord, Exposure, Member, MemoryKind, PoolRecord
-
-TRANSPOSED_KEYS = frozenset({"isa vec", "isa vec16"})
-"""Packings of CPU_ATTN that keep of each head its keys as [dim][token], then its values as [token][dim]."""
-BRIDGED = frozenset({"block_tokens", "block_bytes", "packing", "kv_heads"})
-"""What may differ between two pools of those packings."""
+from kvxfer.types import CompatibilityRecord, Exposure, Member, PoolRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +79,9 @@ class Staging:
         if not compare(self._pools[0].published, theirs):
             yield Landing(self._pools, self._stores, first, blocks, cut, is_staged=False)
             return
-        if len(self._pools) > 1 or not can_bridge(self._pools[0].published, theirs, cut):
-            check(self._pools[0].published, theirs)
+        ours = self._pools[0].published
+        if len(self._pools) > 1 or not can_bridge(ours, theirs, ranks=cut.ranks, sources=cut.sources):
+            check(ours, theirs)
         start = first * self._pools[0].record.block_tokens // theirs.record.block_tokens
         count = blocks_for(tokens, theirs.record.block_tokens) - start
         layers = self._stores[0].layers
@@ -142,23 +139,6 @@ class Staging:
 def nearest(ours: PoolRecord, source: Member) -> PoolRecord:
     """The pool of ``source`` that is most like ours."""
     return min(source.pools, key=lambda theirs: len(compare(ours, theirs)))
-
-
-def can_bridge(ours: PoolRecord, theirs: PoolRecord, cut: Cut) -> bool:
-    """Whether nothing differs but how tokens are cut into blocks and heads among ranks, and both orders of bytes are
-    known."""
-    sizes = [pool.record.block_tokens * pool.record.kv_heads for pool in (ours, theirs)]
-    return (
-        {mismatch.field for mismatch in compare(ours, theirs)} <= BRIDGED
-        and {ours.record.packing, theirs.record.packing} <= TRANSPOSED_KEYS
-        and ours.record.axes == "page:HNC"
-        and {ours.memory, theirs.memory} == {MemoryKind.HOST}
-        and ours.block_bytes * sizes[1] == theirs.block_bytes * sizes[0]
-        and (
-            ours.record.kv_heads == theirs.record.kv_heads
-            or ours.record.kv_heads * cut.ranks == theirs.record.kv_heads * cut.sources
-        )
-    )
 
 
 def layout_of(store: Store, record: CompatibilityRecord, head_offset: int, total_heads: int) -> KvLayout:
