@@ -37,6 +37,17 @@ class Cut:
     rank: int = 0
     ranks: int = 1
 
+    @property
+    def reads_several(self) -> bool:
+        """Whether our rank takes from several of theirs."""
+        return len(ranks_read(self.rank, self.ranks, self.sources)) > 1
+
+
+def ranks_read(rank: int, ranks: int, sources: int) -> range:
+    """Which of ``sources`` ranks hold what rank ``rank`` of ``ranks`` holds: several where theirs hold less or are cut
+    elsewhere, the same for several of ours where theirs hold more."""
+    return range(rank * sources // ranks, -(-(rank + 1) * sources // ranks))
+
 
 @dataclasses.dataclass(frozen=True)
 class Landing:
@@ -89,9 +100,7 @@ class Staging:
         if size > self._bytes_max:
             raise LimitExceeded(f"the prompt takes {size} bytes of staging_bytes {self._bytes_max}")
         async with self._room:
-            if (
-                cut.sources > cut.ranks and self._bytes + size > self._bytes_max
-            ):  # to wait holding some would be for ever
+            if cut.reads_several and self._bytes + size > self._bytes_max:  # to wait holding some would be for ever
                 raise LimitExceeded("staging_bytes are in use, and a load of several sources does not wait")
             await self._room.wait_for(lambda: self._bytes + size <= self._bytes_max)
             self._bytes += size

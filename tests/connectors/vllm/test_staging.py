@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvxfer.agent import Agent
 from kvxfer.connectors.vllm.pages import Store
-from kvxfer.connectors.vllm.staging import Cut, Staging, repack
+from kvxfer.connectors.vllm.staging import Cut, Staging, ranks_read, repack
 from kvxfer.errors import Incompatible, LimitExceeded
 from kvxfer.transport.base import Region
 from kvxfer.types import (
@@ -102,15 +102,16 @@ def test_every_element_is_the_same(
     assert not destination.pages[untouched].any()
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 @pytest.mark.parametrize("sizes", [(4, 4), (4, 16), (16, 4)])
 def test_heads_go_where_their_rank_is(ours: int, theirs: int, sizes: tuple[int, int]) -> None:
-    """Of a model of two heads, from ``theirs`` ranks to ``ours``."""
-    sources = [cache(sizes[0], seed=rank, heads=HEADS // theirs) for rank in range(theirs)]
-    destinations = [cache(sizes[1], heads=HEADS // ours) for _ in range(ours)]
+    """Of a model of six heads, from ``theirs`` ranks to ``ours``."""
+    total = 6
+    sources = [cache(sizes[0], seed=rank, heads=total // theirs) for rank in range(theirs)]
+    destinations = [cache(sizes[1], heads=total // ours) for _ in range(ours)]
     table = [list(range(TOKENS // size)) for size in sizes]
     for rank, destination in enumerate(destinations):
-        for source_rank in {rank * theirs // ours, ((rank + 1) * theirs - 1) // ours}:
+        for source_rank in ranks_read(rank, ours, theirs):
             source = sources[source_rank]
             repack(
                 source.store,
@@ -126,11 +127,11 @@ def test_heads_go_where_their_rank_is(ours: int, theirs: int, sizes: tuple[int, 
             )
     for token in range(TOKENS):
         for layer in range(LAYERS):
-            for head in range(HEADS):
+            for head in range(total):
                 block, slot = divmod(token, sizes[0])
-                wanted = sources[head * theirs // HEADS].element(layer, block, head % (HEADS // theirs), slot)
+                wanted = sources[head * theirs // total].element(layer, block, head % (total // theirs), slot)
                 block, slot = divmod(token, sizes[1])
-                got = destinations[head * ours // HEADS].element(layer, block, head % (HEADS // ours), slot)
+                got = destinations[head * ours // total].element(layer, block, head % (total // ours), slot)
                 assert all((a == b).all() for a, b in zip(wanted, got, strict=True))
 
 
