@@ -111,6 +111,7 @@ class Staging:
                 block_bytes=theirs.block_bytes,
                 exposure=Exposure.GRANT,
                 checks=self._pools[0].checks,
+                is_published=False,
             )
             try:
                 steps = np.ones(layers, np.int64)

@@ -160,6 +160,7 @@ async def land(theirs: CompatibilityRecord, cut: Cut = ALONE, *, bytes_max: int 
         staging = Staging(agent, (pool,), (ours.store,), bytes_max)
         async with staging.land(member(theirs), cut, 1, (3, 4), 40) as landing:
             assert {pool.checks for pool in landing.pools} == {"sampled"}
+            assert [known.published for known in agent.pools if known.is_published] == [pool.published]
             return landing.is_staged
 
 
