@@ -24,8 +24,8 @@ from kvxfer.policy.bridge import can_bridge
 from kvxfer.policy.layout import KvLayout, KvPart
 from kvxfer.policy.plan import plan_transfer
 from kvxfer.protocol.handshake import check, compare
-from kvxfer.transport.base import Region
-from kvxfer.types import CompatibilityRecord, Exposure, Member, PoolRecord
+from kvxfer.transport.base import Region, allocate_region
+from kvxfer.types import CompatibilityRecord, Exposure, Member, PoolRecord, Segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +105,11 @@ class Staging:
             await self._room.wait_for(lambda: self._bytes + size <= self._bytes_max)
             self._bytes += size
         try:
-            pool = self._agent.allocate_pool(
+            pool = self._agent.register_pool(
                 theirs.record,
+                await _allocate(size),
                 block_count=layers * count,
-                block_bytes=theirs.block_bytes,
+                segments=(Segment(0, theirs.block_bytes, theirs.block_bytes),),
                 exposure=Exposure.GRANT,
                 checks=self._pools[0].checks,
                 is_published=False,
@@ -144,6 +145,16 @@ class Staging:
             range(first * record.block_tokens, tokens),
             landing.cut,
         )
+
+
+async def _allocate(size: int) -> Region:
+    """Memory, made off the loop: a GiB takes most of a second, in which peers would hear nothing. Cancelled, it ends
+    only when no more is being made."""
+    making = asyncio.create_task(asyncio.to_thread(allocate_region, size))
+    try:
+        return await asyncio.shield(making)
+    finally:
+        await asyncio.wait({making})
 
 
 def nearest(ours: PoolRecord, source: Member) -> PoolRecord:
