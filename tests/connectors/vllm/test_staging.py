@@ -179,7 +179,14 @@ async def land(theirs: CompatibilityRecord, cut: Cut = ALONE, *, bytes_max: int 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("kv_heads", 1), ("head_dim", 16), ("dtype", "bf16"), ("axes", "page:NHC"), ("packing", "isa amx")],
+    [
+        ("kv_heads", 1),
+        ("head_dim", 16),
+        ("dtype", "bf16"),
+        ("axes", "page:NHC"),
+        ("axes", "page:HNC:1+1"),
+        ("packing", "isa amx"),
+    ],
 )
 @pytest.mark.parametrize("block_tokens", [16, 32])
 async def test_what_cannot_be_bridged_is_refused_by_name(field: str, value: object, block_tokens: int) -> None:
