@@ -19,7 +19,7 @@ from typing import Any
 
 from kvxfer.policy.backoff import Backoff
 from kvxfer.policy.place import Candidate, is_placeable
-from kvxfer.router.dialects import DIALECTS
+from kvxfer.router.dialects import DIALECTS, VLLM
 from kvxfer.types import AgentRef, Member, Membership
 
 
@@ -64,7 +64,7 @@ class Workers:
         self._draw = draw
         self._members: dict[AgentRef, Member] = {}
         self._followers: frozenset[str] = frozenset()
-        """Names of the agents without HTTP of their own."""
+        """Names of vLLM's agents without HTTP of their own."""
         self._revision = 0
         self._inflight: Counter[tuple[AgentRef, Part]] = Counter()
         self._aside: dict[AgentRef, _Aside] = {}
@@ -76,7 +76,11 @@ class Workers:
         """Take a whole new view; a life that it does not list has ended."""
         ended = set(self._members) - {member.ref for member in membership.members}
         self._members = {member.ref: member for member in membership.members}
-        self._followers = frozenset(m.ref.agent_id for m in membership.members if not m.info.http_url)
+        self._followers = frozenset(
+            member.ref.agent_id
+            for member in membership.members
+            if member.info.dialect == VLLM and not member.info.http_url
+        )
         self._revision = membership.revision
         for ref in ended:
             self._aside.pop(ref, None)
@@ -104,7 +108,10 @@ class Workers:
         )
 
     def ranks(self, member: Member) -> int:
-        """How many agents its engine has: its own, and those that follow it by number without HTTP of their own."""
+        """How many agents its engine has: its own, and with vLLM those that follow it by number without HTTP of their
+        own."""
+        if member.info.dialect != VLLM:
+            return 1
         return next(rank for rank in itertools.count(1) if f"{member.ref.agent_id}.{rank}" not in self._followers)
 
     def members(self) -> tuple[Member, ...]:

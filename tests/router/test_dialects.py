@@ -83,3 +83,14 @@ def test_the_ranks_of_an_engine_are_the_agents_that_follow_it_by_number() -> Non
     members = [fake.member, *(rank(name, http_url="") for name in ("p.1", "p.2", "p.4", "p.x")), rank("q"), rank("q.1")]
     workers.update(Membership(1, tuple(members)))
     assert [workers.ranks(member) for member in (members[0], members[5])] == [3, 1]
+
+
+@pytest.mark.parametrize("dialects", [("kvxfer", "kvxfer"), ("kvxfer", "vllm"), ("vllm", "kvxfer")])
+def test_another_agent_with_such_a_name_is_no_rank(dialects: tuple[str, str]) -> None:
+    one, other = (
+        FakeWorker(name, dialect=dialect).member for name, dialect in zip(("w", "w.1"), dialects, strict=True)
+    )
+    other = dataclasses.replace(other, info=dataclasses.replace(other.info, http_url=""))
+    workers = Workers()
+    workers.update(Membership(1, (one, other)))
+    assert workers.ranks(one) == 1
