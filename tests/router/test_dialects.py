@@ -17,10 +17,11 @@ def vllm_pair() -> tuple[FakeWorker, FakeWorker]:
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_tokens": 7}, {"max_completion_tokens": 7, "min_tokens": 3}])
-async def test_the_prefill_leg_is_a_request_of_one_token(limit: dict[str, Any]) -> None:
+async def test_the_prefill_leg_is_a_request_of_one_token_with_a_short_answer(limit: dict[str, Any]) -> None:
     p, d = vllm_pair()
     async with router_over(p, d) as router:
         options = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, **limit}
+        options |= {"prompt_logprobs": 1, "return_token_ids": True}
         answer = await router.chat(**options)
         assert answer.headers["x-kvxfer-prefill"] == "remote"
         assert texts(events(answer.text)) == "one two three"
