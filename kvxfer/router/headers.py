@@ -16,6 +16,8 @@ PREFILL = "x-kvxfer-prefill"
 PREFILL_REASON = "x-kvxfer-prefill-reason"
 ATTEMPT = "x-kvxfer-attempt"
 RETRY_AFTER = "retry-after"
+DATA_PARALLEL_RANK = "x-data-parallel-rank"
+"""vLLM's: which of the engines behind one HTTP address takes the request."""
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import itertools
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from kvxfer.policy.backoff import Backoff
 from kvxfer.policy.place import Candidate, is_placeable
 from kvxfer.router.dialects import DIALECTS, VLLM
 from kvxfer.types import AgentRef, Member, Membership
+
+_DATA_PARALLEL = re.compile(r"_dp([0-9]{1,9})$")
 
 
 class Part(enum.StrEnum):
@@ -65,6 +68,8 @@ class Workers:
         self._members: dict[AgentRef, Member] = {}
         self._followers: frozenset[str] = frozenset()
         """Names of vLLM's agents without HTTP of their own."""
+        self._front_ends: Counter[str] = Counter()
+        """How many of vLLM's engines each HTTP address has."""
         self._revision = 0
         self._inflight: Counter[tuple[AgentRef, Part]] = Counter()
         self._aside: dict[AgentRef, _Aside] = {}
@@ -81,6 +86,7 @@ class Workers:
             for member in membership.members
             if member.info.dialect == VLLM and not member.info.http_url
         )
+        self._front_ends = Counter(m.info.http_url for m in membership.members if m.info.dialect == VLLM)
         self._revision = membership.revision
         for ref in ended:
             self._aside.pop(ref, None)
@@ -113,6 +119,14 @@ class Workers:
         if member.info.dialect != VLLM:
             return 1
         return next(rank for rank in itertools.count(1) if f"{member.ref.agent_id}.{rank}" not in self._followers)
+
+    def data_parallel_rank(self, member: Member) -> int | None:
+        """Which engine it is behind an HTTP address that several share, by the rank at the end of the name that vLLM
+        gave it; None where it is alone there."""
+        named = _DATA_PARALLEL.search(member.ref.agent_id)
+        if named is None or member.info.dialect != VLLM or self._front_ends[member.info.http_url] < 2:
+            return None
+        return int(named[1])
 
     def members(self) -> tuple[Member, ...]:
         """All known members, by agent id."""

@@ -70,6 +70,35 @@ async def test_an_engine_of_a_dialect_that_nobody_knows_gets_nothing() -> None:
         assert (await router.complete()).status_code == 503
 
 
+@pytest.mark.parametrize("shared", ["p", "d"])
+async def test_of_engines_behind_one_address_the_leg_names_the_one_that_was_chosen(shared: str) -> None:
+    """vLLM's data parallel: its front end would take any of them, and the other leg waits for the one that it knows."""
+    fakes = dict(zip("pd", vllm_pair(), strict=True))
+    async with router_over(*fakes.values()) as router:
+        alone = next(fake for name, fake in fakes.items() if name != shared).member
+        engines = []
+        for rank in range(3):
+            member = fakes[shared].member
+            name = f"engine_dp{rank}"
+            info = dataclasses.replace(member.info, agent_id=name)
+            engines.append(dataclasses.replace(member, ref=AgentRef(name, Incarnation(rank + 1, bytes(16))), info=info))
+        router.workers.update(Membership(2, (alone, *engines)))
+        for _ in range(24):  # ties are drawn
+            assert (await router.complete()).headers["x-kvxfer-prefill"] == "remote"
+        chosen = set()
+        for leg in fakes[shared].received:
+            assert leg.params is not None
+            agent_id = leg.params["source" if shared == "p" else "destination"]["agent_id"]
+            assert agent_id == f"engine_dp{leg.headers['x-data-parallel-rank']}"
+            chosen.add(agent_id)
+        assert len(chosen) > 1
+        other = fakes["d" if shared == "p" else "p"]
+        assert not any("x-data-parallel-rank" in leg.headers for leg in other.received)
+        router.workers.update(Membership(3, (alone, engines[1])))  # it has its address for itself
+        await router.complete()
+        assert "x-data-parallel-rank" not in fakes[shared].received[-1].headers
+
+
 def test_the_ranks_of_an_engine_are_the_agents_that_follow_it_by_number() -> None:
     fake, workers = FakeWorker("p", dialect="vllm"), Workers()
 
