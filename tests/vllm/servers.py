@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import httpx
 from engines import CACHE, PYTHON, START_S
@@ -46,7 +46,9 @@ class Urls:
 
 
 @contextlib.asynccontextmanager
-async def serving(directory: pathlib.Path, model: pathlib.Path) -> AsyncIterator[Urls]:
+async def serving(
+    directory: pathlib.Path, model: pathlib.Path, *, prefill_options: Sequence[str] = ()
+) -> AsyncIterator[Urls]:
     """All of them, ready; their logs lie in ``directory``. Leaving it ends them and what they started."""
     token = f"--token-file={directory / 'cluster-token'}"
     processes: list[subprocess.Popen[bytes]] = []
@@ -69,6 +71,7 @@ async def serving(directory: pathlib.Path, model: pathlib.Path) -> AsyncIterator
             }
             command = [str(PYTHON.with_name("vllm")), "serve", str(model), "--served-model-name", NAME, *SERVE]
             command += ["--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
+            command += prefill_options if name == "p" else ()
             start(directory, processes, name, command)
         options = (token, f"--coordinator={address}", "--local-prefill=off")
         router = start(directory, processes, "router", kvxfer("router", *options))

@@ -79,3 +79,15 @@ async def test_several_answers_to_one_prompt_are_those_of_the_decode_engine_alon
         urls.decode, ids, kv_transfer_params=first["kv_transfer_params"], n=3, temperature=0.0001, top_k=1
     )
     assert [choice["token_ids"] for choice in answer["choices"]] == [tokens(alone)] * 3
+
+
+async def test_engines_of_different_block_sizes_are_a_pair(tmp_path: pathlib.Path, tiny_model: pathlib.Path) -> None:
+    options = ("--block-size", "32", "--num-gpu-blocks-override", "256")
+    async with serving(tmp_path, tiny_model, prefill_options=options) as urls:
+        ids = prompt(700, seed="unequal")
+        alone = await complete(urls.decode, ids)
+        answer = await complete(urls.router, ids)
+        assert tokens(answer) == tokens(alone)
+        assert answer["headers"]["x-kvxfer-prefill"] == "remote"
+        account = answer["kv_transfer_params"]["kvxfer"]
+        assert (account["code"], account["bytes"] > 0) == ("", True)
