@@ -1,8 +1,9 @@
 """Disaggregated prefill inside real vLLM: KvxferConnector beside vLLM's own NixlConnector and beside one engine that
 does everything, on the same prompts, turn by turn in one run.
 
-Starts five engines on the CPU of this machine in `build/vllm-venv` (`make test-vllm` makes it). NixlConnector takes
-part where `nixl` is installed there (`pip install nixl-cu12`, then `pip install --no-deps nixl`). Measured alike:
+Starts three engines on the CPU of this machine in `build/vllm-venv` (`make test-vllm` makes it), and two more for
+NixlConnector where `nixl` is installed there (`pip install nixl-cu12`, then `pip install --no-deps nixl`). Measured
+alike:
 
 - KV present: at the decode engine, from the request to when vLLM's scheduler is told that its KV is there;
 - prefill: the prefill leg's own time at its engine;

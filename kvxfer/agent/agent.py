@@ -194,13 +194,15 @@ class Agent:
         block_bytes: int,
         exposure: Exposure = Exposure.POOL,
         checks: str = "off",
+        is_published: bool = True,
     ) -> Pool:
         """A pool in memory made by kvxfer, zeroed, block ``b`` at ``b * block_bytes``: readers on this host can map it
         (lane ``mapped``), unless ``exposure`` is GRANT. ``checks``: when blocks travel with CRC-32Cs, from here and
-        to here: ``off``, ``auto`` (what another host sends), ``on``, or ``sampled`` (one transfer in 16). Raises
-        LimitExceeded where the host has not so much memory.
+        to here: ``off``, ``auto`` (what another host sends), ``on``, or ``sampled`` (one transfer in 16). One that is
+        not ``is_published`` is for pulls of our own: no other agent knows of it. Raises InvalidArgument where there are
+        too many published ones, LimitExceeded where the host has not so much memory.
         """
-        return self._pools.allocate(record, block_count, block_bytes, exposure, checks)
+        return self._pools.allocate(record, block_count, block_bytes, exposure, checks, is_published)
 
     def register_pool(
         self,
@@ -211,13 +213,14 @@ class Agent:
         segments: Sequence[Segment] | None = None,
         exposure: Exposure = Exposure.POOL,
         checks: str = "off",
+        is_published: bool = True,
     ) -> Pool:
         """A pool in memory that is there already: a contiguous CPU tensor, array, buffer, ``(address, length)``, or a
         Region. It is kept alive as long as the pool. Without ``segments``, block ``b`` is the ``b``-th of equal parts.
 
         Raises InvalidArgument for memory with gaps or segments that do not fit, LaneUnavailable for memory of a GPU.
         """
-        return self._pools.register(record, memory, block_count, segments, exposure, checks)
+        return self._pools.register(record, memory, block_count, segments, exposure, checks, is_published)
 
     def remove_pool(self, pool: Pool) -> None:
         """Take a pool back. Raises BlocksBusy while a block of it is granted, reserved or quarantined."""

@@ -19,7 +19,14 @@ class Pool:
     itself.
     """
 
-    def __init__(self, published: PoolRecord, region: Region, segments: Sequence[Segment], checks: str = "off") -> None:
+    def __init__(
+        self,
+        published: PoolRecord,
+        region: Region,
+        segments: Sequence[Segment],
+        checks: str = "off",
+        is_published: bool = True,
+    ) -> None:
         check_segments(
             segments,
             block_count=published.block_count,
@@ -31,6 +38,8 @@ class Pool:
         self.segments = tuple(segments)
         self.checks = checks
         """When its blocks carry CRC-32Cs: one of :data:`kvxfer.config.CHECKS`."""
+        self.is_published = is_published
+        """Whether other agents are told of it."""
 
     @property
     def pool_id(self) -> int:

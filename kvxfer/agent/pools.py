@@ -9,7 +9,7 @@ from typing import Any
 
 from kvxfer.agent.pool import Pool, plan_segments
 from kvxfer.config import check_checks
-from kvxfer.errors import Closed, InvalidArgument
+from kvxfer.errors import Closed, InvalidArgument, KvxferError
 from kvxfer.transport.base import Region, Transport, allocate_region
 from kvxfer.transport.host_memory import region_of
 from kvxfer.types import CompatibilityRecord, Exposure, PoolRecord, Segment
@@ -36,8 +36,8 @@ class Pools:
 
     @property
     def published(self) -> list[PoolRecord]:
-        """As other agents see them."""
-        return [pool.published for pool in self]
+        """Those that other agents may know, as they see them."""
+        return [pool.published for pool in self if pool.is_published]
 
     def open(self, transport: Transport, publish: Callable[[list[PoolRecord]], None] | None) -> None:
         """From now on the transport has them, and ``publish`` is told whenever there are others."""
@@ -51,7 +51,13 @@ class Pools:
         self._is_closed = True
 
     def allocate(
-        self, record: CompatibilityRecord, block_count: int, block_bytes: int, exposure: Exposure, checks: str
+        self,
+        record: CompatibilityRecord,
+        block_count: int,
+        block_bytes: int,
+        exposure: Exposure,
+        checks: str,
+        is_published: bool,
     ) -> Pool:
         """See :meth:`Agent.allocate_pool`."""
         if block_count < 1 or block_bytes < 1:
@@ -59,7 +65,7 @@ class Pools:
         self._check_open()
         segments = (Segment(0, block_bytes, block_bytes),)
         region = allocate_region(block_count * block_bytes)
-        return self._add(record, block_count, block_bytes, exposure, checks, region, segments)
+        return self._add(record, block_count, block_bytes, exposure, checks, is_published, region, segments)
 
     def register(
         self,
@@ -69,18 +75,18 @@ class Pools:
         segments: Sequence[Segment] | None,
         exposure: Exposure,
         checks: str,
+        is_published: bool,
     ) -> Pool:
         """See :meth:`Agent.register_pool`."""
         region = memory if isinstance(memory, Region) else region_of(memory)
         parts, block_bytes = plan_segments(block_count, region.length_bytes, segments)
-        return self._add(record, block_count, block_bytes, exposure, checks, region, parts)
+        return self._add(record, block_count, block_bytes, exposure, checks, is_published, region, parts)
 
     def remove(self, pool: Pool) -> None:
         """See :meth:`Agent.remove_pool`."""
-        if self._transport is not None:
-            self._transport.remove_pool(pool.pool_id)
-        del self._pools[pool.pool_id]
-        self._publish(self.published)
+        self._drop(pool)
+        if pool.is_published:
+            self._publish(self.published)
 
     def _add(
         self,
@@ -89,6 +95,7 @@ class Pools:
         block_bytes: int,
         exposure: Exposure,
         checks: str,
+        is_published: bool,
         region: Region,
         segments: Sequence[Segment],
     ) -> Pool:
@@ -98,12 +105,22 @@ class Pools:
         published = PoolRecord(
             pool_id, record, block_count, block_bytes, exposure, region.shared is not None, region.memory
         )
-        pool = Pool(published, region, segments, checks)
+        pool = Pool(published, region, segments, checks, is_published)
         if self._transport is not None:
             self._transport.add_pool(published, region, pool.segments, checks=checks == "on")
         self._pools[pool_id] = pool
-        self._publish(self.published)
+        if is_published:
+            try:
+                self._publish(self.published)
+            except KvxferError:
+                self._drop(pool)
+                raise
         return pool
+
+    def _drop(self, pool: Pool) -> None:
+        if self._transport is not None:
+            self._transport.remove_pool(pool.pool_id)
+        del self._pools[pool.pool_id]
 
     def _check_open(self) -> None:
         if self._is_closed:

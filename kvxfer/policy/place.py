@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.errors import NoWorker
+from kvxfer.policy.bridge import can_bridge
 from kvxfer.types import CompatibilityRecord, Exposure, Member
 
 SHORTLIST = 8
@@ -29,6 +30,9 @@ PREFILL_TOKENS_PER_REQUEST = 1024
 SAME_HOST_COST = 0.05
 OTHER_HOST_COST = 0.5
 """What a transfer costs, counted in requests in flight: memory-mapped pools on one host cost nothing."""
+
+BRIDGED_COST = 0.25
+"""What it costs more where blocks of one kind must be made into blocks of another."""
 
 
 class PlaceReason(enum.StrEnum):
@@ -50,6 +54,8 @@ class Candidate:
     prefill_inflight: int = 0
     decode_inflight: int = 0
     is_aside: bool = False
+    ranks: int = 1
+    """Agents of its engine, each with an equal share of the heads; ``member`` is the first of them."""
 
     @property
     def agent_id(self) -> str:
@@ -99,15 +105,24 @@ def is_placeable(candidate: Candidate, *, model: str | None = None) -> bool:
     )
 
 
-def are_compatible(source: Member, destination: Member) -> bool:
-    """Whether both speak the same dialect, and some pool of one can be read into some pool of the other; members
-    without pools are not judged."""
-    if source.info.dialect != destination.info.dialect:
-        return False
+def have_equal_pools(source: Member, destination: Member) -> bool:
+    """Whether blocks of one are blocks of the other as they are; members without pools are not judged."""
     if not source.pools or not destination.pools:
         return True
     known = {pool.record for pool in source.pools}
     return any(pool.record in known for pool in destination.pools)
+
+
+def are_compatible(source: Candidate, destination: Candidate) -> bool:
+    """Whether both speak the same dialect, and some pool of one can be read into some pool of the other, or be made
+    into it."""
+    if source.member.info.dialect != destination.member.info.dialect:
+        return False
+    return have_equal_pools(source.member, destination.member) or any(
+        can_bridge(ours, theirs, ranks=destination.ranks, sources=source.ranks)
+        for ours in destination.member.pools
+        for theirs in source.member.pools
+    )
 
 
 def place(
@@ -167,10 +182,12 @@ def _best_pair(
         for prefiller in sources:
             if prefiller.agent_id == decoder.agent_id:
                 continue
-            if not are_compatible(prefiller.member, decoder.member):
+            if not are_compatible(prefiller, decoder):
                 reason = PlaceReason.INCOMPATIBLE_POOLS
                 continue
             cost = prefill_cost(prefiller) + decode_cost(decoder) + cost_between(prefiller.member, decoder.member)
+            if not have_equal_pools(prefiller.member, decoder.member):
+                cost += BRIDGED_COST
             if best is None or cost < best[0]:
                 best = (cost, prefiller.member, decoder.member)
     return (None, reason) if best is None else ((best[1], best[2]), PlaceReason.REMOTE)

@@ -234,10 +234,14 @@ class Attempt:
                 source=self._end(source),
                 destination=self._end(destination),
             )
+        leg_headers = dict(self._inbound.leg_headers)
+        rank = self._room.workers.data_parallel_rank(member)
+        if rank is not None:
+            leg_headers[headers.DATA_PARALLEL_RANK] = str(rank)
         return Leg(
             what=part.value,
             url=member.info.http_url.rstrip("/") + self._inbound.path,
-            headers=dict(self._inbound.leg_headers),
+            headers=leg_headers,
             content=self._inbound.content(member.info.dialect, params),
         )
 

@@ -17,7 +17,8 @@ VLLM = "vllm"
 DIALECTS = frozenset({KVXFER, VLLM})
 
 _ONE_TOKEN = {"max_tokens": 1, "max_completion_tokens": 1}
-_LEFT_OUT = frozenset({"stream", "stream_options", "min_tokens"})
+_LEFT_OUT = frozenset({"stream", "stream_options", "min_tokens", "prompt_logprobs", "return_token_ids"})
+"""The last two make an answer as long as the prompt, which nobody reads."""
 
 
 def leg_body(

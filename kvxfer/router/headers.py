@@ -16,6 +16,8 @@ PREFILL = "x-kvxfer-prefill"
 PREFILL_REASON = "x-kvxfer-prefill-reason"
 ATTEMPT = "x-kvxfer-attempt"
 RETRY_AFTER = "retry-after"
+DATA_PARALLEL_RANK = "x-data-parallel-rank"
+"""vLLM's: which of the engines behind one HTTP address takes the request."""
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _TRACESTATE_CHARS_MAX = 512

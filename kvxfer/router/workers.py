@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import itertools
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,8 +20,10 @@ from typing import Any
 
 from kvxfer.policy.backoff import Backoff
 from kvxfer.policy.place import Candidate, is_placeable
-from kvxfer.router.dialects import DIALECTS
+from kvxfer.router.dialects import DIALECTS, VLLM
 from kvxfer.types import AgentRef, Member, Membership
+
+_DATA_PARALLEL = re.compile(r"_dp([0-9]{1,9})$")
 
 
 class Part(enum.StrEnum):
@@ -63,6 +66,10 @@ class Workers:
         self._now = now
         self._draw = draw
         self._members: dict[AgentRef, Member] = {}
+        self._followers: frozenset[str] = frozenset()
+        """Names of vLLM's agents without HTTP of their own."""
+        self._front_ends: Counter[str] = Counter()
+        """How many of vLLM's engines each HTTP address has."""
         self._revision = 0
         self._inflight: Counter[tuple[AgentRef, Part]] = Counter()
         self._aside: dict[AgentRef, _Aside] = {}
@@ -74,6 +81,12 @@ class Workers:
         """Take a whole new view; a life that it does not list has ended."""
         ended = set(self._members) - {member.ref for member in membership.members}
         self._members = {member.ref: member for member in membership.members}
+        self._followers = frozenset(
+            member.ref.agent_id
+            for member in membership.members
+            if member.info.dialect == VLLM and not member.info.http_url
+        )
+        self._front_ends = Counter(m.info.http_url for m in membership.members if m.info.dialect == VLLM)
         self._revision = membership.revision
         for ref in ended:
             self._aside.pop(ref, None)
@@ -94,15 +107,26 @@ class Workers:
                 prefill_inflight=self._inflight[ref, Part.PREFILL],
                 decode_inflight=self._inflight[ref, Part.DECODE],
                 is_aside=self.is_aside(ref) or (doubts and member.is_suspect and tells_apart),
+                ranks=self.ranks(member),
             )
             for ref, member in self._members.items()
             if member.info.dialect in DIALECTS
         )
 
     def ranks(self, member: Member) -> int:
-        """How many agents its engine has: its own, and those that follow it by number without HTTP of their own."""
-        names = {ref.agent_id for ref, other in self._members.items() if not other.info.http_url}
-        return next(rank for rank in itertools.count(1) if f"{member.ref.agent_id}.{rank}" not in names)
+        """How many agents its engine has: its own, and with vLLM those that follow it by number without HTTP of their
+        own."""
+        if member.info.dialect != VLLM:
+            return 1
+        return next(rank for rank in itertools.count(1) if f"{member.ref.agent_id}.{rank}" not in self._followers)
+
+    def data_parallel_rank(self, member: Member) -> int | None:
+        """Which engine it is behind an HTTP address that several share, by the rank at the end of the name that vLLM
+        gave it; None where it is alone there."""
+        named = _DATA_PARALLEL.search(member.ref.agent_id)
+        if named is None or member.info.dialect != VLLM or self._front_ends[member.info.http_url] < 2:
+            return None
+        return int(named[1])
 
     def members(self) -> tuple[Member, ...]:
         """All known members, by agent id."""

@@ -12,7 +12,8 @@ import pytest
 from agent_support import BLOCK_BYTES, RECORD, Coordinator, fresh_id, info, until
 
 from kvxfer import Agent, AgentConfig, CompatibilityRecord, GrantState, Lane
-from kvxfer.errors import AuthenticationFailed, CoordinatorUnavailable, Incompatible, PeerGone, Refused
+from kvxfer.errors import AuthenticationFailed, CoordinatorUnavailable, Incompatible, InvalidArgument, PeerGone, Refused
+from kvxfer.rpc.convert import POOLS_MAX
 from kvxfer.types import Load
 
 
@@ -81,6 +82,37 @@ async def test_a_pool_registered_later_is_published(coordinator: Coordinator) ->
         source.grant(pool, [2], transfer_id=transfer_id, ready_blocks=1)
         result = await destination.pull(into, [0], transfer_id=transfer_id, source="p")
         assert result.lane is Lane.UNIX
+
+
+async def test_a_pool_that_is_not_published_is_pulled_into_and_known_to_nobody(coordinator: Coordinator) -> None:
+    async with joined(coordinator) as (source, destination):
+        into = destination.allocate_pool(RECORD, block_count=4, block_bytes=BLOCK_BYTES, is_published=False)
+        transfer_id = fresh_id()
+        source.pools[0].array[2] = 5
+        source.grant(source.pools[0], [2], transfer_id=transfer_id, ready_blocks=1)
+        transfer = destination.pull(into, [3], transfer_id=transfer_id, source="p")
+        await transfer
+        await transfer.wait_drained()
+        assert (into.array[3] == 5).all()
+        known = destination.allocate_pool(RECORD, block_count=4, block_bytes=BLOCK_BYTES)  # one that is published
+        await until(lambda: any(len(member.pools) == 2 for member in source.members()))
+        [seen] = source.members()
+        assert [pool.pool_id for pool in seen.pools] == [1, known.pool_id]
+        destination.remove_pool(into)
+        assert into not in destination.pools
+
+
+async def test_of_a_pool_too_many_nothing_stays(coordinator: Coordinator) -> None:
+    async with make(coordinator, "d") as agent:
+        for _ in range(POOLS_MAX - 1):
+            agent.register_pool(RECORD, bytearray(BLOCK_BYTES), block_count=1)
+        memory = np.zeros(BLOCK_BYTES, np.uint8)
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match="POOLS_MAX=64"):
+                agent.register_pool(RECORD, memory, block_count=1)
+        assert len(agent.pools) == len(agent.statistics().pools) == POOLS_MAX
+        agent.remove_pool(agent.pools[-1])
+        agent.register_pool(RECORD, memory, block_count=1)
 
 
 async def test_incompatible_is_named_by_field(coordinator: Coordinator) -> None:

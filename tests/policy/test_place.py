@@ -198,6 +198,30 @@ def test_the_two_of_a_pair_are_brought_near_each_other_unless_load_says_otherwis
     assert transfer_cost(shared, d.member) == 0
 
 
+def test_pools_that_can_be_made_into_each_other_are_a_pair() -> None:
+    """vLLM's transposed keys: other block sizes, and other tensor parallel sizes where the shares of heads add up."""
+
+    def engine(name: str, role: Role, ranks: int = 1, **changes: Any) -> Candidate:
+        record = dataclasses.replace(RECORD, **{"kv_heads": 8, "axes": "page:HNC", "packing": "isa vec", **changes})
+        page = 64 * record.kv_heads * record.block_tokens
+        return worker(name, role, pools=(PoolRecord(1, record, 8, page, Exposure.POOL, False),), ranks=ranks)
+
+    d, incompatible = engine("d", Role.DECODE), (None, "d", PlaceReason.INCOMPATIBLE_POOLS)
+    remote = ("p", "d", PlaceReason.REMOTE)
+    assert chosen_pair(engine("p", Role.PREFILL, block_tokens=128, packing="isa vec16"), d) == remote
+    assert chosen_pair(engine("p", Role.PREFILL, 2, kv_heads=4), d) == remote
+    assert chosen_pair(engine("p", Role.PREFILL), engine("d", Role.DECODE, 2, kv_heads=4, block_tokens=4)) == remote
+    assert chosen_pair(engine("p", Role.PREFILL, 4, kv_heads=4), d) == incompatible
+    assert chosen_pair(engine("p", Role.PREFILL, kv_heads=4), d) == incompatible  # its second rank is not there yet
+    for changes in ({"dtype": "float16"}, {"axes": "page:NHC"}, {"packing": "isa amx"}, {"weights_fingerprint": "x"}):
+        assert chosen_pair(engine("p", Role.PREFILL, block_tokens=128, **changes), d) == incompatible
+    alike = engine("q", Role.PREFILL)
+    for tie in range(4):
+        assert chosen_pair(engine("p", Role.PREFILL, block_tokens=4), alike, d, tie_break=tie)[0] == "q"
+    busy = dataclasses.replace(alike, prefill_inflight=1)
+    assert chosen_pair(engine("p", Role.PREFILL, block_tokens=4), busy, d)[0] == "p"
+
+
 def test_queued_prompts_and_full_pools_count() -> None:
     light, heavy = worker("p1", Role.PREFILL), worker("p0", Role.PREFILL, load=Load(queued_prefill_tokens=4096))
     empty = worker("d1", Role.DECODE, load=Load(free_blocks=100, total_blocks=100))

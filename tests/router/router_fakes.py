@@ -19,7 +19,7 @@ from kvxfer.router.auth import ApiKeys
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.server import listening, serve_workers
 from kvxfer.router.workers import Workers
-from kvxfer.types import AgentRef, DataAddress, Incarnation, Member, Membership, Role, WorkerInfo
+from kvxfer.types import AgentRef, DataAddress, Incarnation, Member, Membership, PoolRecord, Role, WorkerInfo
 
 MODEL = "tiny"
 _numbers = itertools.count(1)
@@ -73,6 +73,7 @@ class FakeWorker:
         self.role = role
         self.model = model
         self.host_id = host_id
+        self.pools: tuple[PoolRecord, ...] = ()
         self.received: list[Received] = []
         self.failures: list[tuple[int, Any]] = []
         self.always_fails: tuple[int, Any] | None = None
@@ -90,7 +91,8 @@ class FakeWorker:
     @property
     def member(self) -> Member:
         info = WorkerInfo(self.name, self.role, self.model, f"http://127.0.0.1:{self.port}", 1024, 16, self.dialect)
-        return Member(AgentRef(self.name, self.incarnation), info, DataAddress("127.0.0.1", 1, "", self.host_id))
+        address = DataAddress("127.0.0.1", 1, "", self.host_id)
+        return Member(AgentRef(self.name, self.incarnation), info, address, self.pools)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[FakeWorker]:

@@ -9,7 +9,7 @@ import pytest
 from router_fakes import MODEL, FakeWorker, events, router_over, texts
 
 from kvxfer.router.workers import Workers
-from kvxfer.types import AgentRef, Incarnation, Member, Membership, Role
+from kvxfer.types import AgentRef, CompatibilityRecord, Exposure, Incarnation, Member, Membership, PoolRecord, Role
 
 
 def vllm_pair() -> tuple[FakeWorker, FakeWorker]:
@@ -17,10 +17,11 @@ def vllm_pair() -> tuple[FakeWorker, FakeWorker]:
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_tokens": 7}, {"max_completion_tokens": 7, "min_tokens": 3}])
-async def test_the_prefill_leg_is_a_request_of_one_token(limit: dict[str, Any]) -> None:
+async def test_the_prefill_leg_is_a_request_of_one_token_with_a_short_answer(limit: dict[str, Any]) -> None:
     p, d = vllm_pair()
     async with router_over(p, d) as router:
         options = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, **limit}
+        options |= {"prompt_logprobs": 1, "return_token_ids": True}
         answer = await router.chat(**options)
         assert answer.headers["x-kvxfer-prefill"] == "remote"
         assert texts(events(answer.text)) == "one two three"
@@ -46,9 +47,57 @@ async def test_engines_of_different_dialects_are_no_pair() -> None:
         assert "kv_transfer_params" not in d.received[0].body
 
 
+async def test_engines_that_cut_their_blocks_and_heads_otherwise_are_a_pair() -> None:
+    """A prefill engine of two ranks, each with half of the heads, and blocks of another size."""
+    p, d = vllm_pair()
+    record = CompatibilityRecord("m", "c", "w", "f32", 2, 8, 16, 128, "page:HNC", "isa vec", "", "CPU_ATTN")
+    half = dataclasses.replace(record, kv_heads=4, block_tokens=32)
+    d.pools = (PoolRecord(1, record, 8, 8 * 128, Exposure.POOL, is_shareable=False),)
+    p.pools = (PoolRecord(1, half, 8, 4 * 32, Exposure.POOL, is_shareable=False),)
+    async with router_over(p, d, local_prefill="off") as router:
+        assert (await router.complete()).status_code == 503  # one rank of p is not there yet
+        info = dataclasses.replace(p.member.info, agent_id="p.1", http_url="")
+        second = dataclasses.replace(p.member, ref=AgentRef("p.1", p.incarnation), info=info)
+        router.workers.update(Membership(2, (p.member, second, d.member)))
+        answer = await router.complete()
+        assert answer.headers["x-kvxfer-prefill"] == "remote"
+        for leg in (p.received[0], d.received[0]):
+            assert leg.params is not None
+            assert leg.params["source"] == {"agent_id": "p", "ranks": 2, "address": p.member.info.http_url}
+
+
 async def test_an_engine_of_a_dialect_that_nobody_knows_gets_nothing() -> None:
     async with router_over(FakeWorker("d", dialect="another")) as router:
         assert (await router.complete()).status_code == 503
+
+
+@pytest.mark.parametrize("shared", ["p", "d"])
+async def test_of_engines_behind_one_address_the_leg_names_the_one_that_was_chosen(shared: str) -> None:
+    """vLLM's data parallel: its front end would take any of them, and the other leg waits for the one that it knows."""
+    fakes = dict(zip("pd", vllm_pair(), strict=True))
+    async with router_over(*fakes.values()) as router:
+        alone = next(fake for name, fake in fakes.items() if name != shared).member
+        engines = []
+        for rank in range(3):
+            member = fakes[shared].member
+            name = f"engine_dp{rank}"
+            info = dataclasses.replace(member.info, agent_id=name)
+            engines.append(dataclasses.replace(member, ref=AgentRef(name, Incarnation(rank + 1, bytes(16))), info=info))
+        router.workers.update(Membership(2, (alone, *engines)))
+        for _ in range(24):  # ties are drawn
+            assert (await router.complete()).headers["x-kvxfer-prefill"] == "remote"
+        chosen = set()
+        for leg in fakes[shared].received:
+            assert leg.params is not None
+            agent_id = leg.params["source" if shared == "p" else "destination"]["agent_id"]
+            assert agent_id == f"engine_dp{leg.headers['x-data-parallel-rank']}"
+            chosen.add(agent_id)
+        assert len(chosen) > 1
+        other = fakes["d" if shared == "p" else "p"]
+        assert not any("x-data-parallel-rank" in leg.headers for leg in other.received)
+        router.workers.update(Membership(3, (alone, engines[1])))  # it has its address for itself
+        await router.complete()
+        assert "x-data-parallel-rank" not in fakes[shared].received[-1].headers
 
 
 def test_the_ranks_of_an_engine_are_the_agents_that_follow_it_by_number() -> None:
@@ -65,3 +114,14 @@ def test_the_ranks_of_an_engine_are_the_agents_that_follow_it_by_number() -> Non
     members = [fake.member, *(rank(name, http_url="") for name in ("p.1", "p.2", "p.4", "p.x")), rank("q"), rank("q.1")]
     workers.update(Membership(1, tuple(members)))
     assert [workers.ranks(member) for member in (members[0], members[5])] == [3, 1]
+
+
+@pytest.mark.parametrize("dialects", [("kvxfer", "kvxfer"), ("kvxfer", "vllm"), ("vllm", "kvxfer")])
+def test_another_agent_with_such_a_name_is_no_rank(dialects: tuple[str, str]) -> None:
+    one, other = (
+        FakeWorker(name, dialect=dialect).member for name, dialect in zip(("w", "w.1"), dialects, strict=True)
+    )
+    other = dataclasses.replace(other, info=dataclasses.replace(other.info, http_url=""))
+    workers = Workers()
+    workers.update(Membership(1, (one, other)))
+    assert workers.ranks(one) == 1

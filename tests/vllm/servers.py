@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import httpx
 from engines import CACHE, PYTHON, START_S
@@ -50,7 +50,12 @@ class Urls:
 
 @contextlib.asynccontextmanager
 async def serving(
-    directory: pathlib.Path, model: pathlib.Path, *, policy: str = "recompute", traces: str = ""
+    directory: pathlib.Path,
+    model: pathlib.Path,
+    *,
+    policy: str = "recompute",
+    traces: str = "",
+    prefill_options: Sequence[str] = (),
 ) -> AsyncIterator[Urls]:
     """All of them, ready; their logs lie in ``directory``. Leaving it ends them and what they started. ``policy``:
     vLLM's kv_load_failure_policy. ``traces``: an OTLP endpoint for the engines' spans."""
@@ -77,6 +82,7 @@ async def serving(
             command += ["--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
             if traces:
                 command.append(f"--otlp-traces-endpoint={traces}")
+            command += prefill_options if name == "p" else ()
             start(directory, processes, name, command)
         options = (token, f"--coordinator={address}", "--local-prefill=off")
         router = start(directory, processes, "router", kvxfer("router", *options))

@@ -171,3 +171,15 @@ async def test_a_load_that_failed_fails_its_request_and_is_named_in_log_and_metr
     assert tokens(await complete(urls.decode, ids)) == tokens(await complete(urls.prefill, ids))
     for url in (urls.decode, urls.prefill):
         await until_metric(url, "vllm:kv_cache_usage_perc", "", 0.0)
+
+
+async def test_engines_of_different_block_sizes_are_a_pair(tmp_path: pathlib.Path, tiny_model: pathlib.Path) -> None:
+    options = ("--block-size", "32", "--num-gpu-blocks-override", "256")
+    async with serving(tmp_path, tiny_model, prefill_options=options) as urls:
+        ids = prompt(700, seed="unequal")
+        alone = await complete(urls.decode, ids)
+        answer = await complete(urls.router, ids)
+        assert tokens(answer) == tokens(alone)
+        assert answer["headers"]["x-kvxfer-prefill"] == "remote"
+        account = answer["kv_transfer_params"]["kvxfer"]
+        assert (account["code"], account["bytes"] > 0) == ("", True)

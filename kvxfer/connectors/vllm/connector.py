@@ -57,6 +57,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         options = ConnectorOptions.from_config(
             transfer.kv_role, transfer.engine_id, transfer.kv_connector_extra_config or {}
         )
+        options.check_front_end(parallel)
         ranks = parallel.tensor_parallel_size
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None

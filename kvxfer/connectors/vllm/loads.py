@@ -22,7 +22,7 @@ from kvxfer.agent import Agent, Pool, Transfer, TransferResult
 from kvxfer.connectors.vllm.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
-from kvxfer.connectors.vllm.staging import Cut, Landing, Staging
+from kvxfer.connectors.vllm.staging import Cut, Landing, Staging, ranks_read
 from kvxfer.connectors.vllm.steps import Load, Remote, Report
 from kvxfer.connectors.vllm.wire import KEEPS_MAX, PARTS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
 from kvxfer.errors import (
@@ -314,10 +314,8 @@ class Loads:
     # --- sources ---
 
     def _ranks_read(self, rank: int, count: int) -> range:
-        """Which of ``count`` source ranks hold what rank ``rank`` of this engine holds: several where theirs hold
-        less, the same for several of ours where theirs hold more."""
-        first = rank * count // self._ranks
-        return range(first, max(first + 1, (rank + 1) * count // self._ranks))
+        """Which of ``count`` source ranks hold what rank ``rank`` of this engine holds."""
+        return ranks_read(rank, self._ranks, count)
 
     def _readers(self, source_rank: int, count: int) -> int:
         """How many ranks of this engine take that source's blocks."""

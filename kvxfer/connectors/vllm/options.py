@@ -88,6 +88,15 @@ class ConnectorOptions:
                 raise ConfigError(f"{name} must be {fields[name].type}, not {value!r}")
         return cls(role=ROLES[kv_role], **values)
 
+    def check_front_end(self, parallel_config: Any) -> None:
+        """Raise ConfigError where kvxfer's router could not say which engine behind ``http_url`` it means: it knows
+        engines by their rank among all, and vLLM's hybrid load balancing numbers those of each node anew."""
+        if self.http_url and getattr(parallel_config, "data_parallel_hybrid_lb", False):
+            raise ConfigError(
+                "kvxfer's router does not reach engines behind --data-parallel-hybrid-lb: leave http_url out, or "
+                "balance internally or externally"
+            )
+
     def agent_config(self, rank: int) -> AgentConfig:
         """Of the agent of one rank. A peer that stopped is given up within 3 s."""
         return AgentConfig(

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.errors import ConfigError
+from kvxfer.rpc.convert import POOLS_MAX
 from kvxfer.types import CompatibilityRecord
 
 BOOKKEEPING = frozenset(
@@ -42,11 +43,26 @@ def make_record(vllm_config: Any, kv_cache_config: Any, pages: Pages) -> Compati
         kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
         head_dim=model.get_head_size(),
         block_tokens=cache.block_size,
-        axes="page:" + _layout(cache),
+        axes=axes_of(_layout(cache), pages),
         packing=packing,
         rope="config",
         attention_backend=backend,
     )
+
+
+def axes_of(layout: str, pages: Pages) -> str:
+    """What the blocks of this rank's pools are: pages in the order ``layout``, and of how many layers each storage
+    keeps them, if there are several: two engines' storages are read one by one, by their place.
+
+    Raises ConfigError for more storages than an agent publishes pools.
+    """
+    if len(pages.stores) > POOLS_MAX:
+        raise ConfigError(
+            f"this version of vLLM keeps the KV cache in {len(pages.stores)} storages, and kvxfer moves at most "
+            f"{POOLS_MAX}: 0.29 and newer keep it in one"
+        )
+    layers = "+".join(str(store.layers) for store in pages.stores)
+    return f"page:{layout}" if len(pages.stores) == 1 else f"page:{layout}:{layers}"
 
 
 def check_groups(kv_cache_config: Any) -> None:

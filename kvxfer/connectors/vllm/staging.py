@@ -1,8 +1,8 @@
 """Where the bytes of a load land: in vLLM's own pages, or, where the source cuts its blocks otherwise, in pages of the
 source's kind, which are then made into ours.
 
-Decides which differences between two engines can be bridged without a bit lost, and how much memory that may take. The
-order of bytes within a block is told to the planner as strides; what that cannot say is not bridged.
+Decides how much memory that may take; `policy.bridge` says which differences can be bridged. The order of bytes within
+a block is told to the planner as strides.
 """
 
 from __future__ import annotations
@@ -20,16 +20,12 @@ from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.vllm.ids import blocks_for
 from kvxfer.connectors.vllm.pages import Store
 from kvxfer.errors import LimitExceeded
+from kvxfer.policy.bridge import can_bridge
 from kvxfer.policy.layout import KvLayout, KvPart
 from kvxfer.policy.plan import plan_transfer
 from kvxfer.protocol.handshake import check, compare
-from kvxfer.transport.base import Region
-from kvxfer.types import CompatibilityRecord, Exposure, Member, MemoryKind, PoolRecord
-
-TRANSPOSED_KEYS = frozenset({"isa vec", "isa vec16"})
-"""Packings of CPU_ATTN that keep of each head its keys as [dim][token], then its values as [token][dim]."""
-BRIDGED = frozenset({"block_tokens", "block_bytes", "packing", "kv_heads"})
-"""What may differ between two pools of those packings."""
+from kvxfer.transport.base import Region, allocate_region
+from kvxfer.types import CompatibilityRecord, Exposure, Member, PoolRecord, Segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +36,17 @@ class Cut:
     sources: int = 1
     rank: int = 0
     ranks: int = 1
+
+    @property
+    def reads_several(self) -> bool:
+        """Whether our rank takes from several of theirs."""
+        return len(ranks_read(self.rank, self.ranks, self.sources)) > 1
+
+
+def ranks_read(rank: int, ranks: int, sources: int) -> range:
+    """Which of ``sources`` ranks hold what rank ``rank`` of ``ranks`` holds: several where theirs hold less or are cut
+    elsewhere, the same for several of ours where theirs hold more."""
+    return range(rank * sources // ranks, -(-(rank + 1) * sources // ranks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +90,9 @@ class Staging:
         if not compare(self._pools[0].published, theirs):
             yield Landing(self._pools, self._stores, first, blocks, cut, is_staged=False)
             return
-        if len(self._pools) > 1 or not can_bridge(self._pools[0].published, theirs, cut):
-            check(self._pools[0].published, theirs)
+        ours = self._pools[0].published
+        if len(self._pools) > 1 or not can_bridge(ours, theirs, ranks=cut.ranks, sources=cut.sources):
+            check(ours, theirs)
         start = first * self._pools[0].record.block_tokens // theirs.record.block_tokens
         count = blocks_for(tokens, theirs.record.block_tokens) - start
         layers = self._stores[0].layers
@@ -92,19 +100,19 @@ class Staging:
         if size > self._bytes_max:
             raise LimitExceeded(f"the prompt takes {size} bytes of staging_bytes {self._bytes_max}")
         async with self._room:
-            if (
-                cut.sources > cut.ranks and self._bytes + size > self._bytes_max
-            ):  # to wait holding some would be for ever
+            if cut.reads_several and self._bytes + size > self._bytes_max:  # to wait holding some would be for ever
                 raise LimitExceeded("staging_bytes are in use, and a load of several sources does not wait")
             await self._room.wait_for(lambda: self._bytes + size <= self._bytes_max)
             self._bytes += size
         try:
-            pool = self._agent.allocate_pool(
+            pool = self._agent.register_pool(
                 theirs.record,
+                await _allocate(size),
                 block_count=layers * count,
-                block_bytes=theirs.block_bytes,
+                segments=(Segment(0, theirs.block_bytes, theirs.block_bytes),),
                 exposure=Exposure.GRANT,
                 checks=self._pools[0].checks,
+                is_published=False,
             )
             try:
                 steps = np.ones(layers, np.int64)
@@ -139,26 +147,19 @@ class Staging:
         )
 
 
+async def _allocate(size: int) -> Region:
+    """Memory, made off the loop: a GiB takes most of a second, in which peers would hear nothing. Cancelled, it ends
+    only when no more is being made."""
+    making = asyncio.create_task(asyncio.to_thread(allocate_region, size))
+    try:
+        return await asyncio.shield(making)
+    finally:
+        await asyncio.wait({making})
+
+
 def nearest(ours: PoolRecord, source: Member) -> PoolRecord:
     """The pool of ``source`` that is most like ours."""
     return min(source.pools, key=lambda theirs: len(compare(ours, theirs)))
-
-
-def can_bridge(ours: PoolRecord, theirs: PoolRecord, cut: Cut) -> bool:
-    """Whether nothing differs but how tokens are cut into blocks and heads among ranks, and both orders of bytes are
-    known."""
-    sizes = [pool.record.block_tokens * pool.record.kv_heads for pool in (ours, theirs)]
-    return (
-        {mismatch.field for mismatch in compare(ours, theirs)} <= BRIDGED
-        and {ours.record.packing, theirs.record.packing} <= TRANSPOSED_KEYS
-        and ours.record.axes == "page:HNC"
-        and {ours.memory, theirs.memory} == {MemoryKind.HOST}
-        and ours.block_bytes * sizes[1] == theirs.block_bytes * sizes[0]
-        and (
-            ours.record.kv_heads == theirs.record.kv_heads
-            or ours.record.kv_heads * cut.ranks == theirs.record.kv_heads * cut.sources
-        )
-    )
 
 
 def layout_of(store: Store, record: CompatibilityRecord, head_offset: int, total_heads: int) -> KvLayout:

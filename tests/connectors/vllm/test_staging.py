@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import threading
+from collections.abc import AsyncIterator
 from typing import cast
 
 import numpy as np
@@ -12,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.agent import Agent
+from kvxfer.connectors.vllm import staging as staging_module
 from kvxfer.connectors.vllm.pages import Store
-from kvxfer.connectors.vllm.staging import Cut, Staging, repack
+from kvxfer.connectors.vllm.staging import Cut, Staging, ranks_read, repack
 from kvxfer.errors import Incompatible, LimitExceeded
-from kvxfer.transport.base import Region
+from kvxfer.transport.base import Region, allocate_region
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,
@@ -102,15 +107,16 @@ def test_every_element_is_the_same(
     assert not destination.pages[untouched].any()
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 @pytest.mark.parametrize("sizes", [(4, 4), (4, 16), (16, 4)])
 def test_heads_go_where_their_rank_is(ours: int, theirs: int, sizes: tuple[int, int]) -> None:
-    """Of a model of two heads, from ``theirs`` ranks to ``ours``."""
-    sources = [cache(sizes[0], seed=rank, heads=HEADS // theirs) for rank in range(theirs)]
-    destinations = [cache(sizes[1], heads=HEADS // ours) for _ in range(ours)]
+    """Of a model of six heads, from ``theirs`` ranks to ``ours``."""
+    total = 6
+    sources = [cache(sizes[0], seed=rank, heads=total // theirs) for rank in range(theirs)]
+    destinations = [cache(sizes[1], heads=total // ours) for _ in range(ours)]
     table = [list(range(TOKENS // size)) for size in sizes]
     for rank, destination in enumerate(destinations):
-        for source_rank in {rank * theirs // ours, ((rank + 1) * theirs - 1) // ours}:
+        for source_rank in ranks_read(rank, ours, theirs):
             source = sources[source_rank]
             repack(
                 source.store,
@@ -126,11 +132,11 @@ def test_heads_go_where_their_rank_is(ours: int, theirs: int, sizes: tuple[int, 
             )
     for token in range(TOKENS):
         for layer in range(LAYERS):
-            for head in range(HEADS):
+            for head in range(total):
                 block, slot = divmod(token, sizes[0])
-                wanted = sources[head * theirs // HEADS].element(layer, block, head % (HEADS // theirs), slot)
+                wanted = sources[head * theirs // total].element(layer, block, head % (total // theirs), slot)
                 block, slot = divmod(token, sizes[1])
-                got = destinations[head * ours // HEADS].element(layer, block, head % (HEADS // ours), slot)
+                got = destinations[head * ours // total].element(layer, block, head % (total // ours), slot)
                 assert all((a == b).all() for a, b in zip(wanted, got, strict=True))
 
 
@@ -151,20 +157,36 @@ def member(record: CompatibilityRecord) -> Member:
     )
 
 
-async def land(theirs: CompatibilityRecord, cut: Cut = ALONE, *, bytes_max: int = 1 << 30) -> bool:
+@contextlib.asynccontextmanager
+async def staging_of(bytes_max: int = 1 << 30) -> AsyncIterator[Staging]:
     ours = cache(RECORD.block_tokens)
     agent = Agent(WorkerInfo("d", Role.DECODE, "m", ""))
     pool = agent.register_pool(RECORD, ours.store.region, block_count=ours.store.page_count, checks="sampled")
     async with agent:
-        staging = Staging(agent, (pool,), (ours.store,), bytes_max)
-        async with staging.land(member(theirs), cut, 1, (3, 4), 40) as landing:
-            assert {pool.checks for pool in landing.pools} == {"sampled"}
-            return landing.is_staged
+        yield Staging(agent, (pool,), (ours.store,), bytes_max)
+        assert agent.pools == (pool,)
+
+
+async def land(theirs: CompatibilityRecord, cut: Cut = ALONE, *, bytes_max: int = 1 << 30) -> bool:
+    async with (
+        staging_of(bytes_max) as staging,
+        staging.land(member(theirs), cut, 1, (3, 4), 40) as landing,
+    ):
+        assert {pool.checks for pool in landing.pools} == {"sampled"}
+        assert [pool.is_published for pool in landing.pools] == [not landing.is_staged]
+        return landing.is_staged
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("kv_heads", 1), ("head_dim", 16), ("dtype", "bf16"), ("axes", "page:NHC"), ("packing", "isa amx")],
+    [
+        ("kv_heads", 1),
+        ("head_dim", 16),
+        ("dtype", "bf16"),
+        ("axes", "page:NHC"),
+        ("axes", "page:HNC:1+1"),
+        ("packing", "isa amx"),
+    ],
 )
 @pytest.mark.parametrize("block_tokens", [16, 32])
 async def test_what_cannot_be_bridged_is_refused_by_name(field: str, value: object, block_tokens: int) -> None:
@@ -187,3 +209,25 @@ async def test_another_block_size_is_staged_where_there_is_room() -> None:
     assert await land(theirs)
     with pytest.raises(LimitExceeded, match="staging_bytes"):
         await land(theirs, bytes_max=4096)
+
+
+async def test_the_loop_goes_on_while_memory_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+
+    def slowly(length_bytes: int) -> Region:
+        assert may_go_on.wait(10.0)
+        return allocate_region(length_bytes)
+
+    monkeypatch.setattr(staging_module, "allocate_region", slowly)
+    theirs = dataclasses.replace(RECORD, block_tokens=32)
+    async with staging_of() as staging, contextlib.AsyncExitStack() as stack:
+        landing = staging.land(member(theirs), ALONE, 1, (3, 4), 40)
+        given_up = asyncio.create_task(stack.enter_async_context(landing))
+        await asyncio.sleep(0.05)  # on the loop, which the memory would hold up
+        given_up.cancel()
+        await asyncio.sleep(0.05)
+        assert staging._bytes > 0  # until it is not being made any more
+        may_go_on.set()
+        await asyncio.wait({given_up})
+        assert given_up.cancelled()
+        assert staging._bytes == 0
