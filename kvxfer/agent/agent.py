@@ -37,6 +37,7 @@ from kvxfer.types import (
     CompatibilityRecord,
     DataAddress,
     Exposure,
+    Incarnation,
     Lane,
     Load,
     Member,
@@ -158,9 +159,10 @@ class Agent:
         """The other lives that are known, the newest of a name last."""
         return () if self._life is None else tuple(self._life.peers)
 
-    async def wait_member(self, agent_id: str, *, timeout_s: float) -> Member:
-        """Wait until an agent of that name is known and has a pool. Raises PeerGone, CoordinatorUnavailable."""
-        return await self._open().peers.wait(agent_id, timeout_s, with_pools=True)
+    async def wait_member(self, agent_id: str, *, timeout_s: float, incarnation: Incarnation | None = None) -> Member:
+        """Wait until an agent of that name is known and has a pool. ``incarnation``: that life of it, and no other;
+        where a later one is known it is gone. Raises PeerGone, CoordinatorUnavailable."""
+        return await self._open().peers.wait(agent_id, timeout_s, with_pools=True, incarnation=incarnation)
 
     def load(self, load: Load) -> None:
         """What the next heartbeat says. From any thread."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from kvxfer.errors import Closed, CoordinatorUnavailable, InvalidArgument, KvxferError, PeerGone
 from kvxfer.protocol.handshake import SESSION_KEY_BYTES
 from kvxfer.transport.base import Transport
-from kvxfer.types import AgentRef, DataAddress, Member, Membership
+from kvxfer.types import AgentRef, DataAddress, Incarnation, Member, Membership
 
 log = logging.getLogger("kvxfer.agent")
 
@@ -92,17 +92,19 @@ class Peers:
             )
         return PeerGone(f"no agent {agent_id!r} is known")
 
-    async def wait(self, agent_id: str, timeout_s: float, *, with_pools: bool = False) -> Member:
+    async def wait(
+        self, agent_id: str, timeout_s: float, *, with_pools: bool = False, incarnation: Incarnation | None = None
+    ) -> Member:
         """The newest life with that name, waiting for a membership that has it (and, with ``with_pools``, at least one
-        pool of it).
+        pool of it). ``incarnation``: only that life will do.
 
-        Raises PeerGone after ``timeout_s``, and at once where nobody could tell; CoordinatorUnavailable as soon as the
-        coordinator cannot be reached.
+        Raises PeerGone after ``timeout_s``, and at once where nobody could tell or a later life than that is known;
+        CoordinatorUnavailable as soon as the coordinator cannot be reached.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    member = self.find(agent_id)
+                    member = self._find_life(agent_id, incarnation)
                     if member is not None and (member.pools or not with_pools):
                         return member
                     if self._is_closed:
@@ -111,10 +113,17 @@ class Peers:
                         raise self.unknown(agent_id)
                     await self._next_change()
         except TimeoutError:
-            member = self.find(agent_id)
-            if member is None:
+            if self._find_life(agent_id, incarnation) is None:
                 raise PeerGone(f"no agent {agent_id!r} joined within {timeout_s:g} s") from None
             raise PeerGone(f"agent {agent_id!r} published no pool within {timeout_s:g} s") from None
+
+    def _find_life(self, agent_id: str, incarnation: Incarnation | None) -> Member | None:
+        member = self.find(agent_id)
+        if member is None or incarnation is None or member.ref.incarnation == incarnation:
+            return member
+        if member.ref.incarnation.number >= incarnation.number:
+            raise PeerGone(f"agent {agent_id!r} was restarted: it is {member.ref} now, and no longer #{incarnation}")
+        return None
 
     def coordinator_is(self, is_connected: bool) -> None:
         self.coordinator_state = is_connected

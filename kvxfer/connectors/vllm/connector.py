@@ -24,7 +24,7 @@ from kvxfer.connectors.vllm.steps import Report, StepOrders
 from kvxfer.connectors.vllm.tracing import vllm_sink
 from kvxfer.connectors.vllm.worker import Results, WorkerHalf
 from kvxfer.observe import hide, log_as_guest, spans_to
-from kvxfer.types import TransferId, WorkerInfo
+from kvxfer.types import Incarnation, TransferId, WorkerInfo
 
 _WorkerMetadata: type[Any] = getattr(base, "KVConnectorWorkerMetadata", object)
 _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
@@ -45,6 +45,13 @@ class KvxferReports(_WorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: KvxferReports) -> KvxferReports:
         return KvxferReports(self.reports + other.reports)
+
+
+@dataclasses.dataclass
+class KvxferHandshake(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From the worker half to the scheduler half, once: the life of this rank's agent."""
+
+    incarnation: Incarnation
 
 
 class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -106,6 +113,9 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._worker.register(kv_caches)
 
+    def get_handshake_metadata(self) -> KvxferHandshake:
+        return KvxferHandshake(self._worker.incarnation)
+
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Called before anything of a step is written, whether something was preempted or not."""
         if isinstance(kv_connector_metadata, KvxferMetadata):
@@ -163,6 +173,9 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._ending.close()
 
     # --- the scheduler ---
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self._scheduler.set_lives(tuple(metadata[rank].incarnation for rank in sorted(metadata)))
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)

@@ -38,7 +38,7 @@ from kvxfer.errors import (
     from_code,
 )
 from kvxfer.observe import OpenSpan
-from kvxfer.types import TransferId
+from kvxfer.types import AgentRef, Member, TransferId
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -77,6 +77,8 @@ class Fetch:
         self.inbox: asyncio.Queue[Part | Refuse | KvxferError] = asyncio.Queue()
         self.task: asyncio.Task[Landing | None] | None = None
         self.why: KvxferError | None = None
+        self.life: AgentRef | None = None
+        """Of the source, once it was found."""
         self.landings = contextlib.AsyncExitStack()
         """Left when no byte can land any more."""
 
@@ -231,12 +233,13 @@ class Loads:
 
     async def _fetch(self, fetch: Fetch) -> Landing | None:
         order = fetch.order
-        first = self._sources_of(order.sources)[0]
-        source = await self._agent.wait_member(first, timeout_s=SILENT_S)
-        if fetch.source != first:
+        first = self._ranks_read(self._rank, len(order.sources)).start
+        source = await self._find(order, first)
+        if fetch.source_rank != first:
             if self._staging.is_replica(source):
                 return None
-            source = await self._agent.wait_member(fetch.source, timeout_s=SILENT_S)
+            source = await self._find(order, fetch.source_rank)
+        fetch.life = source.ref
         cut = Cut(fetch.source_rank, len(order.sources), self._rank, self._ranks)
         landing = await fetch.landings.enter_async_context(
             self._staging.land(source, cut, order.first, order.blocks, order.tokens)
@@ -313,6 +316,11 @@ class Loads:
 
     # --- sources ---
 
+    async def _find(self, order: Load, source_rank: int) -> Member:
+        """The life of that source which has the prompt, as far as it is known which. Raises PeerGone."""
+        life = order.lives[source_rank] if order.lives else None
+        return await self._agent.wait_member(order.sources[source_rank], timeout_s=SILENT_S, incarnation=life)
+
     def _ranks_read(self, rank: int, count: int) -> range:
         """Which of ``count`` source ranks hold what rank ``rank`` of this engine holds: several where theirs hold
         less, the same for several of ours where theirs hold more."""
@@ -346,7 +354,10 @@ class Loads:
                     return
                 wanted = [fetch.order.transfer_id for fetch in fetches] + [remote.transfer_id for remote in kept]
                 try:
-                    await self._notify(source, *(Keep(tuple(some)) for some in _batches(wanted)))
+                    told = await self._notify(source, *(Keep(tuple(some)) for some in _batches(wanted)))
+                    for fetch in fetches:
+                        if fetch.life not in (None, told):
+                            fetch.end(PeerGone(f"agent {source!r} was restarted: it is {told} now, not {fetch.life}"))
                 except KvxferError as error:
                     for fetch in fetches:
                         fetch.end(error)
@@ -354,9 +365,9 @@ class Loads:
         finally:
             del self._watched[source]
 
-    async def _notify(self, agent_id: str, *messages: Message) -> None:
-        """Raises PeerGone unless the agent took them in time, CoordinatorUnavailable."""
-        await self._agent.wait_member(agent_id, timeout_s=SILENT_S)
+    async def _notify(self, agent_id: str, *messages: Message) -> AgentRef:
+        """The life that took them. Raises PeerGone where none did in time, CoordinatorUnavailable."""
+        member = await self._agent.wait_member(agent_id, timeout_s=SILENT_S)
         deliveries = [self._agent.notify(agent_id, encode(message)) for message in messages]
         try:
             async with asyncio.timeout(SILENT_S):
@@ -364,6 +375,7 @@ class Loads:
                     await delivery
         except TimeoutError:
             raise PeerGone(f"agent {agent_id!r} took no message for {SILENT_S:g} s") from None
+        return member.ref
 
     def _send(self, agent_id: str, message: Message) -> None:
         with contextlib.suppress(KvxferError):  # a source that is gone need not be told

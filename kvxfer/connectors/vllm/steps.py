@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvxfer.types import TransferId
+from kvxfer.types import Incarnation, TransferId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class Load:
     engine.
 
     ``has_direct``: the source said that the whole prompt is granted already. ``traceparent``: of the request.
+    ``lives``: those of the sources that have the prompt; empty where that was not said.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class Load:
     content: bytes
     has_direct: bool
     traceparent: str | None = None
+    lives: tuple[Incarnation, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
