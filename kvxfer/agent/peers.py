@@ -4,6 +4,9 @@ lives. Decides which life a name means; must never conclude a death that nobody 
 A new life of an agent does not end the old one: the old life may still be read from, or be reading, until the
 coordinator says that exactly it is gone. A name means the newest life known. While the coordinator cannot be reached,
 what is known stays as it is (fail static), and a name that is not known cannot be waited for.
+
+A life that was introduced (nobody announced it) goes when another one of its name is introduced, or announced, and
+never stands in the place of one that was announced.
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ import asyncio
 import logging
 from collections.abc import Iterator
 
-from kvxfer.errors import Closed, CoordinatorUnavailable, InvalidArgument, KvxferError, PeerGone
+from kvxfer.errors import Closed, CoordinatorUnavailable, InvalidArgument, KvxferError, PeerGone, Refused
 from kvxfer.protocol.handshake import SESSION_KEY_BYTES
 from kvxfer.transport.base import Transport
-from kvxfer.types import AgentRef, DataAddress, Member, Membership
+from kvxfer.types import AgentRef, DataAddress, Incarnation, Member, Membership
 
 log = logging.getLogger("kvxfer.agent")
+
+INTRODUCED_MAX = 1024
+"""Lives that were introduced; one more, and the first of them is forgotten."""
 
 
 class Peers:
@@ -28,6 +34,7 @@ class Peers:
         self._members: dict[AgentRef, Member] = {}
         self._newest: dict[str, Member] = {}
         self._told: dict[AgentRef, tuple[DataAddress, bytes]] = {}
+        self._introduced: dict[str, AgentRef] = {}
         self._changed: asyncio.Future[None] | None = None
         self._is_closed = False
         self.coordinator_state: bool | None = None
@@ -46,6 +53,9 @@ class Peers:
         for member in membership.members:
             if member.ref == self._transport.ref:
                 continue
+            introduced = self._introduced.pop(member.ref.agent_id, member.ref)
+            if introduced != member.ref:
+                self.remove(introduced)
             try:
                 self.add(member)
             except KvxferError as error:
@@ -65,8 +75,27 @@ class Peers:
             self._newest[member.ref.agent_id] = member
         self._tell()
 
+    def introduce(self, member: Member) -> None:
+        """Know a life that proved itself, without anybody who would announce its death. Raises Refused for our own name
+        and for one that was announced in another life, InvalidArgument as :meth:`add`."""
+        name = member.ref.agent_id
+        known, introduced = self.find(name), self._introduced.get(name)
+        if name == self._transport.ref.agent_id:
+            raise Refused(f"{member.ref} has our own name")
+        if known is not None and introduced is None and known.ref != member.ref:
+            raise Refused(f"{member.ref} was introduced, and {known.ref} was announced under that name")
+        if introduced not in (None, member.ref):
+            self.remove(introduced)
+        if known is None or introduced is not None:
+            self.add(member)
+            self._introduced[name] = member.ref
+            if len(self._introduced) > INTRODUCED_MAX:
+                self.remove(next(iter(self._introduced.values())))
+
     def remove(self, ref: AgentRef) -> None:
         """The announced death of exactly this life."""
+        if self._introduced.get(ref.agent_id) == ref:
+            del self._introduced[ref.agent_id]
         if self._told.pop(ref, None) is None:
             return
         log.info("%s: %s is gone", self._transport.ref.agent_id, ref)
@@ -92,17 +121,19 @@ class Peers:
             )
         return PeerGone(f"no agent {agent_id!r} is known")
 
-    async def wait(self, agent_id: str, timeout_s: float, *, with_pools: bool = False) -> Member:
+    async def wait(
+        self, agent_id: str, timeout_s: float, *, with_pools: bool = False, incarnation: Incarnation | None = None
+    ) -> Member:
         """The newest life with that name, waiting for a membership that has it (and, with ``with_pools``, at least one
-        pool of it).
+        pool of it). ``incarnation``: only that life will do.
 
-        Raises PeerGone after ``timeout_s``, and at once where nobody could tell; CoordinatorUnavailable as soon as the
-        coordinator cannot be reached.
+        Raises PeerGone after ``timeout_s``, and at once where nobody could tell or a later life than that is known;
+        CoordinatorUnavailable as soon as the coordinator cannot be reached.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    member = self.find(agent_id)
+                    member = self._find_life(agent_id, incarnation)
                     if member is not None and (member.pools or not with_pools):
                         return member
                     if self._is_closed:
@@ -111,10 +142,17 @@ class Peers:
                         raise self.unknown(agent_id)
                     await self._next_change()
         except TimeoutError:
-            member = self.find(agent_id)
-            if member is None:
+            if self._find_life(agent_id, incarnation) is None:
                 raise PeerGone(f"no agent {agent_id!r} joined within {timeout_s:g} s") from None
             raise PeerGone(f"agent {agent_id!r} published no pool within {timeout_s:g} s") from None
+
+    def _find_life(self, agent_id: str, incarnation: Incarnation | None) -> Member | None:
+        member = self.find(agent_id)
+        if member is None or incarnation is None or member.ref.incarnation == incarnation:
+            return member
+        if member.ref.incarnation.number >= incarnation.number:
+            raise PeerGone(f"agent {agent_id!r} was restarted: it is {member.ref} now, and no longer #{incarnation}")
+        return None
 
     def coordinator_is(self, is_connected: bool) -> None:
         self.coordinator_state = is_connected

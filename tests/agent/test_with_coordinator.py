@@ -159,8 +159,14 @@ async def test_a_new_life_is_another_source(coordinator: Coordinator) -> None:
             waiting = destination.pull(destination.pools[0], [0], transfer_id=fresh_id(), source="p")
         with pytest.raises(PeerGone):
             await waiting
+        with pytest.raises(PeerGone, match="joined"):
+            await destination.wait_member("p", timeout_s=0.05, incarnation=old.incarnation)
         async with make(coordinator, "p") as second:
             assert second.ref != old
+            found = await destination.wait_member("p", timeout_s=10, incarnation=second.ref.incarnation)
+            assert found.ref == second.ref
+            with pytest.raises(PeerGone, match="restarted"):
+                await destination.wait_member("p", timeout_s=10, incarnation=old.incarnation)
             await until(lambda: [member.ref for member in destination.members()] == [second.ref])
             await second.wait_member("d", timeout_s=10)
             assert await move(second, destination, 6) is Lane.MAPPED

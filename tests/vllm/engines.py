@@ -71,9 +71,9 @@ class Engine:
         ready.cancel()
         assert self._ready.is_set(), f"{self.name} did not start:\n{self.log.read_text()[-4000:]}"
 
-    def add(self, ids: list[int], n: int, kv: dict[str, Any] | None = None) -> str:
-        """Begin a request; its id."""
-        request_id = uuid.uuid4().hex
+    def add(self, ids: list[int], n: int, kv: dict[str, Any] | None = None, request_id: str | None = None) -> str:
+        """Begin a request; its id, a new one unless it is given."""
+        request_id = request_id or uuid.uuid4().hex
         self._done[request_id] = asyncio.get_running_loop().create_future()
         self._first[request_id] = asyncio.Event()
         self._send(op="add", id=request_id, ids=ids, n=n, kv=kv)
@@ -85,8 +85,10 @@ class Engine:
     async def wait_first(self, request_id: str) -> None:
         await asyncio.wait_for(self._first[request_id].wait(), ANSWER_S)
 
-    async def generate(self, ids: list[int], n: int, kv: dict[str, Any] | None = None) -> Answer:
-        return await self.wait(self.add(ids, n, kv))
+    async def generate(
+        self, ids: list[int], n: int, kv: dict[str, Any] | None = None, request_id: str | None = None
+    ) -> Answer:
+        return await self.wait(self.add(ids, n, kv, request_id))
 
     async def abort(self, request_id: str) -> Answer:
         self._send(op="abort", id=request_id)
@@ -211,10 +213,13 @@ class Cluster:
         return engine
 
 
-async def hand_over(prefill: Engine, decode: Engine, ids: list[int], n: int) -> tuple[Answer, Answer]:
-    """One request the way any router does it: a prefill leg, then a decode leg with what it was answered."""
-    first = await prefill.generate(ids, 1, {"do_remote_decode": True, "do_remote_prefill": False})
-    return first, await decode.generate(ids, n, first["kv"])
+async def hand_over(
+    prefill: Engine, decode: Engine, ids: list[int], n: int, request_id: str | None = None
+) -> tuple[Answer, Answer]:
+    """One request the way any router does it: a prefill leg, then a decode leg with what it was answered. Each leg has
+    an id of its own unless one is given for both."""
+    first = await prefill.generate(ids, 1, {"do_remote_decode": True, "do_remote_prefill": False}, request_id)
+    return first, await decode.generate(ids, n, first["kv"], request_id)
 
 
 def both_legs(

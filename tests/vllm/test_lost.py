@@ -78,5 +78,19 @@ async def test_a_decode_engine_that_is_lost(victims: Cluster, number: signal.Sig
         assert (answer.tokens, answer.report["code"]) == (whole.tokens, "")
 
 
+async def test_a_prefill_engine_that_was_restarted(victims: Cluster) -> None:
+    """It has nothing of what it computed before, and must not be waited for."""
+    ids = prompt(700, seed="restarted")
+    first = await victims["p2"].generate(ids, 1, {"do_remote_decode": True})
+    victims["p2"].signal(signal.SIGKILL)
+    await victims["p2"].stop()
+    await victims.start("p2", "kv_producer", max_num_batched_tokens=64, pause_s=0.05)
+    await victims["p2"].wait_ready()
+    answer, whole = await asyncio.gather(victims["d"].generate(ids, 8, first["kv"]), victims["mono"].generate(ids, 8))
+    assert (answer.tokens, answer.report["code"]) == (whole.tokens, "peer_gone")
+    assert "restarted" in answer.report["text"]
+    assert answer.report["seconds"] < within(0.2)
+
+
 async def test_a_prefill_engine_that_is_killed(victims: Cluster) -> None:
     await lose_prefill(victims, "d", signal.SIGKILL, prompt(1900, seed="killed"))

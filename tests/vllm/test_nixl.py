@@ -1,9 +1,11 @@
-"""vLLM's own NixlConnector, unmodified, on kvxfer in place of NIXL: `kvxfer nixl -- vllm serve ...`."""
+"""vLLM's own NixlConnector, unmodified, on kvxfer in place of NIXL: `kvxfer nixl -- vllm serve ...`. Both its ways: the
+decode engine reads (pull), or the prefill engine writes (push)."""
 
 from __future__ import annotations
 
 import pathlib
 import socket
+import uuid
 from collections.abc import AsyncIterator
 
 import pytest
@@ -25,10 +27,10 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-@pytest_asyncio.fixture(loop_scope="package")
-async def pair(cluster: Cluster) -> AsyncIterator[Cluster]:
+@pytest_asyncio.fixture(loop_scope="package", params=["NixlConnector", "NixlPushConnector"])
+async def pair(request: pytest.FixtureRequest, cluster: Cluster) -> AsyncIterator[Cluster]:
     for name, role in (("pn", "kv_producer"), ("dn", "kv_consumer")):
-        transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+        transfer = {"kv_connector": request.param, "kv_role": role, "kv_buffer_device": "cpu"}
         environment = {
             "PYTHONPATH": str(NIXL / "shims"),  # what `kvxfer nixl` does
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
@@ -47,7 +49,8 @@ async def test_tokens_are_the_same(pair: Cluster) -> None:
     for length in LENGTHS:
         ids = prompt(length, seed="nixl")
         wanted.append((await pair["mono"].generate(ids, 20)).tokens)
-        _, answer = await hand_over(pair["pn"], pair["dn"], ids, 20)
+        # Push finds a prompt by the request's id, so a router must give both legs the same.
+        _, answer = await hand_over(pair["pn"], pair["dn"], ids, 20, uuid.uuid4().hex)
         got.append(answer.tokens)
         assert answer["loaded_ms"] is not None  # it was moved, and not computed again
     assert got == wanted

@@ -24,7 +24,7 @@ from kvxfer.connectors.vllm.steps import Report, StepOrders
 from kvxfer.connectors.vllm.tracing import vllm_sink
 from kvxfer.connectors.vllm.worker import Results, WorkerHalf
 from kvxfer.observe import hide, log_as_guest, spans_to
-from kvxfer.types import TransferId, WorkerInfo
+from kvxfer.types import Incarnation, TransferId, WorkerInfo
 
 _WorkerMetadata: type[Any] = getattr(base, "KVConnectorWorkerMetadata", object)
 _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
@@ -45,6 +45,14 @@ class KvxferReports(_WorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: KvxferReports) -> KvxferReports:
         return KvxferReports(self.reports + other.reports)
+
+
+@dataclasses.dataclass
+class KvxferHandshake(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From the worker half to the scheduler half, once: the life of this rank's agent, and where to meet it."""
+
+    incarnation: Incarnation
+    address: str
 
 
 class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -107,6 +115,9 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._worker.register(kv_caches)
 
+    def get_handshake_metadata(self) -> KvxferHandshake:
+        return KvxferHandshake(*self._worker.whereabouts)
+
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Called before anything of a step is written, whether something was preempted or not."""
         if isinstance(kv_connector_metadata, KvxferMetadata):
@@ -164,6 +175,11 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._ending.close()
 
     # --- the scheduler ---
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        addresses = tuple(rank.address for rank in ranks if rank.address)
+        self._scheduler.set_lives(tuple(rank.incarnation for rank in ranks), addresses)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
@@ -223,4 +239,4 @@ def _new_agent(options: ConnectorOptions, rank: int, info: WorkerInfo) -> Agent:
 
     token = member_token(options.token_file)
     hide(token)
-    return Agent(info, coordinator=options.coordinator, token=token, config=options.agent_config(rank))
+    return Agent(info, coordinator=options.coordinator or None, token=token, config=options.agent_config(rank))

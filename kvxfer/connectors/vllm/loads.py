@@ -38,7 +38,7 @@ from kvxfer.errors import (
     from_code,
 )
 from kvxfer.observe import OpenSpan
-from kvxfer.types import TransferId
+from kvxfer.types import AgentRef, Member, TransferId
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -77,6 +77,8 @@ class Fetch:
         self.inbox: asyncio.Queue[Part | Refuse | KvxferError] = asyncio.Queue()
         self.task: asyncio.Task[Landing | None] | None = None
         self.why: KvxferError | None = None
+        self.life: AgentRef | None = None
+        """Of the source, once it was found."""
         self.landings = contextlib.AsyncExitStack()
         """Left when no byte can land any more."""
 
@@ -130,6 +132,8 @@ class Loads:
         """These will be fetched later: their sources shall not forget them."""
         for remote in remotes:
             self._kept[remote.request_id] = remote
+            if self._options.introductions and remote.addresses:
+                self._spawn(self._meet(remote))
             for source in self._sources_of(remote.sources):
                 self._watch(source)
 
@@ -155,7 +159,10 @@ class Loads:
     def release(self, remote: Remote) -> None:
         """It will not be fetched."""
         self._kept.pop(remote.request_id, None)
-        self._let_go(remote.transfer_id, remote.sources)
+        if self._options.introductions and remote.addresses:
+            self._spawn(self._meet(remote, lets_go=True))
+        else:
+            self._let_go(remote.transfer_id, remote.sources)
 
     def on_message(self, agent_id: str, message: Part | Refuse) -> None:
         """What a source says."""
@@ -231,12 +238,13 @@ class Loads:
 
     async def _fetch(self, fetch: Fetch) -> Landing | None:
         order = fetch.order
-        first = self._sources_of(order.sources)[0]
-        source = await self._agent.wait_member(first, timeout_s=SILENT_S)
-        if fetch.source != first:
+        first = self._ranks_read(self._rank, len(order.sources)).start
+        source = await self._find(order, first)
+        if fetch.source_rank != first:
             if self._staging.is_replica(source):
                 return None
-            source = await self._agent.wait_member(fetch.source, timeout_s=SILENT_S)
+            source = await self._find(order, fetch.source_rank)
+        fetch.life = source.ref
         cut = Cut(fetch.source_rank, len(order.sources), self._rank, self._ranks)
         landing = await fetch.landings.enter_async_context(
             self._staging.land(source, cut, order.first, order.blocks, order.tokens)
@@ -313,6 +321,27 @@ class Loads:
 
     # --- sources ---
 
+    async def _find(self, order: Load | Remote, source_rank: int) -> Member:
+        """The life of that source which has the prompt, as far as it is known which: by its address, where the order
+        has one, else as the coordinator knows it. Raises PeerGone, CoordinatorUnavailable, and what meeting it does."""
+        source, life = order.sources[source_rank], order.lives[source_rank] if order.lives else None
+        if self._options.introductions and order.addresses:
+            try:
+                await self._agent.meet(order.addresses[source_rank], source, timeout_s=SILENT_S, incarnation=life)
+            except KvxferError as error:
+                if not self._options.coordinator:
+                    raise
+                log.debug("a source was not met, and is asked for: %s", error, extra={"agent_id": source})
+        return await self._agent.wait_member(source, timeout_s=SILENT_S, incarnation=life)
+
+    async def _meet(self, remote: Remote, *, lets_go: bool = False) -> None:
+        """Its sources are told of it, or let go, as soon as they are known."""
+        for source_rank in self._ranks_read(self._rank, len(remote.sources)):
+            with contextlib.suppress(KvxferError):
+                await self._find(remote, source_rank)
+        if lets_go:
+            self._let_go(remote.transfer_id, remote.sources)
+
     def _ranks_read(self, rank: int, count: int) -> range:
         """Which of ``count`` source ranks hold what rank ``rank`` of this engine holds."""
         return ranks_read(rank, self._ranks, count)
@@ -344,7 +373,10 @@ class Loads:
                     return
                 wanted = [fetch.order.transfer_id for fetch in fetches] + [remote.transfer_id for remote in kept]
                 try:
-                    await self._notify(source, *(Keep(tuple(some)) for some in _batches(wanted)))
+                    told = await self._notify(source, *(Keep(tuple(some)) for some in _batches(wanted)))
+                    for fetch in fetches:
+                        if fetch.life not in (None, told):
+                            fetch.end(PeerGone(f"agent {source!r} was restarted: it is {told} now, not {fetch.life}"))
                 except KvxferError as error:
                     for fetch in fetches:
                         fetch.end(error)
@@ -352,9 +384,9 @@ class Loads:
         finally:
             del self._watched[source]
 
-    async def _notify(self, agent_id: str, *messages: Message) -> None:
-        """Raises PeerGone unless the agent took them in time, CoordinatorUnavailable."""
-        await self._agent.wait_member(agent_id, timeout_s=SILENT_S)
+    async def _notify(self, agent_id: str, *messages: Message) -> AgentRef:
+        """The life that took them. Raises PeerGone where none did in time, CoordinatorUnavailable."""
+        member = await self._agent.wait_member(agent_id, timeout_s=SILENT_S)
         deliveries = [self._agent.notify(agent_id, encode(message)) for message in messages]
         try:
             async with asyncio.timeout(SILENT_S):
@@ -362,6 +394,7 @@ class Loads:
                     await delivery
         except TimeoutError:
             raise PeerGone(f"agent {agent_id!r} took no message for {SILENT_S:g} s") from None
+        return member.ref
 
     def _send(self, agent_id: str, message: Message) -> None:
         with contextlib.suppress(KvxferError):  # a source that is gone need not be told

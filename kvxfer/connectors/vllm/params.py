@@ -9,16 +9,19 @@ anything but InvalidArgument, because what it reads came from a client.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.connectors.vllm.ids import rank_agent
 from kvxfer.errors import InvalidArgument
 from kvxfer.observe import is_traceparent
-from kvxfer.types import TransferId, check_agent_id
+from kvxfer.types import Incarnation, TransferId, check_agent_id
 
 VERSION = 1
 RANKS_MAX = 1024
+ADDRESS_MAX = 64
+_LIFE = re.compile(r"([0-9]{1,20})\.([0-9a-f]{32})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +35,15 @@ class PrefillLeg:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLeg:
-    """Fetch the prompt. ``tokens``: how many the source holds, where it has said so: then it has computed them."""
+    """Fetch the prompt. ``tokens``: how many the source holds, where it has said so: then it has computed them.
+    ``lives``: which lives of ``sources`` did that, and ``addresses`` where to meet them; empty where it was not
+    said."""
 
     transfer_id: TransferId
     sources: tuple[str, ...]
     tokens: int | None
+    lives: tuple[Incarnation, ...] = ()
+    addresses: tuple[str, ...] = ()
 
 
 def parse(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | None:
@@ -61,9 +68,16 @@ def trace_of(headers: Mapping[str, str] | None, params: Mapping[str, Any] | None
 
 
 def handed_over(
-    transfer_id: TransferId, agents: tuple[str, ...], request_id: str, tokens: int, traceparent: str | None = None
+    transfer_id: TransferId,
+    agents: tuple[str, ...],
+    request_id: str,
+    tokens: int,
+    traceparent: str | None = None,
+    lives: tuple[Incarnation, ...] = (),
+    addresses: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """What a prefill leg is answered, to be copied into the decode leg: ``tokens`` are kept by ``agents``."""
+    """What a prefill leg is answered, to be copied into the decode leg: ``tokens`` are kept by ``agents``, in these
+    ``lives`` of theirs, to be met at ``addresses``."""
     trace = {} if traceparent is None else {"traceparent": traceparent}
     return {
         **trace,
@@ -72,7 +86,13 @@ def handed_over(
         "remote_engine_id": agents[0],
         "remote_request_id": request_id,
         "transfer_id": str(transfer_id),
-        "kvxfer": {"version": VERSION, "agents": list(agents), "tokens": tokens},
+        "kvxfer": {
+            "version": VERSION,
+            "agents": list(agents),
+            "lives": [f"{life.number}.{life.boot_nonce.hex()}" for life in lives],
+            "addresses": list(addresses),
+            "tokens": tokens,
+        },
     }
 
 
@@ -98,7 +118,29 @@ def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
         raise InvalidArgument("kvxfer.agents must name the agents of the prefill engine")
     if type(tokens) is not int or tokens < 0:
         raise InvalidArgument("kvxfer.tokens must be a count")
-    return DecodeLeg(transfer_id, tuple(check_agent_id(agent) for agent in agents), tokens)
+    names = tuple(check_agent_id(agent) for agent in agents)
+    lives, addresses = (_for_each(agents, answered, name) for name in ("lives", "addresses"))
+    return DecodeLeg(transfer_id, names, tokens, tuple(map(_life, lives)), tuple(map(_address, addresses)))
+
+
+def _for_each(agents: list[Any], answered: Mapping[str, Any], name: str) -> list[Any]:
+    values = answered.get(name, [])
+    if not isinstance(values, list) or len(values) not in (0, len(agents)):
+        raise InvalidArgument(f"kvxfer.{name} must have one for each of kvxfer.agents")
+    return values
+
+
+def _address(text: Any) -> str:
+    if not isinstance(text, str) or len(text) > ADDRESS_MAX:
+        raise InvalidArgument(f"an address of kvxfer.addresses must be a text of at most {ADDRESS_MAX} characters")
+    return text
+
+
+def _life(text: Any) -> Incarnation:
+    found = _LIFE.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        raise InvalidArgument("a life of kvxfer.lives must be a number, a point and 32 hex digits")
+    return Incarnation(int(found[1]), bytes.fromhex(found[2]))
 
 
 def _end(name: str, end: Any) -> tuple[str, int]:

@@ -19,7 +19,7 @@ from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.params import DecodeLeg, PrefillLeg, handed_over, parse, trace_of
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Load, Open, Remote, Report, StepOrders
 from kvxfer.errors import InvalidArgument
-from kvxfer.types import TransferId
+from kvxfer.types import Incarnation, TransferId
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -67,6 +67,8 @@ class SchedulerHalf:
         self._options = options
         self._block_tokens = block_tokens
         self._agents = agents
+        self._lives: tuple[Incarnation, ...] = ()
+        self._addresses: tuple[str, ...] = ()
         self._mint = mint
         self._prefills: dict[str, Prefill] = {}
         self._decodes: dict[str, Decode] = {}
@@ -76,6 +78,10 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._cancels: list[str] = []
         self._releases: list[Remote] = []
+
+    def set_lives(self, lives: tuple[Incarnation, ...], addresses: tuple[str, ...] = ()) -> None:
+        """Of this engine's agents, by rank: what they compute is to be had of no other life, and there."""
+        self._lives, self._addresses = lives, addresses
 
     # --- what vLLM says of one request ---
 
@@ -121,6 +127,8 @@ class SchedulerHalf:
                 decode.content,
                 has_direct,
                 decode.traceparent,
+                decode.leg.lives,
+                decode.leg.addresses,
             )
         )
 
@@ -145,7 +153,8 @@ class SchedulerHalf:
         blocks = tuple(block_ids[: prefill.total])
         name, transfer_id, traceparent = request.request_id, prefill.transfer_id, prefill.traceparent
         self._finishes.append(Finish(name, transfer_id, prefill.reader, blocks, prefill.content, traceparent))
-        return True, handed_over(transfer_id, self._agents, name, request.num_prompt_tokens - 1, traceparent)
+        tokens = request.num_prompt_tokens - 1
+        return True, handed_over(transfer_id, self._agents, name, tokens, traceparent, self._lives, self._addresses)
 
     # --- what a step is ---
 
@@ -284,7 +293,8 @@ class SchedulerHalf:
 
 
 def _remote(decode: Decode) -> Remote:
-    return Remote(decode.request_id, decode.leg.transfer_id, decode.leg.sources)
+    leg = decode.leg
+    return Remote(decode.request_id, leg.transfer_id, leg.sources, leg.lives, leg.addresses)
 
 
 def _account(decode: Decode) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvxfer.types import TransferId
+from kvxfer.types import Incarnation, TransferId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class Load:
     engine.
 
     ``has_direct``: the source said that the whole prompt is granted already. ``traceparent``: of the request.
+    ``lives``: those of the sources that have the prompt, and where to meet them; empty where that was not said.
     """
 
     request_id: str
@@ -28,15 +29,20 @@ class Load:
     content: bytes
     has_direct: bool
     traceparent: str | None = None
+    lives: tuple[Incarnation, ...] = ()
+    addresses: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remote:
-    """A request whose KV lies with the ranks ``sources`` of another engine."""
+    """A request whose KV lies with the ranks ``sources`` of another engine, in those ``lives``, at those
+    ``addresses``."""
 
     request_id: str
     transfer_id: TransferId
     sources: tuple[str, ...]
+    lives: tuple[Incarnation, ...] = ()
+    addresses: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

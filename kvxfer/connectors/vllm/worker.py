@@ -25,7 +25,7 @@ from kvxfer.connectors.vllm.source import SWEEP_S, Source
 from kvxfer.connectors.vllm.steps import Report, StepOrders
 from kvxfer.connectors.vllm.wire import Part, Refuse, decode
 from kvxfer.errors import ConfigError, ProtocolViolation
-from kvxfer.types import CompatibilityRecord, WorkerInfo
+from kvxfer.types import CompatibilityRecord, Incarnation, WorkerInfo
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -117,6 +117,12 @@ class WorkerHalf:
         self._runtime = runtime
         runtime.start()
         log.info("%r serves pages of %d bytes in %d pools", agent, pages.page_bytes, len(pools))
+
+    @property
+    def whereabouts(self) -> tuple[Incarnation, str]:
+        """This life of the agent, and where others meet it, if they can; once :meth:`register` was called."""
+        _, _, runtime = self._parts()
+        return runtime.agent.ref.incarnation, runtime.agent.introduction_address
 
     def begin_step(self, orders: StepOrders) -> None:
         """Before the forward writes anything. The same orders again change nothing. Raises Closed once the agent has

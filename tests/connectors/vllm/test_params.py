@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from kvxfer.connectors.vllm.params import DecodeLeg, PrefillLeg, handed_over, parse, trace_of
 from kvxfer.errors import InvalidArgument
-from kvxfer.types import TransferId
+from kvxfer.types import Incarnation, TransferId
 
 ID = TransferId(bytes(range(16)))
+ANSWERED = {"version": 1, "agents": ["p"], "tokens": 1}
+LIFE = f"{(1 << 64) - 1}.{'a' * 32}"
 
 
 def test_a_prefill_leg_of_any_router() -> None:
@@ -22,6 +24,12 @@ def test_a_prefill_leg_of_any_router() -> None:
 
 def test_what_a_prefill_leg_is_answered_makes_the_decode_leg() -> None:
     assert parse(handed_over(ID, ("p", "p.1"), "request", 41)) == DecodeLeg(ID, ("p", "p.1"), 41)
+    lives = tuple(Incarnation((1 << 64) - 1 - rank, bytes([rank]) * 16) for rank in range(2))
+    addresses = ("127.0.0.1:1", "[::1]:65535")
+    answer = handed_over(ID, ("p", "p.1"), "request", 41, lives=lives, addresses=addresses)
+    assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41, lives, addresses)
+    del answer["kvxfer"]["lives"], answer["kvxfer"]["addresses"]
+    assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41)
 
 
 def test_both_legs_of_kvxfers_router() -> None:
@@ -55,6 +63,11 @@ def test_other_requests_are_none_of_ours(params: dict[str, Any] | None) -> None:
         ({"transfer_id": str(ID), "kvxfer": {"version": 2}}, "version"),
         ({"transfer_id": str(ID), "kvxfer": {"version": 1, "agents": [], "tokens": 1}}, "agents"),
         ({"transfer_id": str(ID), "kvxfer": {"version": 1, "agents": ["p"], "tokens": "1"}}, "tokens"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [LIFE, LIFE]}}, "lives"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [f"9{LIFE[1:]}"]}}, "64 bits"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [1]}}, "life"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "addresses": ["a", "b"]}}, "addresses"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "addresses": ["a" * 65]}}, "address"),
     ],
 )
 def test_a_wrong_field_is_named(params: dict[str, Any], field: str) -> None:
@@ -65,7 +78,8 @@ def test_a_wrong_field_is_named(params: dict[str, Any], field: str) -> None:
 @given(st.dictionaries(st.sampled_from(["transfer_id", "source", "destination", "kvxfer"]), st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=40),
     lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["agent_id", "ranks", "version", "agents", "tokens"]), inner, max_size=5),
+    | st.dictionaries(
+        st.sampled_from(["agent_id", "ranks", "version", "agents", "tokens", "lives", "addresses"]), inner, max_size=5),
     max_leaves=6,
 )), st.booleans())  # fmt: skip
 def test_whatever_a_client_sends_is_a_leg_or_one_error(values: dict[str, Any], is_decode: bool) -> None:

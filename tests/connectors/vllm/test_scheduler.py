@@ -17,7 +17,7 @@ from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.params import handed_over
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Report, StepOrders
-from kvxfer.types import TransferId
+from kvxfer.types import Incarnation, TransferId
 
 BLOCK = 16
 ID = TransferId(bytes(range(16)))
@@ -87,6 +87,8 @@ def concurrent(half_role: str) -> dict[str, Any]:
 
 def test_a_plain_prefill_is_kept_and_handed_over() -> None:
     half, request = new_half(), Request("r", list(range(40)), PREFILL)
+    lives = tuple(Incarnation(7, bytes([rank]) * 16) for rank in range(2))
+    half.set_lives(lives)
     half.on_new_request(request)
     assert half.matched(request, 0) == 0
     assert step(half, {"r": ([1, 2, 3], 0, 40)}) == StepOrders(has_forward=True)
@@ -94,7 +96,7 @@ def test_a_plain_prefill_is_kept_and_handed_over() -> None:
     is_kept, answer = half.finished(request, [1, 2, 3])
     transfer_id = TransferId((1).to_bytes(16, "big"))
     assert is_kept
-    assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39)
+    assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39, lives=lives)
     (finish,) = step(half).finishes
     assert (finish.blocks, finish.transfer_id, finish.content) == ((1, 2, 3), transfer_id, content_of(range(39), 2))
 

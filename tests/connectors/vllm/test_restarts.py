@@ -1,0 +1,62 @@
+"""Sources that are not any more what they were, or not where they are said to be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvxfer.agent import Agent
+
+from .pair import OPTIONS, Rank, finish_order, load_order, until
+
+
+@contextlib.asynccontextmanager
+async def another_life(of: Rank, known_to: Rank) -> AsyncIterator[Agent]:
+    """A restart of an engine, as the other sees it."""
+    pools = [pool.published for pool in of.agent.pools]
+    async with Agent(of.agent.info, config=OPTIONS.agent_config(0)) as agent:
+        agent.connect_peer(known_to.agent.ref, known_to.agent.address, bytes(32))
+        known_to.agent.connect_peer(agent.ref, agent.address, bytes(32), pools)
+        yield agent
+
+
+@pytest.mark.parametrize("has_direct", [False, True])
+async def test_a_source_that_was_restarted_has_not_what_it_said(ranks: tuple[Rank, Rank], has_direct: bool) -> None:
+    p, d = ranks
+    order = dataclasses.replace(load_order(0, (0, 1, 2), has_direct=has_direct), lives=(p.agent.ref.incarnation,))
+    p.write(0, [4, 5, 6], 0)
+    p.source.begin_step(finish_order((4, 5, 6)))
+    assert (await d.load(order)).error is None
+    async with another_life(p, d):
+        error = (await asyncio.wait_for(d.load(order), 1.0)).error
+    assert error is not None
+    assert error.code == "peer_gone"
+    assert "restarted" in str(error)
+
+
+@pytest.mark.parametrize("has_direct", [False, True])
+async def test_a_source_that_is_restarted_while_it_is_waited_for(ranks: tuple[Rank, Rank], has_direct: bool) -> None:
+    p, d = ranks
+    waiting = d.load(load_order(0, (0, 1, 2), has_direct=has_direct))
+    await until(lambda: bool(d.agent.statistics().transfers_live or p.source._early))
+    async with another_life(p, d):
+        error = (await asyncio.wait_for(waiting, 3.0)).error
+    assert error is not None
+    assert error.code == "peer_gone"
+    assert "restarted" in str(error)
+
+
+@pytest.mark.parametrize("coordinator", ["127.0.0.1:1", ""])
+async def test_an_address_that_does_not_help(ranks: tuple[Rank, Rank], coordinator: str) -> None:
+    """The coordinator may know better, where there is one."""
+    p, d = ranks
+    d.loads._options = dataclasses.replace(OPTIONS, introductions=True, coordinator=coordinator)
+    p.forward(finish_order((4, 5, 6)), [4, 5, 6])
+    order = dataclasses.replace(load_order(0, (0, 1, 2), has_direct=True), addresses=("nowhere",))
+    error = (await d.load(order)).error
+    assert (error is None) == bool(coordinator)
+    assert error is None or error.code == "invalid_argument"
