@@ -256,20 +256,20 @@ class SchedulerHalf:
         *,
         is_new: bool,
     ) -> None:
-        """Blocks of one prompt that are final before this step, and that it completes."""
+        """Blocks of one prompt that are final after this step. Those that vLLM found in its prefix cache too: another
+        prompt of this very step may be writing them."""
         prefill = self._prefills.get(request_id)
         if prefill is None or prefill.total == 0 or prefill.reader is None or not self._options.overlap:
             return
         prefill.table = list(blocks) if is_new else prefill.table + list(blocks)
         if not prefill.is_open:
             prefill.is_open = True
-            prefill.blocks = min(computed // self._block_tokens, prefill.total)
+            prefill.blocks = 0
             opens.append(
                 Open(
                     request_id,
                     prefill.transfer_id,
                     prefill.reader,
-                    tuple(prefill.table[: prefill.blocks]),
                     prefill.total,
                     prefill.content,
                     prefill.traceparent,

@@ -175,9 +175,7 @@ class Source:
             self._after(functools.partial(announce, self._announcing, layers))
 
     def _open(self, order: Open) -> None:
-        hold = self._hold(order, order.total)
-        self._admit(hold)
-        self._after(functools.partial(self._settle, [(hold, len(order.blocks))]))
+        self._admit(self._hold(order, order.total))
 
     def _extend(self, order: Chunk) -> None:
         hold = self._holds.get(order.request_id)
@@ -198,7 +196,7 @@ class Source:
         hold = self._holds.get(order.request_id)
         now_s = time.monotonic()
         if hold is None:
-            hold = self._hold(order, len(order.blocks))
+            hold = self._hold(order, len(order.blocks), order.blocks)
             self._admit(hold)
             if not hold.is_released:
                 reader = None if order.reader is None else rank_agent(order.reader, self._rank)
@@ -231,13 +229,14 @@ class Source:
             ask, agent_id, _ = self._early.pop(key)
             self._send(agent_id, _refusal(ask, error))
 
-    def _hold(self, order: Open | Finish, total: int) -> Hold:
+    def _hold(self, order: Open | Finish, total: int, blocks: Sequence[int] = ()) -> Hold:
+        """A new hold; ``blocks`` of it are known."""
         return Hold(
             request_id=order.request_id,
             transfer_id=order.transfer_id,
             reader=order.reader,
             content=order.content,
-            blocks=list(order.blocks),
+            blocks=list(blocks),
             final=0,
             total=total,
             life_end_s=time.monotonic() + self._options.hold_life_max_s,

@@ -131,8 +131,8 @@ def test_a_chunk_completes_blocks_and_the_last_one_the_rest() -> None:
     half, request = new_half(), Request("r", list(range(60)), concurrent("decode"))
     half.on_new_request(request)
     first = step(half, {"r": ([1, 2, 3], 16, 20)})
-    assert [(order.blocks, order.total, order.reader) for order in first.opens] == [((1,), 4, "d")]
-    assert [order.blocks for order in first.chunks] == [(2,)]
+    assert [(order.total, order.reader) for order in first.opens] == [(4, "d")]
+    assert [order.blocks for order in first.chunks] == [(1, 2)]
     assert step(half, cached={"r": ([], 36, 2)}).chunks == ()
     assert [order.blocks for order in step(half, cached={"r": ([4], 38, 22)}).chunks] == [(3, 4)]
 
@@ -146,8 +146,8 @@ def test_a_preempted_prefill_is_closed_in_that_step_and_opened_again() -> None:
     assert step(half).closes == ()
     request.status = Status.RUNNING
     again = step(half, cached={"r": ([5, 6, 7, 8], 16, 44)}, resumed={"r"})
-    assert [(order.blocks, order.total) for order in again.opens] == [((5,), 4)]
-    assert [order.blocks for order in again.chunks] == [(6, 7, 8)]
+    assert [order.total for order in again.opens] == [4]
+    assert [order.blocks for order in again.chunks] == [(5, 6, 7, 8)]
     request.status = Status.FINISHED_LENGTH_CAPPED
     assert half.finished(request, [5, 6, 7, 8])[0]
 
@@ -195,7 +195,7 @@ def test_a_prefill_that_is_back_in_the_step_that_preempted_it_is_closed_too() ->
     step(half, {"r": ([1, 2], 0, 32)})
     orders = step(half, cached={"r": ([5, 6, 7, 8], 0, 60)}, resumed={"r"})
     assert [close.request_id for close in orders.closes] == ["r"]
-    assert [order.blocks for order in orders.opens] == [()]
+    assert [order.total for order in orders.opens] == [4]
     assert [order.blocks for order in orders.chunks] == [(5, 6, 7, 8)]
 
 
@@ -363,7 +363,7 @@ class Prefills(RuleBasedStateMachine):
             self.promised.pop(close.request_id, None)
         for begun in orders.opens:
             assert begun.request_id not in self.promised
-            self.promised[begun.request_id] = list(begun.blocks)
+            self.promised[begun.request_id] = []
         for finish in orders.finishes:
             promised = self.promised.setdefault(finish.request_id, list(finish.blocks))
             assert promised == list(finish.blocks)

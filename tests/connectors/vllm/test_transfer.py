@@ -106,9 +106,8 @@ async def test_chunks_arrive_whenever_they_are_asked_for(ranks: tuple[Rank, Rank
             await asyncio.sleep(0.05)
 
     await maybe_ask("before")
-    for layer in range(LAYERS):
-        p.write(layer, [0], 7)
-    p.source.begin_step(open_order(5, (0,)))
+    p.source.begin_step(open_order(5))
+    p.forward(StepOrders(True, chunks=(Chunk("r", (0,)),)), [0], 7)
     p.source.begin_step(StepOrders(True, chunks=(Chunk("r", (1, 2)),)))
     p.write(0, [1, 2], 8)
     p.source.layer_saved(0)

@@ -1,0 +1,50 @@
+"""What a source may promise, and when: nothing before it is written, nothing that will be written again."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+from kvxfer.connectors.vllm.scheduler import SchedulerHalf
+from kvxfer.connectors.vllm.steps import Load
+
+from .pair import LAYERS, OPTIONS, Rank, new_id
+
+
+async def test_what_a_prompt_of_the_same_step_writes_is_not_announced_before(ranks: tuple[Rank, Rank]) -> None:
+    """Two prompts that begin alike come at once: vLLM counts as cached for the second what the first will write."""
+    p, d = ranks
+    p.memory[...] = 0xEE  # another prompt's
+    half = SchedulerHalf(OPTIONS, block_tokens=4, agents=("p",), mint=new_id)
+    for seed, name in enumerate("ab", 1):
+        params = {"do_remote_decode": True, "transfer_id": str(new_id(seed)), "destination": {"agent_id": "d"}}
+        half.on_new_request(
+            SimpleNamespace(
+                request_id=name,
+                prompt_token_ids=[*range(8), *[seed] * 5],
+                num_prompt_tokens=13,
+                kv_transfer_params=params,
+            )
+        )
+    orders = half.build(
+        SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id="a", block_ids=([3, 4, 5, 6],), num_computed_tokens=0),
+                SimpleNamespace(req_id="b", block_ids=([3, 4, 7, 8],), num_computed_tokens=8),
+            ],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[]),
+            num_scheduled_tokens={"a": 13, "b": 5},
+            total_num_scheduled_tokens=18,
+        )
+    )
+    loading = d.load(Load("l", new_id(2), ("p",), 0, (0, 1, 2), 12, orders.opens[1].content, False))
+    await asyncio.sleep(0.05)
+    p.source.begin_step(orders)
+    await asyncio.sleep(0.1)
+    assert not d.memory.any()
+    for layer in range(LAYERS):
+        p.write(layer, [3, 4, 5, 7], 5)
+        p.source.layer_saved(layer)
+    p.source.step_saved()
+    assert (await loading).error is None
+    assert (d.memory[:, [0, 1, 2]] == p.memory[:, [3, 4, 7]]).all()
