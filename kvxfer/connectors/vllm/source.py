@@ -12,16 +12,16 @@ What is said to be written is said through ``after``: of a device's memory once 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvxfer.agent import Agent, Grant, Pool
+from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.vllm.fences import Act, at_once
-from kvxfer.connectors.vllm.ids import DIRECT, is_rank_of, part_id, rank_agent
+from kvxfer.connectors.vllm.hold import Hold, Reader
+from kvxfer.connectors.vllm.ids import DIRECT, part_id, rank_agent
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.parts import PartGrant, announce
@@ -46,49 +46,6 @@ _CODES = {
     GrantState.REVOKED: GrantRevoked.code,
     GrantState.READER_GONE: PeerGone.code,
 }
-
-
-@dataclasses.dataclass
-class Reader:
-    """One rank of the reading engine: it has been promised the blocks before ``sent``."""
-
-    agent_id: str
-    ask: Ask
-    sent: int
-    parts: int
-
-
-@dataclasses.dataclass
-class Hold:
-    """One prompt: the blocks known so far, of which the first ``final`` are written and stay."""
-
-    request_id: str
-    transfer_id: TransferId
-    reader: str | None
-    content: bytes
-    blocks: list[int]
-    final: int
-    total: int
-    life_end_s: float
-    """When it is over whatever anybody wants."""
-    traceparent: str | None
-    span: OpenSpan
-    until_s: float | None = None
-    """Set once vLLM has finished it: when it is over if nobody ever came for it."""
-    readers: dict[int, Reader] = dataclasses.field(default_factory=dict)
-    released: set[int] = dataclasses.field(default_factory=set)
-    readers_expected: int = 0
-    grants: dict[TransferId, Grant] = dataclasses.field(default_factory=dict)
-    direct: set[TransferId] = dataclasses.field(default_factory=set)
-    """Grants of the whole prompt that were not pulled yet."""
-    was_reader_seen: bool = False
-    heard_s: float | None = None
-    """When a reader last said that it wants this."""
-
-    @property
-    def is_released(self) -> bool:
-        """Whether every rank that would read it has said that it needs nothing more."""
-        return 0 < self.readers_expected <= len(self.released)
 
 
 class Source:
@@ -274,14 +231,14 @@ class Source:
             if isinstance(message, Keep):
                 for transfer_id in message.transfer_ids:
                     hold = self._by_transfer.get(transfer_id)
-                    if hold is not None and _is_reader(hold, agent_id):
+                    if hold is not None and hold.may_be_read_by(agent_id):
                         hold.heard_s = time.monotonic()
             elif isinstance(message, Ask):
                 self._asked(agent_id, message)
             elif isinstance(message, Release):
                 hold = self._by_transfer.get(message.transfer_id)
                 if hold is not None:
-                    if _is_reader(hold, agent_id):
+                    if hold.may_be_read_by(agent_id):
                         self._release(hold, message)
                 elif message.transfer_id not in self._ended and len(self._released_early) < EARLY_MAX:
                     key = (message.transfer_id, message.rank)
@@ -334,7 +291,7 @@ class Source:
         known = hold.readers.get(ask.rank)
         if known is not None and known.ask.attempt >= ask.attempt:
             return
-        if not _is_reader(hold, agent_id):
+        if not hold.may_be_read_by(agent_id):
             self._send(agent_id, _refusal(ask, GrantUnknown("that prompt is for another reader")))
             return
         if ask.rank in hold.released:
@@ -470,11 +427,6 @@ class Source:
             self._agent.notify(agent_id, encode(message))
         except KvxferError as error:
             log.debug("a reader could not be told: %s", error, extra={"agent_id": agent_id})
-
-
-def _is_reader(hold: Hold, agent_id: str) -> bool:
-    """Whether that agent may have this prompt: any may where the request named none."""
-    return hold.reader is None or is_rank_of(agent_id, hold.reader)
 
 
 def _refusal(ask: Ask, error: KvxferError) -> Refuse:
