@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import secrets
+import sys
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -70,6 +71,8 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._worker_half: WorkerHalf | None = None
         self._last = Results()
         self._reports: tuple[Report, ...] = ()
+        self._handled: BaseException | None = None
+        """What was being handled around the step when it began."""
         self._ending = contextlib.ExitStack()
         if role == base.KVConnectorRole.SCHEDULER:
             self._scheduler_half = SchedulerHalf(
@@ -124,6 +127,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._handled = sys.exc_info()[1]
         self._worker.begin_step(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -136,7 +140,11 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._worker.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
-        self._worker.step_saved()
+        """vLLM calls this in a ``finally``: after a forward that raised too."""
+        if sys.exc_info()[1] is self._handled:
+            self._worker.step_saved()
+        else:
+            self._worker.step_failed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = self._take_results()

@@ -126,6 +126,15 @@ class Source:
         if written:
             self._after(functools.partial(self._settle, written))
 
+    def step_failed(self) -> None:
+        """The forward broke: nothing of what it should have written is promised any more."""
+        self._announcing = []
+        self._saved.clear()
+        self._announced = 0
+        with self._lock:
+            for hold in list(self._writing):
+                self._end(hold, GrantRevoked("the forward that should have computed it failed"))
+
     def _layers_saved(self, layers: int) -> None:
         if self._announcing and layers > self._announced:
             self._announced = layers

@@ -153,6 +153,11 @@ class WorkerHalf:
         if self._source is not None:
             self._source.step_saved()
 
+    def step_failed(self) -> None:
+        """The forward raised."""
+        if self._source is not None:
+            self._source.step_failed()
+
     def results(self) -> Results:
         """What ended since the last call. In a step without a forward it waits a little for something to end."""
         if self._orders is not None and not self._orders.has_forward:

@@ -6,9 +6,9 @@ import asyncio
 from types import SimpleNamespace
 
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
-from kvxfer.connectors.vllm.steps import Load
+from kvxfer.connectors.vllm.steps import Chunk, Load, StepOrders
 
-from .pair import LAYERS, OPTIONS, Rank, new_id
+from .pair import LAYERS, OPTIONS, Rank, is_idle, load_order, new_id, open_order
 
 
 async def test_what_a_prompt_of_the_same_step_writes_is_not_announced_before(ranks: tuple[Rank, Rank]) -> None:
@@ -48,3 +48,21 @@ async def test_what_a_prompt_of_the_same_step_writes_is_not_announced_before(ran
     p.source.step_saved()
     assert (await loading).error is None
     assert (d.memory[:, [0, 1, 2]] == p.memory[:, [3, 4, 7]]).all()
+
+
+async def test_what_a_failed_forward_did_not_write_is_never_taken(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    p.memory[...] = 0xEE
+    loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
+    await asyncio.sleep(0.05)
+    p.source.begin_step(open_order(3))
+    p.forward(StepOrders(True, chunks=(Chunk("r", (4,)),)), [4])
+    p.source.begin_step(StepOrders(True, chunks=(Chunk("r", (5, 6)),)))
+    p.write(0, [5, 6], 0)
+    p.source.layer_saved(0)
+    p.source.step_failed()
+    over = await loading
+    assert over.error is not None
+    assert over.error.code == "grant_revoked"
+    assert not p.agent.statistics().grants.alive
+    await is_idle(d)
