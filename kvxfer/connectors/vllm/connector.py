@@ -19,7 +19,7 @@ from kvxfer.agent import Agent
 from kvxfer.connectors.vllm.ids import rank_agent
 from kvxfer.connectors.vllm.metrics import KvxferPromMetrics, KvxferStats
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.record import make_record
+from kvxfer.connectors.vllm.record import adapter_fingerprint, make_record
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Report, StepOrders
 from kvxfer.connectors.vllm.tracing import vllm_sink
@@ -80,6 +80,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
                 block_tokens=vllm_config.cache_config.block_size,
                 agents=tuple(rank_agent(options.agent_id, rank) for rank in range(ranks)),
                 mint=lambda: TransferId(secrets.token_bytes(16)),
+                adapter_fingerprint=adapter_fingerprint,
             )
             return
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank

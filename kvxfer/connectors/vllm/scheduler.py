@@ -59,10 +59,17 @@ class Decode:
 
 
 class SchedulerHalf:
-    """One engine's. ``agents`` are its ranks' agents; ``mint`` makes transfer ids for routers that give none."""
+    """One engine's. ``agents`` are its ranks' agents; ``mint`` makes transfer ids for routers that give none;
+    ``adapter_fingerprint`` says what the LoRA adapter at a path is."""
 
     def __init__(
-        self, options: ConnectorOptions, *, block_tokens: int, agents: tuple[str, ...], mint: Callable[[], TransferId]
+        self,
+        options: ConnectorOptions,
+        *,
+        block_tokens: int,
+        agents: tuple[str, ...],
+        mint: Callable[[], TransferId],
+        adapter_fingerprint: Callable[[str], str],
     ) -> None:
         self._options = options
         self._block_tokens = block_tokens
@@ -70,6 +77,7 @@ class SchedulerHalf:
         self._lives: tuple[Incarnation, ...] = ()
         self._addresses: tuple[str, ...] = ()
         self._mint = mint
+        self._adapter_fingerprint = adapter_fingerprint
         self._prefills: dict[str, Prefill] = {}
         self._decodes: dict[str, Decode] = {}
         self._closes: list[Close] = []
@@ -221,14 +229,16 @@ class SchedulerHalf:
             return
         traceparent = trace_of(getattr(request, "trace_headers", None), request.kv_transfer_params)
         tokens = request.num_prompt_tokens - 1
-        ids = (request.prompt_token_ids or ())[:tokens]
+        is_known = getattr(request, "prompt_embeds", None) is None
         if isinstance(leg, DecodeLeg):
-            decode = Decode(leg, request_id, tokens, content_of(ids, len(leg.sources)), traceparent)
+            decode = Decode(leg, request_id, tokens, self._content(request, len(leg.sources)), traceparent)
             same = (other for other in self._decodes.values() if other.leg.transfer_id == leg.transfer_id)
             decode.first = next(same, None)
             self._decodes[request_id] = decode
             if decode.first is not None:
                 decode.is_settled = True
+            elif not is_known:
+                self._release(decode)
             elif leg.tokens is not None and leg.tokens != tokens:
                 log.warning(
                     "the prefill computed %d tokens, not %d", leg.tokens, tokens, extra={"request_id": request_id}
@@ -242,8 +252,20 @@ class SchedulerHalf:
             )
             if any(other.transfer_id == transfer_id for other in self._prefills.values()):
                 reader, total = None, 0  # several answers to one prompt: the first keeps it
-            content = content_of(ids, len(self._agents))
+            if not is_known:
+                total = 0
+            content = self._content(request, len(self._agents))
             self._prefills[request_id] = Prefill(request, transfer_id, reader, total, content, traceparent)
+
+    def _content(self, request: Any, ranks: int) -> bytes:
+        """Of what it depends on: the tokens, the LoRA adapter, and images and the like, which have equal placeholders.
+        Embeddings instead of tokens are compared by nobody: such prompts are neither kept nor fetched."""
+        ids = (request.prompt_token_ids or ())[: request.num_prompt_tokens - 1]
+        adapter = getattr(request, "lora_request", None)
+        beside = ["" if adapter is None else self._adapter_fingerprint(adapter.lora_path)]
+        for feature in getattr(request, "mm_features", None) or ():
+            beside += [feature.modality, feature.identifier, str(feature.mm_position.offset)]
+        return content_of(ids, ranks, beside)
 
     def _step(
         self,

@@ -15,7 +15,7 @@ async def test_what_a_prompt_of_the_same_step_writes_is_not_announced_before(ran
     """Two prompts that begin alike come at once: vLLM counts as cached for the second what the first will write."""
     p, d = ranks
     p.memory[...] = 0xEE  # another prompt's
-    half = SchedulerHalf(OPTIONS, block_tokens=4, agents=("p",), mint=new_id)
+    half = SchedulerHalf(OPTIONS, block_tokens=4, agents=("p",), mint=new_id, adapter_fingerprint=str)
     for seed, name in enumerate("ab", 1):
         params = {"do_remote_decode": True, "transfer_id": str(new_id(seed)), "destination": {"agent_id": "d"}}
         half.on_new_request(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,9 @@ class Request:
     kv_transfer_params: dict[str, Any] | None
     status: Status = Status.WAITING
     trace_headers: dict[str, str] | None = None
+    lora_request: Any = None
+    mm_features: list[Any] = dataclasses.field(default_factory=list)
+    prompt_embeds: Any = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -51,7 +55,8 @@ class Request:
 def new_half() -> SchedulerHalf:
     count = iter(range(1, 1 << 16))
     mint = lambda: TransferId(next(count).to_bytes(16, "big"))  # noqa: E731
-    return SchedulerHalf(OPTIONS, block_tokens=BLOCK, agents=("me", "me.1"), mint=mint)
+    agents = ("me", "me.1")
+    return SchedulerHalf(OPTIONS, block_tokens=BLOCK, agents=agents, mint=mint, adapter_fingerprint="of {}".format)
 
 
 def step(
@@ -98,7 +103,11 @@ def test_a_plain_prefill_is_kept_and_handed_over() -> None:
     assert is_kept
     assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39, lives=lives)
     (finish,) = step(half).finishes
-    assert (finish.blocks, finish.transfer_id, finish.content) == ((1, 2, 3), transfer_id, content_of(range(39), 2))
+    assert (finish.blocks, finish.transfer_id, finish.content) == (
+        (1, 2, 3),
+        transfer_id,
+        content_of(range(39), 2, [""]),
+    )
 
 
 def test_the_trace_of_a_request_goes_with_its_orders_and_with_what_is_handed_over() -> None:
@@ -119,6 +128,44 @@ def test_a_version_of_vllm_without_trace_headers_leaves_those_of_the_parameters(
     del request.trace_headers
     assert half.finished(SimpleNamespace(**vars(request), num_prompt_tokens=40), [1, 2, 3])[0]
     assert step(half).finishes[0].traceparent == TRACE
+
+
+def image(identifier: str, offset: int) -> SimpleNamespace:
+    return SimpleNamespace(modality="image", identifier=identifier, mm_position=SimpleNamespace(offset=offset))
+
+
+def test_what_blocks_hold_depends_on_more_than_the_tokens() -> None:
+    adapters = (None, SimpleNamespace(lora_path="a"), SimpleNamespace(lora_path="b"))
+    pictures = ([], [image("x", 3)], [image("y", 3)], [image("x", 4)], [image("x", 3), image("y", 3)])
+    contents = []
+    for adapter, images in itertools.product(adapters, pictures):
+        both = []
+        for params in (concurrent("decode"), {**concurrent("prefill"), "source": {"agent_id": "p", "ranks": 2}}):
+            half, request = new_half(), Request("r", list(range(40)), params, lora_request=adapter, mm_features=images)
+            half.allocated(request, [1, 2, 3], half.matched(request, 0) or 0)
+            orders = step(half, {"r": ([1, 2, 3], 0, 40)})
+            both += [order.content for order in (*orders.opens, *orders.loads)]
+        assert len(both) == 2
+        assert len(set(both)) == 1
+        contents += both[:1]
+    assert len(set(contents)) == len(contents) == 15
+
+
+@pytest.mark.parametrize("ids", [None, list(range(40))])
+def test_embeddings_instead_of_tokens_are_computed_where_they_are_wanted(ids: list[int] | None) -> None:
+    half = new_half()
+    embeds = SimpleNamespace(prompt_token_ids=ids, prompt_embeds="e", num_prompt_tokens=40, status=Status.RUNNING)
+    request = SimpleNamespace(**vars(embeds), request_id="p", kv_transfer_params=concurrent("decode"))
+    half.on_new_request(request)
+    assert step(half, {"p": ([1, 2, 3], 0, 40)}) == StepOrders(has_forward=True)
+    request.status = Status.FINISHED_LENGTH_CAPPED
+    assert half.finished(request, [1, 2, 3]) == (False, None)
+    assert [close.will_resume for close in step(half).closes] == [False]
+    wanted = SimpleNamespace(**vars(embeds), request_id="d", kv_transfer_params=handed_over(ID, ("p",), "x", 39))
+    half.on_new_request(wanted)
+    assert half.matched(wanted, 0) == 0
+    orders = step(half)
+    assert ([remote.request_id for remote in orders.releases], orders.keeps) == (["d"], ())
 
 
 def test_a_prompt_of_one_token_has_nothing_to_hand_over() -> None:
@@ -167,7 +214,7 @@ def test_a_load_is_the_missing_tail_without_the_last_token() -> None:
     assert half.matched(request, 16) == 32
     half.allocated(request, [9, 8, 7, 6], 32)
     (load,) = step(half).loads
-    assert (load.first, load.blocks, load.has_direct, load.content) == (1, (8, 7), True, content_of(range(48), 2))
+    assert (load.first, load.blocks, load.has_direct, load.content) == (1, (8, 7), True, content_of(range(48), 2, [""]))
     half.allocated(request, [9, 8, 7, 6], 0)
     half.reported([report("r", "")])
     half.received({"r"})
