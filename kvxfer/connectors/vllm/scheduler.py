@@ -109,6 +109,8 @@ class SchedulerHalf:
             return None
         if decode is None or decode.is_settled or decode.is_loading:
             return 0
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return 0  # it wants to see the whole prompt computed, for prompt_logprobs say
         return max(0, decode.tokens - computed)
 
     def allocated(self, request: Any, block_ids: Sequence[int], external: int) -> None:

@@ -46,6 +46,7 @@ class Request:
     lora_request: Any = None
     mm_features: list[Any] = dataclasses.field(default_factory=list)
     prompt_embeds: Any = None
+    skip_reading_prefix_cache: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -128,6 +129,16 @@ def test_a_version_of_vllm_without_trace_headers_leaves_those_of_the_parameters(
     del request.trace_headers
     assert half.finished(SimpleNamespace(**vars(request), num_prompt_tokens=40), [1, 2, 3])[0]
     assert step(half).finishes[0].traceparent == TRACE
+
+
+def test_a_prompt_that_must_be_computed_here_is_not_fetched() -> None:
+    half, request = new_half(), Request("r", list(range(33)), handed_over(ID, ("p",), "x", 32))
+    request.skip_reading_prefix_cache = True
+    half.on_new_request(request)
+    assert half.matched(request, 0) == 0
+    half.allocated(request, [1, 2, 3], 0)
+    orders = step(half)
+    assert (orders.loads, len(orders.releases)) == ((), 1)
 
 
 def image(identifier: str, offset: int) -> SimpleNamespace:
