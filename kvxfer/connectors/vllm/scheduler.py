@@ -300,8 +300,10 @@ class SchedulerHalf:
                 )
             )
         after = computed + output.num_scheduled_tokens[request_id]
-        tokens = prefill.request.num_prompt_tokens - 1
-        done = prefill.total if after >= tokens else after // self._block_tokens
+        if after >= prefill.request.num_prompt_tokens:
+            done = prefill.total
+        else:  # its last token, which the reader computes itself, may be written to the last block by another step
+            done = min(prefill.total, after // self._block_tokens)
         if done > prefill.blocks:
             chunks.append(Chunk(request_id, tuple(prefill.table[prefill.blocks : done])))
             prefill.blocks = done

@@ -195,6 +195,13 @@ def test_a_chunk_completes_blocks_and_the_last_one_the_rest() -> None:
     assert [order.blocks for order in step(half, cached={"r": ([4], 38, 22)}).chunks] == [(3, 4)]
 
 
+def test_a_block_that_the_last_token_will_be_written_to_is_not_final() -> None:
+    half, request = new_half(), Request("r", list(range(60)), concurrent("decode"))
+    half.on_new_request(request)
+    assert [order.blocks for order in step(half, {"r": ([1, 2, 3, 4], 0, 59)}).chunks] == [(1, 2, 3)]
+    assert [order.blocks for order in step(half, cached={"r": ([], 59, 1)}).chunks] == [(4,)]
+
+
 def test_a_preempted_prefill_is_closed_in_that_step_and_opened_again() -> None:
     half, request = new_half(), Request("r", list(range(60)), concurrent("decode"), Status.RUNNING)
     half.on_new_request(request)
