@@ -327,6 +327,16 @@ async def test_a_cancel_ends_it_at_both_sides(ranks: tuple[Rank, Rank]) -> None:
     assert p.freed == ["r"]
 
 
+async def test_a_cancel_in_the_step_that_began_it_ends_it(ranks: tuple[Rank, Rank]) -> None:
+    _, d = ranks
+    loading = d.load(load_order(0, (5, 6, 7), has_direct=False))
+    d.loads.cancel("l")
+    over = await asyncio.wait_for(loading, 1.0)
+    assert over.error is not None
+    assert over.error.code == "cancelled"
+    await is_idle(d)
+
+
 async def test_a_request_that_comes_again_while_the_first_is_being_cancelled_ends_too(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     order = load_order(0, (5, 6), has_direct=False)
