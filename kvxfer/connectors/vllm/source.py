@@ -164,14 +164,14 @@ class Source:
         if hold is None:
             hold = self._hold(order, len(order.blocks), order.blocks)
             self._admit(hold)
-            if not hold.is_released:
-                reader = None if order.reader is None else rank_agent(order.reader, self._rank)
-                direct = self._grant(hold, reader, self._rank, DIRECT, hold.blocks)
-                hold.direct = {part.grant.transfer_id for part in direct}
-                self._after(functools.partial(announce, direct, len(self._pages.layers)))
         else:
             hold.blocks = list(order.blocks)
             hold.total = len(hold.blocks)
+        if not hold.readers and not hold.is_released:  # it may come with what the router was answered
+            reader = None if order.reader is None else rank_agent(order.reader, self._rank)
+            direct = self._grant(hold, reader, self._rank, DIRECT, hold.blocks)
+            hold.direct = {part.grant.transfer_id for part in direct}
+            self._after(functools.partial(announce, direct, len(self._pages.layers)))
         self._after(functools.partial(self._settle, [(hold, hold.total)]))
         hold.until_s = now_s + self._options.hold_ttl_s
         if hold.is_released:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Chunk, Load, StepOrders
 
-from .pair import LAYERS, OPTIONS, Rank, is_idle, load_order, new_id, open_order
+from .pair import LAYERS, OPTIONS, Rank, finish_order, is_idle, load_order, new_id, open_order, until
 
 
 async def test_what_a_prompt_of_the_same_step_writes_is_not_announced_before(ranks: tuple[Rank, Rank]) -> None:
@@ -66,3 +66,14 @@ async def test_what_a_failed_forward_did_not_write_is_never_taken(ranks: tuple[R
     assert over.error.code == "grant_revoked"
     assert not p.agent.statistics().grants.alive
     await is_idle(d)
+
+
+async def test_a_prompt_that_was_opened_for_a_reader_may_be_pulled_as_a_whole(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    p.source.begin_step(open_order(3))
+    p.forward(StepOrders(True, chunks=(Chunk("r", (4, 5, 6)),)), [4, 5, 6])
+    p.source.begin_step(finish_order((4, 5, 6), "d"))
+    over = await asyncio.wait_for(d.load(load_order(0, (0, 1, 2), has_direct=True)), 2.0)
+    assert over.error is None
+    assert (d.memory[:, [0, 1, 2]] == p.memory[:, [4, 5, 6]]).all()
+    await until(lambda: p.freed == ["r"])
