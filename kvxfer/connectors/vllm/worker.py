@@ -211,21 +211,25 @@ class WorkerHalf:
 
     async def _serve(self) -> None:
         source, loads, runtime = self._parts()
-        sweeping = asyncio.create_task(self._sweep(source))
         try:
-            async for notification in runtime.agent.notifications():
-                try:
-                    message = decode(notification.payload)
-                except ProtocolViolation as error:
-                    log.warning("%s: %s", notification.sender, error)
-                    continue
-                if isinstance(message, (Part, Refuse)):
-                    loads.on_message(notification.sender.agent_id, message)
-                else:
-                    source.on_message(notification.sender.agent_id, message)
+            async with asyncio.TaskGroup() as group:
+                sweeping = group.create_task(self._sweep(source))
+                await self._listen(runtime.agent, source, loads)
+                sweeping.cancel()
         finally:
-            sweeping.cancel()
             await loads.close()
+
+    async def _listen(self, agent: Agent, source: Source, loads: Loads) -> None:
+        async for notification in agent.notifications():
+            try:
+                message = decode(notification.payload)
+            except ProtocolViolation as error:
+                log.warning("%s: %s", notification.sender, error)
+                continue
+            if isinstance(message, (Part, Refuse)):
+                loads.on_message(notification.sender.agent_id, message)
+            else:
+                source.on_message(notification.sender.agent_id, message)
 
     async def _sweep(self, source: Source) -> None:
         async for _ in every(SWEEP_S):
