@@ -27,7 +27,15 @@ from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.parts import PartGrant, announce
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Open, StepOrders
 from kvxfer.connectors.vllm.wire import PARTS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
-from kvxfer.errors import GrantExpired, GrantReleased, GrantRevoked, GrantUnknown, KvxferError, PeerGone
+from kvxfer.errors import (
+    GrantExpired,
+    GrantReleased,
+    GrantRevoked,
+    GrantUnknown,
+    KvxferError,
+    LimitExceeded,
+    PeerGone,
+)
 from kvxfer.observe import OpenSpan
 from kvxfer.types import GrantState, TransferId
 
@@ -38,6 +46,8 @@ SILENT_S = 2.5
 """A reader that has spoken says every half second that it is still there; one that was silent for so long is gone."""
 EARLY_MAX = 1024
 """Asks that wait for their prompt."""
+UNSENT_MAX = 4096
+"""Messages to one reader beyond those that it has not confirmed."""
 ENDED_MAX = 4096
 """Prompts that are over and still known by how they ended."""
 
@@ -80,6 +90,8 @@ class Source:
         self._ended: collections.OrderedDict[TransferId, KvxferError] = collections.OrderedDict()
         self._writing: list[Hold] = []
         self._announcing: list[PartGrant] = []
+        self._unsent: dict[str, collections.deque[Message]] = {}
+        """By agent, on the loop."""
         self._saved: set[int] = set()
         self._announced = 0
         layers = len(pages.layers)
@@ -256,6 +268,8 @@ class Source:
 
     def sweep(self) -> None:
         """Look at what is over."""
+        for agent_id in list(self._unsent):
+            self._flush(agent_id)
         now_s = time.monotonic()
         known = {member.ref.agent_id for member in self._agent.members()}
         with self._lock:
@@ -432,10 +446,24 @@ class Source:
         self._post(self._send_on_loop, agent_id, message)
 
     def _send_on_loop(self, agent_id: str, message: Message) -> None:
+        self._unsent.setdefault(agent_id, collections.deque()).append(message)
+        self._flush(agent_id)
+
+    def _flush(self, agent_id: str) -> None:
+        """Send what waits for a reader, in order. A reader that confirms slowly is told the rest later: it counts on
+        every part."""
+        waiting = self._unsent[agent_id]
         try:
-            self._agent.notify(agent_id, encode(message))
+            while waiting:
+                self._agent.notify(agent_id, encode(waiting[0]))
+                waiting.popleft()
+        except LimitExceeded as error:
+            if len(waiting) < UNSENT_MAX:
+                return
+            log.warning("UNSENT_MAX=%d messages to a reader are dropped: %s", UNSENT_MAX, error)
         except KvxferError as error:
             log.debug("a reader could not be told: %s", error, extra={"agent_id": agent_id})
+        del self._unsent[agent_id]
 
 
 def _refusal(ask: Ask, error: KvxferError) -> Refuse:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
+from kvxfer.agent import Delivery
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Chunk, Load, StepOrders
+from kvxfer.errors import LimitExceeded
 
 from .pair import LAYERS, OPTIONS, Rank, finish_order, is_idle, load_order, new_id, open_order, until
 
@@ -77,3 +81,26 @@ async def test_a_prompt_that_was_opened_for_a_reader_may_be_pulled_as_a_whole(ra
     assert over.error is None
     assert (d.memory[:, [0, 1, 2]] == p.memory[:, [4, 5, 6]]).all()
     await until(lambda: p.freed == ["r"])
+
+
+async def test_a_reader_that_confirms_slowly_is_told_every_part_in_order(
+    ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = ranks
+    loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
+    await asyncio.sleep(0.05)
+    notify, refusals = p.agent.notify, iter(range(3))
+
+    def full(agent_id: str, payload: bytes) -> Delivery:
+        if next(refusals, None) is not None:
+            raise LimitExceeded("1024 notifications are not confirmed")
+        return notify(agent_id, payload)
+
+    monkeypatch.setattr(p.agent, "notify", full)
+    p.source.begin_step(open_order(3))
+    for block in (4, 5, 6):
+        p.forward(StepOrders(True, chunks=(Chunk("r", (block,)),)), [block])
+    over = await asyncio.wait_for(loading, 2.0)
+    assert over.error is None
+    assert next(refusals, None) is None
+    assert (d.memory[:, [0, 1, 2]] == p.memory[:, [4, 5, 6]]).all()
