@@ -85,8 +85,9 @@ class Source:
         self._lock = threading.RLock()
         self._holds: dict[str, Hold] = {}
         self._by_transfer: dict[TransferId, Hold] = {}
-        self._early: dict[tuple[TransferId, int], tuple[Ask, str, float]] = {}
-        self._released_early: dict[tuple[TransferId, int], tuple[Release, float]] = {}
+        self._early: dict[tuple[TransferId, int, str], tuple[Ask, float]] = {}
+        self._released_early: dict[tuple[TransferId, int, str], tuple[Release, float]] = {}
+        """What agents said of prompts to come, by prompt, rank and agent."""
         self._ended: collections.OrderedDict[TransferId, KvxferError] = collections.OrderedDict()
         self._writing: list[Hold] = []
         self._announcing: list[PartGrant] = []
@@ -198,14 +199,14 @@ class Source:
                 until_s = time.monotonic() + self._options.pull_wait_s
                 for rank in hold.released:
                     release = Release(hold.transfer_id, rank, hold.readers_expected)
-                    self._released_early[hold.transfer_id, rank] = (release, until_s)
+                    self._released_early[hold.transfer_id, rank, hold.reader or ""] = (release, until_s)
         if order.will_resume:
             self._ended.pop(order.transfer_id, None)
             return
         self._remember(order.transfer_id, error)
         for key in [key for key in self._early if key[0] == order.transfer_id]:
-            ask, agent_id, _ = self._early.pop(key)
-            self._send(agent_id, _refusal(ask, error))
+            ask, _ = self._early.pop(key)
+            self._send(key[2], _refusal(ask, error))
 
     def _hold(self, order: Open | Finish, total: int, blocks: Sequence[int] = ()) -> Hold:
         """A new hold; ``blocks`` of it are known."""
@@ -238,11 +239,12 @@ class Source:
         self._holds[hold.request_id] = hold
         self._by_transfer[hold.transfer_id] = hold
         for key in [key for key in self._early if key[0] == hold.transfer_id]:
-            ask, agent_id, _ = self._early.pop(key)
-            self._join(hold, ask, agent_id)
+            ask, _ = self._early.pop(key)
+            self._join(hold, ask, key[2])
         for key in [key for key in self._released_early if key[0] == hold.transfer_id]:
             release, _ = self._released_early.pop(key)
-            self._release(hold, release)
+            if hold.may_be_read_by(key[2]):
+                self._release(hold, release)
 
     # --- the loop ---
 
@@ -262,7 +264,7 @@ class Source:
                     if hold.may_be_read_by(agent_id):
                         self._release(hold, message)
                 elif message.transfer_id not in self._ended and len(self._released_early) < EARLY_MAX:
-                    key = (message.transfer_id, message.rank)
+                    key = (message.transfer_id, message.rank, agent_id)
                     self._early.pop(key, None)
                     self._released_early[key] = (message, time.monotonic() + self._options.pull_wait_s)
 
@@ -275,9 +277,9 @@ class Source:
         with self._lock:
             for hold in list(self._holds.values()):
                 self._look_at(hold, now_s, known)
-            for key in [key for key, (_, _, until_s) in self._early.items() if now_s >= until_s]:
-                ask, agent_id, _ = self._early.pop(key)
-                self._send(agent_id, _refusal(ask, GrantUnknown("this engine never heard of that prompt")))
+            for key in [key for key, (_, until_s) in self._early.items() if now_s >= until_s]:
+                ask, _ = self._early.pop(key)
+                self._send(key[2], _refusal(ask, GrantUnknown("this engine never heard of that prompt")))
             for key in [key for key, (_, until_s) in self._released_early.items() if now_s >= until_s]:
                 del self._released_early[key]
 
@@ -306,7 +308,7 @@ class Source:
             return
         ended = self._ended.get(ask.transfer_id)
         if ended is None and ask.is_early and len(self._early) < EARLY_MAX:
-            self._early[ask.transfer_id, ask.rank] = (ask, agent_id, time.monotonic() + self._options.pull_wait_s)
+            self._early[ask.transfer_id, ask.rank, agent_id] = (ask, time.monotonic() + self._options.pull_wait_s)
             return
         self._send(agent_id, _refusal(ask, ended or GrantUnknown("this engine has no such prompt")))
 

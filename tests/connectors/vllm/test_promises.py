@@ -10,6 +10,7 @@ import pytest
 from kvxfer.agent import Delivery
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Chunk, Load, StepOrders
+from kvxfer.connectors.vllm.wire import Release
 from kvxfer.errors import LimitExceeded
 
 from .pair import LAYERS, OPTIONS, Rank, finish_order, is_idle, load_order, new_id, open_order, until
@@ -103,4 +104,20 @@ async def test_a_reader_that_confirms_slowly_is_told_every_part_in_order(
     over = await asyncio.wait_for(loading, 2.0)
     assert over.error is None
     assert next(refusals, None) is None
+    assert (d.memory[:, [0, 1, 2]] == p.memory[:, [4, 5, 6]]).all()
+
+
+@pytest.mark.parametrize("has_asked", [True, False])
+async def test_an_engine_that_will_not_be_the_reader_cannot_let_go(ranks: tuple[Rank, Rank], has_asked: bool) -> None:
+    p, d = ranks
+    if not has_asked:
+        p.source.on_message("other", Release(new_id(), 0, 1))
+    loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
+    await until(lambda: bool(p.source._early))
+    if has_asked:
+        p.source.on_message("other", Release(new_id(), 0, 1))
+    p.source.begin_step(open_order(3))
+    p.forward(StepOrders(True, chunks=(Chunk("r", (4, 5, 6)),)), [4, 5, 6])
+    over = await asyncio.wait_for(loading, 2.0)
+    assert over.error is None
     assert (d.memory[:, [0, 1, 2]] == p.memory[:, [4, 5, 6]]).all()
