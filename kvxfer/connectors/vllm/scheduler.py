@@ -80,6 +80,7 @@ class SchedulerHalf:
         self._adapter_fingerprint = adapter_fingerprint
         self._prefills: dict[str, Prefill] = {}
         self._decodes: dict[str, Decode] = {}
+        self._senseless: set[str] = set()
         self._closes: list[Close] = []
         self._finishes: list[Finish] = []
         self._keeps: list[Remote] = []
@@ -145,6 +146,7 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """It is over. Returns whether its blocks must stay, and what the client is answered."""
         self._know(request)
+        self._senseless.discard(request.request_id)
         decode = self._decodes.pop(request.request_id, None)
         if decode is not None:
             if decode.is_loading:
@@ -220,12 +222,13 @@ class SchedulerHalf:
 
     def _know(self, request: Any) -> None:
         request_id = request.request_id
-        if request_id in self._prefills or request_id in self._decodes:
+        if request_id in self._prefills or request_id in self._decodes or request_id in self._senseless:
             return
         try:
             leg = parse(request.kv_transfer_params)
         except InvalidArgument as error:
             log.warning("kv_transfer_params: %s; the prompt is computed here", error, extra={"request_id": request_id})
+            self._senseless.add(request_id)
             return
         if leg is None:
             return

@@ -324,13 +324,16 @@ def test_another_prompt_than_the_prefill_had_is_computed_here() -> None:
     assert len(step(half).releases) == 1
 
 
-def test_parameters_without_sense_are_computed_here() -> None:
+def test_parameters_without_sense_are_computed_here(caplog: pytest.LogCaptureFixture) -> None:
     half, request = new_half(), Request("r", list(range(33)), {"do_remote_prefill": True, "transfer_id": 7})
     half.on_new_request(request)
-    assert half.matched(request, 0) == 0
+    assert [half.matched(request, 0) for _ in range(3)] == [0, 0, 0]
     half.allocated(request, [1, 2, 3], 0)
     assert half.finished(request, [1, 2, 3]) == (False, None)
     assert step(half) == StepOrders()
+    assert len(caplog.records) == 1
+    half.on_new_request(Request("r", list(range(33)), {"do_remote_prefill": True, "transfer_id": 7}))
+    assert len(caplog.records) == 2
 
 
 def report(request_id: str, code: str) -> Report:
