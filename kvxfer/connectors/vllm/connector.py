@@ -173,8 +173,9 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def get_kv_connector_stats(self) -> Any:
         if self._worker_half is None:
-            return None
-        stats = KvxferStats.of(self._reports, self._worker_half.take_expired())
+            stats = KvxferStats.of(self._scheduler.take_ended(), 0)
+        else:
+            stats = KvxferStats.of((), self._worker_half.take_expired())
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:

@@ -81,6 +81,8 @@ class SchedulerHalf:
         self._prefills: dict[str, Prefill] = {}
         self._decodes: dict[str, Decode] = {}
         self._senseless: set[str] = set()
+        self._reports: dict[str, list[Report]] = {}
+        self._ended: list[Report] = []
         self._closes: list[Close] = []
         self._finishes: list[Finish] = []
         self._keeps: list[Remote] = []
@@ -206,6 +208,9 @@ class SchedulerHalf:
     def received(self, request_ids: Iterable[str]) -> None:
         """These loads are over at all ranks."""
         for request_id in request_ids:
+            reports = self._reports.pop(request_id, None)
+            if reports is not None:
+                self._ended.append(_whole(reports))
             decode = self._decodes.get(request_id)
             if decode is not None:
                 decode.is_loading = False
@@ -214,9 +219,15 @@ class SchedulerHalf:
     def reported(self, reports: Iterable[Report]) -> None:
         """What the ranks say of loads."""
         for report in reports:
+            self._reports.setdefault(report.request_id, []).append(report)
             decode = self._decodes.get(report.request_id)
             if decode is not None:
                 decode.reports.append(report)
+
+    def take_ended(self) -> list[Report]:
+        """Loads that ended since the last call, of all ranks together."""
+        ended, self._ended = self._ended, []
+        return ended
 
     # --- inside ---
 
@@ -330,7 +341,16 @@ def _account(decode: Decode) -> dict[str, Any] | None:
     """What the client may read of its transfer: of the slowest rank, or of the first that failed."""
     if not decode.reports:
         return None
-    worst = max(decode.reports, key=lambda report: (report.code != "", report.seconds))
-    values = dataclasses.asdict(worst)
+    values = dataclasses.asdict(_worst(decode.reports))
     del values["request_id"]
     return {"kvxfer": values}
+
+
+def _worst(reports: list[Report]) -> Report:
+    return max(reports, key=lambda report: (report.code != "", report.seconds))
+
+
+def _whole(reports: list[Report]) -> Report:
+    """Of one load, what all its ranks said."""
+    moved = {name: sum(getattr(report, name) for report in reports) for name in ("bytes", "early_bytes")}
+    return dataclasses.replace(_worst(reports), **moved)

@@ -102,6 +102,12 @@ class Source:
     def __len__(self) -> int:
         return len(self._holds)
 
+    def take_expired(self) -> int:
+        """Prompts that nobody fetched in time, since the last call."""
+        with self._lock:
+            expired, self.expired = self.expired, 0
+        return expired
+
     # --- the forward thread ---
 
     def begin_step(self, orders: StepOrders) -> None:

@@ -178,11 +178,9 @@ class WorkerHalf:
         return tuple(reports)
 
     def take_expired(self) -> int:
-        """Prompts that nobody fetched in time, since the last call."""
-        if self._source is None:
-            return 0
-        expired, self._source.expired = self._source.expired, 0
-        return expired
+        """Prompts that nobody fetched in time, since the last call; each rank has a part of every one, and the first
+        counts them."""
+        return 0 if self._source is None or self._rank > 0 else self._source.take_expired()
 
     def shutdown(self) -> None:
         """End transfers and leave the cluster. Callable twice."""

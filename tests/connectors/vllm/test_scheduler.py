@@ -244,6 +244,22 @@ def test_a_load_is_the_missing_tail_without_the_last_token() -> None:
     assert answer["kvxfer"]["bytes"] == 7
 
 
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_load_is_counted_once_when_all_its_ranks_have_said_how_it_ended(is_aborted: bool) -> None:
+    half, request = new_half(), Request("r", list(range(49)), handed_over(ID, ("p", "p.1"), "x", 48))
+    half.on_new_request(request)
+    half.allocated(request, [9, 8, 7, 6], half.matched(request, 0) or 0)
+    half.reported([report("r", "")])
+    half.received(())
+    assert half.take_ended() == []
+    if is_aborted:
+        half.finished(request, [9, 8, 7, 6])
+    half.reported([report("r", "checksum")])
+    half.received({"r"})
+    assert [(ended.code, ended.bytes, ended.seconds) for ended in half.take_ended()] == [("checksum", 14, 0.5)]
+    assert half.take_ended() == []
+
+
 def test_a_full_local_hit_is_released() -> None:
     half, request = new_half(), Request("r", list(range(33)), handed_over(ID, ("p",), "x", 32))
     half.on_new_request(request)
