@@ -324,7 +324,7 @@ async def test_a_cancel_ends_it_at_both_sides(ranks: tuple[Rank, Rank]) -> None:
     await is_idle(d)
     await until(lambda: not p.agent.statistics().grants.alive)
     p.source.begin_step(finish_order((1, 2, 3), "d"))
-    assert p.freed == ["r"]
+    await until(lambda: p.freed == ["r"])
 
 
 async def test_a_cancel_in_the_step_that_began_it_ends_it(ranks: tuple[Rank, Rank]) -> None:
