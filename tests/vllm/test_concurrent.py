@@ -70,3 +70,23 @@ async def test_the_prefill_leg_may_come_before_the_decode_leg(cluster: Cluster) 
     answer, whole = await asyncio.gather(cluster["d"].generate(ids, 8, decode), cluster["mono"].generate(ids, 8))
     assert (answer.tokens, answer.report["code"]) == (whole.tokens, "")
     await wait_free(cluster["p"])
+
+
+async def test_prompts_that_begin_alike_may_come_at_once(cluster: Cluster) -> None:
+    """vLLM counts what the first will compute as cached for the second, in the step that computes it."""
+    p, d = cluster["p"], cluster["d"]
+    for turn in range(3):
+        alike = prompt(256, seed=f"alike {turn}")
+        prompts = [alike + prompt(length, seed=turn) for length in (40, 50)]
+        wanted = await asyncio.gather(*(cluster["mono"].generate(ids, 12) for ids in prompts))
+        legs = [both_legs(p, d) for _ in prompts]
+        decodes = [d.add(ids, 12, decode) for ids, (_, decode) in zip(prompts, legs, strict=True)]
+        await asyncio.sleep(0.3)  # they have asked
+        prefills = [p.add(ids, 1, prefill) for ids, (prefill, _) in zip(prompts, legs, strict=True)]
+        await asyncio.gather(*map(p.wait, prefills))
+        for decode, whole in zip(decodes, wanted, strict=True):
+            answer = await d.wait(decode)
+            assert (answer.tokens, answer.report["code"]) == (whole.tokens, "")
+            await assert_same_bytes(p, d, answer.report["transfer_id"])
+    await wait_free(p)
+    await wait_free(d)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from typing import Any
 
 from engines import PYTHON
 
@@ -35,14 +36,57 @@ print(json.dumps({
     "registered": KVConnectorFactory._registry["KvxferConnector"]() is KvxferConnector,
 }))
 """
+STEP = """
+import contextlib, json
+from types import SimpleNamespace
+from unittest import mock
+from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
+from kvxfer.connectors.vllm.connector import KvxferConnector, KvxferMetadata
+from kvxfer.connectors.vllm.steps import StepOrders
+from kvxfer.connectors.vllm.worker import Results
+
+told = []
+connector = KvxferConnector.__new__(KvxferConnector)
+connector._worker_half = mock.Mock(
+    step_saved=lambda: told.append("saved"), step_failed=lambda: told.append("failed"), results=Results,
+    reports=tuple, take_expired=int,
+)
+mixin.get_kv_transfer_group, mixin.get_forward_context = lambda: connector, lambda: None
+step = SimpleNamespace(
+    kv_connector_metadata=KvxferMetadata(StepOrders()), has_sync_kv_loads=False, finished_req_ids=set()
+)
+
+def forward(error=None):
+    with contextlib.suppress(ZeroDivisionError), mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(step):
+        if error:
+            raise error
+
+forward()
+forward(ZeroDivisionError())
+try:
+    raise KeyError
+except KeyError:
+    forward()
+    forward(ZeroDivisionError())
+print(json.dumps(told))
+"""
 NEWER = {"get_transfer_results", "get_loaded_kv_cache_group_ids"}
 """Methods that the oldest supported version does not have."""
 
 
 def test_every_method_fits_the_installed_version() -> None:
-    done = subprocess.run([str(PYTHON), "-c", LOOK], capture_output=True, text=True, check=True, timeout=120)
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run(LOOK)
     assert found["abstract"] == []
     assert found["differ"] == []
     assert set(found["unknown"]) <= NEWER | {"worker_half"}
     assert found["registered"]
+
+
+def test_a_forward_that_raised_is_told_from_one_that_did_not() -> None:
+    assert run(STEP) == ["saved", "failed", "saved", "failed"]
+
+
+def run(program: str) -> Any:
+    done = subprocess.run([str(PYTHON), "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import secrets
+import sys
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -18,7 +19,7 @@ from kvxfer.agent import Agent
 from kvxfer.connectors.vllm.ids import rank_agent
 from kvxfer.connectors.vllm.metrics import KvxferPromMetrics, KvxferStats
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.record import make_record
+from kvxfer.connectors.vllm.record import adapter_fingerprint, make_record
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Report, StepOrders
 from kvxfer.connectors.vllm.tracing import vllm_sink
@@ -71,6 +72,8 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._worker_half: WorkerHalf | None = None
         self._last = Results()
         self._reports: tuple[Report, ...] = ()
+        self._handled: BaseException | None = None
+        """What was being handled around the step when it began."""
         self._ending = contextlib.ExitStack()
         if role == base.KVConnectorRole.SCHEDULER:
             self._scheduler_half = SchedulerHalf(
@@ -78,6 +81,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
                 block_tokens=vllm_config.cache_config.block_size,
                 agents=tuple(rank_agent(options.agent_id, rank) for rank in range(ranks)),
                 mint=lambda: TransferId(secrets.token_bytes(16)),
+                adapter_fingerprint=adapter_fingerprint,
             )
             return
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -125,6 +129,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._handled = sys.exc_info()[1]
         self._worker.begin_step(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -137,7 +142,11 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._worker.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
-        self._worker.step_saved()
+        """vLLM calls this in a ``finally``: after a forward that raised too."""
+        if sys.exc_info()[1] is self._handled:
+            self._worker.step_saved()
+        else:
+            self._worker.step_failed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = self._take_results()
@@ -165,8 +174,9 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def get_kv_connector_stats(self) -> Any:
         if self._worker_half is None:
-            return None
-        stats = KvxferStats.of(self._reports, self._worker_half.take_expired())
+            stats = KvxferStats.of(self._scheduler.take_ended(), 0)
+        else:
+            stats = KvxferStats.of((), self._worker_half.take_expired())
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:

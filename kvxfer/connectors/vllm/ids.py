@@ -5,6 +5,7 @@ and what a prompt's blocks hold.
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from collections.abc import Sequence
 
@@ -34,10 +35,13 @@ def part_id(transfer_id: TransferId, source_rank: int, destination_rank: int, pa
     return TransferId(hashlib.blake2b(content, digest_size=16).digest())
 
 
-def content_of(token_ids: Sequence[int], ranks: int) -> bytes:
-    """What the blocks of these tokens hold in an engine of so many ranks, which share its heads out: SHA-256 of the
-    number of ranks and the ids as little-endian uint32."""
-    return hashlib.sha256(np.asarray([ranks, *token_ids], dtype="<u4").tobytes()).digest()
+def content_of(token_ids: Sequence[int], ranks: int, beside: Sequence[str] = ()) -> bytes:
+    """What the blocks of these tokens hold in an engine of so many ranks, which share its heads out: SHA-256 of what
+    they depend on ``beside`` the ids (its canonical JSON's SHA-256), the number of ranks and the ids as little-endian
+    uint32."""
+    whole = hashlib.sha256(hashlib.sha256(json.dumps(beside).encode()).digest())
+    whole.update(np.asarray([ranks, *token_ids], dtype="<u4").tobytes())
+    return whole.digest()
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:

@@ -84,8 +84,10 @@ class Fetch:
 
     def end(self, error: KvxferError) -> None:
         """Give it up, unless it has ended."""
-        if self.task is not None and not self.task.done() and self.why is None:
-            self.why = error
+        if self.why is not None or (self.task is not None and self.task.done()):
+            return
+        self.why = error
+        if self.task is not None:
             self.task.cancel()
 
     def begin_again(self) -> None:
@@ -216,10 +218,12 @@ class Loads:
 
     async def _run_one(self, fetch: Fetch, fetches: list[Fetch]) -> Landing | KvxferError | None:
         """Its landing, drained; ``None`` where another source has all that is needed."""
-        fetch.task = asyncio.create_task(self._fetch(fetch))
-        self._watch(fetch.source)
         outcome: Landing | KvxferError | None
         try:
+            if fetch.why is not None:  # it was given up before it began
+                raise fetch.why
+            fetch.task = asyncio.create_task(self._fetch(fetch))
+            self._watch(fetch.source)
             await asyncio.wait({fetch.task}, timeout=self._options.load_deadline_s)
             fetch.end(DeadlineExceeded(f"load_deadline_s {self._options.load_deadline_s:g} passed"))
             outcome = await fetch.task

@@ -67,6 +67,7 @@ class Pages:
         """
         if not caches:
             raise ConfigError("vLLM registered no KV cache")
+        caches = _without_aliases(caches)
         devices = sorted({str(tensor.device) for tensor in caches.values()})
         if len(devices) > 1 or devices[0].partition(":")[0] not in ("cpu", "cuda"):
             raise ConfigError(
@@ -89,6 +90,14 @@ class Pages:
         if len({store.region.address for store in stores}) != len(stores):
             raise ConfigError("the layers of the KV cache are spread over storages without order")
         return cls(names, page_bytes, tuple(stores))
+
+
+def _without_aliases(caches: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers without those that read what another one keeps."""
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in caches.items():
+        first.setdefault((tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())), name)
+    return {name: caches[name] for name in first.values()}
 
 
 def _base(tensor: Any) -> int:

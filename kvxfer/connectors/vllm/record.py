@@ -6,10 +6,11 @@ only to ask which attention backend was chosen.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import pathlib
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.errors import ConfigError
@@ -115,10 +116,35 @@ def weights_fingerprint(model: str, revision: str, seed: str) -> str:
             size = path.stat().st_size
             header = min(int.from_bytes(file.read(8), "little"), HEADER_BYTES_MAX, size)
             whole.update(f"{path.name} {size}\n".encode() + file.read(header))
-            for sample in range(SAMPLES):
-                file.seek(8 + header + (size - 8 - header) * sample // SAMPLES)
-                whole.update(file.read(SAMPLE_BYTES))
+            _update_with_samples(whole, file, 8 + header, size)
     return whole.hexdigest()
+
+
+def adapter_fingerprint(path: str) -> str:
+    """SHA-256 over the ``adapter_*`` files of a LoRA adapter in the directory ``path``: names, sizes, and samples of
+    their bytes; 64 hex digits. Without such files over ``path``."""
+    try:
+        files = sorted(pathlib.Path(path).expanduser().glob("adapter_*"))
+        stats = [file.stat() for file in files]
+        return _adapter_fingerprint(path, tuple(files), tuple((stat.st_size, stat.st_mtime_ns) for stat in stats))
+    except OSError:
+        return _adapter_fingerprint(path, (), ())
+
+
+@functools.lru_cache(maxsize=256)
+def _adapter_fingerprint(path: str, files: tuple[pathlib.Path, ...], stamps: tuple[tuple[int, int], ...]) -> str:
+    whole = hashlib.sha256(b"" if files else path.encode())
+    for name, (size, _) in zip(files, stamps, strict=True):
+        with name.open("rb") as file:
+            whole.update(f"{name.name} {size}\n".encode())
+            _update_with_samples(whole, file, 0, size)
+    return whole.hexdigest()
+
+
+def _update_with_samples(whole: Any, file: BinaryIO, start: int, end: int) -> None:
+    for sample in range(SAMPLES):
+        file.seek(start + (end - start) * sample // SAMPLES)
+        whole.update(file.read(SAMPLE_BYTES))
 
 
 def _attention(vllm_config: Any) -> tuple[str, str]:

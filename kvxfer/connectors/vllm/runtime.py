@@ -80,11 +80,14 @@ class Runtime:
             self._started.set()
             stopping = asyncio.ensure_future(self._stopping.wait())
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            has_broken = serving.done() and not self._stopping.is_set()
             for task in (serving, stopping):
                 task.cancel()
             await asyncio.gather(serving, stopping, return_exceptions=True)
             if serving.done() and not serving.cancelled() and serving.exception() is not None:
                 raise serving.exception()  # type: ignore[misc]
+            if has_broken:
+                raise Closed("the agent closed by itself")
 
 
 async def every(period_s: float) -> AsyncIterator[None]:

@@ -59,10 +59,17 @@ class Decode:
 
 
 class SchedulerHalf:
-    """One engine's. ``agents`` are its ranks' agents; ``mint`` makes transfer ids for routers that give none."""
+    """One engine's. ``agents`` are its ranks' agents; ``mint`` makes transfer ids for routers that give none;
+    ``adapter_fingerprint`` says what the LoRA adapter at a path is."""
 
     def __init__(
-        self, options: ConnectorOptions, *, block_tokens: int, agents: tuple[str, ...], mint: Callable[[], TransferId]
+        self,
+        options: ConnectorOptions,
+        *,
+        block_tokens: int,
+        agents: tuple[str, ...],
+        mint: Callable[[], TransferId],
+        adapter_fingerprint: Callable[[str], str],
     ) -> None:
         self._options = options
         self._block_tokens = block_tokens
@@ -70,8 +77,12 @@ class SchedulerHalf:
         self._lives: tuple[Incarnation, ...] = ()
         self._addresses: tuple[str, ...] = ()
         self._mint = mint
+        self._adapter_fingerprint = adapter_fingerprint
         self._prefills: dict[str, Prefill] = {}
         self._decodes: dict[str, Decode] = {}
+        self._senseless: set[str] = set()
+        self._reports: dict[str, list[Report]] = {}
+        self._ended: list[Report] = []
         self._closes: list[Close] = []
         self._finishes: list[Finish] = []
         self._keeps: list[Remote] = []
@@ -101,6 +112,8 @@ class SchedulerHalf:
             return None
         if decode is None or decode.is_settled or decode.is_loading:
             return 0
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return 0  # it wants to see the whole prompt computed, for prompt_logprobs say
         return max(0, decode.tokens - computed)
 
     def allocated(self, request: Any, block_ids: Sequence[int], external: int) -> None:
@@ -135,6 +148,7 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """It is over. Returns whether its blocks must stay, and what the client is answered."""
         self._know(request)
+        self._senseless.discard(request.request_id)
         decode = self._decodes.pop(request.request_id, None)
         if decode is not None:
             if decode.is_loading:
@@ -194,6 +208,9 @@ class SchedulerHalf:
     def received(self, request_ids: Iterable[str]) -> None:
         """These loads are over at all ranks."""
         for request_id in request_ids:
+            reports = self._reports.pop(request_id, None)
+            if reports is not None:
+                self._ended.append(_whole(reports))
             decode = self._decodes.get(request_id)
             if decode is not None:
                 decode.is_loading = False
@@ -202,33 +219,42 @@ class SchedulerHalf:
     def reported(self, reports: Iterable[Report]) -> None:
         """What the ranks say of loads."""
         for report in reports:
+            self._reports.setdefault(report.request_id, []).append(report)
             decode = self._decodes.get(report.request_id)
             if decode is not None:
                 decode.reports.append(report)
+
+    def take_ended(self) -> list[Report]:
+        """Loads that ended since the last call, of all ranks together."""
+        ended, self._ended = self._ended, []
+        return ended
 
     # --- inside ---
 
     def _know(self, request: Any) -> None:
         request_id = request.request_id
-        if request_id in self._prefills or request_id in self._decodes:
+        if request_id in self._prefills or request_id in self._decodes or request_id in self._senseless:
             return
         try:
             leg = parse(request.kv_transfer_params)
         except InvalidArgument as error:
             log.warning("kv_transfer_params: %s; the prompt is computed here", error, extra={"request_id": request_id})
+            self._senseless.add(request_id)
             return
         if leg is None:
             return
         traceparent = trace_of(getattr(request, "trace_headers", None), request.kv_transfer_params)
         tokens = request.num_prompt_tokens - 1
-        ids = (request.prompt_token_ids or ())[:tokens]
+        is_known = getattr(request, "prompt_embeds", None) is None
         if isinstance(leg, DecodeLeg):
-            decode = Decode(leg, request_id, tokens, content_of(ids, len(leg.sources)), traceparent)
+            decode = Decode(leg, request_id, tokens, self._content(request, len(leg.sources)), traceparent)
             same = (other for other in self._decodes.values() if other.leg.transfer_id == leg.transfer_id)
             decode.first = next(same, None)
             self._decodes[request_id] = decode
             if decode.first is not None:
                 decode.is_settled = True
+            elif not is_known:
+                self._release(decode)
             elif leg.tokens is not None and leg.tokens != tokens:
                 log.warning(
                     "the prefill computed %d tokens, not %d", leg.tokens, tokens, extra={"request_id": request_id}
@@ -242,8 +268,20 @@ class SchedulerHalf:
             )
             if any(other.transfer_id == transfer_id for other in self._prefills.values()):
                 reader, total = None, 0  # several answers to one prompt: the first keeps it
-            content = content_of(ids, len(self._agents))
+            if not is_known:
+                total = 0
+            content = self._content(request, len(self._agents))
             self._prefills[request_id] = Prefill(request, transfer_id, reader, total, content, traceparent)
+
+    def _content(self, request: Any, ranks: int) -> bytes:
+        """Of what it depends on: the tokens, the LoRA adapter, and images and the like, which have equal placeholders.
+        Embeddings instead of tokens are compared by nobody: such prompts are neither kept nor fetched."""
+        ids = (request.prompt_token_ids or ())[: request.num_prompt_tokens - 1]
+        adapter = getattr(request, "lora_request", None)
+        beside = ["" if adapter is None else self._adapter_fingerprint(adapter.lora_path)]
+        for feature in getattr(request, "mm_features", None) or ():
+            beside += [feature.modality, feature.identifier, str(feature.mm_position.offset)]
+        return content_of(ids, ranks, beside)
 
     def _step(
         self,
@@ -256,28 +294,30 @@ class SchedulerHalf:
         *,
         is_new: bool,
     ) -> None:
-        """Blocks of one prompt that are final before this step, and that it completes."""
+        """Blocks of one prompt that are final after this step. Those that vLLM found in its prefix cache too: another
+        prompt of this very step may be writing them."""
         prefill = self._prefills.get(request_id)
         if prefill is None or prefill.total == 0 or prefill.reader is None or not self._options.overlap:
             return
         prefill.table = list(blocks) if is_new else prefill.table + list(blocks)
         if not prefill.is_open:
             prefill.is_open = True
-            prefill.blocks = min(computed // self._block_tokens, prefill.total)
+            prefill.blocks = 0
             opens.append(
                 Open(
                     request_id,
                     prefill.transfer_id,
                     prefill.reader,
-                    tuple(prefill.table[: prefill.blocks]),
                     prefill.total,
                     prefill.content,
                     prefill.traceparent,
                 )
             )
         after = computed + output.num_scheduled_tokens[request_id]
-        tokens = prefill.request.num_prompt_tokens - 1
-        done = prefill.total if after >= tokens else after // self._block_tokens
+        if after >= prefill.request.num_prompt_tokens:
+            done = prefill.total
+        else:  # its last token, which the reader computes itself, may be written to the last block by another step
+            done = min(prefill.total, after // self._block_tokens)
         if done > prefill.blocks:
             chunks.append(Chunk(request_id, tuple(prefill.table[prefill.blocks : done])))
             prefill.blocks = done
@@ -301,7 +341,16 @@ def _account(decode: Decode) -> dict[str, Any] | None:
     """What the client may read of its transfer: of the slowest rank, or of the first that failed."""
     if not decode.reports:
         return None
-    worst = max(decode.reports, key=lambda report: (report.code != "", report.seconds))
-    values = dataclasses.asdict(worst)
+    values = dataclasses.asdict(_worst(decode.reports))
     del values["request_id"]
     return {"kvxfer": values}
+
+
+def _worst(reports: list[Report]) -> Report:
+    return max(reports, key=lambda report: (report.code != "", report.seconds))
+
+
+def _whole(reports: list[Report]) -> Report:
+    """Of one load, what all its ranks said."""
+    moved = {name: sum(getattr(report, name) for report in reports) for name in ("bytes", "early_bytes")}
+    return dataclasses.replace(_worst(reports), **moved)

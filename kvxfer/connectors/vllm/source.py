@@ -12,22 +12,30 @@ What is said to be written is said through ``after``: of a device's memory once 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvxfer.agent import Agent, Grant, Pool
+from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.vllm.fences import Act, at_once
-from kvxfer.connectors.vllm.ids import DIRECT, is_rank_of, part_id, rank_agent
+from kvxfer.connectors.vllm.hold import Hold, Reader
+from kvxfer.connectors.vllm.ids import DIRECT, part_id, rank_agent
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.parts import PartGrant, announce
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Open, StepOrders
 from kvxfer.connectors.vllm.wire import PARTS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
-from kvxfer.errors import GrantExpired, GrantReleased, GrantRevoked, GrantUnknown, KvxferError, PeerGone
+from kvxfer.errors import (
+    GrantExpired,
+    GrantReleased,
+    GrantRevoked,
+    GrantUnknown,
+    KvxferError,
+    LimitExceeded,
+    PeerGone,
+)
 from kvxfer.observe import OpenSpan
 from kvxfer.types import GrantState, TransferId
 
@@ -38,6 +46,8 @@ SILENT_S = 2.5
 """A reader that has spoken says every half second that it is still there; one that was silent for so long is gone."""
 EARLY_MAX = 1024
 """Asks that wait for their prompt."""
+UNSENT_MAX = 4096
+"""Messages to one reader beyond those that it has not confirmed."""
 ENDED_MAX = 4096
 """Prompts that are over and still known by how they ended."""
 
@@ -46,49 +56,6 @@ _CODES = {
     GrantState.REVOKED: GrantRevoked.code,
     GrantState.READER_GONE: PeerGone.code,
 }
-
-
-@dataclasses.dataclass
-class Reader:
-    """One rank of the reading engine: it has been promised the blocks before ``sent``."""
-
-    agent_id: str
-    ask: Ask
-    sent: int
-    parts: int
-
-
-@dataclasses.dataclass
-class Hold:
-    """One prompt: the blocks known so far, of which the first ``final`` are written and stay."""
-
-    request_id: str
-    transfer_id: TransferId
-    reader: str | None
-    content: bytes
-    blocks: list[int]
-    final: int
-    total: int
-    life_end_s: float
-    """When it is over whatever anybody wants."""
-    traceparent: str | None
-    span: OpenSpan
-    until_s: float | None = None
-    """Set once vLLM has finished it: when it is over if nobody ever came for it."""
-    readers: dict[int, Reader] = dataclasses.field(default_factory=dict)
-    released: set[int] = dataclasses.field(default_factory=set)
-    readers_expected: int = 0
-    grants: dict[TransferId, Grant] = dataclasses.field(default_factory=dict)
-    direct: set[TransferId] = dataclasses.field(default_factory=set)
-    """Grants of the whole prompt that were not pulled yet."""
-    was_reader_seen: bool = False
-    heard_s: float | None = None
-    """When a reader last said that it wants this."""
-
-    @property
-    def is_released(self) -> bool:
-        """Whether every rank that would read it has said that it needs nothing more."""
-        return 0 < self.readers_expected <= len(self.released)
 
 
 class Source:
@@ -118,11 +85,14 @@ class Source:
         self._lock = threading.RLock()
         self._holds: dict[str, Hold] = {}
         self._by_transfer: dict[TransferId, Hold] = {}
-        self._early: dict[tuple[TransferId, int], tuple[Ask, str, float]] = {}
-        self._released_early: dict[tuple[TransferId, int], tuple[Release, float]] = {}
+        self._early: dict[tuple[TransferId, int, str], tuple[Ask, float]] = {}
+        self._released_early: dict[tuple[TransferId, int, str], tuple[Release, float]] = {}
+        """What agents said of prompts to come, by prompt, rank and agent."""
         self._ended: collections.OrderedDict[TransferId, KvxferError] = collections.OrderedDict()
         self._writing: list[Hold] = []
         self._announcing: list[PartGrant] = []
+        self._unsent: dict[str, collections.deque[Message]] = {}
+        """By agent, on the loop."""
         self._saved: set[int] = set()
         self._announced = 0
         layers = len(pages.layers)
@@ -131,6 +101,12 @@ class Source:
 
     def __len__(self) -> int:
         return len(self._holds)
+
+    def take_expired(self) -> int:
+        """Prompts that nobody fetched in time, since the last call."""
+        with self._lock:
+            expired, self.expired = self.expired, 0
+        return expired
 
     # --- the forward thread ---
 
@@ -169,15 +145,22 @@ class Source:
         if written:
             self._after(functools.partial(self._settle, written))
 
+    def step_failed(self) -> None:
+        """The forward broke: nothing of what it should have written is promised any more."""
+        self._announcing = []
+        self._saved.clear()
+        self._announced = 0
+        with self._lock:
+            for hold in list(self._writing):
+                self._end(hold, GrantRevoked("the forward that should have computed it failed"))
+
     def _layers_saved(self, layers: int) -> None:
         if self._announcing and layers > self._announced:
             self._announced = layers
             self._after(functools.partial(announce, self._announcing, layers))
 
     def _open(self, order: Open) -> None:
-        hold = self._hold(order, order.total)
-        self._admit(hold)
-        self._after(functools.partial(self._settle, [(hold, len(order.blocks))]))
+        self._admit(self._hold(order, order.total))
 
     def _extend(self, order: Chunk) -> None:
         hold = self._holds.get(order.request_id)
@@ -198,16 +181,16 @@ class Source:
         hold = self._holds.get(order.request_id)
         now_s = time.monotonic()
         if hold is None:
-            hold = self._hold(order, len(order.blocks))
+            hold = self._hold(order, len(order.blocks), order.blocks)
             self._admit(hold)
-            if not hold.is_released:
-                reader = None if order.reader is None else rank_agent(order.reader, self._rank)
-                direct = self._grant(hold, reader, self._rank, DIRECT, hold.blocks)
-                hold.direct = {part.grant.transfer_id for part in direct}
-                self._after(functools.partial(announce, direct, len(self._pages.layers)))
         else:
             hold.blocks = list(order.blocks)
             hold.total = len(hold.blocks)
+        if not hold.readers and not hold.is_released:  # it may come with what the router was answered
+            reader = None if order.reader is None else rank_agent(order.reader, self._rank)
+            direct = self._grant(hold, reader, self._rank, DIRECT, hold.blocks)
+            hold.direct = {part.grant.transfer_id for part in direct}
+            self._after(functools.partial(announce, direct, len(self._pages.layers)))
         self._after(functools.partial(self._settle, [(hold, hold.total)]))
         hold.until_s = now_s + self._options.hold_ttl_s
         if hold.is_released:
@@ -222,22 +205,23 @@ class Source:
                 until_s = time.monotonic() + self._options.pull_wait_s
                 for rank in hold.released:
                     release = Release(hold.transfer_id, rank, hold.readers_expected)
-                    self._released_early[hold.transfer_id, rank] = (release, until_s)
+                    self._released_early[hold.transfer_id, rank, hold.reader or ""] = (release, until_s)
         if order.will_resume:
             self._ended.pop(order.transfer_id, None)
             return
         self._remember(order.transfer_id, error)
         for key in [key for key in self._early if key[0] == order.transfer_id]:
-            ask, agent_id, _ = self._early.pop(key)
-            self._send(agent_id, _refusal(ask, error))
+            ask, _ = self._early.pop(key)
+            self._send(key[2], _refusal(ask, error))
 
-    def _hold(self, order: Open | Finish, total: int) -> Hold:
+    def _hold(self, order: Open | Finish, total: int, blocks: Sequence[int] = ()) -> Hold:
+        """A new hold; ``blocks`` of it are known."""
         return Hold(
             request_id=order.request_id,
             transfer_id=order.transfer_id,
             reader=order.reader,
             content=order.content,
-            blocks=list(order.blocks),
+            blocks=list(blocks),
             final=0,
             total=total,
             life_end_s=time.monotonic() + self._options.hold_life_max_s,
@@ -261,11 +245,12 @@ class Source:
         self._holds[hold.request_id] = hold
         self._by_transfer[hold.transfer_id] = hold
         for key in [key for key in self._early if key[0] == hold.transfer_id]:
-            ask, agent_id, _ = self._early.pop(key)
-            self._join(hold, ask, agent_id)
+            ask, _ = self._early.pop(key)
+            self._join(hold, ask, key[2])
         for key in [key for key in self._released_early if key[0] == hold.transfer_id]:
             release, _ = self._released_early.pop(key)
-            self._release(hold, release)
+            if hold.may_be_read_by(key[2]):
+                self._release(hold, release)
 
     # --- the loop ---
 
@@ -275,30 +260,32 @@ class Source:
             if isinstance(message, Keep):
                 for transfer_id in message.transfer_ids:
                     hold = self._by_transfer.get(transfer_id)
-                    if hold is not None and _is_reader(hold, agent_id):
+                    if hold is not None and hold.may_be_read_by(agent_id):
                         hold.heard_s = time.monotonic()
             elif isinstance(message, Ask):
                 self._asked(agent_id, message)
             elif isinstance(message, Release):
                 hold = self._by_transfer.get(message.transfer_id)
                 if hold is not None:
-                    if _is_reader(hold, agent_id):
+                    if hold.may_be_read_by(agent_id):
                         self._release(hold, message)
                 elif message.transfer_id not in self._ended and len(self._released_early) < EARLY_MAX:
-                    key = (message.transfer_id, message.rank)
+                    key = (message.transfer_id, message.rank, agent_id)
                     self._early.pop(key, None)
                     self._released_early[key] = (message, time.monotonic() + self._options.pull_wait_s)
 
     def sweep(self) -> None:
         """Look at what is over."""
+        for agent_id in list(self._unsent):
+            self._flush(agent_id)
         now_s = time.monotonic()
         known = {member.ref.agent_id for member in self._agent.members()}
         with self._lock:
             for hold in list(self._holds.values()):
                 self._look_at(hold, now_s, known)
-            for key in [key for key, (_, _, until_s) in self._early.items() if now_s >= until_s]:
-                ask, agent_id, _ = self._early.pop(key)
-                self._send(agent_id, _refusal(ask, GrantUnknown("this engine never heard of that prompt")))
+            for key in [key for key, (_, until_s) in self._early.items() if now_s >= until_s]:
+                ask, _ = self._early.pop(key)
+                self._send(key[2], _refusal(ask, GrantUnknown("this engine never heard of that prompt")))
             for key in [key for key, (_, until_s) in self._released_early.items() if now_s >= until_s]:
                 del self._released_early[key]
 
@@ -327,7 +314,7 @@ class Source:
             return
         ended = self._ended.get(ask.transfer_id)
         if ended is None and ask.is_early and len(self._early) < EARLY_MAX:
-            self._early[ask.transfer_id, ask.rank] = (ask, agent_id, time.monotonic() + self._options.pull_wait_s)
+            self._early[ask.transfer_id, ask.rank, agent_id] = (ask, time.monotonic() + self._options.pull_wait_s)
             return
         self._send(agent_id, _refusal(ask, ended or GrantUnknown("this engine has no such prompt")))
 
@@ -335,7 +322,7 @@ class Source:
         known = hold.readers.get(ask.rank)
         if known is not None and known.ask.attempt >= ask.attempt:
             return
-        if not _is_reader(hold, agent_id):
+        if not hold.may_be_read_by(agent_id):
             self._send(agent_id, _refusal(ask, GrantUnknown("that prompt is for another reader")))
             return
         if ask.rank in hold.released:
@@ -467,15 +454,24 @@ class Source:
         self._post(self._send_on_loop, agent_id, message)
 
     def _send_on_loop(self, agent_id: str, message: Message) -> None:
+        self._unsent.setdefault(agent_id, collections.deque()).append(message)
+        self._flush(agent_id)
+
+    def _flush(self, agent_id: str) -> None:
+        """Send what waits for a reader, in order. A reader that confirms slowly is told the rest later: it counts on
+        every part."""
+        waiting = self._unsent[agent_id]
         try:
-            self._agent.notify(agent_id, encode(message))
+            while waiting:
+                self._agent.notify(agent_id, encode(waiting[0]))
+                waiting.popleft()
+        except LimitExceeded as error:
+            if len(waiting) < UNSENT_MAX:
+                return
+            log.warning("UNSENT_MAX=%d messages to a reader are dropped: %s", UNSENT_MAX, error)
         except KvxferError as error:
             log.debug("a reader could not be told: %s", error, extra={"agent_id": agent_id})
-
-
-def _is_reader(hold: Hold, agent_id: str) -> bool:
-    """Whether that agent may have this prompt: any may where the request named none."""
-    return hold.reader is None or is_rank_of(agent_id, hold.reader)
+        del self._unsent[agent_id]
 
 
 def _refusal(ask: Ask, error: KvxferError) -> Refuse:

@@ -47,12 +47,11 @@ class Remote:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Open:
-    """A prompt that is computed here for another engine; ``blocks`` of it are final already, of ``total``."""
+    """A prompt of ``total`` blocks that is computed here for another engine."""
 
     request_id: str
     transfer_id: TransferId
     reader: str | None
-    blocks: tuple[int, ...]
     total: int
     content: bytes
     traceparent: str | None = None
@@ -60,7 +59,8 @@ class Open:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Blocks of an open prompt that the coming forward completes."""
+    """The next blocks of an open prompt that are final once the coming forward has run: it completes them, or they
+    are of a prompt that began alike."""
 
     request_id: str
     blocks: tuple[int, ...]

@@ -153,6 +153,11 @@ class WorkerHalf:
         if self._source is not None:
             self._source.step_saved()
 
+    def step_failed(self) -> None:
+        """The forward raised."""
+        if self._source is not None:
+            self._source.step_failed()
+
     def results(self) -> Results:
         """What ended since the last call. In a step without a forward it waits a little for something to end."""
         if self._orders is not None and not self._orders.has_forward:
@@ -173,11 +178,9 @@ class WorkerHalf:
         return tuple(reports)
 
     def take_expired(self) -> int:
-        """Prompts that nobody fetched in time, since the last call."""
-        if self._source is None:
-            return 0
-        expired, self._source.expired = self._source.expired, 0
-        return expired
+        """Prompts that nobody fetched in time, since the last call; each rank has a part of every one, and the first
+        counts them."""
+        return 0 if self._source is None or self._rank > 0 else self._source.take_expired()
 
     def shutdown(self) -> None:
         """End transfers and leave the cluster. Callable twice."""
@@ -206,21 +209,25 @@ class WorkerHalf:
 
     async def _serve(self) -> None:
         source, loads, runtime = self._parts()
-        sweeping = asyncio.create_task(self._sweep(source))
         try:
-            async for notification in runtime.agent.notifications():
-                try:
-                    message = decode(notification.payload)
-                except ProtocolViolation as error:
-                    log.warning("%s: %s", notification.sender, error)
-                    continue
-                if isinstance(message, (Part, Refuse)):
-                    loads.on_message(notification.sender.agent_id, message)
-                else:
-                    source.on_message(notification.sender.agent_id, message)
+            async with asyncio.TaskGroup() as group:
+                sweeping = group.create_task(self._sweep(source))
+                await self._listen(runtime.agent, source, loads)
+                sweeping.cancel()
         finally:
-            sweeping.cancel()
             await loads.close()
+
+    async def _listen(self, agent: Agent, source: Source, loads: Loads) -> None:
+        async for notification in agent.notifications():
+            try:
+                message = decode(notification.payload)
+            except ProtocolViolation as error:
+                log.warning("%s: %s", notification.sender, error)
+                continue
+            if isinstance(message, (Part, Refuse)):
+                loads.on_message(notification.sender.agent_id, message)
+            else:
+                source.on_message(notification.sender.agent_id, message)
 
     async def _sweep(self, source: Source) -> None:
         async for _ in every(SWEEP_S):

@@ -137,8 +137,8 @@ def new_id(seed: int = 1) -> TransferId:
     return TransferId(seed.to_bytes(16, "big"))
 
 
-def open_order(total: int, blocks: tuple[int, ...] = (), *, reader: str = "d") -> StepOrders:
-    return StepOrders(True, opens=(Open("r", new_id(), reader, blocks, total, CONTENT),))
+def open_order(total: int, *, reader: str = "d") -> StepOrders:
+    return StepOrders(True, opens=(Open("r", new_id(), reader, total, CONTENT),))
 
 
 def close_order(*, will_resume: bool) -> Close:

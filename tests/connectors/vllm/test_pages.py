@@ -104,3 +104,12 @@ def test_other_and_several_devices_are_refused(devices: tuple[str, ...]) -> None
 def test_no_cache_is_refused() -> None:
     with pytest.raises(ConfigError, match="no KV cache"):
         Pages.of({})
+
+
+def test_layers_that_share_their_cache_are_moved_once() -> None:
+    tensors = caches("LBHNC")
+    shared = Pages.of({**tensors, "reads the first": next(iter(tensors.values()))})
+    assert shared.layers == tuple(tensors)
+    (store,) = shared.stores
+    pages = list(store.ids(range(BLOCKS)))
+    assert len(set(pages)) == len(pages) == LAYERS * BLOCKS

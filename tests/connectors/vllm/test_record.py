@@ -7,7 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.connectors.vllm.record import check_groups, check_parallel, config_fingerprint, weights_fingerprint
+from kvxfer.connectors.vllm.record import (
+    adapter_fingerprint,
+    check_groups,
+    check_parallel,
+    config_fingerprint,
+    weights_fingerprint,
+)
 from kvxfer.errors import ConfigError
 
 
@@ -63,3 +69,19 @@ def test_weights_are_told_apart_by_their_bytes(tmp_path: pathlib.Path) -> None:
 def test_weights_that_are_no_files_are_their_name_and_seed() -> None:
     assert weights_fingerprint("org/model", "", "0") == weights_fingerprint("org/model", "", "0")
     assert weights_fingerprint("org/model", "", "0") != weights_fingerprint("org/model", "", "1")
+
+
+def test_an_adapter_is_what_its_files_hold_wherever_they_lie(tmp_path: pathlib.Path) -> None:
+    seen = set()
+    for rank, weights in ((8, b"1" * 9000), (8, b"1" * 8999 + b"2"), (16, b"1" * 9000)):
+        both = []
+        for place in ("here", "there"):
+            directory = tmp_path / place
+            directory.mkdir(exist_ok=True)
+            (directory / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+            (directory / "adapter_model.safetensors").write_bytes(weights)
+            both.append(adapter_fingerprint(str(directory)))
+        assert both[0] == both[1]
+        seen |= set(both)
+    assert len(seen) == 3
+    assert adapter_fingerprint("org/one") != adapter_fingerprint("org/other")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,10 @@ class Request:
     kv_transfer_params: dict[str, Any] | None
     status: Status = Status.WAITING
     trace_headers: dict[str, str] | None = None
+    lora_request: Any = None
+    mm_features: list[Any] = dataclasses.field(default_factory=list)
+    prompt_embeds: Any = None
+    skip_reading_prefix_cache: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -51,7 +56,8 @@ class Request:
 def new_half() -> SchedulerHalf:
     count = iter(range(1, 1 << 16))
     mint = lambda: TransferId(next(count).to_bytes(16, "big"))  # noqa: E731
-    return SchedulerHalf(OPTIONS, block_tokens=BLOCK, agents=("me", "me.1"), mint=mint)
+    agents = ("me", "me.1")
+    return SchedulerHalf(OPTIONS, block_tokens=BLOCK, agents=agents, mint=mint, adapter_fingerprint="of {}".format)
 
 
 def step(
@@ -98,7 +104,11 @@ def test_a_plain_prefill_is_kept_and_handed_over() -> None:
     assert is_kept
     assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39, lives=lives)
     (finish,) = step(half).finishes
-    assert (finish.blocks, finish.transfer_id, finish.content) == ((1, 2, 3), transfer_id, content_of(range(39), 2))
+    assert (finish.blocks, finish.transfer_id, finish.content) == (
+        (1, 2, 3),
+        transfer_id,
+        content_of(range(39), 2, [""]),
+    )
 
 
 def test_the_trace_of_a_request_goes_with_its_orders_and_with_what_is_handed_over() -> None:
@@ -121,6 +131,54 @@ def test_a_version_of_vllm_without_trace_headers_leaves_those_of_the_parameters(
     assert step(half).finishes[0].traceparent == TRACE
 
 
+def test_a_prompt_that_must_be_computed_here_is_not_fetched() -> None:
+    half, request = new_half(), Request("r", list(range(33)), handed_over(ID, ("p",), "x", 32))
+    request.skip_reading_prefix_cache = True
+    half.on_new_request(request)
+    assert half.matched(request, 0) == 0
+    half.allocated(request, [1, 2, 3], 0)
+    orders = step(half)
+    assert (orders.loads, len(orders.releases)) == ((), 1)
+
+
+def image(identifier: str, offset: int) -> SimpleNamespace:
+    return SimpleNamespace(modality="image", identifier=identifier, mm_position=SimpleNamespace(offset=offset))
+
+
+def test_what_blocks_hold_depends_on_more_than_the_tokens() -> None:
+    adapters = (None, SimpleNamespace(lora_path="a"), SimpleNamespace(lora_path="b"))
+    pictures = ([], [image("x", 3)], [image("y", 3)], [image("x", 4)], [image("x", 3), image("y", 3)])
+    contents = []
+    for adapter, images in itertools.product(adapters, pictures):
+        both = []
+        for params in (concurrent("decode"), {**concurrent("prefill"), "source": {"agent_id": "p", "ranks": 2}}):
+            half, request = new_half(), Request("r", list(range(40)), params, lora_request=adapter, mm_features=images)
+            half.allocated(request, [1, 2, 3], half.matched(request, 0) or 0)
+            orders = step(half, {"r": ([1, 2, 3], 0, 40)})
+            both += [order.content for order in (*orders.opens, *orders.loads)]
+        assert len(both) == 2
+        assert len(set(both)) == 1
+        contents += both[:1]
+    assert len(set(contents)) == len(contents) == 15
+
+
+@pytest.mark.parametrize("ids", [None, list(range(40))])
+def test_embeddings_instead_of_tokens_are_computed_where_they_are_wanted(ids: list[int] | None) -> None:
+    half = new_half()
+    embeds = SimpleNamespace(prompt_token_ids=ids, prompt_embeds="e", num_prompt_tokens=40, status=Status.RUNNING)
+    request = SimpleNamespace(**vars(embeds), request_id="p", kv_transfer_params=concurrent("decode"))
+    half.on_new_request(request)
+    assert step(half, {"p": ([1, 2, 3], 0, 40)}) == StepOrders(has_forward=True)
+    request.status = Status.FINISHED_LENGTH_CAPPED
+    assert half.finished(request, [1, 2, 3]) == (False, None)
+    assert [close.will_resume for close in step(half).closes] == [False]
+    wanted = SimpleNamespace(**vars(embeds), request_id="d", kv_transfer_params=handed_over(ID, ("p",), "x", 39))
+    half.on_new_request(wanted)
+    assert half.matched(wanted, 0) == 0
+    orders = step(half)
+    assert ([remote.request_id for remote in orders.releases], orders.keeps) == (["d"], ())
+
+
 def test_a_prompt_of_one_token_has_nothing_to_hand_over() -> None:
     half, request = new_half(), Request("r", [1], PREFILL, Status.FINISHED_STOPPED)
     assert half.finished(request, [1]) == (False, None)
@@ -131,10 +189,17 @@ def test_a_chunk_completes_blocks_and_the_last_one_the_rest() -> None:
     half, request = new_half(), Request("r", list(range(60)), concurrent("decode"))
     half.on_new_request(request)
     first = step(half, {"r": ([1, 2, 3], 16, 20)})
-    assert [(order.blocks, order.total, order.reader) for order in first.opens] == [((1,), 4, "d")]
-    assert [order.blocks for order in first.chunks] == [(2,)]
+    assert [(order.total, order.reader) for order in first.opens] == [(4, "d")]
+    assert [order.blocks for order in first.chunks] == [(1, 2)]
     assert step(half, cached={"r": ([], 36, 2)}).chunks == ()
     assert [order.blocks for order in step(half, cached={"r": ([4], 38, 22)}).chunks] == [(3, 4)]
+
+
+def test_a_block_that_the_last_token_will_be_written_to_is_not_final() -> None:
+    half, request = new_half(), Request("r", list(range(60)), concurrent("decode"))
+    half.on_new_request(request)
+    assert [order.blocks for order in step(half, {"r": ([1, 2, 3, 4], 0, 59)}).chunks] == [(1, 2, 3)]
+    assert [order.blocks for order in step(half, cached={"r": ([], 59, 1)}).chunks] == [(4,)]
 
 
 def test_a_preempted_prefill_is_closed_in_that_step_and_opened_again() -> None:
@@ -146,8 +211,8 @@ def test_a_preempted_prefill_is_closed_in_that_step_and_opened_again() -> None:
     assert step(half).closes == ()
     request.status = Status.RUNNING
     again = step(half, cached={"r": ([5, 6, 7, 8], 16, 44)}, resumed={"r"})
-    assert [(order.blocks, order.total) for order in again.opens] == [((5,), 4)]
-    assert [order.blocks for order in again.chunks] == [(6, 7, 8)]
+    assert [order.total for order in again.opens] == [4]
+    assert [order.blocks for order in again.chunks] == [(5, 6, 7, 8)]
     request.status = Status.FINISHED_LENGTH_CAPPED
     assert half.finished(request, [5, 6, 7, 8])[0]
 
@@ -167,7 +232,7 @@ def test_a_load_is_the_missing_tail_without_the_last_token() -> None:
     assert half.matched(request, 16) == 32
     half.allocated(request, [9, 8, 7, 6], 32)
     (load,) = step(half).loads
-    assert (load.first, load.blocks, load.has_direct, load.content) == (1, (8, 7), True, content_of(range(48), 2))
+    assert (load.first, load.blocks, load.has_direct, load.content) == (1, (8, 7), True, content_of(range(48), 2, [""]))
     half.allocated(request, [9, 8, 7, 6], 0)
     half.reported([report("r", "")])
     half.received({"r"})
@@ -177,6 +242,22 @@ def test_a_load_is_the_missing_tail_without_the_last_token() -> None:
     assert not is_kept
     assert answer is not None
     assert answer["kvxfer"]["bytes"] == 7
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_load_is_counted_once_when_all_its_ranks_have_said_how_it_ended(is_aborted: bool) -> None:
+    half, request = new_half(), Request("r", list(range(49)), handed_over(ID, ("p", "p.1"), "x", 48))
+    half.on_new_request(request)
+    half.allocated(request, [9, 8, 7, 6], half.matched(request, 0) or 0)
+    half.reported([report("r", "")])
+    half.received(())
+    assert half.take_ended() == []
+    if is_aborted:
+        half.finished(request, [9, 8, 7, 6])
+    half.reported([report("r", "checksum")])
+    half.received({"r"})
+    assert [(ended.code, ended.bytes, ended.seconds) for ended in half.take_ended()] == [("checksum", 14, 0.5)]
+    assert half.take_ended() == []
 
 
 def test_a_full_local_hit_is_released() -> None:
@@ -195,7 +276,7 @@ def test_a_prefill_that_is_back_in_the_step_that_preempted_it_is_closed_too() ->
     step(half, {"r": ([1, 2], 0, 32)})
     orders = step(half, cached={"r": ([5, 6, 7, 8], 0, 60)}, resumed={"r"})
     assert [close.request_id for close in orders.closes] == ["r"]
-    assert [order.blocks for order in orders.opens] == [()]
+    assert [order.total for order in orders.opens] == [4]
     assert [order.blocks for order in orders.chunks] == [(5, 6, 7, 8)]
 
 
@@ -259,13 +340,16 @@ def test_another_prompt_than_the_prefill_had_is_computed_here() -> None:
     assert len(step(half).releases) == 1
 
 
-def test_parameters_without_sense_are_computed_here() -> None:
+def test_parameters_without_sense_are_computed_here(caplog: pytest.LogCaptureFixture) -> None:
     half, request = new_half(), Request("r", list(range(33)), {"do_remote_prefill": True, "transfer_id": 7})
     half.on_new_request(request)
-    assert half.matched(request, 0) == 0
+    assert [half.matched(request, 0) for _ in range(3)] == [0, 0, 0]
     half.allocated(request, [1, 2, 3], 0)
     assert half.finished(request, [1, 2, 3]) == (False, None)
     assert step(half) == StepOrders()
+    assert len(caplog.records) == 1
+    half.on_new_request(Request("r", list(range(33)), {"do_remote_prefill": True, "transfer_id": 7}))
+    assert len(caplog.records) == 2
 
 
 def report(request_id: str, code: str) -> Report:
@@ -363,7 +447,7 @@ class Prefills(RuleBasedStateMachine):
             self.promised.pop(close.request_id, None)
         for begun in orders.opens:
             assert begun.request_id not in self.promised
-            self.promised[begun.request_id] = list(begun.blocks)
+            self.promised[begun.request_id] = []
         for finish in orders.finishes:
             promised = self.promised.setdefault(finish.request_id, list(finish.blocks))
             assert promised == list(finish.blocks)

@@ -106,9 +106,8 @@ async def test_chunks_arrive_whenever_they_are_asked_for(ranks: tuple[Rank, Rank
             await asyncio.sleep(0.05)
 
     await maybe_ask("before")
-    for layer in range(LAYERS):
-        p.write(layer, [0], 7)
-    p.source.begin_step(open_order(5, (0,)))
+    p.source.begin_step(open_order(5))
+    p.forward(StepOrders(True, chunks=(Chunk("r", (0,)),)), [0], 7)
     p.source.begin_step(StepOrders(True, chunks=(Chunk("r", (1, 2)),)))
     p.write(0, [1, 2], 8)
     p.source.layer_saved(0)
@@ -325,7 +324,17 @@ async def test_a_cancel_ends_it_at_both_sides(ranks: tuple[Rank, Rank]) -> None:
     await is_idle(d)
     await until(lambda: not p.agent.statistics().grants.alive)
     p.source.begin_step(finish_order((1, 2, 3), "d"))
-    assert p.freed == ["r"]
+    await until(lambda: p.freed == ["r"])
+
+
+async def test_a_cancel_in_the_step_that_began_it_ends_it(ranks: tuple[Rank, Rank]) -> None:
+    _, d = ranks
+    loading = d.load(load_order(0, (5, 6, 7), has_direct=False))
+    d.loads.cancel("l")
+    over = await asyncio.wait_for(loading, 1.0)
+    assert over.error is not None
+    assert over.error.code == "cancelled"
+    await is_idle(d)
 
 
 async def test_a_request_that_comes_again_while_the_first_is_being_cancelled_ends_too(ranks: tuple[Rank, Rank]) -> None:

@@ -136,7 +136,7 @@ def main() -> None:
 
     d.stream.asked.append(lambda: None)  # the blocks' last user is still at work
     d.half.begin_step(StepOrders(loads=(Load("l", ID, ("p",), 0, PLACES, 48, CONTENT, False),)))
-    opened = Open("r", ID, "d", (), len(PROMPT), CONTENT)
+    opened = Open("r", ID, "d", len(PROMPT), CONTENT)
     p.half.begin_step(StepOrders(True, opens=(opened,), chunks=(Chunk("r", PROMPT),)))
     p.forward(PROMPT)
     p.stream.synchronize()
@@ -150,7 +150,7 @@ def main() -> None:
     before = d.pages(PLACES).copy()
     again = TransferId(b"j" * 16)
     d.half.begin_step(StepOrders(loads=(Load("m", again, ("p",), 0, PLACES, 48, CONTENT, False),)))
-    opened = Open("s", again, "d", (), len(PROMPT), CONTENT)
+    opened = Open("s", again, "d", len(PROMPT), CONTENT)
     p.half.begin_step(StepOrders(True, opens=(opened,), chunks=(Chunk("s", (5, 6, 8)),)))
     p.forward((5, 6, 8))
     p.half.begin_step(StepOrders(finishes=(Finish("s", again, "d", (5, 6, 8), CONTENT),)))

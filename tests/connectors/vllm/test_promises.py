@@ -1,0 +1,123 @@
+"""What a source may promise, and when: nothing before it is written, nothing that will be written again."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from kvxfer.agent import Delivery
+from kvxfer.connectors.vllm.scheduler import SchedulerHalf
+from kvxfer.connectors.vllm.steps import Chunk, Load, StepOrders
+from kvxfer.connectors.vllm.wire import Release
+from kvxfer.errors import LimitExceeded
+
+from .pair import LAYERS, OPTIONS, Rank, finish_order, is_idle, load_order, new_id, open_order, until
+
+
+async def test_what_a_prompt_of_the_same_step_writes_is_not_announced_before(ranks: tuple[Rank, Rank]) -> None:
+    """Two prompts that begin alike come at once: vLLM counts as cached for the second what the first will write."""
+    p, d = ranks
+    p.memory[...] = 0xEE  # another prompt's
+    half = SchedulerHalf(OPTIONS, block_tokens=4, agents=("p",), mint=new_id, adapter_fingerprint=str)
+    for seed, name in enumerate("ab", 1):
+        params = {"do_remote_decode": True, "transfer_id": str(new_id(seed)), "destination": {"agent_id": "d"}}
+        half.on_new_request(
+            SimpleNamespace(
+                request_id=name,
+                prompt_token_ids=[*range(8), *[seed] * 5],
+                num_prompt_tokens=13,
+                kv_transfer_params=params,
+            )
+        )
+    orders = half.build(
+        SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id="a", block_ids=([3, 4, 5, 6],), num_computed_tokens=0),
+                SimpleNamespace(req_id="b", block_ids=([3, 4, 7, 8],), num_computed_tokens=8),
+            ],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[]),
+            num_scheduled_tokens={"a": 13, "b": 5},
+            total_num_scheduled_tokens=18,
+        )
+    )
+    loading = d.load(Load("l", new_id(2), ("p",), 0, (0, 1, 2), 12, orders.opens[1].content, False))
+    await asyncio.sleep(0.05)
+    p.source.begin_step(orders)
+    await asyncio.sleep(0.1)
+    assert not d.memory.any()
+    for layer in range(LAYERS):
+        p.write(layer, [3, 4, 5, 7], 5)
+        p.source.layer_saved(layer)
+    p.source.step_saved()
+    assert (await loading).error is None
+    assert (d.memory[:, [0, 1, 2]] == p.memory[:, [3, 4, 7]]).all()
+
+
+async def test_what_a_failed_forward_did_not_write_is_never_taken(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    p.memory[...] = 0xEE
+    loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
+    await asyncio.sleep(0.05)
+    p.source.begin_step(open_order(3))
+    p.forward(StepOrders(True, chunks=(Chunk("r", (4,)),)), [4])
+    p.source.begin_step(StepOrders(True, chunks=(Chunk("r", (5, 6)),)))
+    p.write(0, [5, 6], 0)
+    p.source.layer_saved(0)
+    p.source.step_failed()
+    over = await loading
+    assert over.error is not None
+    assert over.error.code == "grant_revoked"
+    assert not p.agent.statistics().grants.alive
+    await is_idle(d)
+
+
+async def test_a_prompt_that_was_opened_for_a_reader_may_be_pulled_as_a_whole(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    p.source.begin_step(open_order(3))
+    p.forward(StepOrders(True, chunks=(Chunk("r", (4, 5, 6)),)), [4, 5, 6])
+    p.source.begin_step(finish_order((4, 5, 6), "d"))
+    over = await asyncio.wait_for(d.load(load_order(0, (0, 1, 2), has_direct=True)), 2.0)
+    assert over.error is None
+    assert (d.memory[:, [0, 1, 2]] == p.memory[:, [4, 5, 6]]).all()
+    await until(lambda: p.freed == ["r"])
+
+
+async def test_a_reader_that_confirms_slowly_is_told_every_part_in_order(
+    ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = ranks
+    loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
+    await asyncio.sleep(0.05)
+    notify, refusals = p.agent.notify, iter(range(3))
+
+    def full(agent_id: str, payload: bytes) -> Delivery:
+        if next(refusals, None) is not None:
+            raise LimitExceeded("1024 notifications are not confirmed")
+        return notify(agent_id, payload)
+
+    monkeypatch.setattr(p.agent, "notify", full)
+    p.source.begin_step(open_order(3))
+    for block in (4, 5, 6):
+        p.forward(StepOrders(True, chunks=(Chunk("r", (block,)),)), [block])
+    over = await asyncio.wait_for(loading, 2.0)
+    assert over.error is None
+    assert next(refusals, None) is None
+    assert (d.memory[:, [0, 1, 2]] == p.memory[:, [4, 5, 6]]).all()
+
+
+@pytest.mark.parametrize("has_asked", [True, False])
+async def test_an_engine_that_will_not_be_the_reader_cannot_let_go(ranks: tuple[Rank, Rank], has_asked: bool) -> None:
+    p, d = ranks
+    if not has_asked:
+        p.source.on_message("other", Release(new_id(), 0, 1))
+    loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
+    await until(lambda: bool(p.source._early))
+    if has_asked:
+        p.source.on_message("other", Release(new_id(), 0, 1))
+    p.source.begin_step(open_order(3))
+    p.forward(StepOrders(True, chunks=(Chunk("r", (4, 5, 6)),)), [4, 5, 6])
+    over = await asyncio.wait_for(loading, 2.0)
+    assert over.error is None
+    assert (d.memory[:, [0, 1, 2]] == p.memory[:, [4, 5, 6]]).all()
