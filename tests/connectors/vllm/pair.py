@@ -31,7 +31,7 @@ LAYERS, BLOCKS, PAGE = 3, 16, 256
 RECORD = CompatibilityRecord("m", "", "", "f32", LAYERS, 1, 16, 4, "page:HNC", "", "", "none")
 CONTENT = b"c" * 32
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
-OPTIONS = ConnectorOptions.from_config("kv_both", "x", {"coordinator": "127.0.0.1:1", "hold_ttl_s": 0.4})
+OPTIONS = ConnectorOptions.from_config("kv_both", "x", {"coordinator": "127.0.0.1:1", "hold_ttl_s": 0.8})
 
 
 @dataclasses.dataclass
@@ -154,7 +154,7 @@ def load_order(first: int, blocks: tuple[int, ...], *, has_direct: bool, content
     return Load("l", new_id(), ("p",), first, blocks, tokens, content, has_direct)
 
 
-async def until(condition: Callable[[], object], within_s: float = 2.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
     end_s = time.monotonic() + within_s
     for _ in iter(condition, True):
         assert time.monotonic() < end_s, "it did not come to that in time"

@@ -304,10 +304,10 @@ async def test_a_release_frees_it_now_or_when_it_is_finished(ranks: tuple[Rank, 
     if is_finished:
         p.source.begin_step(finish_order((1, 2)))
     d.loads.release(Remote("l", new_id(), ("p",)))
-    await asyncio.sleep(0.05)
     if not is_finished:
+        await until(lambda: bool(p.source._released_early))
         p.source.begin_step(finish_order((1, 2)))
-    assert p.freed == ["r"]
+    await until(lambda: p.freed == ["r"], within_s=OPTIONS.hold_ttl_s / 2)  # not because its time was over
     await is_idle(p)
 
 
