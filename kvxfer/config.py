@@ -77,10 +77,6 @@ class AgentConfig:
     advertise_host: str = ""
     """Host that peers dial, where it differs from ``bind_host`` (containers); empty means ``bind_host``."""
     insecure: bool = False
-    introductions: bool = False
-    """Let agents that hold the cluster token introduce themselves, at a port of its own (``introduction_port``, 0: any
-    free one); without a coordinator that is how peers are found by their address."""
-    introduction_port: int = 0
     lanes: tuple[Lane, ...] = DEFAULT_LANES
     """Allowed lanes, best first. ``KVXFER_LANES`` in the environment narrows them: see :func:`operator_lanes`."""
     calibrate: bool = True
@@ -133,9 +129,8 @@ class AgentConfig:
         check_checks("stream_checks", self.stream_checks)
         if not self.lanes:
             raise ConfigError("lanes must name at least one lane")
-        for name in ("bind_port", "introduction_port"):
-            if not 0 <= getattr(self, name) < 65536:
-                raise ConfigError(f"{name} must be 0 to 65535, not {getattr(self, name)}")
+        if not 0 <= self.bind_port < 65536:
+            raise ConfigError(f"bind_port must be 0 to 65535, not {self.bind_port}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,8 @@ import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
 from kvxfer.agent.books import Books
-from kvxfer.agent.enrolment import alone, cluster_token, open_session
+from kvxfer.agent.enrolment import alone, open_session
 from kvxfer.agent.grant import Grant
-from kvxfer.agent.introductions import Introductions
 from kvxfer.agent.life import Life
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Delivery, Notification, Notifications
@@ -63,7 +62,7 @@ class Agent:
     and the methods of a Grant may be called from any thread, everything else on that loop.
 
     With a coordinator it finds its peers by itself. Without one (``coordinator=None``) it knows exactly the peers that
-    :meth:`connect_peer` named, and, with ``introductions``, those that it met or that met it.
+    :meth:`connect_peer` named: for tests, benchmarks, or a directory of your own.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class Agent:
         self._life: Life | None = None
         self._session: CoordinatorSession | None = None
         self._metrics: AgentMetrics | None = None
-        self._introductions: Introductions | None = None
         self._failure: KvxferError | None = None
         self._closed: asyncio.Future[None] | None = None
         self._is_entered = False
@@ -130,10 +128,6 @@ class Agent:
                 self._life.peers.coordinator_is(session.is_connected)
                 self._life.peers.apply(session.membership)
                 session.set_pools(self._pools.published)
-            if self.config.introductions:
-                token = cluster_token(self._token)
-                self._introductions = Introductions(token, self._as_member, self._life.peers)
-                await self._introductions.start(self.config, self.address.tcp_host)
         except BaseException:
             if self._life is None:
                 transport.close()
@@ -161,11 +155,6 @@ class Agent:
     def pools(self) -> tuple[Pool, ...]:
         return tuple(self._pools)
 
-    @property
-    def introduction_address(self) -> str:
-        """``host:port`` where others can :meth:`meet` this agent; empty unless ``introductions`` are on."""
-        return "" if self._introductions is None else self._introductions.address
-
     def members(self) -> tuple[Member, ...]:
         """The other lives that are known, the newest of a name last."""
         return () if self._life is None else tuple(self._life.peers)
@@ -174,20 +163,6 @@ class Agent:
         """Wait until an agent of that name is known and has a pool. ``incarnation``: that life of it, and no other;
         where a later one is known it is gone. Raises PeerGone, CoordinatorUnavailable."""
         return await self._open().peers.wait(agent_id, timeout_s, with_pools=True, incarnation=incarnation)
-
-    async def meet(
-        self, address: str, agent_id: str, *, timeout_s: float, incarnation: Incarnation | None = None
-    ) -> Member:
-        """Be introduced to an agent by its ``introduction_address``; nothing is done where it is known already. Both
-        must prove that they hold the cluster token. ``incarnation``: that life of it, and no other.
-
-        Raises InvalidArgument (no address, or ``introductions`` are off), PeerGone, AuthenticationFailed,
-        ProtocolViolation, and Refused where another life of that name was announced.
-        """
-        self._open()
-        if self._introductions is None:
-            raise InvalidArgument(f"agent {self.info.agent_id} has introductions turned off")
-        return await self._introductions.seek(address, agent_id, incarnation, timeout_s)
 
     def load(self, load: Load) -> None:
         """What the next heartbeat says. From any thread."""
@@ -438,8 +413,6 @@ class Agent:
         self._pools.close()
         error = self._failure or Closed("the agent was closed")
         try:
-            if self._introductions is not None:
-                await self._introductions.close()
             if self._life is not None:
                 await self._life.close(error)
             if self._session is not None:
@@ -470,9 +443,6 @@ class Agent:
             on_state=self._on_coordinator,
         )
         return await self._session.start(self._connect_s)
-
-    def _as_member(self) -> Member:
-        return Member(self.ref, self.info, self.address, tuple(self._pools.published))
 
     def _on_membership(self, membership: Membership) -> None:
         if self._life is not None and not self._is_closing:

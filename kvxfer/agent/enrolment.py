@@ -19,13 +19,6 @@ def alone(agent_id: str) -> AgentRef:
     return AgentRef(agent_id, Incarnation(1, secrets.token_bytes(16)))
 
 
-def cluster_token(token: bytes | None) -> bytes:
-    """``token``, or the one at the default place. Raises ConfigError."""
-    from kvxfer.rpc import default_token_path, load_token
-
-    return token if token is not None else load_token(default_token_path())
-
-
 def open_session(
     coordinator: str,
     token: bytes | None,
@@ -38,11 +31,11 @@ def open_session(
     on_state: Callable[[bool], None],
 ) -> CoordinatorSession:
     """A session for a new life, not started yet; without ``token`` the one at the default place. Raises ConfigError."""
-    from kvxfer.rpc import CoordinatorSession
+    from kvxfer.rpc import CoordinatorSession, default_token_path, load_token
 
     session = CoordinatorSession(
         coordinator,
-        cluster_token(token),
+        token if token is not None else load_token(default_token_path()),
         secrets.token_bytes(16),
         info,
         address,

@@ -4,9 +4,6 @@ lives. Decides which life a name means; must never conclude a death that nobody 
 A new life of an agent does not end the old one: the old life may still be read from, or be reading, until the
 coordinator says that exactly it is gone. A name means the newest life known. While the coordinator cannot be reached,
 what is known stays as it is (fail static), and a name that is not known cannot be waited for.
-
-A life that was introduced (nobody announced it) goes when another one of its name is introduced, or announced, and
-never stands in the place of one that was announced.
 """
 
 from __future__ import annotations
@@ -15,15 +12,12 @@ import asyncio
 import logging
 from collections.abc import Iterator
 
-from kvxfer.errors import Closed, CoordinatorUnavailable, InvalidArgument, KvxferError, PeerGone, Refused
+from kvxfer.errors import Closed, CoordinatorUnavailable, InvalidArgument, KvxferError, PeerGone
 from kvxfer.protocol.handshake import SESSION_KEY_BYTES
 from kvxfer.transport.base import Transport
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Member, Membership
 
 log = logging.getLogger("kvxfer.agent")
-
-INTRODUCED_MAX = 1024
-"""Lives that were introduced; one more, and the first of them is forgotten."""
 
 
 class Peers:
@@ -34,7 +28,6 @@ class Peers:
         self._members: dict[AgentRef, Member] = {}
         self._newest: dict[str, Member] = {}
         self._told: dict[AgentRef, tuple[DataAddress, bytes]] = {}
-        self._introduced: dict[str, AgentRef] = {}
         self._changed: asyncio.Future[None] | None = None
         self._is_closed = False
         self.coordinator_state: bool | None = None
@@ -53,9 +46,6 @@ class Peers:
         for member in membership.members:
             if member.ref == self._transport.ref:
                 continue
-            introduced = self._introduced.pop(member.ref.agent_id, member.ref)
-            if introduced != member.ref:
-                self.remove(introduced)
             try:
                 self.add(member)
             except KvxferError as error:
@@ -75,27 +65,8 @@ class Peers:
             self._newest[member.ref.agent_id] = member
         self._tell()
 
-    def introduce(self, member: Member) -> None:
-        """Know a life that proved itself, without anybody who would announce its death. Raises Refused for our own name
-        and for one that was announced in another life, InvalidArgument as :meth:`add`."""
-        name = member.ref.agent_id
-        known, introduced = self.find(name), self._introduced.get(name)
-        if name == self._transport.ref.agent_id:
-            raise Refused(f"{member.ref} has our own name")
-        if known is not None and introduced is None and known.ref != member.ref:
-            raise Refused(f"{member.ref} was introduced, and {known.ref} was announced under that name")
-        if introduced not in (None, member.ref):
-            self.remove(introduced)
-        if known is None or introduced is not None:
-            self.add(member)
-            self._introduced[name] = member.ref
-            if len(self._introduced) > INTRODUCED_MAX:
-                self.remove(next(iter(self._introduced.values())))
-
     def remove(self, ref: AgentRef) -> None:
         """The announced death of exactly this life."""
-        if self._introduced.get(ref.agent_id) == ref:
-            del self._introduced[ref.agent_id]
         if self._told.pop(ref, None) is None:
             return
         log.info("%s: %s is gone", self._transport.ref.agent_id, ref)

@@ -50,10 +50,9 @@ class KvxferReports(_WorkerMetadata):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class KvxferHandshake(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From the worker half to the scheduler half, once: the life of this rank's agent, and where to meet it."""
+    """From the worker half to the scheduler half, once: the life of this rank's agent."""
 
     incarnation: Incarnation
-    address: str
 
 
 class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -120,7 +119,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KvxferHandshake:
-        return KvxferHandshake(*self._worker.whereabouts)
+        return KvxferHandshake(self._worker.incarnation)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Called before anything of a step is written, whether something was preempted or not."""
@@ -187,9 +186,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     # --- the scheduler ---
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        ranks = [metadata[rank] for rank in sorted(metadata)]
-        addresses = tuple(rank.address for rank in ranks if rank.address)
-        self._scheduler.set_lives(tuple(rank.incarnation for rank in ranks), addresses)
+        self._scheduler.set_lives(tuple(metadata[rank].incarnation for rank in sorted(metadata)))
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
@@ -249,4 +246,4 @@ def _new_agent(options: ConnectorOptions, rank: int, info: WorkerInfo) -> Agent:
 
     token = member_token(options.token_file)
     hide(token)
-    return Agent(info, coordinator=options.coordinator or None, token=token, config=options.agent_config(rank))
+    return Agent(info, coordinator=options.coordinator, token=token, config=options.agent_config(rank))

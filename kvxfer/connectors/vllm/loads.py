@@ -134,8 +134,6 @@ class Loads:
         """These will be fetched later: their sources shall not forget them."""
         for remote in remotes:
             self._kept[remote.request_id] = remote
-            if self._options.introductions and remote.addresses:
-                self._spawn(self._meet(remote))
             for source in self._sources_of(remote.sources):
                 self._watch(source)
 
@@ -161,10 +159,7 @@ class Loads:
     def release(self, remote: Remote) -> None:
         """It will not be fetched."""
         self._kept.pop(remote.request_id, None)
-        if self._options.introductions and remote.addresses:
-            self._spawn(self._meet(remote, lets_go=True))
-        else:
-            self._let_go(remote.transfer_id, remote.sources)
+        self._let_go(remote.transfer_id, remote.sources)
 
     def on_message(self, agent_id: str, message: Part | Refuse) -> None:
         """What a source says."""
@@ -325,26 +320,10 @@ class Loads:
 
     # --- sources ---
 
-    async def _find(self, order: Load | Remote, source_rank: int) -> Member:
-        """The life of that source which has the prompt, as far as it is known which: by its address, where the order
-        has one, else as the coordinator knows it. Raises PeerGone, CoordinatorUnavailable, and what meeting it does."""
-        source, life = order.sources[source_rank], order.lives[source_rank] if order.lives else None
-        if self._options.introductions and order.addresses:
-            try:
-                await self._agent.meet(order.addresses[source_rank], source, timeout_s=SILENT_S, incarnation=life)
-            except KvxferError as error:
-                if not self._options.coordinator:
-                    raise
-                log.debug("a source was not met, and is asked for: %s", error, extra={"agent_id": source})
-        return await self._agent.wait_member(source, timeout_s=SILENT_S, incarnation=life)
-
-    async def _meet(self, remote: Remote, *, lets_go: bool = False) -> None:
-        """Its sources are told of it, or let go, as soon as they are known."""
-        for source_rank in self._ranks_read(self._rank, len(remote.sources)):
-            with contextlib.suppress(KvxferError):
-                await self._find(remote, source_rank)
-        if lets_go:
-            self._let_go(remote.transfer_id, remote.sources)
+    async def _find(self, order: Load, source_rank: int) -> Member:
+        """The life of that source which has the prompt, as far as it is known which. Raises PeerGone."""
+        life = order.lives[source_rank] if order.lives else None
+        return await self._agent.wait_member(order.sources[source_rank], timeout_s=SILENT_S, incarnation=life)
 
     def _ranks_read(self, rank: int, count: int) -> range:
         """Which of ``count`` source ranks hold what rank ``rank`` of this engine holds."""

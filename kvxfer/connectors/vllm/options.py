@@ -23,11 +23,7 @@ class ConnectorOptions:
     agent_id: str
     """Of rank 0; the others add their rank."""
     coordinator: str
-    """``host:port`` of the coordinator, through which engines find each other; may be empty with ``introductions``."""
-    introductions: bool = False
-    """Put this engine's address into what it answers, and meet engines by theirs."""
-    introduction_port: int = 0
-    """Where it is met: of rank 0, as ``bind_port``."""
+    """``host:port`` of the coordinator, through which engines find each other."""
     token_file: str = ""
     """The cluster token; empty: the default place."""
     http_url: str = ""
@@ -63,10 +59,9 @@ class ConnectorOptions:
 
     def __post_init__(self) -> None:
         check_agent_id(self.agent_id)
-        if self.coordinator:
-            check_address("coordinator", self.coordinator)
-        elif not self.introductions:
-            raise ConfigError("kv_connector_extra_config needs coordinator: host:port, or introductions: true")
+        if not self.coordinator:
+            raise ConfigError("kv_connector_extra_config needs coordinator: host:port")
+        check_address("coordinator", self.coordinator)
         check_checks("checks", self.checks)
         for name in ("hold_ttl_s", "hold_life_max_s", "load_deadline_s", "pull_wait_s", "idle_wait_s"):
             check_positive(name, getattr(self, name), maximum=86400.0)
@@ -110,8 +105,6 @@ class ConnectorOptions:
             bind_port=self.bind_port + rank if self.bind_port else 0,
             advertise_host=self.advertise_host,
             insecure=self.insecure,
-            introductions=self.introductions,
-            introduction_port=self.introduction_port + rank if self.introduction_port else 0,
             stripes=self.stripes,
             grant_ttl_s=self.hold_ttl_s,
             grant_life_max_s=max(self.hold_ttl_s, self.hold_life_max_s),

@@ -20,7 +20,6 @@ from kvxfer.types import Incarnation, TransferId, check_agent_id
 
 VERSION = 1
 RANKS_MAX = 1024
-ADDRESS_MAX = 64
 _LIFE = re.compile(r"([0-9]{1,20})\.([0-9a-f]{32})")
 
 
@@ -36,14 +35,12 @@ class PrefillLeg:
 @dataclasses.dataclass(frozen=True)
 class DecodeLeg:
     """Fetch the prompt. ``tokens``: how many the source holds, where it has said so: then it has computed them.
-    ``lives``: which lives of ``sources`` did that, and ``addresses`` where to meet them; empty where it was not
-    said."""
+    ``lives``: which lives of ``sources`` did that; empty where it was not said."""
 
     transfer_id: TransferId
     sources: tuple[str, ...]
     tokens: int | None
     lives: tuple[Incarnation, ...] = ()
-    addresses: tuple[str, ...] = ()
 
 
 def parse(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | None:
@@ -74,10 +71,9 @@ def handed_over(
     tokens: int,
     traceparent: str | None = None,
     lives: tuple[Incarnation, ...] = (),
-    addresses: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """What a prefill leg is answered, to be copied into the decode leg: ``tokens`` are kept by ``agents``, in these
-    ``lives`` of theirs, to be met at ``addresses``."""
+    ``lives`` of theirs."""
     trace = {} if traceparent is None else {"traceparent": traceparent}
     return {
         **trace,
@@ -90,7 +86,6 @@ def handed_over(
             "version": VERSION,
             "agents": list(agents),
             "lives": [f"{life.number}.{life.boot_nonce.hex()}" for life in lives],
-            "addresses": list(addresses),
             "tokens": tokens,
         },
     }
@@ -118,22 +113,11 @@ def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
         raise InvalidArgument("kvxfer.agents must name the agents of the prefill engine")
     if type(tokens) is not int or tokens < 0:
         raise InvalidArgument("kvxfer.tokens must be a count")
+    lives = answered.get("lives", [])
+    if not isinstance(lives, list) or len(lives) not in (0, len(agents)):
+        raise InvalidArgument("kvxfer.lives must have one for each of kvxfer.agents")
     names = tuple(check_agent_id(agent) for agent in agents)
-    lives, addresses = (_for_each(agents, answered, name) for name in ("lives", "addresses"))
-    return DecodeLeg(transfer_id, names, tokens, tuple(map(_life, lives)), tuple(map(_address, addresses)))
-
-
-def _for_each(agents: list[Any], answered: Mapping[str, Any], name: str) -> list[Any]:
-    values = answered.get(name, [])
-    if not isinstance(values, list) or len(values) not in (0, len(agents)):
-        raise InvalidArgument(f"kvxfer.{name} must have one for each of kvxfer.agents")
-    return values
-
-
-def _address(text: Any) -> str:
-    if not isinstance(text, str) or len(text) > ADDRESS_MAX:
-        raise InvalidArgument(f"an address of kvxfer.addresses must be a text of at most {ADDRESS_MAX} characters")
-    return text
+    return DecodeLeg(transfer_id, names, tokens, tuple(_life(text) for text in lives))
 
 
 def _life(text: Any) -> Incarnation:

@@ -119,10 +119,10 @@ class WorkerHalf:
         log.info("%r serves pages of %d bytes in %d pools", agent, pages.page_bytes, len(pools))
 
     @property
-    def whereabouts(self) -> tuple[Incarnation, str]:
-        """This life of the agent, and where others meet it, if they can; once :meth:`register` was called."""
+    def incarnation(self) -> Incarnation:
+        """This life of the agent, once :meth:`register` was called."""
         _, _, runtime = self._parts()
-        return runtime.agent.ref.incarnation, runtime.agent.introduction_address
+        return runtime.agent.ref.incarnation
 
     def begin_step(self, orders: StepOrders) -> None:
         """Before the forward writes anything. The same orders again change nothing. Raises Closed once the agent has

@@ -25,10 +25,9 @@ def test_a_prefill_leg_of_any_router() -> None:
 def test_what_a_prefill_leg_is_answered_makes_the_decode_leg() -> None:
     assert parse(handed_over(ID, ("p", "p.1"), "request", 41)) == DecodeLeg(ID, ("p", "p.1"), 41)
     lives = tuple(Incarnation((1 << 64) - 1 - rank, bytes([rank]) * 16) for rank in range(2))
-    addresses = ("127.0.0.1:1", "[::1]:65535")
-    answer = handed_over(ID, ("p", "p.1"), "request", 41, lives=lives, addresses=addresses)
-    assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41, lives, addresses)
-    del answer["kvxfer"]["lives"], answer["kvxfer"]["addresses"]
+    answer = handed_over(ID, ("p", "p.1"), "request", 41, lives=lives)
+    assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41, lives)
+    del answer["kvxfer"]["lives"]
     assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41)
 
 
@@ -66,8 +65,6 @@ def test_other_requests_are_none_of_ours(params: dict[str, Any] | None) -> None:
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [LIFE, LIFE]}}, "lives"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [f"9{LIFE[1:]}"]}}, "64 bits"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [1]}}, "life"),
-        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "addresses": ["a", "b"]}}, "addresses"),
-        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "addresses": ["a" * 65]}}, "address"),
     ],
 )
 def test_a_wrong_field_is_named(params: dict[str, Any], field: str) -> None:
@@ -79,7 +76,7 @@ def test_a_wrong_field_is_named(params: dict[str, Any], field: str) -> None:
     st.none() | st.booleans() | st.integers() | st.text(max_size=40),
     lambda inner: st.lists(inner, max_size=3)
     | st.dictionaries(
-        st.sampled_from(["agent_id", "ranks", "version", "agents", "tokens", "lives", "addresses"]), inner, max_size=5),
+        st.sampled_from(["agent_id", "ranks", "version", "agents", "tokens", "lives"]), inner, max_size=5),
     max_leaves=6,
 )), st.booleans())  # fmt: skip
 def test_whatever_a_client_sends_is_a_leg_or_one_error(values: dict[str, Any], is_decode: bool) -> None:

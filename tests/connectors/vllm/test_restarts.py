@@ -1,4 +1,4 @@
-"""Sources that are not any more what they were, or not where they are said to be."""
+"""Sources that are not any more what they were: another life under the same name."""
 
 from __future__ import annotations
 
@@ -48,15 +48,3 @@ async def test_a_source_that_is_restarted_while_it_is_waited_for(ranks: tuple[Ra
     assert error is not None
     assert error.code == "peer_gone"
     assert "restarted" in str(error)
-
-
-@pytest.mark.parametrize("coordinator", ["127.0.0.1:1", ""])
-async def test_an_address_that_does_not_help(ranks: tuple[Rank, Rank], coordinator: str) -> None:
-    """The coordinator may know better, where there is one."""
-    p, d = ranks
-    d.loads._options = dataclasses.replace(OPTIONS, introductions=True, coordinator=coordinator)
-    p.forward(finish_order((4, 5, 6)), [4, 5, 6])
-    order = dataclasses.replace(load_order(0, (0, 1, 2), has_direct=True), addresses=("nowhere",))
-    error = (await d.load(order)).error
-    assert (error is None) == bool(coordinator)
-    assert error is None or error.code == "invalid_argument"
