@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import gc
+import os
+import re
 import secrets
 import threading
 import time
@@ -172,16 +176,25 @@ def lane(request: pytest.FixtureRequest) -> str:
 
 def held() -> dict[str, int]:
     """What this process holds once what is closing has closed: nothing of it changes any more."""
-    gc.collect()
     last, since_s = resources(), time.monotonic()
     end_s = since_s + 10.0
     while time.monotonic() < min(since_s + QUIET_S, end_s):
-        time.sleep(0.02)
+        gc.collect()  # more than once: it does nothing while another thread is at it
+        time.sleep(0.05)
         now = resources()
         if any(now[name] != last[name] for name in COUNTED):
             since_s = time.monotonic()
         last = now
     return last
+
+
+def descriptors() -> collections.Counter[str]:
+    """How many are open of each kind."""
+    kinds: collections.Counter[str] = collections.Counter()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one of the directory
+            kinds[re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{number}"))] += 1
+    return kinds
 
 
 def check_rounds(pair: Pair, rounds: int, record_property: Any) -> None:
@@ -190,7 +203,7 @@ def check_rounds(pair: Pair, rounds: int, record_property: Any) -> None:
     for number in range(max(rounds // 10, 2 * len(pair.FAULTS))):
         pair.round(number)
     pair.settle()
-    before = held()
+    before, open_before = held(), descriptors()
     gauges = [{name: party.statistics()[name] for name in GAUGES} for party in (pair.source, pair.reader)]
     for number in range(rounds):
         pair.round(number)
@@ -200,7 +213,8 @@ def check_rounds(pair: Pair, rounds: int, record_property: Any) -> None:
     record_property("after", after)
     print(f"before {before} after {after} outcomes {pair.outcomes}")
     for name in COUNTED:
-        assert after[name] <= before[name] + MARGINS.get(name, MARGIN), (name, before, after)
+        new = descriptors() - open_before
+        assert after[name] <= before[name] + MARGINS.get(name, MARGIN), (name, before, after, new)
     assert after["rss_kib"] <= before["rss_kib"] + RSS_MARGIN_KIB, (before, after)
     assert threading.active_count() <= threads + 2
     for party, most in zip((pair.source, pair.reader), gauges, strict=True):
