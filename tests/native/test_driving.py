@@ -119,10 +119,11 @@ def test_a_post_beside_a_long_wait(nodes: Any, new_id: NewId, verb: str) -> None
         theirs.memory[:4096] = ours.memory[4096:8192] = 7
         mine, peers = (0, 0) if verb == "fetch" else (4096, 4096)
         rows = [(ours.id, mine, 0, 4096, 1)], [(theirs.id, peers, 0, 4096, 1)]
-        getattr(d, verb)(new_id(), p, *rows, lanes=[native.Lane.UNIX])
-        landed = (ours, 0) if verb == "fetch" else (theirs, 4096)
-        while landed[0].piece(landed[1], 4096) != bytes([7]) * 4096 and time.monotonic() - begin < 30:
-            time.sleep(0.001)
+        transfer = new_id()
+        getattr(d, verb)(transfer, p, *rows, lanes=[native.Lane.UNIX])
+        assert d.wait_drained(transfer).state == COMMITTED
+        landed = ours.piece(0, 4096) if verb == "fetch" else theirs.piece(4096, 4096)
+        assert landed == bytes([7]) * 4096
     assert time.monotonic() - begin < 10
     d.core.close()
     waiting.join(10)
