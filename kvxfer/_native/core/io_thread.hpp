@@ -78,7 +78,7 @@ class IoThread {
   Nanos left_to_wait_for(Nanos until);
   void rest(std::unique_lock<std::mutex>& turn);  // while others drive
   void let_drive();                               // the thread waits, without the turn, while others drive and are awake
-  void wake_by(Nanos until);
+  void hand_over(Nanos until);
   void clear_wake();
   // io_copies.cpp
   void settle_copies();

@@ -48,7 +48,7 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
   }
   turn_.is_driven = false;
   sleeps_until_ = is_resting_ ? 0 : thread_sleeps_until;
-  if (!is_resting_) wake_by(next);
+  if (!is_resting_) hand_over(next);
   leave();
   return true;
 }
@@ -91,7 +91,7 @@ bool IoThread::help(bool is_polling) noexcept {
     }
     const Nanos until = left_to_wait_for(work());
     if (is_bulk_) polls_ = 0;  // no nap now
-    wake_by(until);
+    hand_over(until);
   } catch (const std::exception& error) {
     fail(error);
   }
@@ -167,9 +167,9 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
   return count;
 }
 
-// Whoever leaves the loop to the thread says until when it may sleep. What was just asked for is answered soon, and perhaps
+// Who leaves the loop to the thread says until when that may sleep. What was just asked for is answered soon, and perhaps
 // nobody else looks: the thread gets up while that is under way.
-void IoThread::wake_by(Nanos until) {
+void IoThread::hand_over(Nanos until) {
   // Shut: this caller may have seen the word of it instead of the thread.
   if (shared_.is_shut() || (sleeps_until_ != 0 && until < sleeps_until_)) shared_.wake();
 }
