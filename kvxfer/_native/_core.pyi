@@ -1251,6 +1251,12 @@ class CoreStatistics:
         """Times that the IO thread looked at its sockets."""
 
     @property
+    def moves_over(self) -> int:
+        """
+        Times that the IO thread left the processor that a peer on this host was sending from.
+        """
+
+    @property
     def connections(self) -> int: ...
 
     @property

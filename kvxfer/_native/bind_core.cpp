@@ -120,7 +120,7 @@ void bind_events(nb::module_& m) {
 
 struct CoreStatistics {
   uint64_t bytes_mapped, bytes_cma, bytes_ucx, bytes_streamed_in, bytes_streamed_out, bytes_discarded;
-  uint64_t frames_in, frames_out, wakeups;
+  uint64_t frames_in, frames_out, wakeups, moves_over;
   uint64_t connections, sessions_tcp, sessions_unix, sessions_refused, dials, dials_failed;
   uint64_t mappings, mappings_refused, checksum_failures;
 };
@@ -137,6 +137,7 @@ void bind_statistics(nb::module_& m) {
       .def_ro("frames_in", &S::frames_in)
       .def_ro("frames_out", &S::frames_out)
       .def_ro("wakeups", &S::wakeups, "Times that the IO thread looked at its sockets.")
+      .def_ro("moves_over", &S::moves_over, "Times that the IO thread left the processor that a peer on this host was sending from.")
       .def_ro("connections", &S::connections)
       .def_ro("sessions_tcp", &S::sessions_tcp)
       .def_ro("sessions_unix", &S::sessions_unix)
@@ -151,8 +152,8 @@ void bind_statistics(nb::module_& m) {
 CoreStatistics snapshot(PyCore& self) {
   const Statistics& s = self.core().statistics();
   return {s.bytes_mapped.get(),      s.bytes_cma.get(),   s.bytes_ucx.get(),     s.bytes_streamed_in.get(), s.bytes_streamed_out.get(),
-          s.bytes_discarded.get(),   s.frames_in.get(),   s.frames_out.get(),    s.wakeups.get(),           s.connections.get(),
-          s.sessions_tcp.get(),      s.sessions_unix.get(), s.sessions_refused.get(), s.dials.get(),         s.dials_failed.get(),
+          s.bytes_discarded.get(),   s.frames_in.get(),   s.frames_out.get(),    s.wakeups.get(),           s.moves_over.get(),
+          s.connections.get(),       s.sessions_tcp.get(),      s.sessions_unix.get(), s.sessions_refused.get(), s.dials.get(),         s.dials_failed.get(),
           s.mappings.get(),          s.mappings_refused.get(), s.checksum_failures.get()};
 }
 

@@ -145,7 +145,8 @@ void Connection::on_up(const AgentRef& peer) {
   (kind_ == SessionKind::Unix ? statistics_.sessions_unix : statistics_.sessions_tcp).add();
   if (kind_ == SessionKind::Unix) return;
   const std::optional<PeerAddress> address = shared_.address(peer);
-  if (address && !address->unix_path.empty()) may_tune_ = true;
+  may_tune_ = address && !address->unix_path.empty();
+  is_near_ = may_tune_ || is_local(fd());
 }
 
 // What it would tell an owner who takes nothing at the moment. A push that is known brings nothing that was not let in.

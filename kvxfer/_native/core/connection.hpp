@@ -33,6 +33,8 @@ class Connection {
   void receive(size_t budget);
   // Whether nothing more is taken from the socket until a device has taken what came for it.
   bool is_paused() const { return is_paused_; }
+  // Blocks come in over TCP from a peer under this kernel.
+  bool is_landing_from_near() const { return landing_ != nullptr && is_near_ && !is_paused_; }
   // Writes what the kernel takes, about `budget` bytes. Throws Error(transport).
   void flush(size_t budget);
   // Lets the peer read our pool or region `id` by `lane`, or says why it cannot; once a session.
@@ -100,7 +102,8 @@ class Connection {
   bool is_up_ = false;
   bool is_shut_down_ = false;
   bool is_paused_ = false;
-  bool may_tune_ = false;  // to its round trip, once that is known: the peer is under the same kernel
+  bool is_near_ = false;   // over TCP, and the peer is under the same kernel
+  bool may_tune_ = false;  // such a one, to its round trip once that is known
   Nanos close_at_ = 0;
 };
 

@@ -99,6 +99,7 @@ void IoThread::on_ready(Key key, uint32_t events) {
   if ((events & ~static_cast<uint32_t>(EPOLLOUT)) == 0) return;  // what can go out is flushed with the rest
   try {
     found->second->receive(portion_);
+    if (found->second->is_landing_from_near()) landing_ = key;
     while (const std::shared_ptr<RemoteMemory> memory = found->second->take_new_remote()) warming_.push_back(memory);
   } catch (const Error& error) {
     perform_now();  // its last frames may have said why it ends

@@ -15,6 +15,7 @@
 #include <unordered_map>
 
 #include "connection.hpp"
+#include "processor.hpp"
 #include "reads.hpp"
 
 namespace kvxfer {
@@ -73,7 +74,13 @@ class IoThread {
   void withdraw(const std::vector<Withdrawn>& gone);
   // io_turns.cpp
   bool wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_driver);  // false: a signal came
-  int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Nanos spin);
+  struct Begin {  // of a wait
+    Nanos spin = 0;         // without sleep
+    bool moves = false;     // to another processor first
+    bool was_away = false;  // written by the wait: others wanted the processor
+  };
+  Begin begin_wait(bool is_driver, Nanos now);
+  int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Begin& begin);
   void leave();
   Nanos left_to_wait_for(Nanos until);
   void rest(std::unique_lock<std::mutex>& turn);  // while others drive
@@ -124,6 +131,9 @@ class IoThread {
   uint32_t polls_ = 0;
   uint32_t quick_ = 0;      // waits in a row that were over almost at once
   bool is_full_ = false;    // a socket took not all: it has more to say than its peer
+  Key landing_ = 0;         // blocks came in from under this kernel; 0: none since the last wait
+  Spinning spinning_;
+  Nanos moved_at_ = 0;      // the thread, to another processor
   bool is_resting_ = false;  // the thread, while others drive
   std::condition_variable undriven_;
   std::atomic<bool> is_driver_asleep_{false}, is_letting_{false};  // the thread waits for let_, and has no turn

@@ -17,7 +17,9 @@ constexpr Nanos kNap = 200'000;                 // ... is left alone with the so
 constexpr Nanos kQuick = 50'000;                // a wait that was over almost at once; after so many of them ...
 constexpr uint32_t kQuickMin = 3, kQuickMax = 8;
 constexpr Nanos kSpin = 20'000;                 // ... the next one begins without sleep
+constexpr Nanos kLandingSpin = 100'000;         // while blocks come in from under this kernel
 constexpr Nanos kDriverSpin = 100'000;          // of a caller that waits: it has asked for something that is on its way
+constexpr Nanos kMoveRest = 500'000;            // between two moves to another processor
 
 }  // namespace
 
@@ -117,14 +119,13 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
   if (until == 0) {
     count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
   } else {
-    // A socket that is full is emptied by its reader, who needs the processors more than this loop does.
-    const Nanos spin = std::exchange(is_full_, false) ? 0 : is_driver ? kDriverSpin : quick_ >= kQuickMin ? kSpin : 0;
     sleeps_until_ = until;
     is_napping_ = is_polled;
     if (is_driver) is_driver_asleep_ = true;
-    turn.unlock();
     const Nanos began = monotonic_now();
-    count = wait_unlocked(events, kEventsMax, until, is_polled, spin);
+    Begin begin = is_polled ? Begin{} : begin_wait(is_driver, began);
+    turn.unlock();
+    count = wait_unlocked(events, kEventsMax, until, is_polled, begin);
     const bool is_quick = monotonic_now() - began < kQuick;
     if (is_driver) {
       is_driver_asleep_ = false;
@@ -132,6 +133,7 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
       let_drive();
     }
     turn.lock();
+    if (begin.was_away) spinning_.rest(monotonic_now());
     if (!is_driver && !is_polled) quick_ = is_quick ? std::min(quick_ + 1, kQuickMax) : 0;
     sleeps_until_ = 0;
     is_napping_ = false;
@@ -142,9 +144,26 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
   return count >= 0;
 }
 
-// Without the turn. After waits that were over almost at once the next one is taken for such a one too, and for a moment
-// not slept through: being woken takes longer.
-int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Nanos spin) {
+// After waits that were over almost at once the next one is taken for such a one too, and for a moment not slept through.
+//
+// Whom a sender under the same kernel wakes is often put on the sender's processor, where one of the two can run: the kernel
+// takes the sender to be about to sleep. Nothing but a long wait for the balancing of load parts them then. So the thread
+// that receives moves over, and does not sleep meanwhile, or it would be brought back. A caller's thread is not ours to move.
+IoThread::Begin IoThread::begin_wait(bool is_driver, Nanos now) {
+  const bool is_full = std::exchange(is_full_, false);
+  const auto sender = connections_.find(std::exchange(landing_, 0));
+  // A socket that is full is emptied by its reader, who needs the processors more than this loop does.
+  if (is_full || !spinning_.pays(now)) return {};
+  if (is_driver) return {kDriverSpin};
+  if (sender == connections_.end()) return {quick_ >= kQuickMin ? kSpin : 0};
+  if (!is_sent_from_here(sender->second->fd())) return {kLandingSpin};
+  if (now - moved_at_ < kMoveRest) return {};
+  moved_at_ = now;
+  return {kLandingSpin, true};
+}
+
+// Without the turn.
+int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Begin& begin) {
   const Nanos began = monotonic_now();
   if (is_polled) {
     pollfd wake{shared_.wake_fd(), POLLIN, 0};
@@ -154,10 +173,17 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
     return 0;
   }
   int count = 0;
-  if (spin != 0) {
+  if (begin.moves) {
+    if (move_over()) statistics_.moves_over.add();
+    else begin.spin = 0;
+  }
+  if (begin.spin != 0) {
+    Nanos now = began;
     do {
       count = ::epoll_wait(epoll_.get(), events, size, 0);
-    } while (count == 0 && monotonic_now() - began < spin);
+      const Nanos before = std::exchange(now, monotonic_now());
+      begin.was_away = Spinning::was_away(before, now);
+    } while (count == 0 && !begin.was_away && now - began < begin.spin);
   }
   if (count == 0) {
     const Nanos left = until == kNever ? kNever : until - monotonic_now();

@@ -67,19 +67,6 @@ std::string show(const std::string& host, uint16_t port) {
   return (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + std::to_string(port);
 }
 
-bool is_local(int fd) {
-  sockaddr_storage own{}, peer{};
-  socklen_t own_size = sizeof own, peer_size = sizeof peer;
-  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &own_size) != 0) return false;
-  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_size) != 0 || own.ss_family != peer.ss_family) return false;
-  if (own.ss_family == AF_INET) {
-    const in_addr a = reinterpret_cast<sockaddr_in*>(&own)->sin_addr, b = reinterpret_cast<sockaddr_in*>(&peer)->sin_addr;
-    return a.s_addr == b.s_addr || (ntohl(b.s_addr) >> 24) == 127;
-  }
-  const in6_addr &a = reinterpret_cast<sockaddr_in6*>(&own)->sin6_addr, &b = reinterpret_cast<sockaddr_in6*>(&peer)->sin6_addr;
-  return std::memcmp(&a, &b, sizeof a) == 0;
-}
-
 void bound_send_buffer(int fd) { ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kHostSendBytes, sizeof kHostSendBytes); }
 
 }  // namespace
@@ -122,6 +109,19 @@ int connect_error(int fd) {
   int error = 0;
   socklen_t size = sizeof error;
   return ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 ? error : errno;
+}
+
+bool is_local(int fd) {
+  sockaddr_storage own{}, peer{};
+  socklen_t own_size = sizeof own, peer_size = sizeof peer;
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &own_size) != 0) return false;
+  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_size) != 0 || own.ss_family != peer.ss_family) return false;
+  if (own.ss_family == AF_INET) {
+    const in_addr a = reinterpret_cast<sockaddr_in*>(&own)->sin_addr, b = reinterpret_cast<sockaddr_in*>(&peer)->sin_addr;
+    return a.s_addr == b.s_addr || (ntohl(b.s_addr) >> 24) == 127;
+  }
+  const in6_addr &a = reinterpret_cast<sockaddr_in6*>(&own)->sin6_addr, &b = reinterpret_cast<sockaddr_in6*>(&peer)->sin6_addr;
+  return std::memcmp(&a, &b, sizeof a) == 0;
 }
 
 void tune_tcp(int fd) {

@@ -14,6 +14,8 @@ Fd dial_tcp(const std::string& host, uint16_t port);
 Fd dial_unix(const std::string& path);
 int connect_error(int fd);  // 0: connected
 
+// Both ends are on this host.
+bool is_local(int fd);
 // No delay, and on loopback what suits memory that only looks like a network.
 void tune_tcp(int fd);
 // Of a peer under the same kernel: whether no network card lies between, as between two network namespaces, is known by the

@@ -1,0 +1,32 @@
+#include "processor.hpp"
+
+#include <sched.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+
+namespace kvxfer {
+
+bool is_sent_from_here(int fd) {
+  int sender = -1;
+  socklen_t size = sizeof sender;
+  return ::getsockopt(fd, SOL_SOCKET, SO_INCOMING_CPU, &sender, &size) == 0 && sender == ::sched_getcpu();
+}
+
+bool move_over() {
+  cpu_set_t all;
+  if (::sched_getaffinity(0, sizeof all, &all) != 0) return false;
+  cpu_set_t others = all;
+  CPU_CLR(static_cast<size_t>(::sched_getcpu()), &others);
+  if (CPU_COUNT(&others) == 0 || ::sched_setaffinity(0, sizeof others, &others) != 0) return false;
+  ::sched_setaffinity(0, sizeof all, &all);
+  return true;
+}
+
+void Spinning::rest(Nanos now) {
+  const bool is_again = again_at_ != 0 && now < again_at_ + kMemory;
+  rest_ = is_again ? std::min(2 * rest_, kRestMax) : kRestMin;
+  again_at_ = now + rest_;
+}
+
+}  // namespace kvxfer
