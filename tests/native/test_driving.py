@@ -151,6 +151,28 @@ def test_a_deadline_of_a_post_is_kept_when_nobody_calls_the_core_again(nodes: An
     assert final.state == native.TransferState.FAILED
 
 
+@pytest.mark.parametrize("how", ["poll", "wait"])
+def test_what_is_left_to_say_is_said_although_nobody_calls_the_core_again(nodes: Any, new_id: NewId, how: str) -> None:
+    """Who polls or waits is told of the end first; that the source's grant may end too is the core's own thread's."""
+    p, d = nodes.pair()
+    theirs, ours = p.register(4096), d.register(4096)
+    theirs.memory[:] = 7
+    rows = [(ours.id, 0, 0, 4096, 1)], [(theirs.id, 0, 0, 4096, 1)]
+    begin = time.monotonic()
+    for _ in range(20):
+        transfer = new_id()
+        d.fetch(transfer, p, *rows, lanes=[native.Lane.UNIX])
+        end = time.monotonic() + 10
+        while not any(isinstance(event, native.TransferFinal) for event in d.core.drain()):
+            assert time.monotonic() < end
+            if how == "wait":
+                d.core.wait(SECOND)
+        while any(region.grants for region in p.core.counts().regions):
+            assert time.monotonic() - begin < 8, "the end of a grant waits for some deadline"
+            time.sleep(0.001)
+    assert ours.piece(0, 4096) == bytes([7]) * 4096
+
+
 @pytest.mark.parametrize("turn", range(5))
 def test_closing_ends_a_wait(nodes: Any, turn: int) -> None:
     """The word that wakes the driver is not lost for the core's own thread, which sleeps too."""

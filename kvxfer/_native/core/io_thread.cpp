@@ -2,6 +2,7 @@
 
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/timerfd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -11,7 +12,7 @@
 namespace kvxfer {
 namespace {
 
-constexpr uint64_t kWakeKey = 0, kTcpKey = 1, kUnixKey = 2, kUcxKey = 3, kStagingKey = 4;
+constexpr uint64_t kWakeKey = 0, kTcpKey = 1, kUnixKey = 2, kUcxKey = 3, kStagingKey = 4, kTimerKey = 5;
 constexpr int kRoundsMax = 4;                   // of effects before sockets are looked at again
 constexpr int kAcceptsARound = 64;
 constexpr size_t kQueuedFrameBytesMax = 16 << 20;  // beside our own notifications
@@ -30,13 +31,15 @@ Bytes32 random_nonce() {
 IoThread::IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, LoopTurn& turn,
                    Fd tcp_listener, Fd unix_listener)
     : shared_(shared), statistics_(statistics), limits_(limits), tools_(std::move(tools)), turn_(turn),
-      epoll_(::epoll_create1(EPOLL_CLOEXEC)), tcp_listener_(std::move(tcp_listener)), unix_listener_(std::move(unix_listener)), reads_(shared, statistics), portion_(kPortion) {
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)), timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)), tcp_listener_(std::move(tcp_listener)), unix_listener_(std::move(unix_listener)), reads_(shared, statistics), portion_(kPortion) {
   if (!epoll_) fail_errno(Code::limit_exceeded, "epoll_create1");
+  if (!timer_) fail_errno(Code::limit_exceeded, "timerfd_create");
   poll(EPOLL_CTL_ADD, shared_.wake_fd(), EPOLLIN, kWakeKey);
   poll(EPOLL_CTL_ADD, tcp_listener_.get(), EPOLLIN, kTcpKey);
   if (unix_listener_) poll(EPOLL_CTL_ADD, unix_listener_.get(), EPOLLIN, kUnixKey);
   if (tools_.ucx) poll(EPOLL_CTL_ADD, tools_.ucx->fd(), EPOLLIN, kUcxKey);
   poll(EPOLL_CTL_ADD, tools_.staging->fd(), EPOLLIN, kStagingKey);
+  poll(EPOLL_CTL_ADD, timer_.get(), EPOLLIN, kTimerKey);
 }
 
 void IoThread::run() noexcept {
@@ -90,6 +93,7 @@ void IoThread::on_ready(Key key, uint32_t events) {
   if (key == kWakeKey) return clear_wake();
   if (key == kUcxKey) return tools_.ucx->woken();  // progress is made in every round
   if (key == kStagingKey) return tools_.staging->woken();
+  if (key == kTimerKey) return clear_timer();
   if (key == kTcpKey) return accept(tcp_listener_, key, SessionKind::Tcp);
   if (key == kUnixKey) return accept(unix_listener_, key, SessionKind::Unix);
   if (dialing_.count(key) != 0) return finish_dial(key);

@@ -86,7 +86,10 @@ class IoThread {
   void rest(std::unique_lock<std::mutex>& turn);  // while others drive
   void let_drive();                               // the thread waits, without the turn, while others drive and are awake
   void hand_over(Nanos until);
+  void tell_first();
   void clear_wake();
+  void set_timer(Nanos at);
+  void clear_timer();
   // io_copies.cpp
   void settle_copies();
   void finish_copies(Nanos until);
@@ -112,7 +115,7 @@ class IoThread {
   const EndpointLimits limits_;
   LaneTools tools_;  // outlives what uses it
   LoopTurn& turn_;
-  Fd epoll_, tcp_listener_, unix_listener_;
+  Fd epoll_, timer_, tcp_listener_, unix_listener_;
   std::unordered_map<Key, std::unique_ptr<Connection>> connections_;
   std::unordered_map<SessionId, Key> by_session_;
   std::unordered_map<Key, Dialing> dialing_;
@@ -126,6 +129,8 @@ class IoThread {
   bool is_bulk_ = false;  // more is to be read than one portion
   Nanos tick_at_ = 0;
   Nanos sleeps_until_ = 0;  // of the thread; 0: it does not
+  Nanos timer_at_ = kNever; // wakes who sleeps, earlier than he meant to ...
+  bool is_told_first_ = false;  // ... for what whoever polled or waited left
   bool is_napping_ = false;  // because another thread polls
   Nanos polled_at_ = 0;     // by another thread; how often without a pause
   uint32_t polls_ = 0;

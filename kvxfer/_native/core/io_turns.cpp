@@ -1,6 +1,7 @@
 // Who does the loop's work, and how long it sleeps: the core's own thread, a caller that helps, or one that drives.
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/timerfd.h>
 
 #include <algorithm>
 
@@ -19,6 +20,8 @@ constexpr uint32_t kQuickMin = 3, kQuickMax = 8;
 constexpr Nanos kSpin = 20'000;                 // ... the next one begins without sleep
 constexpr Nanos kLandingSpin = 100'000;         // while blocks come in from under this kernel
 constexpr Nanos kDriverSpin = 100'000;          // of a caller that waits: it has asked for something that is on its way
+constexpr Nanos kTold = 50'000;                 // for who was told first to post the next
+constexpr Nanos kSoon = kMillisecond;            // a thread that sleeps is woken at once for what is due so soon
 constexpr Nanos kMoveRest = 500'000;            // between two moves to another processor
 
 }  // namespace
@@ -37,20 +40,23 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
   polls_ = 0;
   const Nanos thread_sleeps_until = sleeps_until_;
   Nanos next = 0;
+  bool is_told_first = false;
   try {
     while (!shared_.is_shut() && !shared_.has_news() && monotonic_now() < until) {
       next = work();
       if (shared_.has_news() || !wait(turn, std::min(next, until), true)) break;
       next = 0;
     }
-    if (!is_resting_ && next == 0 && !shared_.is_shut()) next = work();  // what the last wait brought; nobody else will
-    if (!is_resting_) next = left_to_wait_for(next);
+    // What the last wait brought; nobody else will see to it.
+    is_told_first = next == 0 && shared_.has_news();
+    if (!is_resting_ && next == 0 && !is_told_first && !shared_.is_shut()) next = work();
+    if (!is_resting_ && !is_told_first) next = left_to_wait_for(next);
   } catch (const std::exception& error) {
     fail(error);
   }
   turn_.is_driven = false;
   sleeps_until_ = is_resting_ ? 0 : thread_sleeps_until;
-  if (!is_resting_) hand_over(next);
+  if (!is_resting_) is_told_first ? tell_first() : hand_over(next);
   leave();
   return true;
 }
@@ -85,10 +91,9 @@ bool IoThread::help(bool is_polling) noexcept {
       epoll_event events[kEventsMax];
       const int count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
       for (int i = 0; i < count; ++i) on_ready(events[i].data.u64, events[i].events);
-      // Who polls is told first. What is to be sent goes out with what it posts next, or when the thread's nap is over.
-      if (is_napping_ && shared_.has_events()) {
+      if (shared_.has_news()) {
         portion_ = kPortion;
-        return true;
+        return tell_first(), true;
       }
     }
     const Nanos until = left_to_wait_for(work());
@@ -194,10 +199,39 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
 }
 
 // Who leaves the loop to the thread says until when that may sleep. What was just asked for is answered soon, and perhaps
-// nobody else looks: the thread gets up while that is under way.
+// nobody else looks: the thread gets up when that is late, and not to be told so.
 void IoThread::hand_over(Nanos until) {
   // Shut: this caller may have seen the word of it instead of the thread.
-  if (shared_.is_shut() || (sleeps_until_ != 0 && until < sleeps_until_)) shared_.wake();
+  if (shared_.is_shut()) return shared_.wake();
+  if (sleeps_until_ == 0) return;
+  const bool was_told_first = std::exchange(is_told_first_, false);  // the timer is for what was done now
+  if (until >= (was_told_first ? sleeps_until_ : std::min(sleeps_until_, timer_at_))) return was_told_first ? set_timer(kNever) : void();
+  if (until - monotonic_now() < kSoon) return shared_.wake();
+  set_timer(until);
+}
+
+// Who polls or waits is told at once what came. What is to be sent for it (that a grant may end) goes out with what it posts
+// next, or by the thread.
+void IoThread::tell_first() {
+  if (sleeps_until_ == 0 || is_napping_) return;  // it is soon at it
+  const Nanos at = monotonic_now() + kTold;
+  if (at >= std::min(sleeps_until_, timer_at_)) return;
+  set_timer(at);
+  is_told_first_ = true;
+}
+
+void IoThread::set_timer(Nanos at) {
+  const bool is_set = at != kNever;
+  const itimerspec when{{0, 0}, {is_set ? at / 1'000'000'000 : 0, is_set ? static_cast<long>(at % 1'000'000'000) : 0}};
+  if (::timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr) != 0) throw Error(Code::internal, errno_text("timerfd_settime"));
+  timer_at_ = at;
+}
+
+void IoThread::clear_timer() {
+  uint64_t ignored;
+  static_cast<void>(!::read(timer_.get(), &ignored, sizeof ignored));
+  timer_at_ = kNever;
+  is_told_first_ = false;
 }
 
 void IoThread::clear_wake() {
