@@ -7,7 +7,7 @@
 //   send_blocks     sendmsg straight out of blocks, at most `chunk_bytes` a call, on a blocking socket
 //   receive_blocks  readv straight into blocks, at most `chunk_bytes` a call; the same socket's other end
 //   ask, answer     `count` round trips on a blocking socket, one byte there and `bytes` back (at most 1 MiB); ask() writes
-//                   how many nanoseconds each took
+//                   how many nanoseconds each took, and `is_polling` (int) looks at the socket without a pause
 //   wake            writes an eventfd `count` times, `pause` nanoseconds apart, and the CLOCK_MONOTONIC time of each write
 //
 // Each but copy_blocks returns 0, or the errno that stopped it (ECONNRESET where the other end closed).
@@ -104,11 +104,15 @@ int receive_blocks(int fd, uint8_t* base, uint64_t block_bytes, const uint32_t* 
                      [fd](iovec* vectors, size_t used) { return readv(fd, vectors, static_cast<int>(used)); });
 }
 
-int ask(int fd, uint64_t count, uint64_t bytes, uint64_t* nanoseconds) {
+int ask(int fd, uint64_t count, uint64_t bytes, uint64_t* nanoseconds, int is_polling) {
   std::vector<uint8_t> data(std::min<uint64_t>(bytes, kAnswerBytesMax));
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t start = now_ns();
     int error = move_whole(fd, true, data.data(), 1);
+    uint8_t first;
+    while (is_polling != 0 && error == 0 && recv(fd, &first, 1, MSG_PEEK | MSG_DONTWAIT) < 0) {
+      if (errno != EAGAIN && errno != EINTR) error = errno;
+    }
     if (error == 0) error = move_whole(fd, false, data.data(), data.size());
     if (error != 0) return error;
     nanoseconds[i] = now_ns() - start;

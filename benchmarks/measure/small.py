@@ -27,7 +27,7 @@ from measure.ends import Pair, Setup, WorkerFailed
 from measure.rows import Room
 
 BLOCK_BYTES = 4096
-LATENCY_ROUNDS = 500
+WARM_ROUNDS, LATENCY_ROUNDS = 50, 500
 SCATTERED, AGAIN = 100_000, 10_000
 POST_ROUNDS = 7
 PEER_POST_ROUNDS = 2
@@ -53,28 +53,21 @@ def case_of(lane: str, pages: str = SMALL, at_once: int = 1) -> Case:
 
 
 def latency(room: Room, lanes: Sequence[str], library: str, against: Sequence[str]) -> list[dict[str, Any]]:
-    """One 4K block, post to completion, and a notification; the plain round trip of that kind of socket beside it."""
+    """One 4K block, post to completion, and a notification, in turns with the round trip of that kind of socket."""
     found = []
     for lane in lanes:
         pair = room.pair(kvxfer(case_of(lane), library)[0].setup)
         kind = SOCKET_OF.get(lane, "unix")
-        bare = []
-        for _ in range(2):  # before and after, as one run among others' noise says little
-            for end in pair.ends:
-                end.start("plain", kind=kind)
-            for end in pair.ends:
-                end.finish("plain")
-            # A lane that carries the block itself is compared with a socket that carries as much.
-            trips = {"kind": kind, "rounds": LATENCY_ROUNDS, "nbytes": BLOCK_BYTES if lane in (STREAM, UNIX) else 64}
-            pair.source.ask("echo", **trips)
-            bare += pair.destination.ask("round_trips", **trips)
-            if len(bare) == LATENCY_ROUNDS:
-                asked = {"rounds": LATENCY_ROUNDS, "block_bytes": BLOCK_BYTES, "lane": lane}
-                pair.destination.ask("latency", **{**asked, "rounds": 50})
-                took = pair.destination.ask("latency", **asked)
-        entry: dict[str, Any] = {"who": f"kvxfer {lane}", "socket": kind, "round_trip": quantiles(bare)}
-        entry |= {name: quantiles(seconds) for name, seconds in took.items()}
-        found.append(entry)
+        pair.both("plain", kind=kind)
+        # A lane that carries the block itself is compared with a socket that carries as much.
+        answer_bytes = BLOCK_BYTES if lane in (STREAM, UNIX) else 64
+        took: dict[str, list[float]] = {}
+        for rounds in (WARM_ROUNDS, LATENCY_ROUNDS):
+            pair.source.ask("echo", kind=kind, rounds=2 * rounds, nbytes=answer_bytes)
+            asked = {"rounds": rounds, "block_bytes": BLOCK_BYTES, "lane": lane}
+            took = pair.destination.ask("latency", **asked, kind=kind, answer_bytes=answer_bytes)
+        entry: dict[str, Any] = {"who": f"kvxfer {lane}", "socket": kind}
+        found.append(entry | {name: quantiles(seconds) for name, seconds in took.items()})
     options = []
     if "nixl" in against:
         options += [("NIXL", nixl(case_of(CMA))), ("NIXL tcp", nixl(case_of(STREAM)))]
@@ -83,7 +76,7 @@ def latency(room: Room, lanes: Sequence[str], library: str, against: Sequence[st
     for name, choices in options:
         try:
             pair = room.pair(choices[0].setup)
-            pair.destination.ask("latency", rounds=50, block_bytes=BLOCK_BYTES)
+            pair.destination.ask("latency", rounds=WARM_ROUNDS, block_bytes=BLOCK_BYTES)
             took = pair.destination.ask("latency", rounds=LATENCY_ROUNDS, block_bytes=BLOCK_BYTES)
         except WorkerFailed as error:
             found.append({"who": name, "error": str(error).splitlines()[0]})

@@ -220,47 +220,68 @@ class KvxferWorker(Worker):
 
     # The small measurements.
 
-    def do_latency(self, rounds: int, block_bytes: int, lane: str) -> dict[str, list[float]]:
-        """Seconds of one block, post to completion: by polling, by poll(2), by an event loop; of a notification; and of
-        an event loop's being woken, by nobody but a thread that writes an eventfd."""
+    def do_latency(
+        self, rounds: int, block_bytes: int, lane: str, kind: str, answer_bytes: int
+    ) -> dict[str, list[float]]:
+        """Seconds of one block, post to completion: by polling, by waiting, by an event loop; of a bare socket's round
+        trip in turns with them, by polling and by sleeping; of a notification; and of an event loop's being woken, by
+        nobody but a thread that writes an eventfd. The other end echoes 2 * ``rounds`` times."""
         self.do_use(block_bytes)
         one = np.zeros(1, np.uint32)
         plan = self.plan("read", one, one)
         lanes = [Lane(lane)]
-        took: dict[str, list[float]] = {"poll": [], "wait": [], "notification": []}
-        for i in range(2 * rounds):
-            start = time.perf_counter()
-            post = self.poster.start(plan, lanes=lanes)
-            if i % 2:
-                post.wait(10.0)
-            while post.poll() not in FINAL:
-                pass
-            took["wait" if i % 2 else "poll"].append(time.perf_counter() - start)
-            post.result()
+        names = ("socket, poll", "poll", "socket, sleep", "wait", "notification")
+        took: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(rounds):
+            took["socket, poll"].append(self.limits.round_trip(kind, answer_bytes, is_polling=True))
+            took["poll"].append(self.time_post(plan, lanes, is_waiting=False))
+            took["socket, sleep"].append(self.limits.round_trip(kind, answer_bytes, is_polling=False))
+            took["wait"].append(self.time_post(plan, lanes, is_waiting=True))
+            took["notification"].append(self.time_notification())
         took["await"] = asyncio.run(self.await_posts(plan, lanes, rounds))
         took["wake"] = asyncio.run(self.await_wakes(rounds))
-        to = self.peer.ref
-        for _ in range(rounds):
-            self.events.clear()
-            start = time.perf_counter()
-            self.transport.notify(to, b"n" * 16)
-            while not any(isinstance(event, _core.NotifDelivered) for event in self.events):
-                self.poster.poll()
-            took["notification"].append(time.perf_counter() - start)
         return took
 
+    def time_post(self, plan: Plan, lanes: list[Lane], *, is_waiting: bool) -> float:
+        start = time.perf_counter()
+        post = self.poster.start(plan, lanes=lanes)
+        if is_waiting:
+            post.wait(10.0)
+        while post.poll() not in FINAL:
+            pass
+        seconds = time.perf_counter() - start
+        post.result()
+        self.settle(post)
+        return seconds
+
+    @staticmethod
+    def settle(post: Post) -> None:
+        """Let go of everything before the next clock starts."""
+        while not post.is_drained:
+            post.poll()
+
+    def time_notification(self) -> float:
+        self.events.clear()
+        start = time.perf_counter()
+        self.transport.notify(self.peer.ref, b"n" * 16)
+        while not any(isinstance(event, _core.NotifDelivered) for event in self.events):
+            self.poster.poll()
+        return time.perf_counter() - start
+
     async def await_posts(self, plan: Plan, lanes: list[Lane], rounds: int) -> list[float]:
+        """As ``Agent.post`` is awaited."""
         loop, took = asyncio.get_running_loop(), []
-        woken = asyncio.Event()
-        loop.add_reader(self.transport.fileno(), woken.set)
+        loop.add_reader(self.transport.fileno(), self.poster.poll)
         for _ in range(rounds):
+            final: asyncio.Future[Post] = loop.create_future()
             start = time.perf_counter()
-            post = self.poster.start(plan, lanes=lanes)
-            while post.poll() not in FINAL:
-                woken.clear()
-                await woken.wait()
+            post = self.poster.start(plan, lanes=lanes, on_final=final.set_result)
+            if post.wait_briefly():
+                await asyncio.sleep(0)
+            await asyncio.shield(final)
             took.append(time.perf_counter() - start)
             post.result()
+            self.settle(post)
         loop.remove_reader(self.transport.fileno())
         return took
 
@@ -290,9 +311,6 @@ class KvxferWorker(Worker):
     def do_plain(self, kind: str) -> None:
         """Connect a plain socket to the other end, who is asked at the same time."""
         self.limits.plain.get(kind, 0)
-
-    def do_round_trips(self, kind: str, rounds: int, nbytes: int) -> list[float]:
-        return self.limits.round_trips(kind, rounds, nbytes)
 
     def do_echo(self, kind: str, rounds: int, nbytes: int) -> None:
         self.limits.echo(kind, rounds, nbytes)

@@ -78,10 +78,10 @@ class LimitsLibrary:
         if failed:
             raise OSError(failed, "the plain connection broke")
 
-    def ask(self, plain: socket.socket, rounds: int, nbytes: int) -> list[float]:
+    def ask(self, plain: socket.socket, rounds: int, nbytes: int, *, is_polling: bool) -> list[float]:
         took = np.zeros(rounds, np.uint64)
         counts = ctypes.c_uint64(rounds), ctypes.c_uint64(nbytes)
-        failed = self.library.ask(ctypes.c_int(plain.fileno()), *counts, ctypes.c_void_p(address_of(took)))
+        failed = self.library.ask(ctypes.c_int(plain.fileno()), *counts, ctypes.c_void_p(address_of(took)), is_polling)
         if failed:
             raise OSError(failed, "a round trip of the plain connection")
         return [float(one) / 1e9 for one in took]
@@ -211,6 +211,6 @@ class Limits:
         plain = self.plain.get(kind, 0)
         threading.Thread(target=self.library.answer, args=[plain, rounds, nbytes], daemon=True).start()
 
-    def round_trips(self, kind: str, rounds: int, nbytes: int) -> list[float]:
-        """Seconds of one byte there and ``nbytes`` back on a plain blocking socket."""
-        return self.library.ask(self.plain.get(kind, 0), rounds, nbytes)
+    def round_trip(self, kind: str, nbytes: int, *, is_polling: bool) -> float:
+        """Seconds of one byte there and ``nbytes`` back on a plain socket; who asks polls, or sleeps."""
+        return self.library.ask(self.plain.get(kind, 0), 1, nbytes, is_polling=is_polling)[0]

@@ -70,7 +70,9 @@ class AgentPost:
         await asyncio.shield(self._drained)
 
     def __await__(self) -> Generator[Any, None, PostStatistics]:
-        return asyncio.shield(self._future).__await__()
+        if not self._future.done() and self.post.wait_briefly():
+            yield  # the loop's other tasks: who awaits one post after the other must not keep them waiting
+        return (yield from asyncio.shield(self._future).__await__())
 
     async def __aenter__(self) -> AgentPost:
         return self

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SLEEP_S = 50e-3
 """Of one wait, so that signals are seen to."""
 
+BRIEF_S = 100e-6
+BRIEF_BYTES = 64 << 10
+
 
 @dataclasses.dataclass(frozen=True)
 class PostStatistics:
@@ -119,6 +122,14 @@ class Post:
         """Poll until the post is final, at most ``timeout_s``; the state then."""
         self._wait(lambda: self._state.is_final, timeout_s)
         return self._state
+
+    def wait_briefly(self) -> bool:
+        """Wait for it at most 100 us, if it is small and nothing else is under way; whether it is final. To sleep and
+        be woken takes as long, so an event loop that has no other post to see to may wait for this one here."""
+        if not self.is_final and self.plan.nbytes <= BRIEF_BYTES and self._poster.is_last(self):
+            self._poster.transport.wait(BRIEF_S)
+            self._poster.poll()
+        return self.is_final
 
     def wait_drained(self, timeout_s: float) -> bool:
         """Poll until the post drained, at most ``timeout_s``; whether it did."""

@@ -247,6 +247,11 @@ class Poster:
         with self._lock:
             return tuple(dict.fromkeys(self._posts.values()))
 
+    def is_last(self, post: Post) -> bool:
+        """Whether every other post is final."""
+        with self._lock:
+            return all(other is post or other.is_final for other in self._posts.values())
+
     def poll(self) -> None:
         """Take what happened since; never waits."""
         if self._drain is not None:

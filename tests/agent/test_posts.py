@@ -87,6 +87,28 @@ async def test_polled_instead_of_awaited(pair: tuple[Agent, Agent]) -> None:
     assert (await post).lane_reason
 
 
+async def test_who_awaits_one_post_after_the_other_lets_other_tasks_run(pair: tuple[Agent, Agent]) -> None:
+    """Each is over before the task would sleep."""
+    peer, agent = pair
+    mine = agent.register(np.zeros(SIZE, np.uint8))
+    record = peer.register(fill(2)).record
+    local = agent.prepare([(mine.record.address, SIZE, 0)])
+    remote = agent.prepare([(record.address, SIZE, 0)], peer="source", records=peer.memory())
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(count())
+    for _ in range(50):
+        await agent.post(Op.READ, local, None, remote, None)
+    other.cancel()
+    assert turns >= 50
+
+
 async def test_a_scope_cancels(pair: tuple[Agent, Agent]) -> None:
     peer, agent = pair
     mine = agent.register(np.zeros(SIZE, np.uint8))
