@@ -86,7 +86,12 @@ SessionId Endpoint::dialed(const AgentRef& peer, SessionKind kind, const Bytes32
 SessionId Endpoint::accepted(SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out) {
   const SessionId id = open(Session{kind, false, Handshake(self_, nonce), now + limits_.handshake_ns, now, 0, {}, {}, false});
   if (sessions_.size() > limits_.sessions_max || unproven_ > share_of_one(limits_.sessions_max)) {
-    hang_up(id, Code::overloaded, "sessions_max is reached", now, out);
+    // The oldest that proved nothing yet, perhaps this one: who only holds connections open keeps nobody out.
+    const auto oldest = std::find_if(watched_.begin(), watched_.end(), [this](SessionId each) {
+      const Session& session = sessions_.at(each);
+      return !session.is_dialed && !session.is_up();
+    });
+    hang_up(*oldest, Code::overloaded, "sessions_max is reached", now, out);
   }
   return id;
 }
