@@ -16,8 +16,10 @@ const Bytes32* Endpoint::key_of(const AgentRef& peer, Session& session) const {
   if (peer == self_) return nullptr;
   session.is_by_guest_key = guest_key_ && !session.is_dialed;
   if (session.is_by_guest_key) return &*guest_key_;
-  const auto it = peers_.find(peer);
-  return it != peers_.end() ? &it->second.key : nullptr;
+  if (const auto it = peers_.find(peer); it != peers_.end()) return &it->second.key;
+  if (!root_ || session.is_dialed) return nullptr;
+  session.derived_key = session_key(*root_, self_, peer);
+  return &session.derived_key;
 }
 
 bool Endpoint::is_guest(const AgentRef& peer) const {
@@ -174,7 +176,7 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
       throw Error(Code::overloaded, "this peer has its share of sessions_max");
     }
   }
-  if (!knows(peer)) peers_[peer] = Peer{*guest_key_, kind, true};
+  if (!knows(peer)) peers_[peer] = session.is_by_guest_key ? Peer{*guest_key_, kind, true} : Peer{session.derived_key, kind, false};
   up_[peer].push_back(id);
   watched_.erase(id);
   out.push_back(SessionUp{id, peer, kind});
