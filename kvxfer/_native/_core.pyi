@@ -1133,6 +1133,10 @@ class Endpoint:
 
     def set_guest_key(self, key: bytes) -> None: ...
 
+    def set_root(self, root: bytes) -> None: ...
+
+    def is_connected(self, peer: AgentRef) -> bool: ...
+
     def add_region(self, info: RegionInfo) -> None: ...
 
     def remove_region(self, region: int, now_ns: int) -> tuple[bool, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]:
@@ -1416,6 +1420,15 @@ class Core:
         """
         From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of it is up.
         """
+
+    def set_root(self, root: bytes) -> None:
+        """
+        From now on an agent that nobody named may open a session if it proves its session key with this one under `root` (32 bytes); it is
+        known from then on.
+        """
+
+    def is_connected(self, peer: AgentRef) -> bool:
+        """Whether a session with exactly this life is up."""
 
     def set_peer(self, peer: AgentRef, key: bytes, *, tcp_host: str, tcp_port: int, unix_path: str) -> None:
         """

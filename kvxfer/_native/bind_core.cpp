@@ -271,6 +271,13 @@ void bind_core_class(nb::module_& m) {
       .def("set_guest_key",
            [](PyCore& self, const Bytes32& key) { self.act([&](Endpoint& e, Nanos, Effects&) { e.set_guest_key(key); }); }, nb::arg("key"),
            "From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of it is up.")
+      .def("set_root",
+           [](PyCore& self, const Bytes32& root) { self.act([&](Endpoint& e, Nanos, Effects&) { e.set_root(root); }); }, nb::arg("root"),
+           "From now on an agent that nobody named may open a session if it proves its session key with this one under `root` (32 bytes); it is\n"
+           "known from then on.")
+      .def("is_connected",
+           [](PyCore& self, const AgentRef& peer) { return self.act([&](Endpoint& e, Nanos, Effects&) { return e.is_connected(peer); }); }, nb::arg("peer"),
+           "Whether a session with exactly this life is up.")
       .def("set_peer",
            [](PyCore& self, const AgentRef& peer, const Bytes32& key, std::string tcp_host, uint16_t tcp_port, std::string unix_path) {
              without_gil([&] { self.core().shared().set_peer(peer, key, {std::move(tcp_host), tcp_port, std::move(unix_path)}); });

@@ -292,6 +292,8 @@ void bind_endpoint(nb::module_& m) {
       .def("becoming_ready", &Endpoint::becoming_ready, nb::arg("id"), nb::arg("blocks"),
            "The pool, and the blocks that `ready(id, blocks)` would newly announce, where the owner is to bring their CRC-32Cs.")
       .def("set_guest_key", &Endpoint::set_guest_key, nb::arg("key"))
+      .def("set_root", &Endpoint::set_root, nb::arg("root"))
+      .def("is_connected", &Endpoint::is_connected, nb::arg("peer"))
       .def("add_region", &Endpoint::add_region, nb::arg("info"))
       .def("remove_region",
            [](Endpoint& e, uint32_t region, Nanos now_ns) {  // blocks_busy has effects too: it is a value here

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
 from kvxfer.agent.books import Books
-from kvxfer.agent.enrolment import alone, open_session
+from kvxfer.agent.enrolment import alone, cluster_token, open_session
 from kvxfer.agent.grant import Grant
+from kvxfer.agent.introductions import Introductions
 from kvxfer.agent.life import Life
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Delivery, Notification, Notifications
@@ -25,7 +26,7 @@ from kvxfer.agent.pulls import PullOrder
 from kvxfer.agent.statistics import AgentStatistics
 from kvxfer.agent.transfer import Transfer
 from kvxfer.config import AgentConfig, check_positive
-from kvxfer.errors import Closed, InvalidArgument, KvxferError
+from kvxfer.errors import Closed, ConfigError, InvalidArgument, KvxferError
 from kvxfer.transport.base import Binding, as_blocks, as_content
 from kvxfer.transport.descriptors import Prepared
 from kvxfer.transport.memory import MemoryBinding
@@ -58,11 +59,11 @@ log = logging.getLogger("kvxfer.agent")
 
 
 class Agent:
-    """An async context manager. It lives on the loop that entered it. :meth:`grant`, :meth:`load`, :meth:`statistics`
-    and the methods of a Grant may be called from any thread, everything else on that loop.
+    """An async context manager. It lives on the loop that entered it. :meth:`grant`, :meth:`load`, :meth:`card`,
+    :meth:`statistics` and the methods of a Grant may be called from any thread, everything else on that loop.
 
     With a coordinator it finds its peers by itself. Without one (``coordinator=None``) it knows exactly the peers that
-    :meth:`connect_peer` named: for tests, benchmarks, or a directory of your own.
+    :meth:`connect_peer` named, and with ``introductions`` those that it met or that dialed it.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class Agent:
         check_positive("connect_s", connect_s)
         self.info = info
         self.config = config or AgentConfig()
+        if self.config.introductions and coordinator is not None:
+            raise ConfigError("agents are found by the coordinator or by introductions, not by both")
         self.registry = CollectorRegistry() if registry is None else registry
         self._is_guest = registry is not None
         self._coordinator = coordinator
@@ -96,6 +99,7 @@ class Agent:
         self._life: Life | None = None
         self._session: CoordinatorSession | None = None
         self._metrics: AgentMetrics | None = None
+        self._introductions: Introductions | None = None
         self._failure: KvxferError | None = None
         self._closed: asyncio.Future[None] | None = None
         self._is_entered = False
@@ -123,6 +127,9 @@ class Agent:
             self._metrics = AgentMetrics(self.registry, self.statistics)
             self._life = Life(transport, self.config, self._books, self._metrics, self._notifications, self._on_failure)
             self._pools.open(transport, None if session is None else session.set_pools)
+            if self.config.introductions:
+                token = cluster_token(self._token)
+                self._introductions = Introductions(token, self.info, self._pools, self._life, transport)
             self._life.start()
             if session is not None:
                 self._life.peers.coordinator_is(session.is_connected)
@@ -163,6 +170,20 @@ class Agent:
         """Wait until an agent of that name is known and has a pool. ``incarnation``: that life of it, and no other;
         where a later one is known it is gone. Raises PeerGone, CoordinatorUnavailable."""
         return await self._open().peers.wait(agent_id, timeout_s, with_pools=True, incarnation=incarnation)
+
+    def card(self) -> str:
+        """What others need to :meth:`meet` this life with its pools of now, sealed with the cluster token, for anybody
+        to carry. Raises InvalidArgument where ``introductions`` are off, or there are too many pools.
+        """
+        return self._introduced().card()
+
+    def meet(self, card: str, agent_id: str, *, incarnation: Incarnation | None = None) -> Member:
+        """Know an agent by its :meth:`card`; it gets to know this one when it is dialed. ``incarnation``: that life of
+        it, and no other. Nothing is done where it is known already.
+
+        Raises PeerGone, for whatever reason (the log has it), InvalidArgument where ``introductions`` are off.
+        """
+        return self._introduced().meet(card, agent_id, incarnation)
 
     def load(self, load: Load) -> None:
         """What the next heartbeat says. From any thread."""
@@ -443,6 +464,12 @@ class Agent:
             on_state=self._on_coordinator,
         )
         return await self._session.start(self._connect_s)
+
+    def _introduced(self) -> Introductions:
+        self._open()
+        if self._introductions is None:
+            raise InvalidArgument(f"agent {self.info.agent_id} has introductions turned off")
+        return self._introductions
 
     def _on_membership(self, membership: Membership) -> None:
         if self._life is not None and not self._is_closing:

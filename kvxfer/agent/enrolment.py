@@ -5,6 +5,7 @@ Decides nothing; must never know of pools' contents or transfers.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,15 @@ if TYPE_CHECKING:
 
 
 def alone(agent_id: str) -> AgentRef:
-    """A life that no coordinator numbered."""
-    return AgentRef(agent_id, Incarnation(1, secrets.token_bytes(16)))
+    """A life that no coordinator numbered: the later it began (milliseconds since 1970), the newer it is."""
+    return AgentRef(agent_id, Incarnation(time.time_ns() // 1_000_000, secrets.token_bytes(16)))
+
+
+def cluster_token(token: bytes | None) -> bytes:
+    """``token``, or the one at the default place. Raises ConfigError."""
+    from kvxfer.rpc import default_token_path, load_token
+
+    return token if token is not None else load_token(default_token_path())
 
 
 def open_session(
@@ -31,11 +39,11 @@ def open_session(
     on_state: Callable[[bool], None],
 ) -> CoordinatorSession:
     """A session for a new life, not started yet; without ``token`` the one at the default place. Raises ConfigError."""
-    from kvxfer.rpc import CoordinatorSession, default_token_path, load_token
+    from kvxfer.rpc import CoordinatorSession
 
     session = CoordinatorSession(
         coordinator,
-        token if token is not None else load_token(default_token_path()),
+        cluster_token(token),
         secrets.token_bytes(16),
         info,
         address,

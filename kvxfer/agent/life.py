@@ -20,8 +20,9 @@ from kvxfer.agent.pulls import Pulls
 from kvxfer.agent.pump import EventPump
 from kvxfer.config import AgentConfig
 from kvxfer.errors import KvxferError
-from kvxfer.transport.base import LANES_BACK, Event, Transport
+from kvxfer.transport.base import LANES_BACK, Event, Transport, read_ref
 from kvxfer.transport.calibrations import Calibrations
+from kvxfer.types import AgentRef
 
 log = logging.getLogger("kvxfer.agent")
 
@@ -52,6 +53,7 @@ class Life:
         self.pulls = Pulls(transport, self.peers, books, metrics, self.calibrations)
         self.pump = EventPump(transport, self._on_event, self._fail)
         self.posts = Posts(transport, config, self.peers, books, metrics, self.calibrations, self.pump.drain)
+        self.on_session_up: Callable[[AgentRef], None] = lambda _: None
         self._on_failure = on_failure
         self.is_over = False
 
@@ -97,6 +99,8 @@ class Life:
             self.grants.handle(event)
         elif isinstance(event, (_core.NotifReceived, _core.NotifDelivered, _core.NotifFailed)):
             self.notifications.handle(event)
+        elif isinstance(event, _core.SessionUp):
+            self.on_session_up(read_ref(event.peer))
         elif isinstance(event, _core.OfferEnded):
             self.books.offer_ended(event)
             self.metrics.offer_ended(LANES_BACK[event.lane].value, outcome_of(event))

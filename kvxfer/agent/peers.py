@@ -4,20 +4,31 @@ lives. Decides which life a name means; must never conclude a death that nobody 
 A new life of an agent does not end the old one: the old life may still be read from, or be reading, until the
 coordinator says that exactly it is gone. A name means the newest life known. While the coordinator cannot be reached,
 what is known stays as it is (fail static), and a name that is not known cannot be waited for.
+
+A life that was introduced has nobody who would announce its end: of too many, the one that was not met for longest, and
+has no session, is forgotten, and may be introduced again. One that was said to be gone may not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Iterator
 
-from kvxfer.errors import Closed, CoordinatorUnavailable, InvalidArgument, KvxferError, PeerGone
+from kvxfer.errors import Closed, CoordinatorUnavailable, InvalidArgument, KvxferError, LimitExceeded, PeerGone
 from kvxfer.protocol.handshake import SESSION_KEY_BYTES
 from kvxfer.transport.base import Transport
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Member, Membership
 
 log = logging.getLogger("kvxfer.agent")
+
+INTRODUCED_MAX = 1024
+"""Lives known that were introduced."""
+NOWHERE = DataAddress("", 0, "", "")
+"""Of a life that is reached over the sessions that it opens."""
+GONE_MAX = 4096
+"""Lives remembered that are gone, and are not let in again."""
 
 
 class Peers:
@@ -28,6 +39,11 @@ class Peers:
         self._members: dict[AgentRef, Member] = {}
         self._newest: dict[str, Member] = {}
         self._told: dict[AgentRef, tuple[DataAddress, bytes]] = {}
+        self._introduced: dict[AgentRef, None] = {}
+        """Whoever was met last comes last."""
+        self._gone: dict[AgentRef, None] = {}
+        self.admits_strangers = False
+        """Whether lives that nobody named come by themselves, where they prove themselves."""
         self._changed: asyncio.Future[None] | None = None
         self._is_closed = False
         self.coordinator_state: bool | None = None
@@ -65,11 +81,58 @@ class Peers:
             self._newest[member.ref.agent_id] = member
         self._tell()
 
+    def introduce(self, member: Member) -> None:
+        """Know a life that nobody announced. Raises PeerGone for one that was said to be gone, InvalidArgument for our
+        own name, for one that was announced of another, and as :meth:`add`, LimitExceeded where INTRODUCED_MAX others
+        have sessions."""
+        ref = member.ref
+        if ref in self._gone:
+            raise PeerGone(f"{ref} is gone")
+        if ref.agent_id == self._transport.ref.agent_id:
+            raise InvalidArgument(f"{ref} has our own name")
+        newest = self.find(ref.agent_id)
+        if newest is not None and newest.ref not in self._introduced:
+            raise InvalidArgument(f"{newest.ref} was named to us, and {ref} only introduced itself")
+        if ref not in self._introduced and len(self._introduced) >= INTRODUCED_MAX:
+            idle = next((other for other in self._introduced if not self._transport.is_connected(other)), None)
+            if idle is None:
+                raise LimitExceeded(f"INTRODUCED_MAX={INTRODUCED_MAX} agents that were introduced have sessions")
+            self._forget(idle)
+        self.add(member)
+        self._introduced[ref] = None
+        self.touch(ref)
+
+    def touch(self, ref: AgentRef) -> None:
+        """An introduced life was met again."""
+        if ref in self._introduced:
+            self._introduced[ref] = self._introduced.pop(ref)
+
     def remove(self, ref: AgentRef) -> None:
         """The announced death of exactly this life."""
-        if self._told.pop(ref, None) is None:
-            return
-        log.info("%s: %s is gone", self._transport.ref.agent_id, ref)
+        if ref in self._told:
+            log.info("%s: %s is gone", self._transport.ref.agent_id, ref)
+            self._forget(ref)
+        if self.admits_strangers:
+            self._bar(ref)
+
+    def turn_away(self, ref: AgentRef) -> None:
+        """End the sessions of a life that came by itself, and is not to be known."""
+        self._transport.peer_dead(ref)
+        if ref in self._gone:
+            self._bar(ref)
+
+    def _bar(self, ref: AgentRef) -> None:
+        """Let a life not come again that could prove itself: from now on it would have to prove what nobody has."""
+        self._transport.set_peer(ref, NOWHERE, secrets.token_bytes(SESSION_KEY_BYTES))
+        self._gone[ref] = None
+        if len(self._gone) > GONE_MAX:
+            oldest = next(iter(self._gone))
+            del self._gone[oldest]
+            self._transport.peer_dead(oldest)
+
+    def _forget(self, ref: AgentRef) -> None:
+        del self._told[ref]
+        self._introduced.pop(ref, None)
         del self._members[ref]
         if self._newest[ref.agent_id].ref == ref:
             rest = [member for member in self._members.values() if member.ref.agent_id == ref.agent_id]
@@ -83,6 +146,9 @@ class Peers:
     def find(self, agent_id: str) -> Member | None:
         """The newest life with that name."""
         return self._newest.get(agent_id)
+
+    def has(self, ref: AgentRef) -> bool:
+        return ref in self._members
 
     def unknown(self, agent_id: str) -> KvxferError:
         """Why a name that is not known cannot be used."""

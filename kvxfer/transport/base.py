@@ -198,6 +198,15 @@ class Transport(Protocol):
         """Let in whoever proves these 32 bytes, under the name that it gives itself, as long as its session lasts."""
         ...
 
+    def set_root(self, root: bytes) -> None:
+        """Let in whoever proves the pair's session key under this one (32 bytes); it is known until :meth:`peer_dead`,
+        and named by SessionUp. Not beside a guest key."""
+        ...
+
+    def is_connected(self, ref: AgentRef) -> bool:
+        """Whether a session with exactly this life is up."""
+        ...
+
     def set_peer(self, ref: AgentRef, address: DataAddress, key: bytes) -> None:
         """Make one life of a peer known, or its address new. ``key``: the pair's 32 bytes."""
         ...

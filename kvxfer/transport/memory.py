@@ -162,6 +162,14 @@ class MemoryTransport:
         with self._open() as endpoint:
             endpoint.set_guest_key(key)
 
+    def set_root(self, root: bytes) -> None:
+        with self._open() as endpoint:
+            endpoint.set_root(root)
+
+    def is_connected(self, ref: AgentRef) -> bool:
+        with self._open() as endpoint:
+            return endpoint.is_connected(write_ref(ref))
+
     def set_peer(self, ref: AgentRef, address: DataAddress, key: bytes) -> None:
         with self._open() as endpoint:
             endpoint.set_peer(write_ref(ref), key, MEMORY)

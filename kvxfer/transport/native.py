@@ -198,6 +198,12 @@ class NativeTransport:
     def set_guest_key(self, key: bytes) -> None:
         self.core.set_guest_key(key)
 
+    def set_root(self, root: bytes) -> None:
+        self.core.set_root(root)
+
+    def is_connected(self, ref: AgentRef) -> bool:
+        return self.core.is_connected(write_ref(ref))
+
     def set_peer(self, ref: AgentRef, address: DataAddress, key: bytes) -> None:
         is_same_host = address.host_id == self.address.host_id
         self.core.set_peer(

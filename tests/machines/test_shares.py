@@ -132,11 +132,16 @@ def test_connections_that_prove_nothing() -> None:
     limits = _core.EndpointLimits()
     limits.sessions_max = 64
     pair = Pair(limits)
-    hung_up = []
+    accepted, hung_up = [], []
     for _ in range(20):
-        hung_up += pair.ends["a"].accepted(SessionKind.TCP, b"2" * 32, pair.now)[1]
+        session, effects = pair.ends["a"].accepted(SessionKind.TCP, b"2" * 32, pair.now)
+        accepted.append(session)
+        hung_up += effects
     assert pair.ends["a"].counts().sessions_opening == 16
-    assert [e.code for e in hung_up] == [Code.overloaded] * 4
+    assert [(e.session, e.code) for e in hung_up] == [(session, Code.overloaded) for session in accepted[:4]]
+    pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"hello", pair.now)[1])
+    pair.pump()
+    assert [e.payload for e in pair.take("a", _core.NotifReceived)] == [b"hello"], "they kept others out"
     pair.now += 2 * S
     pair.do("a", pair.ends["a"].tick(pair.now))
     assert pair.ends["a"].counts().sessions_opening == 0

@@ -93,9 +93,13 @@ class Endpoint {
   // named (posts, notifications) never goes over it: for that we dial, and the peer proves its own key. What a peer's PUSH
   // asks for runs where that PUSH came.
   void set_guest_key(const Bytes32& key) { guest_key_ = key; }
+  // From now on a peer that nobody named may open a session if it proves the session_key of its life and ours under `root`,
+  // and is known from then on, until its peer_dead: there is nobody who could name it. Not beside a guest key.
+  void set_root(const Bytes32& root) { root_ = root; }
   // The known death of exactly this life.
   void peer_dead(const AgentRef& peer, Nanos now, Effects& out);
   bool knows(const AgentRef& peer) const { return peers_.count(peer) != 0; }
+  bool is_connected(const AgentRef& peer) const { return up_.count(peer) != 0; }
 
   // --- the owner's acts; each throws Error ---
   void add_pool(const PoolInfo& info);
@@ -171,6 +175,7 @@ class Endpoint {
     std::set<std::pair<uint32_t, Lane>> maps;      // what the peer let us read by it
     bool is_by_guest_key = false;                  // its name is only what it says of itself
     OwedReleases released{};                       // over it
+    Bytes32 derived_key{};                         // of a peer that nobody named, under the root
     bool is_up() const { return handshake.state() == SessionState::Up; }
   };
   struct OfferShare {
@@ -244,7 +249,7 @@ class Endpoint {
   GrantTable grants_;
   Notifier notifier_;
   std::map<AgentRef, Peer> peers_;
-  std::optional<Bytes32> guest_key_;
+  std::optional<Bytes32> guest_key_, root_;
 
   Sessions sessions_;
   SessionId next_session_ = 1;

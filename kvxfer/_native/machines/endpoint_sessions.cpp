@@ -16,8 +16,10 @@ const Bytes32* Endpoint::key_of(const AgentRef& peer, Session& session) const {
   if (peer == self_) return nullptr;
   session.is_by_guest_key = guest_key_ && !session.is_dialed;
   if (session.is_by_guest_key) return &*guest_key_;
-  const auto it = peers_.find(peer);
-  return it != peers_.end() ? &it->second.key : nullptr;
+  if (const auto it = peers_.find(peer); it != peers_.end()) return &it->second.key;
+  if (!root_ || session.is_dialed) return nullptr;
+  session.derived_key = session_key(*root_, self_, peer);
+  return &session.derived_key;
 }
 
 bool Endpoint::is_guest(const AgentRef& peer) const {
@@ -86,7 +88,12 @@ SessionId Endpoint::dialed(const AgentRef& peer, SessionKind kind, const Bytes32
 SessionId Endpoint::accepted(SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out) {
   const SessionId id = open(Session{kind, false, Handshake(self_, nonce), now + limits_.handshake_ns, now, 0, {}, {}, false});
   if (sessions_.size() > limits_.sessions_max || unproven_ > share_of_one(limits_.sessions_max)) {
-    hang_up(id, Code::overloaded, "sessions_max is reached", now, out);
+    // The oldest that proved nothing yet, perhaps this one: who only holds connections open keeps nobody out.
+    const auto oldest = std::find_if(watched_.begin(), watched_.end(), [this](SessionId each) {
+      const Session& session = sessions_.at(each);
+      return !session.is_dialed && !session.is_up();
+    });
+    hang_up(*oldest, Code::overloaded, "sessions_max is reached", now, out);
   }
   return id;
 }
@@ -169,7 +176,7 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
       throw Error(Code::overloaded, "this peer has its share of sessions_max");
     }
   }
-  if (!knows(peer)) peers_[peer] = Peer{*guest_key_, kind, true};
+  if (!knows(peer)) peers_[peer] = session.is_by_guest_key ? Peer{*guest_key_, kind, true} : Peer{session.derived_key, kind, false};
   up_[peer].push_back(id);
   watched_.erase(id);
   out.push_back(SessionUp{id, peer, kind});

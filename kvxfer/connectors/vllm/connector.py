@@ -50,9 +50,10 @@ class KvxferReports(_WorkerMetadata):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class KvxferHandshake(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From the worker half to the scheduler half, once: the life of this rank's agent."""
+    """From the worker half to the scheduler half, once: the life of this rank's agent, and its card, if it has one."""
 
     incarnation: Incarnation
+    card: str
 
 
 class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -67,6 +68,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         )
         options.check_front_end(parallel)
         ranks = parallel.tensor_parallel_size
+        options.check_ranks(ranks)
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
         self._last = Results()
@@ -119,7 +121,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KvxferHandshake:
-        return KvxferHandshake(self._worker.incarnation)
+        return KvxferHandshake(self._worker.incarnation, self._worker.card)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Called before anything of a step is written, whether something was preempted or not."""
@@ -186,7 +188,9 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     # --- the scheduler ---
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        self._scheduler.set_lives(tuple(metadata[rank].incarnation for rank in sorted(metadata)))
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        cards = tuple(rank.card for rank in ranks if rank.card)
+        self._scheduler.set_lives(tuple(rank.incarnation for rank in ranks), cards)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
@@ -246,4 +250,4 @@ def _new_agent(options: ConnectorOptions, rank: int, info: WorkerInfo) -> Agent:
 
     token = member_token(options.token_file)
     hide(token)
-    return Agent(info, coordinator=options.coordinator, token=token, config=options.agent_config(rank))
+    return Agent(info, coordinator=options.coordinator or None, token=token, config=options.agent_config(rank))

@@ -134,6 +134,7 @@ class Loads:
         """These will be fetched later: their sources shall not forget them."""
         for remote in remotes:
             self._kept[remote.request_id] = remote
+            self._meet_all(remote)
             for source in self._sources_of(remote.sources):
                 self._watch(source)
 
@@ -159,6 +160,7 @@ class Loads:
     def release(self, remote: Remote) -> None:
         """It will not be fetched."""
         self._kept.pop(remote.request_id, None)
+        self._meet_all(remote)
         self._let_go(remote.transfer_id, remote.sources)
 
     def on_message(self, agent_id: str, message: Part | Refuse) -> None:
@@ -323,7 +325,19 @@ class Loads:
     async def _find(self, order: Load, source_rank: int) -> Member:
         """The life of that source which has the prompt, as far as it is known which. Raises PeerGone."""
         life = order.lives[source_rank] if order.lives else None
+        self._meet(order, source_rank)
         return await self._agent.wait_member(order.sources[source_rank], timeout_s=SILENT_S, incarnation=life)
+
+    def _meet(self, order: Load | Remote, source_rank: int) -> None:
+        """Know that source by its card, where this engine goes by cards and the request has one. Raises PeerGone."""
+        if self._options.introductions and order.cards:
+            life = order.lives[source_rank] if order.lives else None
+            self._agent.meet(order.cards[source_rank], order.sources[source_rank], incarnation=life)
+
+    def _meet_all(self, remote: Remote) -> None:
+        for source_rank in self._ranks_read(self._rank, len(remote.sources)):
+            with contextlib.suppress(PeerGone):  # then it is not told
+                self._meet(remote, source_rank)
 
     def _ranks_read(self, rank: int, count: int) -> range:
         """Which of ``count`` source ranks hold what rank ``rank`` of this engine holds."""

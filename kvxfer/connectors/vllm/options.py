@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.config import AgentConfig, check_address, check_checks, check_positive
+from kvxfer.connectors.vllm.params import CARDS_MAX
 from kvxfer.errors import ConfigError
 from kvxfer.types import Lane, Role, check_agent_id
 
@@ -23,7 +24,9 @@ class ConnectorOptions:
     agent_id: str
     """Of rank 0; the others add their rank."""
     coordinator: str
-    """``host:port`` of the coordinator, through which engines find each other."""
+    """``host:port`` of the coordinator, through which engines find each other; empty with ``introductions``."""
+    introductions: bool = False
+    """Instead of a coordinator: introduce this engine by what it answers, and know others by theirs."""
     token_file: str = ""
     """The cluster token; empty: the default place."""
     http_url: str = ""
@@ -59,9 +62,12 @@ class ConnectorOptions:
 
     def __post_init__(self) -> None:
         check_agent_id(self.agent_id)
-        if not self.coordinator:
-            raise ConfigError("kv_connector_extra_config needs coordinator: host:port")
-        check_address("coordinator", self.coordinator)
+        if bool(self.coordinator) == self.introductions:
+            raise ConfigError("kv_connector_extra_config needs either coordinator: host:port, or introductions: true")
+        if self.coordinator:
+            check_address("coordinator", self.coordinator)
+        elif self.http_url:
+            raise ConfigError("http_url is for kvxfer's router, which finds engines by a coordinator")
         check_checks("checks", self.checks)
         for name in ("hold_ttl_s", "hold_life_max_s", "load_deadline_s", "pull_wait_s", "idle_wait_s"):
             check_positive(name, getattr(self, name), maximum=86400.0)
@@ -97,6 +103,11 @@ class ConnectorOptions:
                 "balance internally or externally"
             )
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError for an engine of more ranks than one request can introduce."""
+        if self.introductions and ranks > CARDS_MAX:
+            raise ConfigError(f"introductions are for at most {CARDS_MAX} ranks, not {ranks}: use a coordinator")
+
     def agent_config(self, rank: int) -> AgentConfig:
         """Of the agent of one rank. A peer that stopped is given up within 3 s."""
         return AgentConfig(
@@ -105,6 +116,7 @@ class ConnectorOptions:
             bind_port=self.bind_port + rank if self.bind_port else 0,
             advertise_host=self.advertise_host,
             insecure=self.insecure,
+            introductions=self.introductions,
             stripes=self.stripes,
             grant_ttl_s=self.hold_ttl_s,
             grant_life_max_s=max(self.hold_ttl_s, self.hold_life_max_s),

@@ -16,10 +16,13 @@ from typing import Any
 from kvxfer.connectors.vllm.ids import rank_agent
 from kvxfer.errors import InvalidArgument
 from kvxfer.observe import is_traceparent
+from kvxfer.protocol.introduction import TEXT_MAX
 from kvxfer.types import Incarnation, TransferId, check_agent_id
 
 VERSION = 1
 RANKS_MAX = 1024
+CARDS_MAX = 16
+"""Agents of one engine that may introduce themselves."""
 _LIFE = re.compile(r"([0-9]{1,20})\.([0-9a-f]{32})")
 
 
@@ -35,12 +38,13 @@ class PrefillLeg:
 @dataclasses.dataclass(frozen=True)
 class DecodeLeg:
     """Fetch the prompt. ``tokens``: how many the source holds, where it has said so: then it has computed them.
-    ``lives``: which lives of ``sources`` did that; empty where it was not said."""
+    ``lives``: which lives of ``sources`` did that, and ``cards``: their own, sealed; empty where it was not said."""
 
     transfer_id: TransferId
     sources: tuple[str, ...]
     tokens: int | None
     lives: tuple[Incarnation, ...] = ()
+    cards: tuple[str, ...] = ()
 
 
 def parse(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | None:
@@ -71,9 +75,10 @@ def handed_over(
     tokens: int,
     traceparent: str | None = None,
     lives: tuple[Incarnation, ...] = (),
+    cards: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """What a prefill leg is answered, to be copied into the decode leg: ``tokens`` are kept by ``agents``, in these
-    ``lives`` of theirs."""
+    ``lives`` of theirs, which ``cards`` introduce."""
     trace = {} if traceparent is None else {"traceparent": traceparent}
     return {
         **trace,
@@ -86,6 +91,7 @@ def handed_over(
             "version": VERSION,
             "agents": list(agents),
             "lives": [f"{life.number}.{life.boot_nonce.hex()}" for life in lives],
+            "cards": list(cards),
             "tokens": tokens,
         },
     }
@@ -113,11 +119,24 @@ def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
         raise InvalidArgument("kvxfer.agents must name the agents of the prefill engine")
     if type(tokens) is not int or tokens < 0:
         raise InvalidArgument("kvxfer.tokens must be a count")
-    lives = answered.get("lives", [])
-    if not isinstance(lives, list) or len(lives) not in (0, len(agents)):
-        raise InvalidArgument("kvxfer.lives must have one for each of kvxfer.agents")
     names = tuple(check_agent_id(agent) for agent in agents)
-    return DecodeLeg(transfer_id, names, tokens, tuple(_life(text) for text in lives))
+    lives, cards = (_for_each(agents, answered, name) for name in ("lives", "cards"))
+    if len(cards) > CARDS_MAX:
+        raise InvalidArgument(f"kvxfer.cards must be at most {CARDS_MAX}")
+    return DecodeLeg(transfer_id, names, tokens, tuple(map(_life, lives)), tuple(map(_card, cards)))
+
+
+def _for_each(agents: list[Any], answered: Mapping[str, Any], name: str) -> list[Any]:
+    values = answered.get(name, [])
+    if not isinstance(values, list) or len(values) not in (0, len(agents)):
+        raise InvalidArgument(f"kvxfer.{name} must have one for each of kvxfer.agents")
+    return values
+
+
+def _card(text: Any) -> str:
+    if not isinstance(text, str) or len(text) > TEXT_MAX:
+        raise InvalidArgument(f"a card of kvxfer.cards must be a text of at most {TEXT_MAX} characters")
+    return text
 
 
 def _life(text: Any) -> Incarnation:

@@ -75,6 +75,7 @@ class SchedulerHalf:
         self._block_tokens = block_tokens
         self._agents = agents
         self._lives: tuple[Incarnation, ...] = ()
+        self._cards: tuple[str, ...] = ()
         self._mint = mint
         self._adapter_fingerprint = adapter_fingerprint
         self._prefills: dict[str, Prefill] = {}
@@ -89,9 +90,9 @@ class SchedulerHalf:
         self._cancels: list[str] = []
         self._releases: list[Remote] = []
 
-    def set_lives(self, lives: tuple[Incarnation, ...]) -> None:
-        """Of this engine's agents, by rank: what they compute is to be had of no other."""
-        self._lives = lives
+    def set_lives(self, lives: tuple[Incarnation, ...], cards: tuple[str, ...] = ()) -> None:
+        """Of this engine's agents, by rank: what they compute is to be had of no other. ``cards``: theirs."""
+        self._lives, self._cards = lives, cards
 
     # --- what vLLM says of one request ---
 
@@ -140,6 +141,7 @@ class SchedulerHalf:
                 has_direct,
                 decode.traceparent,
                 decode.leg.lives,
+                decode.leg.cards,
             )
         )
 
@@ -166,7 +168,7 @@ class SchedulerHalf:
         name, transfer_id, traceparent = request.request_id, prefill.transfer_id, prefill.traceparent
         self._finishes.append(Finish(name, transfer_id, prefill.reader, blocks, prefill.content, traceparent))
         tokens = request.num_prompt_tokens - 1
-        return True, handed_over(transfer_id, self._agents, name, tokens, traceparent, self._lives)
+        return True, handed_over(transfer_id, self._agents, name, tokens, traceparent, self._lives, self._cards)
 
     # --- what a step is ---
 
@@ -331,7 +333,8 @@ class SchedulerHalf:
 
 
 def _remote(decode: Decode) -> Remote:
-    return Remote(decode.request_id, decode.leg.transfer_id, decode.leg.sources)
+    leg = decode.leg
+    return Remote(decode.request_id, leg.transfer_id, leg.sources, leg.lives, leg.cards)
 
 
 def _account(decode: Decode) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ class Load:
     engine.
 
     ``has_direct``: the source said that the whole prompt is granted already. ``traceparent``: of the request.
-    ``lives``: those of the sources that have the prompt; empty where that was not said.
+    ``lives``: those of the sources that have the prompt, and ``cards`` that introduce them; empty where not said.
     """
 
     request_id: str
@@ -30,15 +30,19 @@ class Load:
     has_direct: bool
     traceparent: str | None = None
     lives: tuple[Incarnation, ...] = ()
+    cards: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remote:
-    """A request whose KV lies with the ranks ``sources`` of another engine."""
+    """A request whose KV lies with the ranks ``sources`` of another engine, in those ``lives``, which ``cards``
+    introduce."""
 
     request_id: str
     transfer_id: TransferId
     sources: tuple[str, ...]
+    lives: tuple[Incarnation, ...] = ()
+    cards: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -124,6 +124,12 @@ class WorkerHalf:
         _, _, runtime = self._parts()
         return runtime.agent.ref.incarnation
 
+    @property
+    def card(self) -> str:
+        """What introduces this life of the agent, its pools registered; empty without ``introductions``."""
+        _, _, runtime = self._parts()
+        return runtime.agent.card() if self._options.introductions else ""
+
     def begin_step(self, orders: StepOrders) -> None:
         """Before the forward writes anything. The same orders again change nothing. Raises Closed once the agent has
         broken."""

@@ -30,6 +30,7 @@ from .late_device import Device
 LAYERS, BLOCKS, PAGE = 3, 16, 256
 RECORD = CompatibilityRecord("m", "", "", "f32", LAYERS, 1, 16, 4, "page:HNC", "", "", "none")
 CONTENT = b"c" * 32
+TOKEN = b"a token that all of them hold, and nobody else"
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 OPTIONS = ConnectorOptions.from_config("kv_both", "x", {"coordinator": "127.0.0.1:1", "hold_ttl_s": 0.8})
 
@@ -99,15 +100,24 @@ def stores_of(memory: npt.NDArray[np.uint8], count: int) -> tuple[Store, ...]:
     ids=["one storage", "two storages", "one of a device", "two of a device"],
 )
 async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Rank, Rank]]:
-    made: list[Rank] = []
     stores, has_device = request.param
+    async with two_ranks(OPTIONS, stores=stores, has_device=has_device) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def two_ranks(
+    options: ConnectorOptions, *, stores: int = 1, has_device: bool = False
+) -> AsyncIterator[tuple[Rank, Rank]]:
+    """Ranks ``p`` and ``d``, which know each other but where ``options`` want introductions."""
+    made: list[Rank] = []
     async with contextlib.AsyncExitStack() as stack:
         loop = asyncio.get_running_loop()
         for name in ("p", "d"):
             memory = np.zeros((LAYERS, BLOCKS, PAGE), np.uint8)
             layers = tuple(f"layer {i}" for i in range(LAYERS))
             pages = Pages(layers, PAGE, stores_of(memory, stores))
-            agent = Agent(WorkerInfo(name, Role.BOTH, "m", ""), config=OPTIONS.agent_config(0))
+            agent = Agent(WorkerInfo(name, Role.BOTH, "m", ""), token=TOKEN, config=options.agent_config(0))
             pools = tuple(
                 agent.register_pool(RECORD, store.region, block_count=store.page_count) for store in pages.stores
             )
@@ -116,14 +126,14 @@ async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Rank, Ran
             done: dict[str, asyncio.Future[Done]] = {}
             device = Device() if has_device else None
             after = at_once if device is None else Fences(device.record, loop.call_soon_threadsafe).after
-            source = Source(agent, pools, pages, OPTIONS, 0, loop.call_soon_threadsafe, freed.append, after)
+            source = Source(agent, pools, pages, options, 0, loop.call_soon_threadsafe, freed.append, after)
             loads = Loads(
-                agent, pools, pages, OPTIONS, 0, 1, lambda over, done=done: done[over.order.request_id].set_result(over)
+                agent, pools, pages, options, 0, 1, lambda over, done=done: done[over.order.request_id].set_result(over)
             )
             made.append(Rank(agent, memory, source, loads, freed, done, device))
         p, d = made
-        p.agent.connect_peer(d.agent.ref, d.agent.address, bytes(32), [pool.published for pool in d.agent.pools])
-        d.agent.connect_peer(p.agent.ref, p.agent.address, bytes(32), [pool.published for pool in p.agent.pools])
+        for one, other in () if options.introductions else ((p.agent, d.agent), (d.agent, p.agent)):
+            one.connect_peer(other.ref, other.address, bytes(32), [pool.published for pool in other.pools])
         tasks = [asyncio.create_task(run(rank)) for rank in made for run in (serve, sweep)]
         tasks += [asyncio.create_task(rank.device.run()) for rank in made if rank.device is not None]
         yield p, d

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvxfer.connectors.vllm.params import DecodeLeg, PrefillLeg, handed_over, parse, trace_of
 from kvxfer.errors import InvalidArgument
+from kvxfer.protocol.introduction import TEXT_MAX
 from kvxfer.types import Incarnation, TransferId
 
 ID = TransferId(bytes(range(16)))
@@ -25,9 +26,10 @@ def test_a_prefill_leg_of_any_router() -> None:
 def test_what_a_prefill_leg_is_answered_makes_the_decode_leg() -> None:
     assert parse(handed_over(ID, ("p", "p.1"), "request", 41)) == DecodeLeg(ID, ("p", "p.1"), 41)
     lives = tuple(Incarnation((1 << 64) - 1 - rank, bytes([rank]) * 16) for rank in range(2))
-    answer = handed_over(ID, ("p", "p.1"), "request", 41, lives=lives)
-    assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41, lives)
-    del answer["kvxfer"]["lives"]
+    cards = ("card", "card.1")
+    answer = handed_over(ID, ("p", "p.1"), "request", 41, lives=lives, cards=cards)
+    assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41, lives, cards)
+    del answer["kvxfer"]["lives"], answer["kvxfer"]["cards"]
     assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41)
 
 
@@ -65,6 +67,10 @@ def test_other_requests_are_none_of_ours(params: dict[str, Any] | None) -> None:
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [LIFE, LIFE]}}, "lives"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [f"9{LIFE[1:]}"]}}, "64 bits"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [1]}}, "life"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": ["a", "b"]}}, "cards"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": ["a" * (TEXT_MAX + 1)]}}, "card"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": [1]}}, "card"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "agents": ["p"] * 17, "cards": ["a"] * 17}}, "at most 16"),
     ],
 )
 def test_a_wrong_field_is_named(params: dict[str, Any], field: str) -> None:
@@ -76,7 +82,7 @@ def test_a_wrong_field_is_named(params: dict[str, Any], field: str) -> None:
     st.none() | st.booleans() | st.integers() | st.text(max_size=40),
     lambda inner: st.lists(inner, max_size=3)
     | st.dictionaries(
-        st.sampled_from(["agent_id", "ranks", "version", "agents", "tokens", "lives"]), inner, max_size=5),
+        st.sampled_from(["agent_id", "ranks", "version", "agents", "tokens", "lives", "cards"]), inner, max_size=5),
     max_leaves=6,
 )), st.booleans())  # fmt: skip
 def test_whatever_a_client_sends_is_a_leg_or_one_error(values: dict[str, Any], is_decode: bool) -> None:

@@ -1,0 +1,108 @@
+"""Agents that know each other without a coordinator: each makes a card of itself, sealed with the cluster token, and
+knows whoever's card it is handed, by whatever way. Decides which cards are believed; what a seal proves is
+:mod:`kvxfer.protocol.introduction`'s, and which of those that dial are let in is the native core's (``set_root``).
+
+Nothing is sent to an address that no holder of the token wrote down, and why a card was not believed stands in this
+agent's log only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+from kvxfer.agent.life import Life
+from kvxfer.agent.peers import NOWHERE
+from kvxfer.agent.pools import Pools
+from kvxfer.errors import InvalidArgument, KvxferError, PeerGone, ProtocolViolation
+from kvxfer.protocol.handshake import session_key, session_root
+from kvxfer.protocol.introduction import Seal
+from kvxfer.transport.base import Transport
+from kvxfer.types import AgentRef, Incarnation, Member, Role, WorkerInfo
+
+log = logging.getLogger("kvxfer.agent")
+
+COMPLAIN_S = 1.0
+"""At most one line of log in so long for cards that are not believed."""
+
+
+class Introductions:
+    """Of one agent, on its loop."""
+
+    def __init__(self, token: bytes, info: WorkerInfo, pools: Pools, life: Life, transport: Transport) -> None:
+        """``info`` and ``pools``: what others shall know of this agent. From now on whoever holds the token is let in.
+
+        Raises ConfigError for a token that is too short."""
+        self._seal = Seal(token)
+        self._root = session_root(token)
+        self._info = info
+        self._pools = pools
+        self._peers = life.peers
+        self._transport = transport
+        self._complained_s = -COMPLAIN_S
+        self._unsaid = 0
+        life.on_session_up = self.was_met
+        self._peers.admits_strangers = True
+        transport.set_root(self._root)
+
+    def card(self) -> str:
+        """Of this life, sealed. Raises InvalidArgument where it would be too long."""
+        from kvxfer.rpc.convert import write_member
+
+        own = Member(self._transport.ref, self._info, self._transport.address, tuple(self._pools.published))
+        return self._seal.close(write_member(own, b"").SerializeToString())
+
+    def meet(self, card: str, agent_id: str, incarnation: Incarnation | None) -> Member:
+        """Know the life that ``card`` is of, which must have that name and, where one is given, be that life; one that
+        is known already needs no card. Raises PeerGone, which says nothing of why."""
+        known = self._peers.find(agent_id)
+        if known is not None and known.pools and incarnation in (None, known.ref.incarnation):
+            self._peers.touch(known.ref)
+            return known
+        try:
+            member = self._read(card)
+            if member.ref.agent_id != agent_id or incarnation not in (None, member.ref.incarnation):
+                raise InvalidArgument(f"the card is of {member.ref}")
+            if known is not None and known.ref.incarnation.number > member.ref.incarnation.number:
+                raise PeerGone(f"the card is of {member.ref}, and it is {known.ref} now")
+            self._peers.introduce(member)
+        except KvxferError as error:
+            self._complain(agent_id, error)
+            raise PeerGone(f"agent {agent_id!r} could not be met by what the request carries") from None
+        return member
+
+    def was_met(self, ref: AgentRef) -> None:
+        """A session with that life came up: it holds the token. One that nobody named can be answered from now on, over
+        the sessions that it opens."""
+        if self._peers.has(ref):
+            self._peers.touch(ref)
+            return
+        key = session_key(self._root, self._transport.ref, ref)
+        info = WorkerInfo(ref.agent_id, Role.BOTH, "", "")
+        try:
+            self._peers.introduce(Member(ref, info, NOWHERE, (), session_key=key))
+        except KvxferError as error:
+            self._complain(ref.agent_id, error)
+            self._peers.turn_away(ref)
+
+    def _read(self, card: str) -> Member:
+        """Raises AuthenticationFailed, ProtocolViolation."""
+        from google.protobuf.message import DecodeError
+
+        from kvxfer._pb import control_pb2
+        from kvxfer.rpc.convert import read_member
+
+        try:
+            message = control_pb2.Member.FromString(self._seal.open(card))
+        except DecodeError:
+            raise ProtocolViolation("what stands on the card cannot be read") from None
+        member = read_member(message)
+        return dataclasses.replace(member, session_key=session_key(self._root, self._transport.ref, member.ref))
+
+    def _complain(self, agent_id: str, error: KvxferError) -> None:
+        now_s = time.monotonic()
+        self._unsaid += 1
+        if now_s - self._complained_s >= COMPLAIN_S:
+            log.warning("agent %r was not met: %s (one of %d since this was last said)", agent_id, error, self._unsaid)
+            self._complained_s, self._unsaid = now_s, 0

@@ -1,0 +1,333 @@
+"""Agents that know each other by sealed cards, without a coordinator: both hold the token, or nothing happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from agent_support import BLOCK_BYTES, RECORD, fresh_id, info, until
+
+from kvxfer import Agent, AgentConfig
+from kvxfer.agent import introductions, peers
+from kvxfer.clock import SystemClock
+from kvxfer.errors import ConfigError, InvalidArgument, KvxferError, PeerGone
+from kvxfer.protocol.handshake import session_key, session_root
+from kvxfer.protocol.introduction import CARD_BYTES_MAX, TEXT_MAX, Seal
+from kvxfer.rpc.convert import write_member
+from kvxfer.transport import MemoryNetwork
+from kvxfer.types import DataAddress, Incarnation, Member
+
+TOKEN = b"a token that both of them hold, and nobody else"
+CONFIG = AgentConfig(introductions=True, stall_s=0.3, reconnect_s=0.6)
+ONE_TEXT = "agent 'p' could not be met by what the request carries"
+
+
+def make(name: str, token: bytes = TOKEN, network: MemoryNetwork | None = None) -> Agent:
+    agent = Agent(info(name), token=token, config=CONFIG, network=network)
+    agent.allocate_pool(RECORD, block_count=8, block_bytes=BLOCK_BYTES)
+    return agent
+
+
+async def move(source: Agent, destination: Agent, seed: int = 1) -> None:
+    """One block, from the one to the other."""
+    source.pools[0].array[2] = seed
+    transfer_id = fresh_id()
+    source.grant(source.pools[0], [2], transfer_id=transfer_id, reader=destination.info.agent_id, ready_blocks=1)
+    await destination.pull(destination.pools[0], [5], transfer_id=transfer_id, source=source.info.agent_id)
+    assert (destination.pools[0].array[5] == seed).all()
+
+
+def sealed(member: Member, token: bytes = TOKEN) -> str:
+    return Seal(token).close(write_member(member, b"").SerializeToString())
+
+
+def member_of(agent: Agent, **changes: Any) -> Member:
+    pools = tuple(pool.published for pool in agent.pools)
+    return dataclasses.replace(Member(agent.ref, agent.info, agent.address, pools), **changes)
+
+
+@contextlib.asynccontextmanager
+async def trap() -> AsyncIterator[tuple[int, list[bytes]]]:
+    """A server that nobody should dial: its port, and what it heard."""
+    heard: list[bytes] = []
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(b"")
+        heard.append(await reader.read(1 << 16))
+        writer.close()
+
+    async with await asyncio.start_server(listen, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1], heard
+
+
+@pytest.mark.parametrize("is_in_memory", [False, True])
+async def test_whoever_is_handed_a_card_moves_blocks(is_in_memory: bool) -> None:
+    network = MemoryNetwork(clock=SystemClock()) if is_in_memory else None
+    async with contextlib.AsyncExitStack() as stack:
+        if network is not None:
+            network.drive()
+            stack.callback(network.stop)
+        p = await stack.enter_async_context(make("p", network=network))
+        d = await stack.enter_async_context(make("d", network=network))
+        member = d.meet(p.card(), "p")
+        assert (member.ref, member.address, member.pools) == (p.ref, p.address, (p.pools[0].published,))
+        assert p.members() == ()
+        await move(p, d)
+        assert [met.ref for met in p.members()] == [d.ref]
+        await p.notify("d", b"whoever came can be answered")
+        p.meet(d.card(), "d")  # it came before, and now its pools are known too
+        await move(d, p, 2)
+        assert d.meet("nothing is read of who is known", "p", incarnation=p.ref.incarnation) == member
+
+
+async def test_a_session_that_is_lost_is_opened_again() -> None:
+    async with make("p") as p, make("d") as d:
+        d.meet(p.card(), "p")
+        await move(p, d)
+        p._life.peers._forget(d.ref)  # type: ignore[union-attr]
+        assert p.members() == ()
+        await move(p, d)
+
+
+def of_another_token(p: Agent) -> str:
+    return sealed(member_of(p), b"some other token, just as long as that one")
+
+
+def with_another_address(p: Agent) -> str:
+    """What who carries it would like: to be dialed."""
+    card, address = sealed(member_of(p)), DataAddress("127.0.0.1", 1, "", "")
+    return card[:43] + sealed(member_of(p, address=address))[43:]
+
+
+def of_an_older_life(p: Agent) -> str:
+    return sealed(member_of(p, ref=dataclasses.replace(p.ref, incarnation=Incarnation(1, bytes(16)))))
+
+
+def of_another_name(p: Agent) -> str:
+    other = dataclasses.replace(p.info, agent_id="q")
+    return sealed(member_of(p, ref=dataclasses.replace(p.ref, agent_id="q"), info=other))
+
+
+WRONG: list[Callable[[Agent], str]] = [
+    lambda p: "",
+    lambda p: "no card at all",
+    lambda p: p.card()[:-8],
+    lambda p: "A" * (TEXT_MAX + 1),
+    lambda p: Seal(TOKEN).close(b"\xff\xff"),
+    lambda p: sealed(member_of(p, pools=member_of(p).pools * 2)),
+    of_another_token,
+    with_another_address,
+    of_another_name,
+    of_an_older_life,
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_of_all_that_is_wrong_the_same_is_said(wrong: Callable[[Agent], str]) -> None:
+    """Whoever writes requests learns nothing from the answers."""
+    async with make("p") as p, make("d") as d:
+        with pytest.raises(PeerGone) as raised:
+            d.meet(wrong(p), "p", incarnation=p.ref.incarnation)
+        assert str(raised.value) == ONE_TEXT
+        assert raised.value.__cause__ is None
+        assert raised.value.__suppress_context__
+        assert d.members() == ()
+
+
+async def test_nobody_is_dialed_for_a_card_that_is_not_sealed() -> None:
+    async with make("p") as p, make("d") as d, trap() as (port, heard):
+        address = DataAddress("127.0.0.1", port, "", "")
+        with pytest.raises(PeerGone):
+            d.meet(sealed(member_of(p, address=address), b"?" * 32), "p")
+        with pytest.raises(PeerGone):
+            await d.pull(d.pools[0], [5], transfer_id=fresh_id(), source="p")
+        assert heard == []
+
+
+async def test_whoever_listens_where_an_agent_was_reads_no_card() -> None:
+    """It hears who dials whom, and cannot answer."""
+    async with make("p") as p, make("d") as d, trap() as (port, heard):
+        d.meet(sealed(member_of(p, address=DataAddress("127.0.0.1", port, "", "x"))), "p")  # it listened there once
+        with pytest.raises(KvxferError):
+            await d.pull(d.pools[0], [5], transfer_id=fresh_id(), source="p")
+        said = b"".join(heard)
+        assert said, "it was dialed"
+        assert TOKEN not in said
+        assert RECORD.axes.encode() not in said
+        assert d.address.unix_path.encode() not in said
+
+
+async def test_another_token_opens_no_session() -> None:
+    async with make("p") as p, make("d", token=b"some other token, just as long as that one") as d:
+        forged = sealed(member_of(p), b"some other token, just as long as that one")
+        d.meet(forged, "p")
+        with pytest.raises(KvxferError):
+            await d.pull(d.pools[0], [5], transfer_id=fresh_id(), source="p")
+        assert p.members() == ()
+
+
+async def test_the_next_life_takes_the_name_and_no_older_card_takes_it_back() -> None:
+    async with make("d") as d:
+        async with make("p") as p:
+            old, old_card = p.ref, p.card()
+            d.meet(old_card, "p")
+            await move(p, d)
+        await asyncio.sleep(0.002)  # a life is numbered by its millisecond
+        async with make("p") as p:
+            d.meet(p.card(), "p", incarnation=p.ref.incarnation)
+            with pytest.raises(PeerGone):
+                d.meet(old_card, "p", incarnation=old.incarnation)
+            await move(p, d)
+
+
+async def test_who_is_gone_does_not_come_back() -> None:
+    async with make("p") as p, make("d") as d:
+        d.meet(p.card(), "p")
+        await move(p, d)
+        d.disconnect_peer(p.ref)
+        with pytest.raises(PeerGone, match="could not be met"):
+            d.meet(p.card(), "p")
+    async with make("p") as p, make("d") as d:
+        d.meet(p.card(), "p")
+        await move(p, d)
+        p.disconnect_peer(d.ref)
+        p._introductions.was_met(d.ref)  # type: ignore[union-attr]  # just when that was said
+        delivery = d.notify("p", b"let me in")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await delivery
+        assert p.members() == ()
+
+
+async def test_our_own_name_is_nobody_elses() -> None:
+    async with make("p") as p, make("p") as other:
+        with pytest.raises(PeerGone):
+            p.meet(other.card(), "p", incarnation=other.ref.incarnation)
+        key = session_key(session_root(TOKEN), p.ref, other.ref)
+        other._life.peers.add(member_of(p, session_key=key))  # type: ignore[union-attr]
+        await other.notify("p", b"I am you")
+        await until(lambda: not p._life.transport.is_connected(other.ref))  # type: ignore[union-attr]
+        assert p.members() == ()
+
+
+async def test_a_name_that_was_given_is_not_taken_over() -> None:
+    async with make("p") as p, make("d") as d:
+        await asyncio.sleep(0.002)
+        async with make("p") as other:
+            d.connect_peer(p.ref, p.address, bytes(32))
+            p.connect_peer(d.ref, d.address, bytes(32))
+            with pytest.raises(PeerGone):
+                d.meet(other.card(), "p")
+            other.meet(d.card(), "d")
+            await other.notify("d", b"I am p")
+            await until(lambda: not d._life.transport.is_connected(other.ref))  # type: ignore[union-attr]
+            assert [member.ref for member in d.members()] == [p.ref]
+            await d.notify("p", b"still you")
+
+
+async def test_of_too_many_the_one_that_was_not_met_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And may come again, without anybody's help."""
+    monkeypatch.setattr(peers, "INTRODUCED_MAX", 2)
+    async with make("d") as d, make("a") as a, make("b") as b, make("c") as c:
+        for other in (a, b):
+            d.meet(other.card(), other.info.agent_id)
+        d.meet(a.card(), "a")
+        d.meet(c.card(), "c")
+        assert {member.ref for member in d.members()} == {a.ref, c.ref}
+        d.meet(b.card(), "b")
+        await move(b, d)
+
+
+async def test_who_has_a_session_is_not_forgotten_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "INTRODUCED_MAX", 2)
+    async with make("p") as p, make("a") as a, make("b") as b, make("c") as c:
+        for other in (a, b, c):
+            other.meet(p.card(), "p")
+        await move(p, a)
+        await move(p, b)
+        with pytest.raises(PeerGone):
+            p.meet(c.card(), "c")
+        transport = p._life.transport  # type: ignore[union-attr]
+        await c.notify("p", b"it holds the token, and there is no room for it")
+        await until(lambda: not transport.is_connected(c.ref))
+        assert {member.ref for member in p.members()} == {a.ref, b.ref}
+        await move(p, a)
+        await a.close()
+        await until(lambda: not transport.is_connected(a.ref))
+        await c.notify("p", b"now there is")
+        assert {member.ref for member in p.members()} == {b.ref, c.ref}
+
+
+async def test_complaints_are_few_and_have_neither_token_nor_card(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with make("p") as p, make("d") as d:
+        wrong = of_another_token(p)
+        for _ in range(50):
+            with pytest.raises(PeerGone):
+                d.meet(wrong, "p")
+        monkeypatch.setattr(introductions, "COMPLAIN_S", 0.0)
+        with pytest.raises(PeerGone):
+            d.meet(wrong, "p")
+    said = [record.getMessage() for record in caplog.records if "was not met" in record.getMessage()]
+    assert len(said) == 2
+    assert "token" in said[0]
+    assert "50 since" in said[1]
+    assert TOKEN.decode() not in caplog.text
+    assert wrong[:40] not in caplog.text
+
+
+async def test_whatever_stands_on_a_sealed_card_is_one_error() -> None:
+    """Another version may write anything."""
+    draw = random.Random(7)
+    async with make("p") as p, make("d") as d:
+        whole = write_member(member_of(p), b"").SerializeToString()
+        for _ in range(300):
+            card = bytearray(whole[: draw.randrange(len(whole) + 1)])
+            for _ in range(draw.randrange(4)):
+                card[draw.randrange(len(card) + 1) :][:1] = draw.randbytes(1)
+                if card:
+                    card[draw.randrange(len(card))] = draw.randrange(256)
+            with contextlib.suppress(PeerGone):
+                assert d.meet(Seal(TOKEN).close(bytes(card)), "p").ref.agent_id == "p"
+
+
+async def test_an_agent_of_too_many_pools_has_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent(info("p"), token=TOKEN, config=CONFIG)
+    long = dataclasses.replace(RECORD, packing="x" * 1000, rope="y" * 1000)
+    for _ in range(CARD_BYTES_MAX // 2000 + 1):
+        agent.allocate_pool(long, block_count=1, block_bytes=BLOCK_BYTES)
+    async with agent:
+        with pytest.raises(InvalidArgument, match=str(CARD_BYTES_MAX)):
+            agent.card()
+
+
+async def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not by both"):
+        Agent(info("d"), coordinator="127.0.0.1:1", config=CONFIG)
+    with pytest.raises(ConfigError, match="32 bytes"):
+        async with make("d", token=b"too short"):
+            raise AssertionError("it was entered")
+    async with Agent(info("d")) as d:
+        with pytest.raises(InvalidArgument, match="turned off"):
+            d.card()
+        with pytest.raises(InvalidArgument, match="turned off"):
+            d.meet("card", "p")
+
+
+async def test_without_introductions_the_token_opens_nothing() -> None:
+    """Of two agents that hold it, one without the option lets in whom it was told of, and nobody else."""
+    async with Agent(info("p"), token=TOKEN) as p, make("d") as d:
+        d.meet(sealed(member_of(p)), "p")
+        delivery = d.notify("p", b"let me in")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await delivery
+        assert p.members() == ()

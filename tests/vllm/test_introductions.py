@@ -1,0 +1,65 @@
+"""Engines without a coordinator: the decode engine knows the prefill engine by the card that the request carries."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from checks import assert_same_bytes, prompt, wait_free
+from engines import Cluster, hand_over
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+ALONE = {"coordinator": "", "introductions": True}
+
+
+@pytest_asyncio.fixture(loop_scope="package", scope="module")
+async def strangers(cluster: Cluster) -> AsyncIterator[Cluster]:
+    await cluster.start("pi", "kv_producer", extra=ALONE, max_num_batched_tokens=512)
+    await cluster.start("di", "kv_consumer", extra=ALONE)
+    for name in ("pi", "di"):
+        await cluster[name].wait_ready()
+    yield cluster
+    for name in ("pi", "di"):
+        await cluster.engines.pop(name).stop()
+
+
+async def test_a_prompt_that_is_all_there_is_given_back_by_a_stranger(strangers: Cluster) -> None:
+    """The first that the prefill engine hears of the other is that it needs nothing."""
+    ids = prompt(385, seed="strange")
+    alone = await strangers["di"].generate(ids, 8)
+    _, again = await hand_over(strangers["pi"], strangers["di"], ids, 8)
+    assert again.tokens == alone.tokens
+    assert again.report == {}
+    await wait_free(strangers["pi"])
+
+
+@pytest.mark.parametrize("length", [2, 129, 1900])
+async def test_tokens_and_bytes_are_the_same(strangers: Cluster, length: int) -> None:
+    ids = prompt(length, seed="strangers")
+    (_, answer), whole = await asyncio.gather(
+        hand_over(strangers["pi"], strangers["di"], ids, 20), strangers["mono"].generate(ids, 20)
+    )
+    assert answer.tokens == whole.tokens
+    assert answer.report["code"] == "", answer.report["text"]
+    await assert_same_bytes(strangers["pi"], strangers["di"], answer.report["transfer_id"])
+    await wait_free(strangers["pi"])
+
+
+async def test_a_prefill_engine_that_was_restarted_is_met_again(strangers: Cluster) -> None:
+    ids = prompt(700, seed="strange again")
+    old = await strangers["pi"].generate(ids, 1, {"do_remote_decode": True})
+    strangers["pi"].signal(signal.SIGKILL)
+    await strangers["pi"].stop()
+    await strangers.start("pi", "kv_producer", extra=ALONE)
+    await strangers["pi"].wait_ready()
+    late, whole = await asyncio.gather(strangers["di"].generate(ids, 8, old["kv"]), strangers["mono"].generate(ids, 8))
+    assert (late.tokens, late.report["code"]) == (whole.tokens, "peer_gone")
+    ids = prompt(700, seed="strange once more")
+    (_, answer), whole = await asyncio.gather(
+        hand_over(strangers["pi"], strangers["di"], ids, 8), strangers["mono"].generate(ids, 8)
+    )
+    assert (answer.tokens, answer.report["code"]) == (whole.tokens, "")
