@@ -420,7 +420,7 @@ Map Connection::describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region
 void Connection::flush(size_t budget) {
   std::vector<Data> finished;
   while (budget != 0) {
-    const bool can_more = outbox_.send(fd_.get(), shared_, finished);
+    const bool can_more = outbox_.send(fd_.get(), shared_, finished, kind_ == SessionKind::Tcp);
     if (!finished.empty() && session != 0) {
       shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) {
         for (const Data& data : finished) endpoint.data_sent(session, data.id, data.attempt, data.count, now, out);
@@ -434,6 +434,10 @@ void Connection::flush(size_t budget) {
     is_shut_down_ = true;
     ::shutdown(fd_.get(), SHUT_WR);
   }
+}
+
+void Connection::let_go() {
+  if (outbox_.is_held()) push_held(fd_.get());
 }
 
 void Connection::begin_close(Nanos close_at) {

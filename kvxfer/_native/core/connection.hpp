@@ -37,6 +37,9 @@ class Connection {
   bool is_landing_from_near() const { return landing_ != nullptr && is_near_ && !is_paused_; }
   // Writes what the kernel takes, about `budget` bytes. Throws Error(transport).
   void flush(size_t budget);
+  bool is_held() const { return outbox_.is_held(); }
+  // Has the kernel send what it holds.
+  void let_go();
   // Lets the peer read our pool or region `id` by `lane`, or says why it cannot; once a session.
   void send_map(uint32_t id, Lane lane);
   void send_data(SendData data, OwnMemory memory);

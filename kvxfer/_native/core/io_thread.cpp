@@ -83,6 +83,7 @@ Nanos IoThread::work() {
     if (round == 0) withdraw(withdrawn);
     flush_touched();
   }
+  let_go();
   if (!is_quiet || is_bulk_ || reads_.has_new() || !touched_.empty() || shared_.has_withdrawn()) return 0;
   if (tools_.staging->is_busy()) until = std::min(until, now + kCopiesRest);
   // A deadline that a tick has just left in the past must not make this loop spin.
@@ -332,12 +333,20 @@ void IoThread::flush_touched() {
     if (found == connections_.end()) continue;
     try {
       found->second->flush(portion_);
+      if (found->second->is_held()) held_.push_back(key);
       watch(key, *found->second);
     } catch (const Error& error) {
       if (error.code() == Code::internal) throw;
       on_ready(key, EPOLLIN);  // what the peer said before it closed; the end of it is found there
       if (connections_.count(key) != 0) lose(key, error);
     }
+  }
+}
+
+// What no frame followed: blocks that are not the last of their transfer.
+void IoThread::let_go() {
+  for (const Key key : std::exchange(held_, {})) {
+    if (const auto found = connections_.find(key); found != connections_.end()) found->second->let_go();
   }
 }
 

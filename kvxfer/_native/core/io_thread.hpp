@@ -102,6 +102,7 @@ class IoThread {
   Connection* find(SessionId session);
   void touch(Key key) { touched_.push_back(key); }
   void flush_touched();
+  void let_go();
   void watch(Key key, Connection& connection);
   void lose(Key key, const Error& error);
   void close(Key key, Code code, const std::string& text);
@@ -122,6 +123,7 @@ class IoThread {
   Reads reads_;
   std::deque<std::weak_ptr<RemoteMemory>> warming_;
   std::vector<Key> touched_;
+  std::vector<Key> held_;
   Key next_key_ = 16;
   Nanos accept_again_at_ = kNever;  // listeners rest while there are no descriptors left
   size_t closing_ = 0;

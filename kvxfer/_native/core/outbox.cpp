@@ -84,7 +84,7 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
   }
 }
 
-bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished) {
+bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, bool may_hold) {
   iovec vectors[kIovecsMax];
   size_t count = 0, bytes = 0;
   Sending sending(shared);
@@ -121,7 +121,9 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished) {
     header->cmsg_len = CMSG_LEN(sizeof(int));
     std::memcpy(CMSG_DATA(header), &passed_fd, sizeof passed_fd);
   }
-  const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  const Item& last = items_.front();
+  may_hold = may_hold && items_.size() == 1 && last.payload && last.payload->left + last.payload->trailer_left == bytes - (last.bytes.size() - last.begin);
+  const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_hold ? MSG_MORE : 0));
   const int error = errno;
   sending.end();
   if (sent < 0) {
@@ -130,6 +132,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished) {
     throw Error(Code::transport, errno_text("sending failed", error));
   }
   sent_last_ = static_cast<size_t>(sent);
+  is_held_ = may_hold;
   consume(sent_last_, finished);
   return sent_last_ == bytes && !items_.empty();
 }

@@ -28,9 +28,11 @@ class Outbox {
   void abandon_data();
 
   // One system call. Returns whether the kernel may take more now; what it took the last byte of is appended to `finished`.
-  // Throws Error(transport).
-  bool send(int fd, SharedEndpoint& shared, std::vector<Data>& finished);
+  // `may_hold`: over TCP, the end of a payload may wait in the kernel for what is sent next: the verdict, as a rule. See
+  // is_held(). Throws Error(transport).
+  bool send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, bool may_hold);
   size_t sent_last() const { return sent_last_; }
+  bool is_held() const { return is_held_; }  // the kernel has all, and waits for more of it
 
  private:
   struct Item {
@@ -47,7 +49,7 @@ class Outbox {
   std::deque<Item> items_;
   size_t frame_bytes_ = 0;
   size_t sent_last_ = 0;
-  bool is_abandoned_ = false, is_waiting_ = false;
+  bool is_abandoned_ = false, is_waiting_ = false, is_held_ = false;
 };
 
 }  // namespace kvxfer

@@ -133,6 +133,11 @@ void tune_tcp(int fd) {
   bound_send_buffer(fd);
 }
 
+void push_held(int fd) {
+  const int on = 1;
+  ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
 bool tune_to_round_trip(int fd) {
   tcp_info info{};
   socklen_t size = sizeof info;
