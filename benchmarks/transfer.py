@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from measure import checksums, small, stages, tables
+from measure import checksums, directions, small, stages, tables
 from measure import report as reports
 from measure.contenders import (
     HUGE,
@@ -155,6 +155,16 @@ class Run:
         options, report, library, against = self.options, self.report, self.library, self.against
         lanes = options.small_lanes.split(",")
         pool = report.pool_bytes
+        for at in (ONE_HOST, NAMESPACES) if options.directions else ():
+            report.directions += (
+                self.small(
+                    "directions",
+                    lambda room, at=at: directions.compare(room, at, library, report.nbytes, report.pairs),
+                    pool,
+                    at,
+                )
+                or []
+            )
         for at in (ONE_HOST, NAMESPACES) if options.checksums else ():
             report.checksums += (
                 self.small(
@@ -225,6 +235,7 @@ def parse() -> argparse.Namespace:
     add("--prepared", dest="lists", action="append_const", const=PREPARED, help="lists made before the clock starts")
     add("--one-shot", dest="lists", action="append_const", const=ONE_SHOT, help="lists given while the clock runs")
     add("--netns", action="store_true", help="the ends in two network namespaces, made for this (root only)")
+    add("--directions", action="store_true", help="READ and WRITE on stream in turns, here and in two namespaces")
     add("--latency", action="store_true", help="one 4K block, and a notification")
     add("--checksums", action="store_true", help="what they cost on stream, here and in two namespaces")
     add("--post-cost", action="store_true", help="of the posting call")
@@ -241,7 +252,7 @@ def parse() -> argparse.Namespace:
     if options.fairness:
         options.at_once = "64"
     if options.table:
-        options.latency = options.post_cost = options.held_gil = options.checksums = True
+        options.latency = options.post_cost = options.held_gil = options.checksums = options.directions = True
         options.idle_peers = options.idle_peers or 256
         options.plot = options.plot or str(PLOT)
     if options.table or options.plot or options.rewrite:

@@ -43,7 +43,7 @@ def markdown(report: Report) -> str:
     parts = [_head(report)]
     for key, group in itertools.groupby(report.rows, _key):
         parts.append(_table(key, list(group)))
-    parts += [_directions(report.rows), _fairness(report.rows), _checksums(report)]
+    parts += [_directions(report), _fairness(report.rows), _checksums(report)]
     parts += [_latency(report), _post_cost(report), _rest(report)]
     return "\n".join(part for part in parts if part) + "\n"
 
@@ -125,23 +125,20 @@ def _grid(table: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def _directions(rows: Iterable[Row]) -> str:
-    """READ beside WRITE, where a run has both."""
-    found: dict[tuple[Any, ...], dict[str, float]] = {}
-    for row in rows:
-        if row.lane == "stream" and row.via == "post" and not row.error:
-            key = (row.site, row.pages, row.lists, row.at_once, row.block_bytes)
-            found.setdefault(key, {})[row.op] = row.gb_s.median
-    both = {key: speeds for key, speeds in found.items() if len(speeds) == 2}
-    if not both:
+def _directions(report: Report) -> str:
+    if not report.directions:
         return ""
-    table = [["where", "pages", "block", "READ GB/s", "WRITE GB/s", "WRITE / READ (bar 0.9 to 1.1)"]]
-    for (site, pages, _, at_once, size), speeds in both.items():
-        ratio = speeds["write"] / speeds["read"]
-        shown = f"{ratio:.2f}" if 0.9 <= ratio <= 1.1 else f"**{ratio:.2f}**"
-        where = site + (f", {at_once} at once" if at_once > 1 else "")
-        table.append([where, pages, show_size(size), f"{speeds['read']:.2f}", f"{speeds['write']:.2f}", shown])
-    return "## `stream`: both directions\n\n" + _grid(table) + "\n"
+    table = [["where", "block", "READ GB/s", "WRITE GB/s", "WRITE / READ (bar 0.9 to 1.1)"]]
+    for entry in report.directions:
+        case = [entry["site"], show_size(entry["block_bytes"])]
+        if "error" in entry:
+            table.append([*case, f"did not run: {entry['error']}", "", ""])
+            continue
+        read, write, ratio = (Spread(**entry[name]) for name in ("read", "write", "ratio"))
+        shown = f"{ratio.median:.2f}" if 0.9 <= ratio.median <= 1.1 else f"**{ratio.median:.2f}**"
+        table.append([*case, _speed(read), _speed(write), f"{shown} ({ratio.low:.2f} to {ratio.high:.2f})"])
+    text = "The same blocks in turns between the same two processes, huge pages; the ratio is the median of the pairs'."
+    return f"## `stream`: both directions\n\n{text}\n\n{_grid(table)}\n"
 
 
 def _fairness(rows: Iterable[Row]) -> str:

@@ -77,7 +77,7 @@ class IoThread {
   struct Begin {  // of a wait
     Nanos spin = 0;         // without sleep
     bool moves = false;     // to another processor first
-    bool was_away = false;  // written by the wait: others wanted the processor
+    Nanos away = 0;         // written by the wait: as long others had the processor
   };
   Begin begin_wait(bool is_driver, Nanos now);
   int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Begin& begin);

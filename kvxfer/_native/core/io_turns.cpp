@@ -138,7 +138,7 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
       let_drive();
     }
     turn.lock();
-    if (begin.was_away) spinning_.rest(monotonic_now());
+    if (begin.away != 0) spinning_.was_away(begin.away, monotonic_now());
     if (!is_driver && !is_polled) quick_ = is_quick ? std::min(quick_ + 1, kQuickMax) : 0;
     sleeps_until_ = 0;
     is_napping_ = false;
@@ -187,8 +187,8 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
     do {
       count = ::epoll_wait(epoll_.get(), events, size, 0);
       const Nanos before = std::exchange(now, monotonic_now());
-      begin.was_away = Spinning::was_away(before, now);
-    } while (count == 0 && !begin.was_away && now - began < begin.spin);
+      begin.away = Spinning::away(before, now);
+    } while (count == 0 && begin.away == 0 && now - began < begin.spin);
   }
   if (count == 0) {
     const Nanos left = until == kNever ? kNever : until - monotonic_now();

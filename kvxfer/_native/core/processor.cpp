@@ -3,8 +3,6 @@
 #include <sched.h>
 #include <sys/socket.h>
 
-#include <algorithm>
-
 namespace kvxfer {
 
 bool is_sent_from_here(int fd) {
@@ -23,10 +21,9 @@ bool move_over() {
   return true;
 }
 
-void Spinning::rest(Nanos now) {
-  const bool is_again = again_at_ != 0 && now < again_at_ + kMemory;
-  rest_ = is_again ? std::min(2 * rest_, kRestMax) : kRestMin;
-  again_at_ = now + rest_;
+void Spinning::was_away(Nanos away, Nanos now) {
+  owed_ = std::min(owed(now) + away, kOwedCap);
+  at_ = now;
 }
 
 }  // namespace kvxfer

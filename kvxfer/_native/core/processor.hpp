@@ -1,6 +1,8 @@
 // Which processor a thread runs on, and whether others want it too.
 #pragma once
 
+#include <algorithm>
+
 #include "machines/ids.hpp"
 
 namespace kvxfer {
@@ -14,21 +16,23 @@ bool is_sent_from_here(int fd);
 bool move_over();
 
 // Whether a wait may begin without sleep. Being woken takes longer than a short spin. But while there are more threads than
-// processors, who spins takes one from those who would end the wait; it is found out by not being run for a while.
+// processors, who spins takes one from those who would end the wait; he finds out by not being run for a while himself. That
+// may cost a fiftieth of the time: what it cost more is waited for without spinning.
 class Spinning {
  public:
-  bool pays(Nanos now) const { return now >= again_at_; }
-  // A thread that was busy all the time did nothing between the two.
-  static bool was_away(Nanos before, Nanos now) { return now - before > kAway; }
-  void rest(Nanos now);  // it was away
+  bool pays(Nanos now) const { return owed(now) < kOwedMax; }
+  // How long a thread that was busy all the time was not run between the two; 0: too short to be another thread's turn.
+  static Nanos away(Nanos before, Nanos now) { return now - before > kAway ? now - before : 0; }
+  void was_away(Nanos away, Nanos now);
 
  private:
   static constexpr Nanos kAway = 500'000;  // less than the slice of a thread that computes, more than an interrupt takes
-  static constexpr Nanos kRestMin = 100 * kMillisecond, kRestMax = 6'400 * kMillisecond;
-  static constexpr Nanos kMemory = 20'000 * kMillisecond;  // whoever was away again within it rests twice as long
+  static constexpr Nanos kOwedMax = kMillisecond, kOwedCap = 100 * kMillisecond;
+  static constexpr Nanos kShare = 50;
 
-  Nanos again_at_ = 0;
-  Nanos rest_ = kRestMin;
+  Nanos owed(Nanos now) const { return owed_ - std::min(owed_, (now - at_) / kShare); }
+
+  Nanos owed_ = 0, at_ = 0;
 };
 
 }  // namespace kvxfer
