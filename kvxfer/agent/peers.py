@@ -68,13 +68,16 @@ class Peers:
                 log.warning("%s cannot be a peer: %s", member.ref, error)
 
     def add(self, member: Member) -> None:
-        """Know this life, or what is new about it. Raises InvalidArgument for a key or address that cannot be used."""
+        """Know this life, or what is new about it: it was named, whatever it was before. Raises InvalidArgument for a
+        key or address that cannot be used."""
         if len(member.session_key) != SESSION_KEY_BYTES:
             raise InvalidArgument(f"a session key has {SESSION_KEY_BYTES} bytes, not {len(member.session_key)}")
         contact = (member.address, member.session_key)
         if self._told.get(member.ref) != contact:
             self._transport.set_peer(member.ref, member.address, member.session_key)
             self._told[member.ref] = contact
+        self._introduced.pop(member.ref, None)
+        self._gone.pop(member.ref, None)
         self._members[member.ref] = member
         newest = self._newest.get(member.ref.agent_id)
         if newest is None or member.ref.incarnation.number >= newest.ref.incarnation.number:
@@ -100,7 +103,6 @@ class Peers:
             self._forget(idle)
         self.add(member)
         self._introduced[ref] = None
-        self.touch(ref)
 
     def touch(self, ref: AgentRef) -> None:
         """An introduced life was met again."""

@@ -231,6 +231,34 @@ async def test_a_name_that_was_given_is_not_taken_over() -> None:
             await d.notify("p", b"still you")
 
 
+async def test_who_is_named_after_he_introduced_himself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flaw: another took over the name, and of too many introduced it could be the one that was forgotten."""
+    monkeypatch.setattr(peers, "INTRODUCED_MAX", 1)
+    async with make("d") as d, make("p") as p, make("a") as a:
+        await asyncio.sleep(0.002)
+        async with make("p") as other:
+            d.meet(p.card(), "p")
+            d.connect_peer(p.ref, p.address, bytes(32))
+            with pytest.raises(PeerGone):
+                d.meet(other.card(), "p", incarnation=other.ref.incarnation)
+            d.meet(a.card(), "a")
+            assert {member.ref for member in d.members()} == {a.ref, p.ref}
+
+
+async def test_who_is_named_after_he_was_gone_is_not_ended_for_others_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flaw: when GONE_MAX others had gone its sessions ended, and the core knew it no more."""
+    monkeypatch.setattr(peers, "GONE_MAX", 2)
+    async with make("d") as d, make("p") as p:
+        p.meet(d.card(), "d")
+        key = session_key(session_root(TOKEN), d.ref, p.ref)
+        d.disconnect_peer(p.ref)
+        d.connect_peer(p.ref, p.address, key, [pool.published for pool in p.pools])
+        await move(p, d)
+        for n in range(2):
+            d.disconnect_peer(dataclasses.replace(p.ref, agent_id=f"p{n}"))
+        await move(p, d, 2)
+
+
 async def test_of_too_many_the_one_that_was_not_met_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """And may come again, without anybody's help."""
     monkeypatch.setattr(peers, "INTRODUCED_MAX", 2)
