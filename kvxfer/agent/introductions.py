@@ -54,10 +54,10 @@ class Introductions:
         return self._seal.close(write_member(own, b"").SerializeToString())
 
     def meet(self, card: str, agent_id: str, incarnation: Incarnation | None) -> Member:
-        """Know the life that ``card`` is of, which must have that name and, where one is given, be that life; one that
-        is known already needs no card. Raises PeerGone, which says nothing of why."""
+        """Know the life that ``card`` is of, which must have that name and, where one is given, be that life; for one
+        that is given and known already no card is read. Raises PeerGone, which says nothing of why."""
         known = self._peers.find(agent_id)
-        if known is not None and known.pools and incarnation in (None, known.ref.incarnation):
+        if known is not None and known.pools and incarnation == known.ref.incarnation:
             self._peers.touch(known.ref)
             return known
         try:

@@ -172,7 +172,9 @@ async def test_another_token_opens_no_session() -> None:
         assert p.members() == ()
 
 
-async def test_the_next_life_takes_the_name_and_no_older_card_takes_it_back() -> None:
+@pytest.mark.parametrize("is_life_given", [False, True])
+async def test_the_next_life_takes_the_name_and_no_older_card_takes_it_back(is_life_given: bool) -> None:
+    """Flaw: without a life given, the card of the next one was not read, and the name went on to mean the dead one."""
     async with make("d") as d:
         async with make("p") as p:
             old, old_card = p.ref, p.card()
@@ -180,9 +182,9 @@ async def test_the_next_life_takes_the_name_and_no_older_card_takes_it_back() ->
             await move(p, d)
         await asyncio.sleep(0.002)  # a life is numbered by its millisecond
         async with make("p") as p:
-            d.meet(p.card(), "p", incarnation=p.ref.incarnation)
+            assert d.meet(p.card(), "p", incarnation=p.ref.incarnation if is_life_given else None).ref == p.ref
             with pytest.raises(PeerGone):
-                d.meet(old_card, "p", incarnation=old.incarnation)
+                d.meet(old_card, "p", incarnation=old.incarnation if is_life_given else None)
             await move(p, d)
 
 
@@ -315,16 +317,21 @@ async def test_complaints_are_few_and_have_neither_token_nor_card(
 async def test_whatever_stands_on_a_sealed_card_is_one_error() -> None:
     """Another version may write anything."""
     draw = random.Random(7)
+    outcomes = {"met": 0, "not met": 0}
     async with make("p") as p, make("d") as d:
         whole = write_member(member_of(p), b"").SerializeToString()
-        for _ in range(300):
-            card = bytearray(whole[: draw.randrange(len(whole) + 1)])
-            for _ in range(draw.randrange(4)):
-                card[draw.randrange(len(card) + 1) :][:1] = draw.randbytes(1)
-                if card:
-                    card[draw.randrange(len(card))] = draw.randrange(256)
-            with contextlib.suppress(PeerGone):
+        for n in range(300):
+            card = bytearray(whole if n % 2 else whole[: draw.randrange(len(whole) + 1)])
+            for _ in range(min(draw.randrange(4), len(card))):
+                card[draw.randrange(len(card))] = draw.randrange(256)
+            try:
                 assert d.meet(Seal(TOKEN).close(bytes(card)), "p").ref.agent_id == "p"
+                outcomes["met"] += 1
+            except PeerGone:
+                outcomes["not met"] += 1
+            for member in d.members():
+                d._life.peers._forget(member.ref)  # type: ignore[union-attr]
+    assert min(outcomes.values()) > 30, outcomes
 
 
 async def test_an_agent_of_too_many_pools_has_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
