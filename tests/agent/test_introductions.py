@@ -188,6 +188,35 @@ async def test_the_next_life_takes_the_name_and_no_older_card_takes_it_back(is_l
             await move(p, d)
 
 
+async def test_what_a_dead_life_was_to_hear_does_not_outlive_the_next_one() -> None:
+    """Flaw: where the next one has the same port it was dialed for ever, and each time both said so in their logs."""
+    async with make("d") as d:
+        async with make("p") as p:
+            d.meet(p.card(), "p")
+            await move(p, d)
+        delivery = d.notify("p", b"that I need it no more")
+        await asyncio.sleep(0.002)
+        async with make("p") as p:
+            d.meet(p.card(), "p", incarnation=p.ref.incarnation)
+            with pytest.raises(PeerGone):
+                await asyncio.wait_for(delivery, 5.0)
+            assert [member.ref for member in d.members()] == [p.ref]
+            await move(p, d)
+
+
+async def test_an_older_life_that_has_a_session_stays() -> None:
+    async with make("d") as d, make("p") as p:
+        d.meet(p.card(), "p")
+        transfer_id = fresh_id()
+        transfer = d.pull(d.pools[0], [5], transfer_id=transfer_id, source="p")
+        await until(lambda: p._life.transport.is_connected(d.ref))  # type: ignore[union-attr]
+        await asyncio.sleep(0.002)
+        async with make("p") as other:
+            d.meet(other.card(), "p", incarnation=other.ref.incarnation)
+            p.grant(p.pools[0], [2], transfer_id=transfer_id, reader="d", ready_blocks=1)
+            await transfer
+
+
 async def test_who_is_gone_does_not_come_back() -> None:
     async with make("p") as p, make("d") as d:
         d.meet(p.card(), "p")
