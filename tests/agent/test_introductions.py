@@ -14,7 +14,7 @@ import pytest
 from agent_support import BLOCK_BYTES, RECORD, fresh_id, info, until
 
 from kvxfer import Agent, AgentConfig
-from kvxfer.agent import introductions, peers
+from kvxfer.agent import complaints, peers
 from kvxfer.clock import SystemClock
 from kvxfer.errors import ConfigError, InvalidArgument, KvxferError, PeerGone
 from kvxfer.protocol.handshake import session_key, session_root
@@ -332,7 +332,7 @@ async def test_complaints_are_few_and_have_neither_token_nor_card(
         for _ in range(50):
             with pytest.raises(PeerGone):
                 d.meet(wrong, "p")
-        monkeypatch.setattr(introductions, "COMPLAIN_S", 0.0)
+        monkeypatch.setattr(complaints, "COMPLAIN_S", 0.0)
         with pytest.raises(PeerGone):
             d.meet(wrong, "p")
     said = [record.getMessage() for record in caplog.records if "was not met" in record.getMessage()]
@@ -341,6 +341,17 @@ async def test_complaints_are_few_and_have_neither_token_nor_card(
     assert "50 since" in said[1]
     assert TOKEN.decode() not in caplog.text
     assert wrong[:40] not in caplog.text
+
+
+async def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Flaw: each connection that proved nothing was a line, written on the agent's loop."""
+    async with make("p") as p:
+        for _ in range(20):
+            _, writer = await asyncio.open_connection(p.address.tcp_host, p.address.tcp_port)
+            writer.write(b"GET / HTTP/1.1\r\n\r\n" * 8)
+            writer.close()
+        await until(lambda: p.statistics().sessions.refused >= 20)
+    assert len([record for record in caplog.records if "a session was refused" in record.getMessage()]) <= 2
 
 
 async def test_whatever_stands_on_a_sealed_card_is_one_error() -> None:
