@@ -179,7 +179,7 @@ class Agent:
 
     def meet(self, card: str, agent_id: str, *, incarnation: Incarnation | None = None) -> Member:
         """Know an agent by its :meth:`card`; it gets to know this one when it is dialed. ``incarnation``: that life of
-        it, and no other. Nothing is done where it is known already.
+        it, and no other; nothing is done where that is known already.
 
         Raises PeerGone, for whatever reason (the log has it), InvalidArgument where ``introductions`` are off.
         """

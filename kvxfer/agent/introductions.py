@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 
+from kvxfer.agent.complaints import Complaint
 from kvxfer.agent.life import Life
 from kvxfer.agent.peers import NOWHERE
 from kvxfer.agent.pools import Pools
@@ -22,9 +22,6 @@ from kvxfer.transport.base import Transport
 from kvxfer.types import AgentRef, Incarnation, Member, Role, WorkerInfo
 
 log = logging.getLogger("kvxfer.agent")
-
-COMPLAIN_S = 1.0
-"""At most one line of log in so long for cards that are not believed."""
 
 
 class Introductions:
@@ -40,8 +37,7 @@ class Introductions:
         self._pools = pools
         self._peers = life.peers
         self._transport = transport
-        self._complained_s = -COMPLAIN_S
-        self._unsaid = 0
+        self._complaint = Complaint(log, "agent %r was not met: %s")
         life.on_session_up = self.was_met
         self._peers.admits_strangers = True
         transport.set_root(self._root)
@@ -54,10 +50,10 @@ class Introductions:
         return self._seal.close(write_member(own, b"").SerializeToString())
 
     def meet(self, card: str, agent_id: str, incarnation: Incarnation | None) -> Member:
-        """Know the life that ``card`` is of, which must have that name and, where one is given, be that life; one that
-        is known already needs no card. Raises PeerGone, which says nothing of why."""
+        """Know the life that ``card`` is of, which must have that name and, where one is given, be that life; for one
+        that is given and known already no card is read. Raises PeerGone, which says nothing of why."""
         known = self._peers.find(agent_id)
-        if known is not None and known.pools and incarnation in (None, known.ref.incarnation):
+        if known is not None and known.pools and incarnation == known.ref.incarnation:
             self._peers.touch(known.ref)
             return known
         try:
@@ -68,7 +64,7 @@ class Introductions:
                 raise PeerGone(f"the card is of {member.ref}, and it is {known.ref} now")
             self._peers.introduce(member)
         except KvxferError as error:
-            self._complain(agent_id, error)
+            self._complaint.say(agent_id, error)
             raise PeerGone(f"agent {agent_id!r} could not be met by what the request carries") from None
         return member
 
@@ -83,7 +79,7 @@ class Introductions:
         try:
             self._peers.introduce(Member(ref, info, NOWHERE, (), session_key=key))
         except KvxferError as error:
-            self._complain(ref.agent_id, error)
+            self._complaint.say(ref.agent_id, error)
             self._peers.turn_away(ref)
 
     def _read(self, card: str) -> Member:
@@ -99,10 +95,3 @@ class Introductions:
             raise ProtocolViolation("what stands on the card cannot be read") from None
         member = read_member(message)
         return dataclasses.replace(member, session_key=session_key(self._root, self._transport.ref, member.ref))
-
-    def _complain(self, agent_id: str, error: KvxferError) -> None:
-        now_s = time.monotonic()
-        self._unsaid += 1
-        if now_s - self._complained_s >= COMPLAIN_S:
-            log.warning("agent %r was not met: %s (one of %d since this was last said)", agent_id, error, self._unsaid)
-            self._complained_s, self._unsaid = now_s, 0

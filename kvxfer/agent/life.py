@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvxfer._native import _core
 from kvxfer.agent.books import Books, outcome_of
+from kvxfer.agent.complaints import Complaint
 from kvxfer.agent.grants import Grants
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Notifications
@@ -54,6 +55,7 @@ class Life:
         self.pump = EventPump(transport, self._on_event, self._fail)
         self.posts = Posts(transport, config, self.peers, books, metrics, self.calibrations, self.pump.drain)
         self.on_session_up: Callable[[AgentRef], None] = lambda _: None
+        self._refusals = Complaint(log, "%s: a session was refused (%s): %s")
         self._on_failure = on_failure
         self.is_over = False
 
@@ -106,7 +108,7 @@ class Life:
             self.metrics.offer_ended(LANES_BACK[event.lane].value, outcome_of(event))
         elif isinstance(event, _core.SessionRefused):
             self.books.session_refused()
-            log.warning("%s: a session was refused (%s): %s", self.transport.ref, event.code.name, event.text)
+            self._refusals.say(self.transport.ref, event.code.name, event.text)
         else:
             log.debug("%s: %s", self.transport.ref, type(event).__name__)
 

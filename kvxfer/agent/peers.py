@@ -5,8 +5,9 @@ A new life of an agent does not end the old one: the old life may still be read 
 coordinator says that exactly it is gone. A name means the newest life known. While the coordinator cannot be reached,
 what is known stays as it is (fail static), and a name that is not known cannot be waited for.
 
-A life that was introduced has nobody who would announce its end: of too many, the one that was not met for longest, and
-has no session, is forgotten, and may be introduced again. One that was said to be gone may not.
+A life that was introduced has nobody who would announce its end: one without a session is forgotten when a newer one of
+its name is known, or else what it was still to hear would be dialed for ever; and of too many the one that was not met
+for longest. It may be introduced again. One that was said to be gone may not.
 """
 
 from __future__ import annotations
@@ -68,13 +69,16 @@ class Peers:
                 log.warning("%s cannot be a peer: %s", member.ref, error)
 
     def add(self, member: Member) -> None:
-        """Know this life, or what is new about it. Raises InvalidArgument for a key or address that cannot be used."""
+        """Know this life, or what is new about it: it was named, whatever it was before. Raises InvalidArgument for a
+        key or address that cannot be used."""
         if len(member.session_key) != SESSION_KEY_BYTES:
             raise InvalidArgument(f"a session key has {SESSION_KEY_BYTES} bytes, not {len(member.session_key)}")
         contact = (member.address, member.session_key)
         if self._told.get(member.ref) != contact:
             self._transport.set_peer(member.ref, member.address, member.session_key)
             self._told[member.ref] = contact
+        self._introduced.pop(member.ref, None)
+        self._gone.pop(member.ref, None)
         self._members[member.ref] = member
         newest = self._newest.get(member.ref.agent_id)
         if newest is None or member.ref.incarnation.number >= newest.ref.incarnation.number:
@@ -100,7 +104,11 @@ class Peers:
             self._forget(idle)
         self.add(member)
         self._introduced[ref] = None
-        self.touch(ref)
+        for older in [other for other in self._introduced if self._is_outlived(other)]:
+            self._forget(older)
+
+    def _is_outlived(self, ref: AgentRef) -> bool:
+        return self._newest[ref.agent_id].ref != ref and not self._transport.is_connected(ref)
 
     def touch(self, ref: AgentRef) -> None:
         """An introduced life was met again."""
