@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane
+from kvxfer.errors import InvalidArgument
 from kvxfer.protocol.handshake import session_key, session_root
 from kvxfer.testing.pair import Pair
 from kvxfer.transport.base import read_ref
@@ -65,6 +67,15 @@ def test_another_secret_lets_nobody_in() -> None:
     assert pair.greet() == []
     assert not pair.ends["a"].knows(pair.refs["b"])
     assert [event.code for event in pair.take("b", _core.Hangup)] == [Code.unauthenticated]
+
+
+def test_a_core_has_guests_or_a_root() -> None:
+    for first, second in (("set_root", "set_guest_key"), ("set_guest_key", "set_root")):
+        end = _core.Endpoint(_core.AgentRef("a", 1, b"n" * 16), _core.EndpointLimits())
+        getattr(end, first)(ROOT)
+        getattr(end, first)(ROOT)
+        with pytest.raises(InvalidArgument):
+            getattr(end, second)(ROOT)
 
 
 refs = st.builds(

@@ -92,10 +92,11 @@ class Endpoint {
   // only grants of regions that were made to that very name by a FETCH or an own push, and what we have for a peer that was
   // named (posts, notifications) never goes over it: for that we dial, and the peer proves its own key. What a peer's PUSH
   // asks for runs where that PUSH came.
-  void set_guest_key(const Bytes32& key) { guest_key_ = key; }
+  void set_guest_key(const Bytes32& key);
   // From now on a peer that nobody named may open a session if it proves the session_key of its life and ours under `root`,
-  // and is known from then on, until its peer_dead: there is nobody who could name it. Not beside a guest key.
-  void set_root(const Bytes32& root) { root_ = root; }
+  // and is known from then on, until its peer_dead: there is nobody who could name it. Each throws Error(invalid_argument) beside
+  // the other: a guest's name is only what it says of itself, and would be taken for a proven one.
+  void set_root(const Bytes32& root);
   // The known death of exactly this life.
   void peer_dead(const AgentRef& peer, Nanos now, Effects& out);
   bool knows(const AgentRef& peer) const { return peers_.count(peer) != 0; }

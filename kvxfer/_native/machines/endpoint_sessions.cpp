@@ -10,6 +10,16 @@ constexpr size_t kMapsMax = 16384;  // of what one session let us read
 
 }  // namespace
 
+void Endpoint::set_guest_key(const Bytes32& key) {
+  if (root_) throw Error(Code::invalid_argument, "a core that lets in whoever proves a key under its root has no guests");
+  guest_key_ = key;
+}
+
+void Endpoint::set_root(const Bytes32& root) {
+  if (guest_key_) throw Error(Code::invalid_argument, "a core that has guests lets in nobody else who was not named");
+  root_ = root;
+}
+
 // Where a guest key is set, whoever dials us proves that one, named or not: it is what our metadata gave him. The key that a
 // peer was named with came from its own metadata, and is what we prove when we dial it.
 const Bytes32* Endpoint::key_of(const AgentRef& peer, Session& session) const {
