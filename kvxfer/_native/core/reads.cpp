@@ -5,7 +5,8 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kSliceBytes = 4 << 20;  // between two looks at whether the blocks are still held
+constexpr size_t kSliceBytes = 4 << 20;       // between two looks at whether the blocks are still held
+constexpr size_t kSliceBytesMin = 512 << 10;  // of many reads at once: they take turns, and a call costs little beside it
 
 }  // namespace
 
@@ -82,7 +83,7 @@ bool Reads::work(size_t budget) {
     }
     size_t bytes = 0;
     try {
-      bytes = job->read(std::min(budget, kSliceBytes));
+      bytes = job->read(std::min(budget, std::max(kSliceBytes / jobs_.size(), kSliceBytesMin)));
     } catch (const Error& error) {
       if (error.code() == Code::internal) throw;
       if (error.code() == Code::checksum) statistics_.checksum_failures.add();
