@@ -124,8 +124,9 @@ class Post:
         return self._state
 
     def wait_briefly(self) -> bool:
-        """Wait for it at most 100 us, if it is small and nothing else is under way; whether it is final. To sleep and
-        be woken takes as long, so an event loop that has no other post to see to may wait for this one here."""
+        """Wait for it about 100 us (a millisecond where no processor is free), if it is small and nothing else is under
+        way; whether it is final. To sleep and be woken takes as long, so an event loop that has no other post to see to
+        may wait for this one here."""
         if not self.is_final and self.plan.nbytes <= BRIEF_BYTES and self._poster.is_last(self):
             self._poster.transport.wait(BRIEF_S)
             self._poster.poll()
