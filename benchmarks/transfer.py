@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import os
 import pathlib
@@ -151,30 +152,22 @@ class Run:
             room.clear()
             reference.close()
 
+    def at_both_sites(self, what: str, compare: Callable[..., list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """What is compared in turns on `stream`, on one host and in two namespaces."""
+        report, rows = self.report, []
+        for at in (ONE_HOST, NAMESPACES):
+            take = functools.partial(compare, site=at, library=self.library, nbytes=report.nbytes, pairs=report.pairs)
+            rows += self.small(what, take, report.pool_bytes, at) or []
+        return rows
+
     def smalls(self) -> None:
         options, report, library, against = self.options, self.report, self.library, self.against
         lanes = options.small_lanes.split(",")
         pool = report.pool_bytes
-        for at in (ONE_HOST, NAMESPACES) if options.directions else ():
-            report.directions += (
-                self.small(
-                    "directions",
-                    lambda room, at=at: directions.compare(room, at, library, report.nbytes, report.pairs),
-                    pool,
-                    at,
-                )
-                or []
-            )
-        for at in (ONE_HOST, NAMESPACES) if options.checksums else ():
-            report.checksums += (
-                self.small(
-                    "checksums",
-                    lambda room, at=at: checksums.cost(room, at, library, report.nbytes, report.pairs),
-                    pool,
-                    at,
-                )
-                or []
-            )
+        if options.directions:
+            report.directions = self.at_both_sites("directions", directions.compare)
+        if options.checksums:
+            report.checksums = self.at_both_sites("checksums", checksums.cost)
         if options.latency:
             report.latency = (
                 self.small("latency", lambda room: small.latency(room, lanes, library, against), pool) or []

@@ -26,6 +26,7 @@ SLEEP_S = 50e-3
 
 BRIEF_S = 100e-6
 BRIEF_BYTES = 64 << 10
+"""How long, and for how small a post, an event loop waits in place instead of sleeping."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Post:
         """Wait for it about 100 us (a millisecond where no processor is free), if it is small and nothing else is under
         way; whether it is final. To sleep and be woken takes as long, so an event loop that has no other post to see to
         may wait for this one here."""
-        if not self.is_final and self.plan.nbytes <= BRIEF_BYTES and self._poster.is_last(self):
+        if not self.is_final and self.plan.nbytes <= BRIEF_BYTES and self._poster.is_alone(self):
             self._poster.transport.wait(BRIEF_S)
             self._poster.poll()
         return self.is_final

@@ -247,7 +247,7 @@ class Poster:
         with self._lock:
             return tuple(dict.fromkeys(self._posts.values()))
 
-    def is_last(self, post: Post) -> bool:
+    def is_alone(self, post: Post) -> bool:
         """Whether every other post is final."""
         with self._lock:
             return all(other is post or other.is_final for other in self._posts.values())
