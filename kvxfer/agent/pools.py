@@ -26,7 +26,7 @@ class Pools:
         self._is_closed = False
 
     def __iter__(self) -> Iterator[Pool]:
-        return iter(self._pools.values())
+        return iter(tuple(self._pools.values()))  # other threads look too, while the loop adds and removes
 
     def __len__(self) -> int:
         return len(self._pools)

@@ -406,3 +406,12 @@ async def test_without_introductions_the_token_opens_nothing() -> None:
             async with asyncio.timeout(0.3):
                 await delivery
         assert p.members() == ()
+
+
+def test_pools_may_come_while_a_card_is_written() -> None:
+    """Any thread writes one, and the loop adds and removes pools meanwhile."""
+    agent = make("p")
+    looked_at = iter(agent._pools)
+    agent.allocate_pool(RECORD, block_count=8, block_bytes=BLOCK_BYTES)
+    assert len(list(looked_at)) == 1
+    assert len(agent.pools) == 2

@@ -437,7 +437,7 @@ void Connection::flush(size_t budget) {
 }
 
 void Connection::let_go() {
-  if (outbox_.is_held()) push_held(fd_.get());
+  if (outbox_.is_held()) send_at_once(fd_.get());
 }
 
 void Connection::begin_close(Nanos close_at) {

@@ -124,18 +124,17 @@ bool is_local(int fd) {
   return std::memcmp(&a, &b, sizeof a) == 0;
 }
 
-void tune_tcp(int fd) {
+void send_at_once(int fd) {
   const int on = 1;
   ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+void tune_tcp(int fd) {
+  send_at_once(fd);
   if (!is_local(fd)) return;  // across a network the kernel's own tuning follows the round-trip time
   // Nothing congests inside a host: the plainest control, which every kernel has, and which does not pace by timers.
   ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
   bound_send_buffer(fd);
-}
-
-void push_held(int fd) {
-  const int on = 1;
-  ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
 bool tune_to_round_trip(int fd) {

@@ -16,10 +16,10 @@ int connect_error(int fd);  // 0: connected
 
 // Both ends are on this host.
 bool is_local(int fd);
+// No delay; and what MSG_MORE had the kernel hold goes out now.
+void send_at_once(int fd);
 // No delay, and on loopback what suits memory that only looks like a network.
 void tune_tcp(int fd);
-// Sends what MSG_MORE had the kernel hold.
-void push_held(int fd);
 // Of a peer under the same kernel: whether no network card lies between, as between two network namespaces, is known by the
 // round trip once some data went. There, as on loopback, the send buffer is bounded: all of it is under way at once, sent by the call that brought it. With more, what the
 // window held back goes out on the processor that works on the acknowledgement, overtakes what the caller's sends, and is
