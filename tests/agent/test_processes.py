@@ -164,6 +164,11 @@ async def test_a_peer_that_dies_under_a_post(
         assert agent.statistics().is_idle
 
 
+def is_stopped(pid: int) -> bool:
+    tasks = pathlib.Path(f"/proc/{pid}/task").iterdir()
+    return all("\nState:\tT" in (task / "status").read_text() for task in tasks)
+
+
 @pytest.mark.parametrize("op", Op)
 async def test_a_peer_that_stops_is_not_waited_for(coordinator: Coordinator, op: Op) -> None:
     """SIGSTOP: the deadline ends the post. What was read of a stopped peer's memory is not committed."""
@@ -176,6 +181,7 @@ async def test_a_peer_that_stops_is_not_waited_for(coordinator: Coordinator, op:
         await agent.post(op, local, None, remote, None)
         peer.process.send_signal(signal.SIGSTOP)
         try:
+            await until(lambda: is_stopped(peer.process.pid))  # a thread on another processor runs on for a moment
             post = agent.post(op, local, None, remote, None, deadline_s=0.5)
             with pytest.raises((DeadlineExceeded, PeerGone)):
                 await post
