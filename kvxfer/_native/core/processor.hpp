@@ -12,7 +12,8 @@ namespace kvxfer {
 bool is_sent_from_here(int fd);
 
 // Moves the calling thread to another of the processors that it may run on; which those are stays as it was. Returns
-// false where there is no other.
+// false where there is no other, or more threads want to run than there are: the kernel does not ask whether the one that it
+// takes is free, and one of the threads there may keep it for long (650 ms were seen).
 bool move_over();
 
 // Whether a wait may begin without sleep. Being woken takes longer than a short spin. But while there are more threads than
