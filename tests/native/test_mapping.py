@@ -182,6 +182,38 @@ def test_a_heap_of_descriptors(lie: Any) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 5
 
 
+GONE = native.Map(3, 0, 0, [], key=b"the source's memory is not registered any more")
+
+
+class LateSource(LyingSource):
+    """Takes its memory back between its promise and the word of how to read it, and says so a moment after both."""
+
+    def perform(self, connection: socket.socket, effect: Any) -> None:
+        super().perform(connection, effect)
+        if isinstance(getattr(effect, "frame", None), native.Ready):
+            time.sleep(0.2)  # the reader looks for the memory
+            _, effects = self.endpoint.end_grant(effect.frame.id, native.GrantEvent.REVOKE, 2)
+            for more in effects:
+                super().perform(connection, more)
+
+
+def test_memory_that_is_gone_before_it_was_said_how_to_read_it_is_no_fault_of_the_lane(
+    nodes: Any, new_id: NewId, private_directories: pathlib.Path
+) -> None:
+    d = nodes("reader", block_bytes=BLOCK, blocks=BLOCKS)
+    path = private_directories / "sockets" / "late"
+    source = LateSource(path, d.ref, GONE, [], None)
+    source.thread.start()
+    transfer = new_id()
+    source.endpoint.grant(transfer, 3, [1, 2], "", 10**11, 2, 1)
+    d.core.set_peer(source.ref, KEY, tcp_host="127.0.0.1", tcp_port=0, unix_path=str(path))
+    d.pull(transfer, source.ref, [4, 5], lanes=[native.Lane.MAPPED])
+    final = d.wait_drained(transfer)
+    d.core.close()
+    source.close()
+    assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.grant_revoked), final.text
+
+
 class GreedySource(LyingSource):
     """Asks, with its first answer, for more than the reader may owe it; honest when it is asked again."""
 

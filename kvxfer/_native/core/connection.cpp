@@ -19,6 +19,8 @@ constexpr size_t kDescriptorsMax = 8;     // received and not yet claimed by a M
 constexpr size_t kRemotesMax = 16384;     // pools and regions that one peer may let us read
 constexpr size_t kRemoteBytesMax = 8 << 20;  // kept of what it said of them: segments, keys, reasons
 constexpr size_t kUnprovenBytesMax = 4096;  // kept of a peer that has not proven itself: a HELLO has a few hundred
+// Said by a source, and known by a reader: the end of the grant is on its way, and says more than that no lane is left.
+constexpr const char* kGone = "the source's memory is not registered any more";
 
 }  // namespace
 
@@ -271,7 +273,7 @@ void Connection::on_map(const Map& map) {
   const MapKey key{map.pool, map.lane};
   if (remotes_.size() >= kRemotesMax && remotes_.count(key) == 0) return;  // a read that needs it will find none
   RemoteSlot& slot = remotes_[key];
-  const bool is_withdrawn = map.region_bytes == 0 && slot.memory;
+  const bool is_withdrawn = map.region_bytes == 0 && (slot.memory || map.key == kGone);
   remote_bytes_ -= slot.bytes;
   slot = {};
   const size_t bytes = map.segments.size() * sizeof(Segment) + map.key.size();
@@ -350,7 +352,7 @@ void Connection::withdraw(const Withdrawn& gone) {
     Map map;
     map.pool = gone.id;
     map.lane = sent_lane;
-    map.key = "the source's memory is not registered any more";
+    map.key = kGone;
     outbox_.push(map);
   }
 }
@@ -391,7 +393,7 @@ Map Connection::describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region
     map.key = why;
   };
   if (serial == 0) {
-    refuse("the source's memory is not registered any more");
+    refuse(kGone);
   } else if (is_device && lane != Lane::Ucx) {
     refuse("the source's memory is on a device");
   } else if (is_device && is_checked) {
