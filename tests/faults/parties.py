@@ -345,8 +345,9 @@ class Party:
         native = self.core.statistics()
         return {name: getattr(native, name) for name in dir(native) if not name.startswith("_")}
 
-    def connections(self) -> list[dict[str, int]]:
-        """Of each TCP connection: whether its send buffer is bounded, and its least round trip in us (0: not known)."""
+    def connections(self) -> list[dict[str, Any]]:
+        """Of each TCP connection: whether its send buffer is bounded, its congestion control, and its least round trip
+        in us (0: not known)."""
         return connections()
 
     # --- memory ---
@@ -400,7 +401,7 @@ def resources() -> dict[str, int]:
     }
 
 
-def connections() -> list[dict[str, int]]:
+def connections() -> list[dict[str, Any]]:
     found = []
     for name in os.listdir("/proc/self/fd"):
         if not os.path.realpath(f"/proc/self/fd/{name}").rpartition("/")[2].startswith("socket:"):
@@ -409,8 +410,13 @@ def connections() -> list[dict[str, int]]:
             one.getpeername()  # raises where it listens
             info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             lock = one.getsockopt(socket.SOL_SOCKET, SO_BUF_LOCK)
+            control = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
             found.append(
-                {"bounded": lock & 1, "round_trip_us": int.from_bytes(info[MIN_RTT_AT : MIN_RTT_AT + 4], "little")}
+                {
+                    "bounded": lock & 1,
+                    "control": control.rstrip(b"\0").decode(),
+                    "round_trip_us": int.from_bytes(info[MIN_RTT_AT : MIN_RTT_AT + 4], "little"),
+                }
             )
     return found
 

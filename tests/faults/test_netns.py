@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import secrets
 import subprocess
 import time
@@ -22,6 +23,7 @@ TOTAL = BLOCKS * BLOCK_BYTES
 STALL_S, RECONNECT_S, PATIENT_S = 0.5, 1.0, 30.0
 SILENCE_S = 2 * STALL_S + RECONNECT_S
 HOST_ROUND_TRIP_US = 15
+KERNELS_CONTROL = pathlib.Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 FRAME_BYTES = 4 << 20
 """More than one DATA frame is long: what a cut can cost."""
 
@@ -110,7 +112,7 @@ def test_between_hosts(hosts: Hosts) -> None:
 
 
 def test_a_host_that_is_only_a_namespace_away_is_known_by_its_round_trip(hosts: Hosts) -> None:
-    """Who sends bounds its send buffer; who only receives leaves its own to the kernel."""
+    """Who sends bounds its send buffer, and measures no rates; who only receives leaves both to the kernel."""
     for party in (hosts.source, hosts.reader):
         party.allocate(8 << 20)
     hosts.meet()
@@ -124,7 +126,9 @@ def test_a_host_that_is_only_a_namespace_away_is_known_by_its_round_trip(hosts: 
         assert not 0 < known_us <= HOST_ROUND_TRIP_US, "it had been seen before this read"
         known_us = source["round_trip_us"]
     assert not source["bounded"] or source["round_trip_us"] <= HOST_ROUND_TRIP_US
+    assert source["control"] == ("reno" if source["bounded"] else KERNELS_CONTROL)
     assert not reader["bounded"]
+    assert reader["control"] == KERNELS_CONTROL
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["source-knows", "reader-knows"])

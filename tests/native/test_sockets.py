@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from kvxfer._native import _core as native
+
+from .conftest import DIGEST
+from .rawpeer import KEY, RawPeer
 
 NewId = Callable[[], bytes]
 SO_BUF_LOCK, SEND_LOCK = 72, 1
@@ -57,3 +62,30 @@ def test_on_loopback_the_send_buffer_is_bounded_and_the_receive_buffer_is_not(no
         sizes = [end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for end in ends]
     with open("/proc/sys/net/core/wmem_max") as most:
         assert sizes == [2 * min(384 << 10, int(most.read()))] * 2, "the kernel counts each byte twice"
+
+
+def test_blocks_that_no_verdict_follows_are_not_held(nodes: Any, new_id: NewId) -> None:
+    """The end of a payload waits in the kernel for the verdict. Where none is due yet it goes out with the turn: with
+    nothing on its way that is still to be acknowledged, the kernel would send it of its own accord 0.2 s later.
+    """
+    limits = native.EndpointLimits()
+    grants = limits.grants
+    grants.data_bytes_max = 4096  # each block is a frame: the first goes out with a READY, the second alone
+    limits.grants = grants
+    node = nodes("source", block_bytes=4096, blocks=20, limits=limits)
+    peer, transfer, waits = RawPeer(), new_id(), []
+    node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="")
+    with contextlib.closing(peer):
+        peer.dial(node.core)
+        assert peer.socket is not None
+        node.grant(transfer, range(20), ready=1)
+        peer.say(native.Pull(transfer, 1, 7, native.Lane.STREAM, 0, 20, 4096, DIGEST, 10_000))
+        peer.hear(native.Data)
+        for ready in range(3, 20, 2):
+            peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+            begin = time.monotonic()
+            node.core.ready(transfer, ready, complete=False)
+            for _ in range(2):
+                peer.hear(native.Data)
+            waits.append(time.monotonic() - begin)
+    assert statistics.median(waits) < 0.1, waits

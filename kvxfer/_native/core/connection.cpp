@@ -335,7 +335,10 @@ void Connection::send_map(uint32_t id, Lane lane) {
 }
 
 void Connection::send_data(SendData data, OwnMemory memory) {
-  if (may_tune_) may_tune_ = !tune_to_round_trip(fd_.get());
+  if (may_tune_ && tune_to_round_trip(fd_.get())) {
+    may_tune_ = false;
+    outbox_.be_prompt();
+  }
   outbox_.push_data(std::move(data), std::move(memory), *tools_.staging);
 }
 

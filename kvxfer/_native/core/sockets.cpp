@@ -67,7 +67,11 @@ std::string show(const std::string& host, uint16_t port) {
   return (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + std::to_string(port);
 }
 
-void bound_send_buffer(int fd) { ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kHostSendBytes, sizeof kHostSendBytes); }
+// Nothing congests inside a host: the plainest control, which every kernel has, and which measures no rates.
+void tune_to_host(int fd) {
+  ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+  ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kHostSendBytes, sizeof kHostSendBytes);
+}
 
 }  // namespace
 
@@ -131,10 +135,7 @@ void send_at_once(int fd) {
 
 void tune_tcp(int fd) {
   send_at_once(fd);
-  if (!is_local(fd)) return;  // across a network the kernel's own tuning follows the round-trip time
-  // Nothing congests inside a host: the plainest control, which every kernel has, and which does not pace by timers.
-  ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
-  bound_send_buffer(fd);
+  if (is_local(fd)) tune_to_host(fd);  // across a network the kernel's own tuning follows the round-trip time
 }
 
 bool tune_to_round_trip(int fd) {
@@ -142,7 +143,7 @@ bool tune_to_round_trip(int fd) {
   socklen_t size = sizeof info;
   if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
   if (info.tcpi_min_rtt == 0 || info.tcpi_min_rtt > kHostRoundTripUs) return false;
-  bound_send_buffer(fd);
+  tune_to_host(fd);
   return true;
 }
 

@@ -21,9 +21,11 @@ void send_at_once(int fd);
 // No delay, and on loopback what suits memory that only looks like a network.
 void tune_tcp(int fd);
 // Of a peer under the same kernel: whether no network card lies between, as between two network namespaces, is known by the
-// round trip once some data went. There, as on loopback, the send buffer is bounded: all of it is under way at once, sent by the call that brought it. With more, what the
-// window held back goes out on the processor that works on the acknowledgement, overtakes what the caller's sends, and is
-// sent again for lost; and what waits to be received is in no cache any more. Returns whether the connection is such a one.
+// round trip once some data went. There, as on loopback, the send buffer is bounded: all of it is under way at once, sent by
+// the call that brought it. With more, what the window held back goes out on the processor that works on the acknowledgement,
+// overtakes what the caller's sends, and is sent again for lost; and what waits to be received is in no cache any more. And
+// congestion control goes by losses, not by rates: BBR takes the time in which the next blocks are summed for a slow path.
+// Returns whether the connection is such a one.
 bool tune_to_round_trip(int fd);
 // The user on the other end of a Unix socket is ours.
 bool is_same_user(int fd);
