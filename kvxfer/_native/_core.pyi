@@ -1368,6 +1368,11 @@ class Core:
         does meanwhile what the core's own would do, so that nobody has to be woken.
         """
 
+    def take(self, timeout_ns: int) -> list[GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp | SessionRefused | CoreFailed]:
+        """
+        `wait` and `drain` in one: what the caller's thread brings is told to nobody else, nor is `fileno()` readable for it.
+        """
+
     def add_pool(self, info: PoolInfo, region: Region, segments: Sequence[tuple[int, int, int]]) -> None:
         """
         Blocks in memory made by kvxfer. A segment is (offset, stride, length): block b has `length` bytes at `offset + b * stride`; the

@@ -213,13 +213,8 @@ void bind_core_class(nb::module_& m) {
            "An eventfd, readable while `drain` has something to give. Valid as long as the object.")
       .def("drain",
            [](PyCore& self) -> std::vector<OwnerEvent> {
-             SharedEndpoint& shared = self.core().shared();
-             shared.check_process();
-             if (!shared.has_events()) {
-               without_gil([&] { self.core().help(true); });
-               if (!shared.has_events() && !shared.owes_signal()) return {};
-             }
-             return without_gil([&] { return self.core().shared().take_events(); });
+             self.core().shared().check_process();
+             return without_gil([&] { return self.core().drain(); });
            },
            "What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. Where there is nothing, the\n"
            "sockets are looked at by the caller itself: who polls need not wait for a thread to be woken.")
@@ -232,6 +227,14 @@ void bind_core_class(nb::module_& m) {
            nb::arg("timeout_ns"),
            "Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. The caller's thread\n"
            "does meanwhile what the core's own would do, so that nobody has to be woken.")
+      .def("take",
+           [](PyCore& self, uint64_t timeout_ns) {
+             self.core().shared().check_process();
+             const Nanos until = monotonic_now() + static_cast<Nanos>(std::min<uint64_t>(timeout_ns, 3'600'000'000'000));
+             return without_gil([&] { return self.core().take(until); });
+           },
+           nb::arg("timeout_ns"),
+           "`wait` and `drain` in one: what the caller's thread brings is told to nobody else, nor is `fileno()` readable for it.")
       .def("add_pool",
            [](PyCore& self, const PoolInfo& info, const PyRegion& region, const std::vector<SegmentTuple>& segments) {
              without_gil([&] { self.core().add_pool(info, region.region, to_segments(segments)); });

@@ -229,3 +229,69 @@ def test_progress_does_not_end_a_wait(nodes: Any, new_id: NewId) -> None:
     p.core.ready(transfer, 16, complete=True)
     assert drive(d, transfer).state == COMMITTED
     assert np.array_equal(d.memory[: 16 * 4096], p.memory[: 16 * 4096])
+
+
+def is_signalled(node: Any, timeout_s: float) -> bool:
+    return bool(select.select([node.core.fileno()], [], [], timeout_s)[0])
+
+
+def takes_quietly(p: Any, d: Any, transfer: bytes) -> bool:
+    """Another thread brings the end of a transfer; whether nobody is signalled for it."""
+    taken: list[Any] = []
+    p.grant(transfer, [1, 2], ready=0)
+    d.pull(transfer, p, [1, 2], lanes=[native.Lane.MAPPED])
+    while is_signalled(d, 0.1):
+        d.take()
+
+    def take() -> None:
+        while not any(isinstance(event, native.TransferDrained) for event in taken):
+            taken.extend(d.core.take(SECOND))
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    time.sleep(0.05)
+    p.core.ready(transfer, 2, complete=True)
+    is_quiet = not is_signalled(d, 0.2)
+    taker.join(10)
+    assert [event.state for event in taken if isinstance(event, native.TransferFinal)] == [COMMITTED]
+    p.wait(lambda _: p.is_idle())
+    return is_quiet
+
+
+def test_what_a_taker_brings_itself_is_signalled_to_nobody(nodes: Any, new_id: NewId) -> None:
+    p, d = nodes.pair()
+    p.fill_random()
+    # On a busy machine the core's own thread may be there first.
+    assert any(takes_quietly(p, d, new_id()) for _ in range(5))
+
+
+def test_what_others_bring_beside_a_taker_is_signalled(nodes: Any, new_id: NewId) -> None:
+    _, d = nodes.pair()
+    while is_signalled(d, 0.1):
+        d.take()
+    taker = threading.Thread(target=d.core.take, args=[60 * SECOND])
+    taker.start()
+    time.sleep(0.05)
+    grant = new_id()
+    d.grant(grant, [1])
+    d.core.end_grant(grant, native.GrantEvent.REVOKE)
+    assert is_signalled(d, 1.0) or not taker.is_alive(), "it waits for the taker, who waits for something else"
+    d.core.close()
+    taker.join(10)
+    assert not taker.is_alive()
+
+
+def test_after_a_poll_brought_the_end_nothing_is_signalled_for_ever(nodes: Any, new_id: NewId) -> None:
+    p, d = nodes.pair()
+    p.fill_random()
+    for _ in range(50):
+        transfer, brought = new_id(), []
+        p.grant(transfer, [1])
+        d.pull(transfer, p, [1], lanes=[native.Lane.MAPPED])
+        until = time.monotonic() + 10
+        while not any(isinstance(event, native.TransferDrained) for event in brought) and time.monotonic() < until:
+            brought += d.core.drain()
+        assert [event.state for event in brought if isinstance(event, native.TransferFinal)] == [COMMITTED]
+    while is_signalled(d, 0.1) and time.monotonic() < until:  # a signal of the core's thread may be under way yet
+        assert not d.core.drain()
+    assert not is_signalled(d, 0.0)

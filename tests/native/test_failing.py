@@ -212,3 +212,59 @@ def run_with_failing_new(script: str, directory: pathlib.Path, built: pathlib.Pa
         env={**os.environ, "LD_PRELOAD": str(library)},
     )
     assert done.returncode == 0, done.stderr
+
+
+NO_TIMER = """
+import os, pathlib, select, sys, threading, time
+sys.path.insert(0, sys.argv[2])
+import conftest
+from kvxfer._native import _core as native
+
+def timers():
+    found = set()
+    for entry in pathlib.Path("/proc/self/fd").iterdir():
+        try:
+            if entry.readlink().name == "anon_inode:[timerfd]":
+                found.add(int(entry.name))
+        except FileNotFoundError:
+            pass  # of the listing itself
+    return found
+
+directory = pathlib.Path(sys.argv[1])
+peer = conftest.Node("peer", directory)
+before = timers()
+node = conftest.Node("drives", directory)
+(timer,) = timers() - before
+conftest.join(peer, node)
+peer.core.notify(node.ref, b"the session is up")
+peer.wait_for(native.NotifDelivered)
+node.take()
+with open(os.devnull, "rb") as other:
+    os.dup2(other.fileno(), timer, inheritable=False)
+told, end = [], time.monotonic() + 20
+while not any(isinstance(event, native.CoreFailed) for event in told):
+    assert time.monotonic() < end, "the timer was not wanted"
+    waiting = threading.Thread(target=node.core.wait, args=[10**10])
+    waiting.start()
+    time.sleep(0.1)  # it drives, and sleeps
+    peer.core.notify(node.ref, b"whatever ends the wait")
+    waiting.join()
+    select.select([node.core.fileno()], [], [], 1)
+    told += node.core.drain()
+assert isinstance(told[-1], native.CoreFailed) and "timerfd_settime" in told[-1].text, told
+assert not node.core.wait(10**7)
+node.core.close()
+peer.core.close()
+"""
+
+
+def test_a_driver_that_cannot_hand_over_fails_the_core_alone(private_directories: pathlib.Path) -> None:
+    """As it leaves it sets a timer for the core's own thread: where the kernel refuses, the process lives."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TIMER, str(private_directories), str(HERE)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the native core failed: timerfd_settime" in done.stderr

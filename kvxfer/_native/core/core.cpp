@@ -117,23 +117,51 @@ void Core::close() {
   is_bound_ = false;
 }
 
-bool Core::help(bool is_polling) {
+bool Core::help() {
   if (owner_ != this_process()) return false;  // sockets and epoll are the parent's
   const std::unique_lock turn(turn_.mutex, std::try_to_lock);
   if (!turn || !io_) return false;
-  return io_->help(is_polling);
+  return io_->help(false);
+}
+
+std::vector<OwnerEvent> Core::drain() {
+  if (!shared_.has_events() && owner_ == this_process()) {
+    const std::unique_lock turn(turn_.mutex, std::try_to_lock);
+    if (turn && io_ && !turn_.is_driven) {
+      const SharedEndpoint::Quiet quiet(shared_);
+      io_->help(true);
+      if (shared_.has_events()) return shared_.take_events();
+    }
+  }
+  if (!shared_.has_events() && !shared_.owes_signal()) return {};
+  return shared_.take_events();
+}
+
+// `taken`, where it is given and nobody else drives, gets what there is when the drive ends.
+bool Core::drive(Nanos until, std::vector<OwnerEvent>* taken) {
+  if (owner_ != this_process() || turn_.is_driven) return false;
+  ++turn_.drivers;
+  std::unique_lock turn(turn_.mutex);
+  if (!io_) {
+    --turn_.drivers;
+    return false;
+  }
+  if (taken == nullptr || turn_.is_driven) return io_->drive(turn, until);
+  const SharedEndpoint::Quiet quiet(shared_);
+  io_->drive(turn, until);
+  *taken = shared_.take_events();  // before the thread can have the turn, which would signal what is still there
+  return true;
+}
+
+std::vector<OwnerEvent> Core::take(Nanos until) {
+  std::vector<OwnerEvent> taken;
+  if (drive(until, &taken)) return taken;
+  wait(until);
+  return shared_.take_events();
 }
 
 bool Core::wait(Nanos until) {
-  if (owner_ == this_process() && !turn_.is_driven) {
-    ++turn_.drivers;
-    std::unique_lock turn(turn_.mutex);
-    if (!io_) {
-      --turn_.drivers;
-    } else if (io_->drive(turn, until)) {
-      return shared_.has_events();
-    }
-  }
+  if (drive(until, nullptr)) return shared_.has_events();
   const Nanos left = std::min(until - monotonic_now(), kAside);
   if (shared_.has_news() || left <= 0) return shared_.has_events();
   pollfd look{shared_.event_fd(), POLLIN, 0};
@@ -207,27 +235,29 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
 
 void Core::pull(uint32_t pool, TransferSpec spec) {
   spec.nonce_seed = random_seed();
-  shared_.act([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.pull(pool, std::move(spec), now, out); });
+  const bool is_small = spec.blocks.size() <= kSmallPost;
+  const bool must_wake = shared_.act_awake([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.pull(pool, std::move(spec), now, out); });
+  if (must_wake && !(is_small && help())) shared_.wake();
 }
 
 void Core::fetch(PostSpec spec) {
   spec.nonce_seed = random_seed();
   const bool is_small = spec.local.count() <= kSmallPost;
   const bool must_wake = shared_.act_awake([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.fetch(std::move(spec), now, out); });
-  if (must_wake && !(is_small && help(false))) shared_.wake();
+  if (must_wake && !(is_small && help())) shared_.wake();
 }
 
 void Core::push(PostSpec spec) {
   spec.nonce_seed = random_seed();
   const bool is_small = spec.local.count() <= kSmallPost;
   const bool must_wake = shared_.act_awake([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.push(std::move(spec), now, out); });
-  if (must_wake && !(is_small && help(false))) shared_.wake();
+  if (must_wake && !(is_small && help())) shared_.wake();
 }
 
 uint64_t Core::notify(const AgentRef& to, std::string payload) {
   uint64_t seq = 0;
   const bool must_wake = shared_.act_awake([&](Endpoint& endpoint, Nanos now, Effects& out) { seq = endpoint.notify(to, std::move(payload), now, out); });
-  if (must_wake && !help(false)) shared_.wake();
+  if (must_wake && !help()) shared_.wake();
   return seq;
 }
 

@@ -26,12 +26,15 @@ class Core {
   // Joins the thread. Idempotent; calls beside it wait for the same end. In a forked child, which has a copy of the memory
   // and nothing else of the core, it leaves alone what is the parent's.
   void close();
-  // Where the IO loop is free and nobody drives it, does a small portion of its work on this thread; `is_polling` looks at
-  // the sockets too. Returns whether it did.
-  bool help(bool is_polling);
+  // Where the IO loop is free and nobody drives it, does a small portion of its work on this thread. Returns whether it did.
+  bool help();
   // Until the owner has more to take than progress, a signal came or it is `until`; does the loop's work meanwhile, unless
   // another thread that waits does it. Returns whether there is anything to take.
   bool wait(Nanos until);
+  // What there is, or what a look at the sockets by the caller's own thread brings, of which nobody else is told. Never waits.
+  std::vector<OwnerEvent> drain();
+  // As wait(), and takes what there is: of what the caller's own thread brings nobody else is told.
+  std::vector<OwnerEvent> take(Nanos until);
 
   SharedEndpoint& shared() { return shared_; }
   const Statistics& statistics() const { return statistics_; }
@@ -56,6 +59,8 @@ class Core {
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete);
 
  private:
+  // Returns false where another thread drives, or nobody can. `taken`: see take().
+  bool drive(Nanos until, std::vector<OwnerEvent>* taken);
   std::shared_ptr<UcxMemory> ucx_memory(uint8_t* address, uint64_t bytes, bool is_exposed, bool is_device = false) const;
 
   const EndpointLimits limits_;

@@ -65,7 +65,7 @@ void IoThread::fail(const std::exception& error) noexcept {
 
 // One round. Returns until when nothing is to be done but what sockets bring; 0: there is more at once.
 Nanos IoThread::work() {
-  const Nanos now = monotonic_now();
+  const Nanos now = worked_at_ = monotonic_now();
   tick_own(now);
   if (now >= tick_at_) shared_.act_io([](Endpoint& endpoint, Nanos at, Effects& out) { endpoint.tick(at, out); });
   const std::vector<Withdrawn> withdrawn = shared_.take_withdrawn();

@@ -83,6 +83,7 @@ class IoThread {
   int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Begin& begin);
   void leave();
   Nanos left_to_wait_for(Nanos until);
+  bool is_polled_still(Nanos now) const;
   void rest(std::unique_lock<std::mutex>& turn);  // while others drive
   void let_drive();                               // the thread waits, without the turn, while others drive and are awake
   void hand_over(Nanos until);
@@ -129,12 +130,12 @@ class IoThread {
   size_t closing_ = 0;
   size_t portion_;          // of bytes, for whoever has the turn
   bool is_bulk_ = false;  // more is to be read than one portion
-  Nanos tick_at_ = 0;
+  Nanos worked_at_ = 0, tick_at_ = 0;
   Nanos sleeps_until_ = 0;  // of the thread; 0: it does not
   Nanos timer_at_ = kNever; // wakes who sleeps, earlier than he meant to ...
   bool is_told_first_ = false;  // ... for what whoever polled or waited left
   bool is_napping_ = false;  // because another thread polls
-  Nanos polled_at_ = 0;     // by another thread; how often without a pause
+  std::atomic<Nanos> polled_at_{0};  // by another thread, read without the turn; how often without a pause
   uint32_t polls_ = 0;
   uint32_t quick_ = 0;      // waits in a row that were over almost at once
   bool is_full_ = false;    // a socket took not all: it has more to say than its peer

@@ -14,7 +14,7 @@ constexpr int kEventsMax = 64;
 constexpr size_t kPortionOfHelp = 128 << 10;    // for a thread that has other things to do
 constexpr Nanos kPollPause = 100'000;           // whoever polls more often than this ...
 constexpr uint32_t kPollsMin = 8;               // ... so many times in a row ...
-constexpr Nanos kNap = 200'000;                 // ... is left alone with the sockets for so long
+constexpr Nanos kNap = 200'000;                 // ... is left alone with the sockets, for so long after the last
 constexpr Nanos kQuick = 50'000;                // a wait that was over almost at once; after so many of them ...
 constexpr uint32_t kQuickMin = 3, kQuickMax = 8;
 constexpr Nanos kSpin = 20'000;                 // ... the next one begins without sleep
@@ -40,7 +40,6 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
   polls_ = 0;
   const Nanos thread_sleeps_until = sleeps_until_;
   Nanos next = 0;
-  bool is_told_first = false;
   try {
     while (!shared_.is_shut() && !shared_.has_news() && monotonic_now() < until) {
       next = work();
@@ -48,15 +47,14 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
       next = 0;
     }
     // What the last wait brought; nobody else will see to it.
-    is_told_first = next == 0 && shared_.has_news();
+    const bool is_told_first = next == 0 && shared_.has_news();
     if (!is_resting_ && next == 0 && !is_told_first && !shared_.is_shut()) next = work();
-    if (!is_resting_ && !is_told_first) next = left_to_wait_for(next);
+    sleeps_until_ = is_resting_ ? 0 : thread_sleeps_until;
+    if (!is_resting_) is_told_first ? tell_first() : hand_over(left_to_wait_for(next));
   } catch (const std::exception& error) {
     fail(error);
   }
   turn_.is_driven = false;
-  sleeps_until_ = is_resting_ ? 0 : thread_sleeps_until;
-  if (!is_resting_) is_told_first ? tell_first() : hand_over(next);
   leave();
   return true;
 }
@@ -86,19 +84,21 @@ bool IoThread::help(bool is_polling) noexcept {
   try {
     if (is_polling) {
       const Nanos now = monotonic_now();
-      polls_ = now - polled_at_ < kPollPause ? polls_ + 1 : 0;
-      polled_at_ = now;
+      polls_ = is_polled_still(now) ? polls_ + 1 : 0;
+      polled_at_.store(now, std::memory_order_relaxed);
       epoll_event events[kEventsMax];
       const int count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
       for (int i = 0; i < count; ++i) on_ready(events[i].data.u64, events[i].events);
-      if (shared_.has_news()) {
+      // A thread that naps does not do the rest soon: others would wait for as long as every poll brings news.
+      const bool is_late = is_napping_ && now - worked_at_ >= kNap;
+      if (shared_.has_news() && !is_late) {
         portion_ = kPortion;
         return tell_first(), true;
       }
     }
     const Nanos until = left_to_wait_for(work());
     if (is_bulk_) polls_ = 0;  // no nap now
-    hand_over(until);
+    hand_over(is_napping_ && !warming_.empty() ? 0 : until);  // to warm is the thread's
   } catch (const std::exception& error) {
     fail(error);
   }
@@ -115,11 +115,14 @@ Nanos IoThread::left_to_wait_for(Nanos until) {
   return is_armed || by != kNever ? std::min(until, by) : 0;
 }
 
+// Whether somebody has polled a moment ago. Needs no turn.
+bool IoThread::is_polled_still(Nanos now) const { return now - polled_at_.load(std::memory_order_relaxed) < kPollPause; }
+
 bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_driver) {
   epoll_event events[kEventsMax];
   int count = 0;
   statistics_.wakeups.add();
-  const bool is_polled = !is_driver && polls_ >= kPollsMin && monotonic_now() - polled_at_ < kPollPause;
+  const bool is_polled = !is_driver && polls_ >= kPollsMin && is_polled_still(monotonic_now());
   if (until != 0 && tools_.ucx) until = tools_.ucx->may_sleep() || is_polled ? std::min(until, tools_.ucx->wake_by()) : 0;
   if (until == 0) {
     count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
@@ -172,15 +175,21 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
   const Nanos began = monotonic_now();
   if (is_polled) {
     pollfd wake{shared_.wake_fd(), POLLIN, 0};
-    const timespec nap{0, static_cast<long>(std::clamp<Nanos>(until - began, 0, kNap))};
-    ::ppoll(&wake, 1, &nap, nullptr);
-    if (wake.revents != 0) clear_wake();
+    Nanos now = began;
+    do {
+      const timespec nap{0, static_cast<long>(std::clamp<Nanos>(until - now, 0, kNap))};
+      ::ppoll(&wake, 1, &nap, nullptr);
+      if (wake.revents != 0) return clear_wake(), 0;
+      now = monotonic_now();
+    } while (now < until && is_polled_still(now));  // without the turn, which would only make the other wait
     return 0;
   }
   int count = 0;
   if (begin.moves) {
     if (move_over()) statistics_.moves_over.add();
     else begin.spin = 0;
+    begin.away = Spinning::away(began, monotonic_now());
+    if (begin.away != 0) begin.spin = 0;
   }
   if (begin.spin != 0) {
     Nanos now = began;

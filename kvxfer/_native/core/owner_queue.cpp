@@ -18,17 +18,16 @@ OwnerQueue::OwnerQueue() : fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!fd_) fail_errno(Code::limit_exceeded, "eventfd");
 }
 
-bool OwnerQueue::push(OwnerEvent event, Nanos now) {
-  bool is_urgent = true;
-  if (const auto* progress = std::get_if<TransferProgress>(&event)) {
-    is_urgent = now >= progress_signalled_at_ + kProgressPeriod;
+bool OwnerQueue::push(OwnerEvent event, Nanos now, bool is_quiet) {
+  const auto* progress = std::get_if<TransferProgress>(&event);
+  const bool is_progress = progress != nullptr;
+  if (is_progress) {
     const auto [at, is_new] = progress_.emplace(progress->id, events_.size());
     if (is_new) {
       events_.push_back(std::move(event));
     } else {
       events_[at->second] = std::move(event);
     }
-    if (is_urgent && !is_signalled_) progress_signalled_at_ = now;
   } else {
     if (const auto* notif = std::get_if<NotifReceived>(&event)) notification_bytes_ += notif->payload.size() + kNotificationEventBytes;
     if (const auto* final = std::get_if<TransferFinal>(&event); final != nullptr && progress_.count(final->id) != 0) outrun_.insert(final->id);
@@ -37,8 +36,8 @@ bool OwnerQueue::push(OwnerEvent event, Nanos now) {
     events_.push_back(std::move(event));
   }
   if (is_signalled_) return false;
-  if (!is_urgent) {
-    due_ = progress_signalled_at_ + kProgressPeriod;
+  if (is_progress || is_quiet) {
+    due_ = std::min(due_, is_progress ? now + kProgressPeriod : now);
     return false;
   }
   due_ = kNever;
@@ -65,7 +64,6 @@ void OwnerQueue::drop_offers() {
 bool OwnerQueue::is_due(Nanos now) {
   if (now < due_) return false;
   due_ = kNever;
-  progress_signalled_at_ = now;
   ++signals_owed_;
   return is_signalled_ = true;
 }

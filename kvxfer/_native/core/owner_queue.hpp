@@ -29,10 +29,11 @@ class OwnerQueue {
 
   int fd() const { return fd_.get(); }
   // Returns whether the owner is to be signalled now. Of a transfer's progress only the newest is kept, and where nothing
-  // else is there its signal waits until due(): an owner woken for every chunk takes the core that moves the bytes. Of one
-  // that is final too none is taken: its end says more. Of ended offers, which peers cause and nobody waits for, the oldest
-  // of too many are dropped.
-  bool push(OwnerEvent event, Nanos now);
+  // else is there its signal waits until due(): an owner woken for every chunk takes the core that moves the bytes, and of a
+  // short transfer it hears but the end. Of one that is final too no progress is taken: its end says more. Of ended offers,
+  // which peers cause and nobody waits for, the oldest of too many are dropped.
+  // `is_quiet`: who pushes takes it next, and the signal is due only where it did not.
+  bool push(OwnerEvent event, Nanos now, bool is_quiet = false);
   Nanos due() const { return due_; }
   bool is_due(Nanos now);  // true once
   void signal();
@@ -51,8 +52,8 @@ class OwnerQueue {
   std::unordered_set<TransferId, TransferIdHash> outrun_;            // final, with progress still in events_
   size_t notification_bytes_ = 0, refusals_ = 0, offers_ = 0;
   bool is_signalled_ = false;
+  Nanos due_ = kNever;
   uint64_t signals_owed_ = 0;  // decided, and not yet read from the eventfd: perhaps not even written
-  Nanos due_ = kNever, progress_signalled_at_ = 0;
 };
 
 }  // namespace kvxfer

@@ -78,7 +78,7 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
             if constexpr (std::is_same_v<E, GrantEnded> || std::is_same_v<E, TransferDrained>) {
               if (!is_io && sending_ && is_same_post(*sending_, e.id)) return told_after_send.emplace_back(std::move(e)), void();
             }
-            push_event(turn, std::move(e), now);
+            push_event(turn, std::move(e), now, is_io);
           } else {
             if constexpr (std::is_same_v<E, SendFrame>) {
               if (is_shut_ && is_confirmation(e.frame)) return;  // the owner was told that it is all over, and may have written
@@ -95,13 +95,13 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
   if (is_io && removing_ != 0) endings_->reads.notify_all();  // perhaps it did
   if (told_after_send.empty()) return;
   wait_send_ended(turn.lock);
-  for (OwnerEvent& event : told_after_send) push_event(turn, std::move(event), monotonic_now());
+  for (OwnerEvent& event : told_after_send) push_event(turn, std::move(event), monotonic_now(), is_io);
 }
 
-void SharedEndpoint::push_event(Turn& turn, OwnerEvent&& event, Nanos now) {
+void SharedEndpoint::push_event(Turn& turn, OwnerEvent&& event, Nanos now, bool is_io) {
   if (is_failure_told_) return;
   const bool is_news = !std::holds_alternative<TransferProgress>(event);
-  turn.must_signal |= events_.push(std::move(event), now);
+  turn.must_signal |= events_.push(std::move(event), now, is_io && is_quiet_);
   has_events_.store(true, std::memory_order_release);
   if (is_news) has_news_.store(true, std::memory_order_release);
 }
@@ -138,7 +138,7 @@ bool SharedEndpoint::has_failed() const {
 void SharedEndpoint::tell_failure() {
   Turn turn(*this);
   if (failure_.empty()) return;
-  push_event(turn, CoreFailed{failure_}, monotonic_now());
+  push_event(turn, CoreFailed{failure_}, monotonic_now(), false);
   is_failure_told_ = true;
   endings_->reads.notify_all();  // who takes a region back need not wait any more
 }
@@ -274,16 +274,17 @@ std::vector<OwnerEvent> SharedEndpoint::take_events() {
 
 std::deque<Effect> SharedEndpoint::take_effects(Nanos& sleep_until, Nanos& tick_at) {
   Turn turn(*this);
-  if (events_.due() != kNever) turn.must_signal = events_.is_due(monotonic_now());
+  const bool is_taken_here = is_quiet_;
+  if (events_.due() != kNever && !is_taken_here) turn.must_signal = events_.is_due(monotonic_now());
   tick_at = endpoint_.next_deadline();
-  sleep_until = std::min({sleep_until, tick_at, events_.due()});
+  sleep_until = std::min({sleep_until, tick_at, is_taken_here ? kNever : events_.due()});
   sleep_until_ = effects_.empty() && withdrawn_.empty() && !is_shut_ ? sleep_until : 0;
   return std::exchange(effects_, {});
 }
 
 void SharedEndpoint::tell(OwnerEvent event) {
   Turn turn(*this);
-  push_event(turn, std::move(event), monotonic_now());
+  push_event(turn, std::move(event), monotonic_now(), true);
 }
 
 bool SharedEndpoint::can_take_notification(size_t bytes) const {

@@ -112,6 +112,17 @@ class SharedEndpoint {
   std::vector<Withdrawn> take_withdrawn();
   bool has_withdrawn() const { return has_withdrawn_.load(std::memory_order_acquire); }
   void tell(OwnerEvent event);
+  // While it lives the thread that runs the loop takes the events itself when it stops: nobody else is woken for them.
+  class Quiet {
+   public:
+    explicit Quiet(SharedEndpoint& shared) : shared_(shared) { shared_.is_quiet_.store(true, std::memory_order_release); }
+    ~Quiet() { shared_.is_quiet_.store(false, std::memory_order_release); }
+    Quiet(const Quiet&) = delete;
+    Quiet& operator=(const Quiet&) = delete;
+
+   private:
+    SharedEndpoint& shared_;
+  };
   // Where it failed: that it is over, the last that is told. Nothing is read or written any more.
   void tell_failure();
   bool can_take_notification(size_t bytes) const;
@@ -169,7 +180,7 @@ class SharedEndpoint {
   void wait_send_ended(std::unique_lock<std::mutex>& lock);
   void wait_gathers_ended(std::unique_lock<std::mutex>& lock);
   void withdraw(Turn& turn, Withdrawn gone);
-  void push_event(Turn& turn, OwnerEvent&& event, Nanos now);
+  void push_event(Turn& turn, OwnerEvent&& event, Nanos now, bool is_io);
   std::shared_ptr<const RegionTable> region_table() const;
 
   const pid_t owner_ = this_process();
@@ -188,7 +199,7 @@ class SharedEndpoint {
   std::vector<Withdrawn> withdrawn_;
   std::atomic<bool> has_withdrawn_{false};
   OwnerQueue events_;
-  std::atomic<bool> has_events_{false}, has_news_{false}, owes_signal_{false}, keeps_memory_{false};
+  std::atomic<bool> has_events_{false}, has_news_{false}, owes_signal_{false}, keeps_memory_{false}, is_quiet_{false};
   size_t removing_ = 0;  // threads that wait for reads to end
   std::optional<TransferId> sending_;
   uint64_t sends_ = 0;
