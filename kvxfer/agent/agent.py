@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from kvxfer.agent.life import Life
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Delivery, Notification, Notifications
 from kvxfer.agent.pool import Pool
-from kvxfer.agent.pools import Pools
+from kvxfer.agent.pools import Pools, PoolSpec
 from kvxfer.agent.posts import AgentPost
 from kvxfer.agent.pulls import PullOrder
 from kvxfer.agent.statistics import AgentStatistics
@@ -59,8 +59,9 @@ log = logging.getLogger("kvxfer.agent")
 
 
 class Agent:
-    """An async context manager. It lives on the loop that entered it. :meth:`grant`, :meth:`load`, :meth:`card`,
-    :meth:`statistics` and the methods of a Grant may be called from any thread, everything else on that loop.
+    """An async context manager. It lives on the loop that entered it. :meth:`grant`, :meth:`pull`, :meth:`load`,
+    :meth:`find_member`, :meth:`card`, :meth:`statistics` and the methods of a Grant may be called from any thread,
+    :meth:`wait` from any other, and everything else on that loop.
 
     With a coordinator it finds its peers by itself. Without one (``coordinator=None``) it knows exactly the peers that
     :meth:`connect_peer` named, and with ``introductions`` those that it met or that dialed it.
@@ -166,6 +167,10 @@ class Agent:
         """The other lives that are known, the newest of a name last."""
         return () if self._life is None else tuple(self._life.peers)
 
+    def find_member(self, agent_id: str) -> Member | None:
+        """The newest life of that name, if one is known. From any thread."""
+        return self._open().peers.find(agent_id)
+
     async def wait_member(self, agent_id: str, *, timeout_s: float, incarnation: Incarnation | None = None) -> Member:
         """Wait until an agent of that name is known and has a pool. ``incarnation``: that life of it, and no other;
         where a later one is known it is gone. Raises PeerGone, CoordinatorUnavailable."""
@@ -173,8 +178,7 @@ class Agent:
 
     def card(self) -> str:
         """What others need to :meth:`meet` this life with its pools of now, sealed with the cluster token, for anybody
-        to carry. Raises InvalidArgument where ``introductions`` are off, or there are too many pools.
-        """
+        to carry. Raises InvalidArgument where ``introductions`` are off, or there are too many pools."""
         return self._introduced().card()
 
     def meet(self, card: str, agent_id: str, *, incarnation: Incarnation | None = None) -> Member:
@@ -198,8 +202,7 @@ class Agent:
 
     def connect_peer(self, ref: AgentRef, address: DataAddress, key: bytes, pools: Sequence[PoolRecord] = ()) -> None:
         """Know one life of a peer without a coordinator: where it listens, the 32 bytes that both sides of the pair
-        use as their session key, and the pools that may be pulled from. Again: replaces what was known of that life.
-        """
+        use as their session key, and the pools that may be pulled from. Again: replaces what was known of that life."""
         info = WorkerInfo(ref.agent_id, Role.BOTH, "", "")
         self._open().peers.add(Member(ref, info, address, tuple(pools), session_key=key))
 
@@ -225,7 +228,7 @@ class Agent:
         not ``is_published`` is for pulls of our own: no other agent knows of it. Raises InvalidArgument where there are
         too many published ones, LimitExceeded where the host has not so much memory.
         """
-        return self._pools.allocate(record, block_count, block_bytes, exposure, checks, is_published)
+        return self._pools.allocate(PoolSpec(record, block_count, exposure, checks, is_published), block_bytes)
 
     def register_pool(
         self,
@@ -243,7 +246,7 @@ class Agent:
 
         Raises InvalidArgument for memory with gaps or segments that do not fit, LaneUnavailable for memory of a GPU.
         """
-        return self._pools.register(record, memory, block_count, segments, exposure, checks, is_published)
+        return self._pools.register(PoolSpec(record, block_count, exposure, checks, is_published), memory, segments)
 
     def remove_pool(self, pool: Pool) -> None:
         """Take a pool back. Raises BlocksBusy while a block of it is granted, reserved or quarantined."""
@@ -298,6 +301,7 @@ class Agent:
         deadline_s: float | None = None,
         lanes: Sequence[Lane] | None = None,
         content: bytes | None = None,
+        on_ended: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         """Fill ``blocks`` of ``pool``, in order, from positions ``first...`` of the grant ``transfer_id`` of the agent
         ``source``; the grant may come later. ``content`` is what the blocks are taken to hold;
@@ -307,7 +311,8 @@ class Agent:
         awaiting: Incompatible (names the field; not a byte moved), LaneUnavailable, PeerGone, CoordinatorUnavailable,
         GrantGone's kinds, Refused, DeadlineExceeded. A ``source`` that is not known yet is waited for, at most 2 s;
         until it is found the blocks are not reserved yet, so that BlocksBusy too may come late.
-        """
+        From any thread; on another than the loop's nobody waits for a source that is not known. ``on_ended(transfer)``
+        is called once it drained, on the thread that hears of it first (see :meth:`wait`), and must not block."""
         self._check_own(pool)
         life = self._open()
         index = as_blocks(blocks)
@@ -318,7 +323,13 @@ class Agent:
         order = PullOrder(
             transfer_id, source, pool.published, index, first, allowed, deadline_s, as_content(content), pool.checks
         )
-        return life.pulls.start(order)
+        return life.pulls.start(order, on_ended)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait a moment, at most so long, for news of any kind, and do the transport's work meanwhile, so that nobody
+        has to be woken for it; whose ``on_ended`` is due is told. On a thread that is not the loop's. Raises Closed,
+        InvalidArgument on the loop, or what broke the agent."""
+        self._open().wait(timeout_s)
 
     def give_up(self, transfer_id: TransferId, source: str) -> None:
         """This id will never be pulled here: its source, if known, need not wait for the grant to expire.
@@ -376,15 +387,9 @@ class Agent:
         A wrong call raises here: InvalidArgument, LimitExceeded, LaneUnavailable, PeerGone. What goes wrong later is
         raised by awaiting.
         """
+        allowed = self._lanes if lanes is None else lanes
         return self._open().posts.post(
-            op,
-            local,
-            local_ids,
-            remote,
-            remote_ids,
-            lanes=self._lanes if lanes is None else lanes,
-            notification=notification,
-            deadline_s=deadline_s,
+            op, local, local_ids, remote, remote_ids, lanes=allowed, notification=notification, deadline_s=deadline_s
         )
 
     # --- notifications ---
@@ -395,11 +400,9 @@ class Agent:
         Raises PeerGone or CoordinatorUnavailable (not known), InvalidArgument (too long), LimitExceeded.
         """
         life = self._open()
-        member = life.peers.find(agent_id)
-        if member is None:
-            raise life.peers.unknown(agent_id)
-        delivery = Delivery(asyncio.get_running_loop(), member.ref)
-        self._notifications.sent(life.transport.notify(member.ref, payload), delivery)
+        receiver = life.peers.get(agent_id).ref
+        delivery = Delivery(asyncio.get_running_loop(), receiver)
+        self._notifications.sent(life.transport.notify(receiver, payload), delivery)
         return delivery
 
     def notifications(self) -> AsyncIterator[Notification]:

@@ -20,7 +20,7 @@ from kvxfer.agent.posts import Posts
 from kvxfer.agent.pulls import Pulls
 from kvxfer.agent.pump import EventPump
 from kvxfer.config import AgentConfig
-from kvxfer.errors import KvxferError
+from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.transport.base import LANES_BACK, Event, Transport, read_ref
 from kvxfer.transport.calibrations import Calibrations
 from kvxfer.types import AgentRef
@@ -29,6 +29,8 @@ log = logging.getLogger("kvxfer.agent")
 
 CLOSE_S = 2.0
 """How long an agent that closes waits for reads that are under way."""
+
+_OF_TRANSFERS = (_core.TransferProgress, _core.TransferFinal, _core.TransferDrained)
 
 
 class Life:
@@ -52,7 +54,7 @@ class Life:
         self.grants = Grants(transport, asyncio.get_running_loop())
         self.peers = Peers(transport)
         self.pulls = Pulls(transport, self.peers, books, metrics, self.calibrations)
-        self.pump = EventPump(transport, self._on_event, self._fail)
+        self.pump = EventPump(transport, self._on_event, self._fail, self.pulls.tell)
         self.posts = Posts(transport, config, self.peers, books, metrics, self.calibrations, self.pump.drain)
         self.on_session_up: Callable[[AgentRef], None] = lambda _: None
         self._refusals = Complaint(log, "%s: a session was refused (%s): %s")
@@ -61,6 +63,12 @@ class Life:
 
     def start(self) -> None:
         self.pump.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """See :meth:`Agent.wait`."""
+        if self.pulls.is_on_loop:
+            raise InvalidArgument("the agent's own loop has to await; only another thread may wait in place")
+        self.pump.take(timeout_s, lambda event: isinstance(event, _OF_TRANSFERS) and self.pulls.handle(event))
 
     async def close(self, error: KvxferError) -> None:
         """End: what is open ends with ``error``, grants are revoked, what is under way drains, at most CLOSE_S."""
@@ -94,7 +102,7 @@ class Life:
         self.notifications.close(error)
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, (_core.TransferProgress, _core.TransferFinal, _core.TransferDrained)):
+        if isinstance(event, _OF_TRANSFERS):
             if not self.posts.handle(event):
                 self.pulls.handle(event)
         elif isinstance(event, _core.GrantEnded):

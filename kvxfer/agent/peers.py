@@ -155,6 +155,13 @@ class Peers:
         """The newest life with that name."""
         return self._newest.get(agent_id)
 
+    def get(self, agent_id: str) -> Member:
+        """As :meth:`find`; raises PeerGone or CoordinatorUnavailable where there is none."""
+        member = self.find(agent_id)
+        if member is None:
+            raise self.unknown(agent_id)
+        return member
+
     def has(self, ref: AgentRef) -> bool:
         return ref in self._members
 

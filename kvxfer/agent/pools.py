@@ -4,6 +4,7 @@ never know which blocks are in use.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,17 @@ from kvxfer.errors import Closed, InvalidArgument, KvxferError
 from kvxfer.transport.base import Region, Transport, allocate_region
 from kvxfer.transport.host_memory import region_of
 from kvxfer.types import CompatibilityRecord, Exposure, PoolRecord, Segment
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSpec:
+    """What the owner says of a pool, wherever its memory comes from: see :meth:`Agent.allocate_pool`."""
+
+    record: CompatibilityRecord
+    block_count: int
+    exposure: Exposure
+    checks: str
+    is_published: bool
 
 
 class Pools:
@@ -50,37 +62,18 @@ class Pools:
     def close(self) -> None:
         self._is_closed = True
 
-    def allocate(
-        self,
-        record: CompatibilityRecord,
-        block_count: int,
-        block_bytes: int,
-        exposure: Exposure,
-        checks: str,
-        is_published: bool,
-    ) -> Pool:
+    def allocate(self, spec: PoolSpec, block_bytes: int) -> Pool:
         """See :meth:`Agent.allocate_pool`."""
-        if block_count < 1 or block_bytes < 1:
-            raise InvalidArgument(f"a pool needs blocks and bytes, not {block_count} blocks of {block_bytes}")
+        if spec.block_count < 1 or block_bytes < 1:
+            raise InvalidArgument(f"a pool needs blocks and bytes, not {spec.block_count} blocks of {block_bytes}")
         self._check_open()
-        segments = (Segment(0, block_bytes, block_bytes),)
-        region = allocate_region(block_count * block_bytes)
-        return self._add(record, block_count, block_bytes, exposure, checks, is_published, region, segments)
+        region = allocate_region(spec.block_count * block_bytes)
+        return self._add(spec, region, (Segment(0, block_bytes, block_bytes),), block_bytes)
 
-    def register(
-        self,
-        record: CompatibilityRecord,
-        memory: Any,
-        block_count: int,
-        segments: Sequence[Segment] | None,
-        exposure: Exposure,
-        checks: str,
-        is_published: bool,
-    ) -> Pool:
+    def register(self, spec: PoolSpec, memory: Any, segments: Sequence[Segment] | None) -> Pool:
         """See :meth:`Agent.register_pool`."""
         region = memory if isinstance(memory, Region) else region_of(memory)
-        parts, block_bytes = plan_segments(block_count, region.length_bytes, segments)
-        return self._add(record, block_count, block_bytes, exposure, checks, is_published, region, parts)
+        return self._add(spec, region, *plan_segments(spec.block_count, region.length_bytes, segments))
 
     def remove(self, pool: Pool) -> None:
         """See :meth:`Agent.remove_pool`."""
@@ -88,28 +81,18 @@ class Pools:
         if pool.is_published:
             self._publish(self.published)
 
-    def _add(
-        self,
-        record: CompatibilityRecord,
-        block_count: int,
-        block_bytes: int,
-        exposure: Exposure,
-        checks: str,
-        is_published: bool,
-        region: Region,
-        segments: Sequence[Segment],
-    ) -> Pool:
+    def _add(self, spec: PoolSpec, region: Region, segments: Sequence[Segment], block_bytes: int) -> Pool:
         self._check_open()
-        check_checks("checks", checks)
+        check_checks("checks", spec.checks)
         pool_id, self._next_id = self._next_id, self._next_id + 1
         published = PoolRecord(
-            pool_id, record, block_count, block_bytes, exposure, region.shared is not None, region.memory
+            pool_id, spec.record, spec.block_count, block_bytes, spec.exposure, region.shared is not None, region.memory
         )
-        pool = Pool(published, region, segments, checks, is_published)
+        pool = Pool(published, region, segments, spec.checks, spec.is_published)
         if self._transport is not None:
-            self._transport.add_pool(published, region, pool.segments, checks=checks == "on")
+            self._transport.add_pool(published, region, pool.segments, checks=spec.checks == "on")
         self._pools[pool_id] = pool
-        if is_published:
+        if spec.is_published:
             try:
                 self._publish(self.published)
             except KvxferError:

@@ -175,9 +175,7 @@ class Posts:
         self.poster.fail_all(error)
 
     def _remote_peer(self, agent_id: str, records: Sequence[RegionRecord] | None) -> RemotePeer:
-        member = self._peers.find(agent_id)
-        if member is None:
-            raise self._peers.unknown(agent_id)
+        member = self._peers.get(agent_id)
         known = self._remote.get(agent_id)
         is_same_life = known is not None and known.ref == member.ref
         is_same_memory = known is not None and (records is None or tuple(records) == known.records)

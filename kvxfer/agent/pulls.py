@@ -6,11 +6,14 @@ may commit.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from kvxfer._native import _core
 from kvxfer.agent.books import Books
@@ -22,6 +25,7 @@ from kvxfer.errors import (
     InvalidArgument,
     KvxferError,
     LaneUnavailable,
+    PeerGone,
     TransferCancelled,
     UsageError,
 )
@@ -65,7 +69,8 @@ class PullOrder:
 
 
 class Pulls:
-    """Lives on the agent's loop."""
+    """Lives on the agent's loop. :meth:`start` may be called from any thread, and :meth:`handle` too, by one at a time:
+    what a transfer became is known then, and its ``on_ended`` called; whoever awaits hears of it by :meth:`tell`."""
 
     def __init__(
         self, transport: Transport, peers: Peers, books: Books, metrics: AgentMetrics, calibrations: Calibrations
@@ -75,7 +80,11 @@ class Pulls:
         self._books = books
         self._metrics = metrics
         self._calibrations = calibrations
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._transfers: dict[bytes, Transfer] = {}
+        self._untold: collections.deque[tuple[Transfer, TransferResult | KvxferError | None]] = collections.deque()
+        """Transfers with what they became, or ``None``: that they drained."""
         self._searches: dict[bytes, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
@@ -92,45 +101,62 @@ class Pulls:
         """Transfers whose source is not known yet."""
         return len(self._searches)
 
-    def start(self, order: PullOrder) -> Transfer:
-        """Start now, or as soon as the source is known. Raises UsageError's kinds; other errors end the transfer."""
-        loop = asyncio.get_running_loop()
+    def start(self, order: PullOrder, on_ended: Callable[[Transfer], None] | None = None) -> Transfer:
+        """Start now, or, on the loop, as soon as the source is known. ``on_ended`` is called once it drained, on the
+        thread that hears of it first. Raises UsageError's kinds; other errors end the transfer."""
         key = order.transfer_id.raw
         transfer = Transfer(
-            loop,
+            self._loop,
             order.transfer_id,
             order.source,
             len(order.blocks),
             order.pool.block_bytes,
             cancel=self._cancel,
             look=self._transport.transfer_state,
+            on_ended=on_ended,
         )
         if self._transfers.setdefault(key, transfer) is not transfer:
             raise InvalidArgument("this transfer id was used before; a retry needs a new one")
         member = self._peers.find(order.source)
         if member is None or not member.pools:
-            self._searches[key] = loop.create_task(self._search(transfer, order))
+            if self.is_on_loop:
+                self._searches[key] = self._loop.create_task(self._search(transfer, order))
+            else:
+                has_none = PeerGone(f"agent {order.source!r} has no pool yet")
+                self._end(transfer, has_none if member else self._peers.unknown(order.source))
             return transfer
         try:
             self._begin(transfer, order, member)
         except UsageError:
-            del self._transfers[key]
+            self._transfers.pop(key, None)  # unless the end of the transport has ended it already
             raise
         except KvxferError as error:
             self._end(transfer, error)
         return transfer
 
-    def handle(self, event: _core.TransferProgress | _core.TransferFinal | _core.TransferDrained) -> None:
+    def handle(self, event: _core.TransferProgress | _core.TransferFinal | _core.TransferDrained) -> bool:
+        """Take an event; False where it belongs to no pull."""
         transfer = self._transfers.get(event.id)
         if transfer is None:
-            return
+            return False
         if isinstance(event, _core.TransferProgress):
             transfer._moved(event)
         elif isinstance(event, _core.TransferFinal):
-            self._count(transfer, transfer._finish(event))
+            self._untold.append((transfer, transfer._finish(event)))
         else:
             del self._transfers[event.id]
-            transfer._drain()
+            self._drained(transfer)
+        return True
+
+    def tell(self) -> None:
+        """Those who await, and the books, of what :meth:`handle` took. On the loop."""
+        while self._untold:
+            transfer, outcome = self._untold.popleft()
+            if outcome is None:
+                transfer._tell_drained()
+            else:
+                transfer._tell(outcome)
+                self._count(transfer, outcome)
 
     def cancel_all(self, error: KvxferError) -> None:
         """Give every transfer up; they end with ``error``."""
@@ -145,11 +171,16 @@ class Pulls:
             search.cancel()
         self._searches.clear()
         for transfer in self.transfers:
-            if transfer.is_final:
-                transfer._drain()
-            else:
+            if not transfer.is_final:
                 self._end(transfer, error)
-        self._transfers.clear()
+            elif self._transfers.pop(transfer.transfer_id.raw, None) is transfer:
+                self._drained(transfer)
+        self.tell()
+
+    @property
+    def is_on_loop(self) -> bool:
+        """Whether the caller is."""
+        return threading.get_ident() == self._thread
 
     async def _search(self, transfer: Transfer, order: PullOrder) -> None:
         try:
@@ -170,6 +201,8 @@ class Pulls:
         planned_s = time.monotonic() - order.started_s
         is_near = is_same_host(self._transport.address, member.address)
         sums = asks_for_sums(order.checks, order.transfer_id.raw, is_same_host=is_near)
+        # Before the transport has it: another thread may hear of its end at once.
+        transfer._begin(member.ref, lanes, reasons, planned_s, has_asked_sums=sums)
         self._transport.pull(
             order.transfer_id,
             member.ref,
@@ -181,7 +214,6 @@ class Pulls:
             content=order.content,
             wants_sums=sums,
         )
-        transfer._begin(member.ref, lanes, reasons, planned_s, has_asked_sums=sums)
 
     def _join(self, order: PullOrder, member: Member) -> tuple[tuple[Lane, ...], Mapping[Lane, str]]:
         """The lanes that join the two pools, best first, and why not the others."""
@@ -203,11 +235,29 @@ class Pulls:
         self._end(transfer, transfer._end_with or cancelled)
 
     def _end(self, transfer: Transfer, error: KvxferError) -> None:
-        """End a transfer that the transport does not have (any more)."""
-        self._transfers.pop(transfer.transfer_id.raw, None)
-        transfer._fail(error)
-        transfer._drain()
-        self._count(transfer, error)
+        """End a transfer that the transport does not have (any more), unless another thread did."""
+        if self._transfers.pop(transfer.transfer_id.raw, None) is not transfer:
+            return
+        self._untold.append((transfer, transfer._fail(error)))
+        self._drained(transfer)
+        if self.is_on_loop:
+            self.tell()
+        else:
+            self._call(self.tell)
+
+    def _drained(self, transfer: Transfer) -> None:
+        """Once of each. Whoever awaits that is told only after ``on_ended``, which another thread may be at."""
+        try:
+            transfer._drain()
+        except Exception as error:
+            about = {"message": f"kvxfer: on_ended of {transfer!r} raised", "exception": error}
+            self._call(self._loop.call_exception_handler, about)
+        self._untold.append((transfer, None))
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """On the loop, unless that has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def _measure(self, result: TransferResult) -> None:
         source = next((member for member in self._peers if member.ref == result.source), None)

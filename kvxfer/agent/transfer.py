@@ -11,7 +11,7 @@ from typing import Any
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
-from kvxfer.errors import KvxferError, TransferCancelled, from_code
+from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled, from_code
 from kvxfer.policy.lanes import explain
 from kvxfer.transport.base import LANES_BACK
 from kvxfer.types import AgentRef, Lane, TransferId, TransferState
@@ -77,6 +77,7 @@ class Transfer:
         block_bytes: int,
         cancel: Callable[[Transfer], None],
         look: Callable[[TransferId], TransferState | None],
+        on_ended: Callable[[Transfer], None] | None = None,
     ) -> None:
         self._transfer_id = transfer_id
         self._source_id = source
@@ -85,8 +86,11 @@ class Transfer:
         self._block_bytes = block_bytes
         self._cancel = cancel
         self._look = look
+        self._on_ended = on_ended
+        self._outcome: TransferResult | KvxferError | None = None
         self._future: asyncio.Future[TransferResult] = loop.create_future()
         self._drained: asyncio.Future[None] = loop.create_future()
+        self._is_drained = False
         self._state = TransferState.CONNECTING
         self._done = 0
         self._lane: Lane | None = None
@@ -111,7 +115,7 @@ class Transfer:
 
     @property
     def is_drained(self) -> bool:
-        return self._drained.done()
+        return self._is_drained
 
     def progress(self) -> TransferProgress:
         """Where it stands in this moment; ``state`` may be final a little before the waiters hear of it."""
@@ -119,6 +123,14 @@ class Transfer:
         if not state.is_final and self._source is not None:
             state = self._look(self._transfer_id) or state
         return TransferProgress(self._done, self._blocks, self._done * self._block_bytes, state, self._lane)
+
+    def result(self) -> TransferResult:
+        """What it became, at once. Raises the error that ended it; InvalidArgument while it is under way."""
+        if self._outcome is None:
+            raise InvalidArgument(f"{self!r} is not over")
+        if isinstance(self._outcome, KvxferError):
+            raise self._outcome
+        return self._outcome
 
     def cancel(self) -> None:
         """Give the transfer up: it ends with TransferCancelled, unless it has ended. Returns at once."""
@@ -147,7 +159,7 @@ class Transfer:
             f"{self._done}/{self._blocks} blocks, {self._state.name.lower()}{drained}, {lane}>"
         )
 
-    # --- for the agent, on its loop ---
+    # --- for the agent, on any thread; `_tell` and `_tell_drained` on its loop ---
 
     def _begin(
         self,
@@ -168,16 +180,15 @@ class Transfer:
             self._done = event.done
 
     def _finish(self, event: _core.TransferFinal) -> TransferResult | KvxferError:
-        """Complete the future from the machines' final state; what it became."""
+        """End as the machines' final state says; what it became."""
         self._state = TransferState(int(event.state))
         self._done = event.blocks_done
         self._lane = LANES_BACK[event.lane]
         if self._state is not TransferState.COMMITTED or self._source is None:
             error = self._end_with or from_code(event.code.name, f"transfer {self._transfer_id}: {event.text}")
-            self._fail(error, self._state)
-            return error
+            return self._fail(error, self._state)
         is_checked = event.blocks_checked == self._blocks if self._has_asked_sums or event.blocks_checked else None
-        result = TransferResult(
+        self._outcome = result = TransferResult(
             transfer_id=self._transfer_id,
             source=self._source,
             lane=self._lane,
@@ -194,18 +205,30 @@ class Transfer:
             attempts=event.attempts,
             blocks_checked=event.blocks_checked,
         )
-        if not self._future.done():
-            self._future.set_result(result)
         return result
 
-    def _fail(self, error: KvxferError, state: TransferState | None = None) -> None:
-        """End with an error; the blocks are drained by :meth:`_drain`."""
+    def _fail(self, error: KvxferError, state: TransferState | None = None) -> KvxferError:
+        """End with an error, which is returned; the blocks are drained by :meth:`_drain`."""
         is_cancel = isinstance(error, TransferCancelled)
         self._state = state or (TransferState.CANCELLED if is_cancel else TransferState.FAILED)
-        if not self._future.done():
-            self._future.set_exception(error)
-            self._future.exception()  # a transfer that nobody awaits is told of in statistics and metrics, not in a log
+        self._outcome = error
+        return error
 
     def _drain(self) -> None:
+        self._is_drained = True
+        if self._on_ended is not None:
+            self._on_ended(self)
+
+    def _tell(self, outcome: TransferResult | KvxferError) -> None:
+        """Who awaits it."""
+        if self._future.done():
+            return
+        if isinstance(outcome, TransferResult):
+            self._future.set_result(outcome)
+        else:
+            self._future.set_exception(outcome)
+            self._future.exception()  # a transfer that nobody awaits is told of in statistics and metrics, not in a log
+
+    def _tell_drained(self) -> None:
         if not self._drained.done():
             self._drained.set_result(None)

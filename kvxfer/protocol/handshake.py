@@ -38,6 +38,8 @@ def compare(ours: PoolRecord, theirs: PoolRecord) -> tuple[Mismatch, ...]:
     """Every field that forbids moving blocks between the two pools, in the order of CompatibilityRecord, then
     ``block_bytes``.
     """
+    if ours.record == theirs.record and ours.block_bytes == theirs.block_bytes:
+        return ()
     names = [field.name for field in dataclasses.fields(CompatibilityRecord)]
     pairs = [(name, getattr(ours.record, name), getattr(theirs.record, name)) for name in names]
     pairs.append(("block_bytes", ours.block_bytes, theirs.block_bytes))

@@ -84,6 +84,21 @@ class Pieces(NamedTuple):
     ids: Blocks
 
 
+class PostOrder(NamedTuple):
+    """One transfer of a post. ``lanes``: allowed, best first. ``notification`` is told to the peer once the bytes are
+    committed; ``wants_sums``: they go with CRC-32Cs.
+    """
+
+    transfer_id: TransferId
+    peer: AgentRef
+    local: Pieces
+    remote: Pieces
+    lanes: Sequence[Lane]
+    deadline_s: float
+    notification: bytes | None = None
+    wants_sums: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class PoolCounts:
     """Blocks of one pool in the states that belong to the agent."""
@@ -170,6 +185,10 @@ class Transport(Protocol):
     def wait(self, timeout_s: float) -> bool:
         """Wait until :meth:`drain` has more to give than progress, at most so long; whether it has anything. A signal
         may end it early."""
+        ...
+
+    def take(self, timeout_s: float) -> list[Event]:
+        """:meth:`wait` and :meth:`drain` in one; the descriptor need not become readable for what is taken so."""
         ...
 
     def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
@@ -278,38 +297,16 @@ class Transport(Protocol):
         """
         ...
 
-    def fetch(
-        self,
-        transfer_id: TransferId,
-        peer: AgentRef,
-        local: Pieces,
-        remote: Pieces,
-        *,
-        lanes: Sequence[Lane],
-        deadline_s: float,
-        notification: bytes | None = None,
-        wants_sums: bool = False,
-    ) -> None:
-        """Start to read the peer's pieces into ours, one by one of equal length; ``notification`` is told to the peer
-        once they are committed here. TransferFinal and TransferDrained follow.
+    def fetch(self, order: PostOrder) -> None:
+        """Start to read the peer's pieces into ours, one by one of equal length. TransferFinal and TransferDrained
+        follow.
 
         Raises InvalidArgument (lists that do not match, a local piece outside its region), LimitExceeded, PeerGone,
         LaneUnavailable.
         """
         ...
 
-    def push(
-        self,
-        transfer_id: TransferId,
-        peer: AgentRef,
-        local: Pieces,
-        remote: Pieces,
-        *,
-        lanes: Sequence[Lane],
-        deadline_s: float,
-        notification: bytes | None = None,
-        wants_sums: bool = False,
-    ) -> None:
+    def push(self, order: PostOrder) -> None:
         """Start to have the peer's core read our pieces into its own; otherwise as :meth:`fetch`. TransferDrained comes
         once nothing of our memory can be under way any more.
         """
@@ -426,6 +423,9 @@ LANES: dict[Lane, _core.Lane] = {
     Lane.UNIX: _core.Lane.UNIX,
 }
 LANES_BACK: dict[_core.Lane, Lane] = {native: lane for lane, native in LANES.items()}
+STATES: dict[_core.TransferState, TransferState] = {
+    native: TransferState(int(native)) for native in _core.TransferState
+}
 
 
 def limits_from(config: AgentConfig, lanes: Sequence[Lane]) -> _core.EndpointLimits:

@@ -21,7 +21,7 @@ from kvxfer.transport.base import (
     NO_CONTENT,
     Blocks,
     Event,
-    Pieces,
+    PostOrder,
     Region,
     TransportCounts,
     as_nanoseconds,
@@ -125,6 +125,9 @@ class MemoryTransport:
 
     def wait(self, timeout_s: float) -> bool:
         return bool(select.select([self.fileno()], [], [], max(0.0, timeout_s))[0])
+
+    def take(self, timeout_s: float) -> list[Event]:
+        return self.drain() if self.wait(timeout_s) else []
 
     def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
         with self._open() as endpoint:
@@ -247,63 +250,30 @@ class MemoryTransport:
                 )
             )
 
-    def fetch(
-        self,
-        transfer_id: TransferId,
-        peer: AgentRef,
-        local: Pieces,
-        remote: Pieces,
-        *,
-        lanes: Sequence[Lane],
-        deadline_s: float,
-        notification: bytes | None = None,
-        wants_sums: bool = False,
-    ) -> None:
+    def fetch(self, order: PostOrder) -> None:
         with self._open() as endpoint:
-            self._post(endpoint.fetch, transfer_id, peer, local, remote, lanes, deadline_s, notification, wants_sums)
+            self._post(endpoint.fetch, order)
 
-    def push(
-        self,
-        transfer_id: TransferId,
-        peer: AgentRef,
-        local: Pieces,
-        remote: Pieces,
-        *,
-        lanes: Sequence[Lane],
-        deadline_s: float,
-        notification: bytes | None = None,
-        wants_sums: bool = False,
-    ) -> None:
+    def push(self, order: PostOrder) -> None:
         with self._open() as endpoint:
-            self._post(endpoint.push, transfer_id, peer, local, remote, lanes, deadline_s, notification, wants_sums)
+            self._post(endpoint.push, order)
 
-    def _post(
-        self,
-        act: Callable[..., Sequence[_Effect]],
-        transfer_id: TransferId,
-        peer: AgentRef,
-        local: Pieces,
-        remote: Pieces,
-        lanes: Sequence[Lane],
-        deadline_s: float,
-        notification: bytes | None,
-        wants_sums: bool,
-    ) -> None:
-        now_ns = self._network.now_ns
+    def _post(self, act: Callable[..., Sequence[_Effect]], order: PostOrder) -> None:
+        local, remote, now_ns = order.local, order.remote, self._network.now_ns
         self.act(
             act(
-                transfer_id.raw,
-                write_ref(peer),
+                order.transfer_id.raw,
+                write_ref(order.peer),
                 local.ranges,
                 local.ids.tolist(),
                 remote.ranges,
                 remote.ids.tolist(),
-                [LANES[lane] for lane in lanes],
-                now_ns + as_nanoseconds("deadline_s", deadline_s),
+                [LANES[lane] for lane in order.lanes],
+                now_ns + as_nanoseconds("deadline_s", order.deadline_s),
                 self._network.random.getrandbits(64),
                 now_ns,
-                notification,
-                wants_sums,
+                order.notification,
+                order.wants_sums,
             )
         )
 

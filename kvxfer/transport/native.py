@@ -32,7 +32,7 @@ from kvxfer.transport.base import (
     NO_CONTENT,
     Blocks,
     Event,
-    Pieces,
+    PostOrder,
     Region,
     TransportCounts,
     as_nanoseconds,
@@ -160,6 +160,9 @@ class NativeTransport:
     def wait(self, timeout_s: float) -> bool:
         return self.core.wait(max(0, round(timeout_s * NS_PER_S)))
 
+    def take(self, timeout_s: float) -> list[Event]:
+        return self.core.take(max(0, round(timeout_s * NS_PER_S)))
+
     def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
         check_segments(
             segments, block_count=pool.block_count, block_bytes=pool.block_bytes, length_bytes=region.length_bytes
@@ -279,57 +282,22 @@ class NativeTransport:
             wants_sums=wants_sums,
         )
 
-    def fetch(
-        self,
-        transfer_id: TransferId,
-        peer: AgentRef,
-        local: Pieces,
-        remote: Pieces,
-        *,
-        lanes: Sequence[Lane],
-        deadline_s: float,
-        notification: bytes | None = None,
-        wants_sums: bool = False,
-    ) -> None:
-        self._post(self.core.fetch, transfer_id, peer, local, remote, lanes, deadline_s, notification, wants_sums)
+    def fetch(self, order: PostOrder) -> None:
+        self._post(self.core.fetch, order)
 
-    def push(
-        self,
-        transfer_id: TransferId,
-        peer: AgentRef,
-        local: Pieces,
-        remote: Pieces,
-        *,
-        lanes: Sequence[Lane],
-        deadline_s: float,
-        notification: bytes | None = None,
-        wants_sums: bool = False,
-    ) -> None:
-        self._post(self.core.push, transfer_id, peer, local, remote, lanes, deadline_s, notification, wants_sums)
+    def push(self, order: PostOrder) -> None:
+        self._post(self.core.push, order)
 
-    def _post(
-        self,
-        act: Callable[..., None],
-        transfer_id: TransferId,
-        peer: AgentRef,
-        local: Pieces,
-        remote: Pieces,
-        lanes: Sequence[Lane],
-        deadline_s: float,
-        notification: bytes | None,
-        wants_sums: bool,
-    ) -> None:
+    def _post(self, act: Callable[..., None], order: PostOrder) -> None:
         act(
-            transfer_id.raw,
-            write_ref(peer),
-            local.ranges,
-            local.ids,
-            remote.ranges,
-            remote.ids,
-            lanes=[LANES[lane] for lane in lanes],
-            deadline_ns=time.monotonic_ns() + as_nanoseconds("deadline_s", deadline_s),
-            notification=notification,
-            wants_sums=wants_sums,
+            order.transfer_id.raw,
+            write_ref(order.peer),
+            *order.local,
+            *order.remote,
+            lanes=[LANES[lane] for lane in order.lanes],
+            deadline_ns=time.monotonic_ns() + as_nanoseconds("deadline_s", order.deadline_s),
+            notification=order.notification,
+            wants_sums=order.wants_sums,
         )
 
     def cancel(self, transfer_id: TransferId) -> None:

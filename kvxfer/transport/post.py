@@ -14,7 +14,7 @@ from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled, from_code
 from kvxfer.policy.lanes import explain
-from kvxfer.transport.base import LANES_BACK
+from kvxfer.transport.base import LANES_BACK, STATES
 from kvxfer.transport.plan import Plan
 from kvxfer.types import Lane, TransferId, TransferState
 
@@ -204,11 +204,11 @@ class Post:
 
     def _moved(self, event: _core.TransferProgress) -> None:
         if not self._state.is_final:
-            self._states[event.id] = TransferState(int(event.state))
+            self._states[event.id] = STATES[event.state]
             self._state = min(min(self._states.values()), TransferState.CONFIRMING)
 
     def _finished(self, event: _core.TransferFinal) -> None:
-        state = self._states[event.id] = TransferState(int(event.state))
+        state = self._states[event.id] = STATES[event.state]
         self._attempts += event.attempts
         self._checked += event.blocks_checked
         if self._slowest is None or _duration_ns(event) >= _duration_ns(self._slowest):

@@ -23,11 +23,11 @@ from kvxfer._native import _core
 from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, LaneUnavailable, TransportError
 from kvxfer.policy.lanes import checking_lanes, explain, is_same_host
-from kvxfer.transport.base import Event, Region, Transport, allocate_region
+from kvxfer.transport.base import Event, PostOrder, Region, Transport, allocate_region
 from kvxfer.transport.calibrations import Calibrations
 from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared
 from kvxfer.transport.host_memory import region_of
-from kvxfer.transport.peer import RemotePeer
+from kvxfer.transport.peer import RemotePeer, Ways
 from kvxfer.transport.plan import Op, Plan, make_plan
 from kvxfer.transport.post import Post
 from kvxfer.types import Exposure, Lane, RegionRecord, TransferId
@@ -185,14 +185,9 @@ class Poster:
         Raises InvalidArgument, LimitExceeded, PeerGone, LaneUnavailable (names each lane's obstacle).
         """
         begun_ns = time.monotonic_ns()
-        transport, peer, is_read = self.transport, plan.peer, plan.op is Op.READ
-        allowed = tuple(self.config.lanes if lanes is None else lanes)
-        found = plan.ways.get(allowed)
-        if found is None:
-            found = peer.lanes(transport.address, plan.local, plan.remote, allowed, is_read=is_read)
-            plan.ways[allowed] = found
-        chosen, reasons = found
+        transport, peer = self.transport, plan.peer
         checks = self.config.stream_checks if wants_sums is None else "on" if wants_sums else "off"
+        chosen, reasons = self._ways(plan, tuple(self.config.lanes if lanes is None else lanes))
         if checks == "on":
             chosen, reasons = checking_lanes(chosen, reasons)
             if not chosen:
@@ -200,27 +195,17 @@ class Poster:
         chosen = self.calibrations.order(peer.ref, peer.address.host_id, chosen, plan.nbytes)
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
         ids = [os.urandom(16) for _ in plan.parts]
-        rides = notification if len(ids) == 1 else None
-        after = notification if len(ids) > 1 else None
+        rides, after = (notification, None) if len(ids) == 1 else (None, notification)
         is_near = checks != "auto" or is_same_host(transport.address, peer.address)
-        sums = [asks_for_sums(checks, identity, is_same_host=is_near) for identity in ids]
+        sums = [checks != "off" and asks_for_sums(checks, identity, is_same_host=is_near) for identity in ids]
         post = Post(self, plan, ids, reasons, after, on_final, on_drained, begun_ns, has_asked_sums=all(sums))
-        act = transport.fetch if is_read else transport.push
+        act = transport.fetch if plan.op is Op.READ else transport.push
         with self._lock:
             self._check_failure()
             for identity, part, has_sums in zip(ids, plan.parts, sums, strict=True):
                 self._posts[identity] = post
                 try:
-                    act(
-                        TransferId(identity),
-                        peer.ref,
-                        part.local,
-                        part.remote,
-                        lanes=chosen,
-                        deadline_s=deadline_s,
-                        notification=rides,
-                        wants_sums=has_sums,
-                    )
+                    act(PostOrder(TransferId(identity), peer.ref, *part, chosen, deadline_s, rides, has_sums))
                 except BaseException as error:
                     del self._posts[identity]
                     post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
@@ -228,6 +213,13 @@ class Poster:
                 post._began(identity)
         post._posted()
         return post
+
+    def _ways(self, plan: Plan, allowed: tuple[Lane, ...]) -> Ways:
+        found = plan.ways.get(allowed)
+        if found is None:
+            ours, is_read = self.transport.address, plan.op is Op.READ
+            found = plan.ways[allowed] = plan.peer.lanes(ours, plan.local, plan.remote, allowed, is_read=is_read)
+        return found
 
     def post(
         self,
@@ -259,26 +251,28 @@ class Poster:
             return
         with self._drain_lock:
             for event in self.transport.drain():
+                if self.handle(event):
+                    continue
                 if isinstance(event, _core.CoreFailed):
                     self.fail_all(TransportError(f"the native core failed: {event.text}"))
-                if not self.handle(event) and self._on_event is not None:
+                if self._on_event is not None:
                     self._on_event(event)
 
     def handle(self, event: Event) -> bool:
         """Take one event of the transport; False where it belongs to no post here."""
-        if not isinstance(event, (_core.TransferProgress, _core.TransferFinal, _core.TransferDrained)):
+        if not isinstance(event, (_core.TransferFinal, _core.TransferDrained, _core.TransferProgress)):
             return False
         with self._lock:
             post = self._posts.get(event.id)
             if post is None:
                 return False
-            if isinstance(event, _core.TransferProgress):
-                post._moved(event)
-            elif isinstance(event, _core.TransferFinal):
+            if isinstance(event, _core.TransferFinal):
                 post._finished(event)
-            else:
+            elif isinstance(event, _core.TransferDrained):
                 del self._posts[event.id]
                 post._drained(event.id)
+            else:
+                post._moved(event)
         return True
 
     def cancel_all(self, error: KvxferError | None = None) -> None:

@@ -400,3 +400,69 @@ async def test_a_search_that_was_cancelled_does_not_take_its_successor_along(pai
     with pytest.raises(TransferCancelled):
         await asyncio.wait_for(second, 10.0)
     await second.wait_drained()
+
+
+async def test_another_thread_pulls_and_waits_itself(pair: Pair) -> None:
+    source, destination = pair
+    data, into = fill(source), destination.pools[0].array
+    transfer_id, heard = fresh_id(), []
+    source.grant(source.pools[0], [5, 3], transfer_id=transfer_id, reader="destination", ready_blocks=2)
+    inbox = destination.notifications()
+
+    def pull() -> Transfer:
+        pool, ended = destination.pools[0], []
+        transfer = destination.pull(pool, [0, 1], transfer_id=transfer_id, source="source", on_ended=ended.append)
+        while not ended:
+            destination.wait(0.05)
+        heard.append((ended, transfer.is_drained, transfer.result().bytes, bool((into[:2] == data[[5, 3]]).all())))
+        return transfer
+
+    source.notify("destination", b"this is the loop's")
+    transfer = await asyncio.to_thread(pull)
+    assert heard == [([transfer], True, 2 * BLOCK_BYTES, True)]
+    assert (await transfer).bytes == 2 * BLOCK_BYTES
+    await transfer.wait_drained()
+    assert (await asyncio.wait_for(anext(inbox), 5.0)).payload == b"this is the loop's"
+    assert destination.statistics().outcomes[transfer.lane.value] == {"committed": 1}
+    await until(lambda: source.statistics().is_idle and destination.statistics().is_idle)
+
+
+async def test_what_another_thread_cannot_pull_ends_with_a_name(pair: Pair) -> None:
+    _, destination = pair
+    pool = destination.pools[0]
+
+    def pull(source: str) -> Transfer:
+        return destination.pull(pool, [0], transfer_id=fresh_id(), source=source, deadline_s=0.2)
+
+    ghost = await asyncio.to_thread(pull, "ghost")
+    with pytest.raises(PeerGone, match="ghost"):
+        ghost.result()
+    with pytest.raises(PeerGone, match="ghost"):
+        await ghost
+    assert ghost.is_drained
+    ungranted = await asyncio.to_thread(pull, "source")
+    with pytest.raises(InvalidArgument, match="not over"):
+        ungranted.result()
+    with pytest.raises(DeadlineExceeded):
+        await ungranted
+    await ungranted.wait_drained()
+    await until(lambda: destination.statistics().is_idle)
+
+
+async def test_a_callback_that_raises_keeps_nothing_from_the_others(pair: Pair) -> None:
+    source, destination = pair
+    loop, caught = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: caught.append(type(context["exception"])))
+
+    def pull() -> Transfer:
+        transfer_id, pool = fresh_id(), destination.pools[0]
+        source.grant(source.pools[0], [1], transfer_id=transfer_id, reader="destination", ready_blocks=1)
+        transfer = destination.pull(pool, [0], transfer_id=transfer_id, source="source", on_ended=lambda _: 1 // 0)
+        while not transfer.is_drained:
+            destination.wait(0.05)
+        return transfer
+
+    transfer = await asyncio.to_thread(pull)
+    assert (await transfer).blocks == 1
+    await transfer.wait_drained()
+    await until(lambda: caught == [ZeroDivisionError])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ import pytest
 from kvxfer._native import _core
 from kvxfer.testing.lane_contract import BY_NAME
 from kvxfer.testing.lane_parties import MemoryLaneMaker
-from kvxfer.transport.base import Event
+from kvxfer.transport.base import Event, PostOrder
 from kvxfer.transport.memory import MemoryTransport
 from kvxfer.transport.memory_bytes import BlockMemory, Memories
 from kvxfer.transport.post import Post
@@ -111,11 +110,10 @@ def keep_serving(patch: pytest.MonkeyPatch) -> None:
 def tell_early(patch: pytest.MonkeyPatch) -> None:
     push = MemoryTransport.push
 
-    def notify_first(self: MemoryTransport, transfer_id: TransferId, peer: Any, *rest: Any, **options: Any) -> None:
-        payload = options.pop("notification", None)
-        if payload is not None:
-            self.notify(peer, payload)
-        push(self, transfer_id, peer, *rest, **options)
+    def notify_first(self: MemoryTransport, order: PostOrder) -> None:
+        if order.notification is not None:
+            self.notify(order.peer, order.notification)
+        push(self, order._replace(notification=None))
 
     patch.setattr(MemoryTransport, "push", notify_first)
 
@@ -124,8 +122,8 @@ def tell_every_part(patch: pytest.MonkeyPatch) -> None:
     """The notification of a post of several transfers goes with each of them."""
     push = MemoryTransport.push
 
-    def with_each(self: MemoryTransport, *what: Any, **options: Any) -> None:
-        push(self, *what, **{**options, "notification": b"all"})
+    def with_each(self: MemoryTransport, order: PostOrder) -> None:
+        push(self, order._replace(notification=b"all"))
 
     patch.setattr(MemoryTransport, "push", with_each)
 

@@ -21,6 +21,7 @@ from kvxfer.errors import (
     TransferCancelled,
     TransportError,
 )
+from kvxfer.transport.base import PostOrder
 from kvxfer.transport.posts import Op, Plan, Post, Poster, RemotePeer, asks_for_sums
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, RegionRecord, TransferId, TransferState
 
@@ -51,10 +52,10 @@ class Recorder:
     def remove_region(self, region_id: int) -> None:
         self.removed.append(region_id)
 
-    def fetch(self, transfer_id: TransferId, peer: AgentRef, local: Any, remote: Any, **options: Any) -> None:
+    def fetch(self, order: PostOrder) -> None:
         if self.refuse_after is not None and len(self.asked) >= self.refuse_after:
             raise LimitExceeded("transfers_max")
-        self.asked.append(types.SimpleNamespace(id=transfer_id.raw, peer=peer, **options))
+        self.asked.append(types.SimpleNamespace(id=order.transfer_id.raw, **order._asdict()))
 
     push = fetch
 

@@ -1,0 +1,137 @@
+"""What another thread may meet while it pulls and waits: the loop at work, the agent's end, callbacks that raise."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from agent_support import fresh_id
+
+from kvxfer import Agent
+from kvxfer.agent import Transfer
+from kvxfer.errors import Closed, InvalidArgument, PeerGone, TransportError
+
+Pair = tuple[Agent, Agent]
+
+
+def granted(pair: Pair, ready_blocks: int = 1) -> dict[str, Any]:
+    """A grant of 3 blocks; what a pull of them needs."""
+    source, _ = pair
+    transfer_id = fresh_id()
+    source.grant(source.pools[0], [1, 2, 3], transfer_id=transfer_id, reader="destination", ready_blocks=ready_blocks)
+    return {"transfer_id": transfer_id, "source": "source"}
+
+
+async def test_a_transfer_is_told_to_be_drained_after_on_ended(pair: Pair) -> None:
+    _, destination = pair
+    pulls, told = destination._life.pulls, []
+
+    def ended(transfer: Transfer) -> None:
+        pulls.tell()  # the loop may come to it while another thread is here
+        told.append(transfer._drained.done())
+
+    transfer = destination.pull(destination.pools[0], [0, 1, 2], **granted(pair, 3), on_ended=ended)
+    await transfer.wait_drained()
+    assert told == [False]
+    assert (await transfer).blocks == 3
+
+
+async def test_a_callback_that_raises_keeps_nobody_from_hearing_of_the_drain(pair: Pair) -> None:
+    _, destination = pair
+    caught: list[type[Exception]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: caught.append(type(context["exception"])))
+    transfer = destination.pull(destination.pools[0], [0, 1, 2], **granted(pair), on_ended=lambda _: 1 // 0)
+    pulls = destination._life.pulls
+    pulls.handle(SimpleNamespace(id=transfer.transfer_id.raw))  # its drain, alone
+    pulls.tell()
+    await asyncio.wait_for(transfer.wait_drained(), 5.0)
+    assert caught == [ZeroDivisionError]
+
+
+@pytest.mark.parametrize("error", [Closed, TransportError])
+async def test_the_end_of_the_agent_may_come_before_the_pull_began(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    _, destination = pair
+    life, ended = destination._life, []
+
+    def shut(*_: Any, **options: Any) -> None:
+        life.pulls.fail_all(Closed("the agent was closed"))
+        raise error("the transport is gone")
+
+    monkeypatch.setattr(life.transport, "pull", shut)
+    arguments = granted(pair)
+    with pytest.raises(Closed, match="the transport is gone" if error is Closed else "the agent was closed"):
+        await destination.pull(destination.pools[0], [0, 1, 2], **arguments, on_ended=ended.append)
+    assert len(ended) == 1
+    assert sum(sum(outcomes.values()) for outcomes in destination.statistics().outcomes.values()) == 1
+
+
+async def test_a_look_waits_for_nobody(pair: Pair) -> None:
+    _, destination = pair
+    looking = threading.Thread(target=destination.wait, args=[0.0])
+    with destination._life.pump._lock:  # the loop is at its events
+        looking.start()
+        looking.join(5.0)
+        assert not looking.is_alive()
+
+
+async def test_a_source_without_a_pool_is_not_waited_for_off_the_loop_and_keeps_its_grant(
+    pair: Pair,
+) -> None:
+    source, destination = pair
+    arguments = granted(pair, 3)
+    destination.connect_peer(source.ref, source.address, bytes(32), [])
+    transfer = await asyncio.to_thread(destination.pull, destination.pools[0], [0, 1, 2], **arguments)
+    with pytest.raises(PeerGone, match="has no pool yet"):
+        await transfer
+    assert source.statistics().grants.alive == 1
+
+
+async def test_the_loop_may_not_wait_in_place(pair: Pair) -> None:
+    with pytest.raises(InvalidArgument, match="has to await"):
+        pair[1].wait(0.0)
+
+
+async def test_what_a_thread_took_and_could_not_handle_comes_to_the_loop(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pump, handled = pair[1]._life.pump, []
+    monkeypatch.setattr(pump, "_on_event", handled.append)
+    monkeypatch.setattr(pump, "_transport", SimpleNamespace(take=lambda _: ["first", "second", "third"]))
+
+    def take(event: str) -> bool:
+        if event == "second":
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        pump.take(0.01, take)
+    await asyncio.sleep(0)
+    assert handled == ["first", "third"]
+
+
+@pytest.mark.parametrize("pair", ["sockets"], indirect=True)  # a memory network moves with its loop
+async def test_progress_of_what_another_thread_pulls_does_not_wake_the_loop(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, destination = pair
+    pool, woken = destination.pools[0], []
+    await destination.pull(pool, [0, 1, 2], **granted(pair, 3))  # the session is up
+    arguments = granted(pair)
+
+    def pull() -> None:
+        transfer = destination.pull(pool, [4, 5, 6], **arguments)
+        while not transfer.progress().blocks_done:
+            destination.wait(0.01)
+
+    pulling = threading.Thread(target=pull, daemon=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "call_soon_threadsafe", lambda *call: woken.append(call))
+        pulling.start()
+        pulling.join(5.0)  # the loop stands still meanwhile
+    assert not pulling.is_alive()
+    assert woken == []
