@@ -9,8 +9,6 @@ import json
 import struct
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvxfer.types import TransferId
 
 DIRECT = 0
@@ -40,7 +38,7 @@ def content_of(token_ids: Sequence[int], ranks: int, beside: Sequence[str] = ())
     they depend on ``beside`` the ids (its canonical JSON's SHA-256), the number of ranks and the ids as little-endian
     uint32."""
     whole = hashlib.sha256(hashlib.sha256(json.dumps(beside).encode()).digest())
-    whole.update(np.asarray([ranks, *token_ids], dtype="<u4").tobytes())
+    whole.update(struct.pack(f"<{1 + len(token_ids)}I", ranks, *token_ids))
     return whole.digest()
 
 

@@ -4,21 +4,22 @@ committed as a whole or not at all.
 One task a source of a load: it pulls the whole prompt where the source granted that already; otherwise it asks, and
 pulls each part that the source grants, while the source may still be computing it. A load ends once: committed, or
 failed with a named error; it is told of only after no byte can land in its blocks any more. Everything here lives on
-the agent's loop.
+the agent's loop, but for the way of most loads: a prompt granted as a whole by a source of our kind that is known is
+pulled by the forward thread, which waits for it, and the loop is needed only where that does not end well or soon.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import functools
 import itertools
 import logging
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from kvxfer.agent import Agent, Pool, Transfer, TransferResult
+from kvxfer.agent import Agent, Pool, Transfer
+from kvxfer.connectors.vllm.fetch import Done, Fetch, report_of
 from kvxfer.connectors.vllm.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
@@ -37,7 +38,6 @@ from kvxfer.errors import (
     TransferCancelled,
     from_code,
 )
-from kvxfer.observe import OpenSpan
 from kvxfer.types import AgentRef, Member, TransferId
 
 log = logging.getLogger("kvxfer.vllm")
@@ -48,61 +48,6 @@ ASKS_MAX = 4
 """So often a load begins anew because its source took back what it had promised."""
 SILENT_S = 1.5
 """A source whose agent did not take a message for so long is given up."""
-
-
-@dataclasses.dataclass
-class Done:
-    """A load that is over and drained. ``error`` is ``None`` where it was committed."""
-
-    order: Load
-    error: KvxferError | None
-    report: Report
-
-
-class Fetch:
-    """What one load takes from one source."""
-
-    def __init__(self, order: Load, source: str, source_rank: int, readers: int) -> None:
-        self.order = order
-        self.readers = readers
-        self.source = source
-        self.source_rank = source_rank
-        self.started_s = time.monotonic()
-        self.transfers: list[Transfer] = []
-        self.results: list[TransferResult] = []
-        self.attempt = 0
-        self.parts = 0
-        self.early_bytes = 0
-        self.is_all_announced = order.has_direct
-        self.inbox: asyncio.Queue[Part | Refuse | KvxferError] = asyncio.Queue()
-        self.task: asyncio.Task[Landing | None] | None = None
-        self.why: KvxferError | None = None
-        self.life: AgentRef | None = None
-        """Of the source, once it was found."""
-        self.landings = contextlib.AsyncExitStack()
-        """Left when no byte can land any more."""
-
-    def end(self, error: KvxferError) -> None:
-        """Give it up, unless it has ended."""
-        if self.why is not None or (self.task is not None and self.task.done()):
-            return
-        self.why = error
-        if self.task is not None:
-            self.task.cancel()
-
-    def begin_again(self) -> None:
-        """Nothing that was fetched counts. Its transfers are drained."""
-        self.attempt += 1
-        self.parts = self.early_bytes = 0
-        self.is_all_announced = self.order.has_direct
-        self.inbox = asyncio.Queue()
-        self.transfers.clear()
-        self.results.clear()
-
-    def pull_ended(self, pull: asyncio.Task[None]) -> None:
-        error = None if pull.cancelled() else pull.exception()
-        if isinstance(error, KvxferError):
-            self.inbox.put_nowait(error)
 
 
 class Loads:
@@ -117,13 +62,16 @@ class Loads:
         rank: int,
         ranks: int,
         on_done: Callable[[Done], None],
+        post: Callable[..., None],
     ) -> None:
+        """``post(function, *arguments)`` calls on the agent's loop. ``on_done`` may come from any thread."""
         self._agent = agent
         self._staging = Staging(agent, pools, pages.stores, options.staging_bytes)
         self._options = options
         self._rank = rank
         self._ranks = ranks
         self._on_done = on_done
+        self._post = post
         self._fetches: dict[str, list[Fetch]] = {}
         self._by_transfer: dict[tuple[TransferId, str], Fetch] = {}
         self._kept: dict[str, Remote] = {}
@@ -143,14 +91,81 @@ class Loads:
         count = len(order.sources)
         ranks = self._ranks_read(self._rank, count)
         fetches = [Fetch(order, order.sources[rank], rank, self._readers(rank, count)) for rank in ranks]
-        span = OpenSpan("kvxfer.load", order.traceparent)
         if any((order.transfer_id, fetch.source) in self._by_transfer for fetch in fetches):
-            error = InvalidArgument("another request under this transfer id is being fetched, or cancelled")
-            self._over(Done(order, error, _report(order, fetches, error)), span)
+            error = _taken()
+            self._over(Done(order, error, report_of(order, fetches, error)), fetches[0])
             return
+        self._launch(fetches)
+
+    def _launch(self, fetches: list[Fetch]) -> None:
+        order = fetches[0].order
+        self._kept.pop(order.request_id, None)
         self._fetches[order.request_id] = fetches
-        self._by_transfer.update({(order.transfer_id, fetch.source): fetch for fetch in fetches})
-        self._spawn(self._run(order, fetches, span))
+        for fetch in fetches:
+            self._by_transfer.setdefault((order.transfer_id, fetch.source), fetch)
+        self._spawn(self._run(order, fetches))
+
+    def begin(self, order: Load) -> Fetch | None:
+        """Pull now what the source granted as a whole, on the forward thread; ``None``: that is for :meth:`start`. It
+        is to be waited for with :meth:`Agent.wait`, and to be adopted before it is cancelled or where that takes long.
+        """
+        name = order.sources[self._rank] if len(order.sources) == self._ranks else ""
+        if not name or not order.has_direct or order.first != 0 or (order.transfer_id, name) in self._by_transfer:
+            return None
+        try:
+            source = self._agent.find_member(name)
+        except KvxferError:  # the loop's way tells it
+            return None
+        life = order.lives[self._rank] if order.lives else None
+        if source is None or life not in (None, source.ref.incarnation) or not self._staging.is_alike(source):
+            return None
+        fetch = Fetch(order, name, self._rank, 1)
+        fetch.is_begun, fetch.life = True, source.ref
+        landing = self._staging.in_place(order.first, order.blocks)
+        fetch.left = len(landing.pools) + 1
+        ended = functools.partial(self._one_ended, fetch)
+        try:
+            self._begin_pull(fetch, landing, DIRECT, 0, len(order.blocks), ended)
+        except KvxferError as error:
+            fetch.is_ended, fetch.why = True, error
+            self._post(self.adopt, fetch)
+        else:
+            self._one_ended(fetch)
+        return fetch
+
+    def adopt(self, fetch: Fetch) -> None:
+        """See to one that was begun. Again: nothing."""
+        if fetch.is_adopted or fetch.is_told:
+            return
+        fetch.is_adopted = True
+        if (fetch.order.transfer_id, fetch.source) in self._by_transfer:
+            fetch.why = fetch.why or _taken()
+        self._launch([fetch])
+
+    def _one_ended(self, fetch: Fetch, _: Transfer | None = None) -> None:
+        """One of its transfers drained, or it has all of them now. On any thread."""
+        with fetch.lock:
+            fetch.left -= 1
+            if fetch.left:
+                return
+        try:
+            fetch.take([transfer.result() for transfer in fetch.transfers])
+        except KvxferError:
+            self._post(self.adopt, fetch)  # first: once it has ended, the forward thread may post its cancel
+            fetch.is_ended = True
+            return
+        fetch.is_told = fetch.is_ended = True
+        report = report_of(fetch.order, [fetch], None)
+        self._on_done(Done(fetch.order, None, report))
+        self._post(self._settle, fetch, report)
+
+    def _settle(self, fetch: Fetch, report: Report) -> None:
+        """Of one that was told of: the rest. Its source knows by the end of the grant that nothing more is needed."""
+        if not fetch.is_adopted:
+            self._kept.pop(fetch.order.request_id, None)
+            fetch.end_span(report)
+            with contextlib.suppress(PeerGone):
+                self._meet(fetch.order, fetch.source_rank)
 
     def cancel(self, request_id: str) -> None:
         """Nobody waits for it any more; it still ends with a call of ``on_done``."""
@@ -182,7 +197,7 @@ class Loads:
 
     # --- one load ---
 
-    async def _run(self, order: Load, fetches: list[Fetch], span: OpenSpan) -> None:
+    async def _run(self, order: Load, fetches: list[Fetch]) -> None:
         outcomes = await asyncio.gather(*(self._run_one(fetch, fetches) for fetch in fetches))
         error = next((outcome for outcome in outcomes if isinstance(outcome, KvxferError)), None)
         staged = [landing for landing in outcomes if isinstance(landing, Landing) and landing.is_staged]
@@ -199,22 +214,25 @@ class Loads:
                 await fetch.landings.aclose()
             except KvxferError as failure:
                 log.warning("a staging pool stays: %s", failure)
-            del self._by_transfer[order.transfer_id, fetch.source]
+            if self._by_transfer.get((order.transfer_id, fetch.source)) is fetch:
+                del self._by_transfer[order.transfer_id, fetch.source]
         del self._fetches[order.request_id]
-        self._over(Done(order, error, _report(order, fetches, error)), span)
-        self._let_go(order.transfer_id, order.sources)
+        self._over(Done(order, error, report_of(order, fetches, error)), fetches[0])
+        if not fetches[0].is_told:
+            self._let_go(order.transfer_id, order.sources)
 
-    def _over(self, done: Done, span: OpenSpan) -> None:
+    def _over(self, done: Done, first: Fetch) -> None:
         report, error = done.report, done.error
+        first.end_span(report)
+        if first.is_told:
+            return
         if error is not None:
             about = {"request_id": report.request_id, "transfer_id": report.transfer_id, "code": error.code}
             log.warning("a load failed: %s", error, extra=about)
-        told = ("request_id", "transfer_id", "lane", "blocks", "bytes", "early_bytes", "parts", "attempts")
-        span.end(report.code or None, **{name: getattr(report, name) for name in told})
         self._on_done(done)
 
     async def _run_one(self, fetch: Fetch, fetches: list[Fetch]) -> Landing | KvxferError | None:
-        """Its landing, drained; ``None`` where another source has all that is needed."""
+        """Its landing, drained; ``None`` where there is nothing to unpack: another source has it, or it is there."""
         outcome: Landing | KvxferError | None
         try:
             if fetch.why is not None:  # it was given up before it began
@@ -239,6 +257,15 @@ class Loads:
 
     async def _fetch(self, fetch: Fetch) -> Landing | None:
         order = fetch.order
+        is_early = True  # even where the source has answered: it tells its worker in its next step
+        if fetch.is_begun:
+            try:
+                for transfer in fetch.transfers:
+                    await transfer
+                return None
+            except (GrantExpired, GrantUnknown) as error:
+                log.debug("the direct grant is gone, asking: %s", error)
+                is_early = False
         first = self._ranks_read(self._rank, len(order.sources)).start
         source = await self._find(order, first)
         if fetch.source_rank != first:
@@ -250,8 +277,8 @@ class Loads:
         landing = await fetch.landings.enter_async_context(
             self._staging.land(source, cut, order.first, order.blocks, order.tokens)
         )
-        is_early = True  # even where the source has answered: it tells its worker in its next step
-        if order.has_direct and landing.first == 0 and len(order.sources) == self._ranks:
+        has_direct = order.has_direct and not fetch.is_begun
+        if has_direct and landing.first == 0 and len(order.sources) == self._ranks:
             try:
                 await self._pull(fetch, landing, DIRECT, 0, len(landing.blocks))
                 return landing
@@ -300,6 +327,18 @@ class Loads:
 
     async def _pull(self, fetch: Fetch, landing: Landing, part: int, at: int, count: int) -> None:
         """Pull one part: its pages in every storage."""
+        transfers = self._begin_pull(fetch, landing, part, at, count)
+        fetch.take([await transfer for transfer in transfers])
+
+    def _begin_pull(
+        self,
+        fetch: Fetch,
+        landing: Landing,
+        part: int,
+        at: int,
+        count: int,
+        on_ended: Callable[[Transfer], None] | None = None,
+    ) -> list[Transfer]:
         order = fetch.order
         transfers = []
         for index, (pool, store) in enumerate(zip(landing.pools, landing.stores, strict=True)):
@@ -310,15 +349,11 @@ class Loads:
                 source=fetch.source,
                 content=order.content,
                 deadline_s=self._options.load_deadline_s,
+                on_ended=on_ended,
             )
             transfers.append(transfer)
             fetch.transfers.append(transfer)
-        results = [await transfer for transfer in transfers]
-        fetch.results += results
-        fetch.parts += 1
-        fetch.early_bytes += sum(
-            result.bytes_before_complete if fetch.is_all_announced else result.bytes for result in results
-        )
+        return transfers
 
     # --- sources ---
 
@@ -403,6 +438,10 @@ class Loads:
         task.add_done_callback(self._tasks.discard)
 
 
+def _taken() -> InvalidArgument:
+    return InvalidArgument("another request under this transfer id is being fetched, or cancelled")
+
+
 async def _drain(fetch: Fetch) -> None:
     """Returns when no byte can land in its blocks any more."""
     for transfer in fetch.transfers:
@@ -414,20 +453,3 @@ async def _drain(fetch: Fetch) -> None:
 def _batches(wanted: list[TransferId]) -> Iterable[list[TransferId]]:
     for begin in range(0, len(wanted), KEEPS_MAX):
         yield wanted[begin : begin + KEEPS_MAX]
-
-
-def _report(order: Load, fetches: list[Fetch], error: KvxferError | None) -> Report:
-    results = [result for fetch in fetches for result in fetch.results]
-    return Report(
-        request_id=order.request_id,
-        transfer_id=str(order.transfer_id),
-        code="" if error is None else error.code,
-        text="" if error is None else str(error),
-        lane=results[-1].lane.value if results else "",
-        blocks=len(order.blocks),
-        bytes=sum(result.bytes for result in results),
-        parts=sum(fetch.parts for fetch in fetches),
-        seconds=time.monotonic() - fetches[0].started_s,
-        early_bytes=sum(fetch.early_bytes for fetch in fetches),
-        attempts=1 + max(fetch.attempt for fetch in fetches),
-    )

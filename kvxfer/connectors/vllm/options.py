@@ -57,6 +57,8 @@ class ConnectorOptions:
     """Memory for blocks on their way from engines whose block or tensor parallel size is another."""
     idle_wait_s: float = 0.005
     """How long a step that computes nothing waits for a load to end."""
+    huge_pages: bool = True
+    """Move a KV cache in the host's memory into huge pages, in the background, when the engine starts."""
     record_digests: bool = False
     """Keep digests of the blocks of the last transfers, for tests."""
 

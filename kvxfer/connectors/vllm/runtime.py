@@ -1,6 +1,6 @@
 """The agent of a worker process and the thread whose event loop it lives on. vLLM's worker has no event loop of its
-own, and its forward thread must not wait for one. Decides the order of starting and stopping; must never know a
-request.
+own, and its forward thread must not wait for one (but half a millisecond, for its turn at the events). Decides the
+order of starting and stopping; must never know a request.
 """
 
 from __future__ import annotations

@@ -190,13 +190,14 @@ class SchedulerHalf:
             blocks = () if added is None else added[0]
             computed = cached.num_computed_tokens[index]
             self._step(request_id, blocks, computed, output, opens, chunks, is_new=request_id in resumed)
+        loading = {load.request_id for load in self._loads}
         orders = StepOrders(
             has_forward=output.total_num_scheduled_tokens > 0,
             closes=tuple(self._closes),
             opens=tuple(opens),
             chunks=tuple(chunks),
             finishes=tuple(self._finishes),
-            keeps=tuple(self._keeps),
+            keeps=tuple(keep for keep in self._keeps if keep.request_id not in loading),
             loads=tuple(self._loads),
             cancels=tuple(self._cancels),
             releases=tuple(self._releases),

@@ -125,6 +125,14 @@ class Staging:
                 self._bytes -= size
                 self._room.notify_all()
 
+    def is_alike(self, source: Member) -> bool:
+        """Whether what comes from it lands where it stays."""
+        return bool(source.pools) and not compare(self._pools[0].published, nearest(self._pools[0].published, source))
+
+    def in_place(self, first: int, blocks: tuple[int, ...]) -> Landing:
+        """Where ``blocks`` from a source that is alike land, of which our rank has all that it needs."""
+        return Landing(self._pools, self._stores, first, blocks, Cut(), is_staged=False)
+
     def is_replica(self, source: Member) -> bool:
         """Whether each rank of the source's holds as many heads as ours: then one that holds ours holds all of them."""
         ours = self._pools[0].published

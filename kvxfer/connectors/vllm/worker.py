@@ -6,25 +6,29 @@ computes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvxfer.agent import Agent
 from kvxfer.connectors.vllm.digests import Digests
 from kvxfer.connectors.vllm.fences import Act, Fence, Fences, at_once, cuda_events
+from kvxfer.connectors.vllm.fetch import Done, Fetch
 from kvxfer.connectors.vllm.ids import rank_agent
-from kvxfer.connectors.vllm.loads import Done, Loads
+from kvxfer.connectors.vllm.loads import Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
-from kvxfer.connectors.vllm.runtime import Runtime, every
+from kvxfer.connectors.vllm.runtime import STOP_S, Runtime, every
 from kvxfer.connectors.vllm.source import SWEEP_S, Source
-from kvxfer.connectors.vllm.steps import Report, StepOrders
+from kvxfer.connectors.vllm.steps import Load, Report, StepOrders
 from kvxfer.connectors.vllm.wire import Part, Refuse, decode
-from kvxfer.errors import ConfigError, ProtocolViolation
+from kvxfer.errors import ConfigError, KvxferError, ProtocolViolation
+from kvxfer.transport.huge_pages import Collapsing
 from kvxfer.types import CompatibilityRecord, Incarnation, WorkerInfo
 
 log = logging.getLogger("kvxfer.vllm")
@@ -72,6 +76,7 @@ class WorkerHalf:
         self._events = events
         self._after: Callable[[Act], None] = at_once
         self._runtime: Runtime | None = None
+        self._collapsing: Collapsing | None = None
         self._source: Source | None = None
         self._loads: Loads | None = None
         self._layers: dict[str, int] = {}
@@ -81,6 +86,8 @@ class WorkerHalf:
         self._results = Results()
         self._reports: list[Report] = []
         self._loading = 0
+        self._begun: list[Fetch] = []
+        """Loads that this thread began, until their pulls drained or are the loop's."""
         self.digests: Digests | None = None
 
     def register(self, caches: Mapping[str, Any]) -> None:
@@ -111,11 +118,15 @@ class WorkerHalf:
         if pages.cuda_device is not None:
             self._after = Fences(self._events(pages.cuda_device), runtime.call).after
         self._source = Source(agent, pools, pages, self._options, self._rank, runtime.call, self._freed, self._after)
-        self._loads = Loads(agent, pools, pages, self._options, self._rank, self._ranks, self._ended)
+        self._loads = Loads(agent, pools, pages, self._options, self._rank, self._ranks, self._ended, runtime.call)
         if self._options.record_digests:
             self.digests = Digests(pages)
         self._runtime = runtime
         runtime.start()
+        if self._options.huge_pages and pages.cuda_device is None:
+            collapsing = Collapsing([store.region for store in pages.stores])
+            collapsing.start()
+            self._collapsing = collapsing
         log.info("%r serves pages of %d bytes in %d pools", agent, pages.page_bytes, len(pools))
 
     @property
@@ -144,9 +155,7 @@ class WorkerHalf:
                 self.digests.record(finish.transfer_id, "source", 0, finish.blocks)
         if orders.keeps or orders.releases:
             runtime.call(self._tell_sources, orders)
-        if orders.loads or orders.cancels:  # a device may still be at what the blocks were used for
-            self._loading += len(orders.loads)
-            self._after(functools.partial(runtime.call, self._begin_loads, orders))
+        self._begin_loads(orders)
 
     def layer_saved(self, layer: str) -> None:
         """The forward wrote its part of ``layer``."""
@@ -168,14 +177,52 @@ class WorkerHalf:
         """What ended since the last call. In a step without a forward it waits a little for something to end."""
         if self._orders is not None and not self._orders.has_forward:
             if self._loading > 0:
-                self._progress.wait(self._options.idle_wait_s)
+                self._wait_loads(self._options.idle_wait_s)
             elif self._source is not None and len(self._source) > 0:
                 self._progress.wait(min(HOLDING_WAIT_S, self._options.idle_wait_s))
+        elif self._begun:
+            self._wait_loads(0.0)
         with self._lock:
             self._progress.clear()
             results, self._results = self._results, Results()
         self._loading -= len(results.received)
         return results
+
+    def _begin_loads(self, orders: StepOrders) -> None:
+        """What can be begun here is; the rest is the loop's, and so is what was begun and takes long."""
+        _, loads, runtime = self._parts()
+        self._loading += len(orders.loads)
+        if self._after is not at_once:  # a device may still be at what the blocks were used for
+            if orders.loads or orders.cancels:
+                self._after(functools.partial(runtime.call, self._start_loads, orders.loads, orders.cancels))
+            return
+        self._begun = [fetch for fetch in self._begun if not fetch.is_ended]
+        for late in self._begun:
+            runtime.call(loads.adopt, late)
+        rest = []
+        for order in orders.loads:
+            fetch = None if order.request_id in orders.cancels else loads.begin(order)
+            if fetch is None:
+                rest.append(order)
+            else:
+                self._begun.append(fetch)
+        if rest or orders.cancels:
+            runtime.call(self._start_loads, rest, orders.cancels)
+
+    def _wait_loads(self, timeout_s: float) -> None:
+        """Until one ends, at most so long. Of those that were begun here this thread moves the bytes."""
+        _, _, runtime = self._parts()
+        end_s = time.monotonic() + timeout_s
+        left_s = timeout_s
+        with contextlib.suppress(KvxferError):  # an agent that ended tells its loads so
+            while self._begun and not self._progress.is_set():
+                runtime.agent.wait(left_s)
+                self._begun = [fetch for fetch in self._begun if not fetch.is_ended]
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    return
+        if left_s > 0:
+            self._progress.wait(left_s)
 
     def reports(self) -> tuple[Report, ...]:
         """Loads that ended since the last call."""
@@ -190,8 +237,12 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """End transfers and leave the cluster. Callable twice."""
+        if self._collapsing is not None:
+            self._collapsing.stop()
         if self._runtime is not None:
             self._runtime.stop()
+        if self._collapsing is not None:
+            self._collapsing.join(STOP_S)
 
     def _parts(self) -> tuple[Source, Loads, Runtime]:
         if self._source is None or self._loads is None or self._runtime is None:
@@ -206,11 +257,11 @@ class WorkerHalf:
         for remote in orders.releases:
             loads.release(remote)
 
-    def _begin_loads(self, orders: StepOrders) -> None:
+    def _start_loads(self, orders: Sequence[Load], cancels: Sequence[str]) -> None:
         _, loads, _ = self._parts()
-        for load in orders.loads:
+        for load in orders:
             loads.start(load)
-        for request_id in orders.cancels:
+        for request_id in cancels:
             loads.cancel(request_id)
 
     async def _serve(self) -> None:

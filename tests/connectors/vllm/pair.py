@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -16,12 +17,14 @@ import pytest_asyncio
 
 from kvxfer.agent import Agent
 from kvxfer.connectors.vllm.fences import Fences, at_once
-from kvxfer.connectors.vllm.loads import Done, Loads
+from kvxfer.connectors.vllm.fetch import Done, Fetch
+from kvxfer.connectors.vllm.loads import Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages, Store
 from kvxfer.connectors.vllm.source import Source
 from kvxfer.connectors.vllm.steps import Close, Finish, Load, Open, StepOrders
 from kvxfer.connectors.vllm.wire import Part, Refuse, decode
+from kvxfer.errors import Closed
 from kvxfer.transport.base import Region
 from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo
 
@@ -46,6 +49,8 @@ class Rank:
     freed: list[str]
     done: dict[str, asyncio.Future[Done]]
     device: Device | None
+    begins: bool
+    """Loads are begun and waited for by a thread that is not the loop's, as vLLM's forward thread does."""
 
     def write(self, layer: int, blocks: list[int], seed: int) -> None:
         """What a forward does to one layer, or asks the device to do."""
@@ -58,8 +63,17 @@ class Rank:
             self.device.asked.append(write)
 
     def load(self, order: Load) -> asyncio.Future[Done]:
-        self.done[order.request_id] = asyncio.get_running_loop().create_future()
-        self.loads.start(order)
+        loop = asyncio.get_running_loop()
+        self.done[order.request_id] = loop.create_future()
+        fetch = None
+        if self.begins:
+            with concurrent.futures.ThreadPoolExecutor() as thread:
+                fetch = thread.submit(self.loads.begin, order).result()
+        if fetch is None:
+            self.loads.start(order)
+        else:
+            loop.run_in_executor(None, wait_ended, self.agent, fetch)
+            loop.call_later(0.05, self.loads.adopt, fetch)
         return self.done[order.request_id]
 
     def forward(self, orders: StepOrders, blocks: list[int], seed: int = 0) -> None:
@@ -84,6 +98,17 @@ async def sweep(rank: Rank) -> None:
         await asyncio.sleep(0.02)
 
 
+def wait_ended(agent: Agent, fetch: Fetch) -> None:
+    with contextlib.suppress(Closed):
+        while not fetch.is_ended:
+            agent.wait(0.01)
+
+
+def tell(loop: asyncio.AbstractEventLoop, done: dict[str, asyncio.Future[Done]], over: Done) -> None:
+    """A load ended, on whatever thread."""
+    loop.call_soon_threadsafe(done[over.order.request_id].set_result, over)
+
+
 def stores_of(memory: npt.NDArray[np.uint8], count: int) -> tuple[Store, ...]:
     """The layers in ``count`` storages, in order."""
     stores = []
@@ -96,20 +121,21 @@ def stores_of(memory: npt.NDArray[np.uint8], count: int) -> tuple[Store, ...]:
 
 
 @pytest_asyncio.fixture(
-    params=[(1, False), (2, False), (1, True), (2, True)],
-    ids=["one storage", "two storages", "one of a device", "two of a device"],
+    params=[(1, "loop"), (2, "loop"), (1, "thread"), (2, "thread"), (1, "device"), (2, "device")],
+    ids=["one storage", "two storages", "one, begun", "two, begun", "one of a device", "two of a device"],
 )
 async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Rank, Rank]]:
-    stores, has_device = request.param
-    async with two_ranks(OPTIONS, stores=stores, has_device=has_device) as made:
+    stores, how = request.param
+    async with two_ranks(OPTIONS, stores=stores, how=how) as made:
         yield made
 
 
 @contextlib.asynccontextmanager
 async def two_ranks(
-    options: ConnectorOptions, *, stores: int = 1, has_device: bool = False
+    options: ConnectorOptions, *, stores: int = 1, how: str = "thread"
 ) -> AsyncIterator[tuple[Rank, Rank]]:
-    """Ranks ``p`` and ``d``, which know each other but where ``options`` want introductions."""
+    """Ranks ``p`` and ``d``, which know each other but where ``options`` want introductions. ``how``: loads are begun
+    by a "thread" or by the "loop", or the memory is a "device"'s."""
     made: list[Rank] = []
     async with contextlib.AsyncExitStack() as stack:
         loop = asyncio.get_running_loop()
@@ -124,13 +150,12 @@ async def two_ranks(
             await stack.enter_async_context(agent)
             freed: list[str] = []
             done: dict[str, asyncio.Future[Done]] = {}
-            device = Device() if has_device else None
+            device = Device() if how == "device" else None
             after = at_once if device is None else Fences(device.record, loop.call_soon_threadsafe).after
             source = Source(agent, pools, pages, options, 0, loop.call_soon_threadsafe, freed.append, after)
-            loads = Loads(
-                agent, pools, pages, options, 0, 1, lambda over, done=done: done[over.order.request_id].set_result(over)
-            )
-            made.append(Rank(agent, memory, source, loads, freed, done, device))
+            on_done = functools.partial(tell, loop, done)
+            loads = Loads(agent, pools, pages, options, 0, 1, on_done, loop.call_soon_threadsafe)
+            made.append(Rank(agent, memory, source, loads, freed, done, device, how == "thread"))
         p, d = made
         for one, other in () if options.introductions else ((p.agent, d.agent), (d.agent, p.agent)):
             one.connect_peer(other.ref, other.address, bytes(32), [pool.published for pool in other.pools])

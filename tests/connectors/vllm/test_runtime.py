@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 import torch
 
 from kvxfer.agent import Agent
+from kvxfer.connectors.vllm.fetch import Fetch
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.runtime import Runtime
 from kvxfer.connectors.vllm.source import Source
-from kvxfer.connectors.vllm.steps import StepOrders
+from kvxfer.connectors.vllm.steps import Load, StepOrders
 from kvxfer.connectors.vllm.worker import WorkerHalf
 from kvxfer.errors import Closed
-from kvxfer.types import CompatibilityRecord, Role, WorkerInfo
+from kvxfer.transport import huge_pages
+from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo
 
 
 def new_agent() -> Agent:
     return Agent(WorkerInfo("a", Role.BOTH, "m", ""))
 
 
-def new_worker(rank: int) -> WorkerHalf:
+def new_worker(rank: int, **extra: object) -> WorkerHalf:
     record = CompatibilityRecord("m", "", "", "f32", 1, 1, 16, 4, "page:HNC", "", "", "none")
-    options = ConnectorOptions.from_config("kv_both", "a", {"coordinator": "127.0.0.1:1"})
+    options = ConnectorOptions.from_config("kv_both", "a", {"coordinator": "127.0.0.1:1", **extra})
     half = WorkerHalf(options, lambda _: record, model="m", rank=rank, ranks=2, new_agent=lambda _: new_agent())
     half.register({"layer": torch.zeros(4, 1, 16, 8)})
     return half
@@ -89,4 +92,54 @@ def test_a_prompt_that_expired_is_counted_by_the_first_rank(rank: int, counted: 
     half = new_worker(rank)
     half._source.expired = 2
     assert [half.take_expired(), half.take_expired()] == counted
+    half.shutdown()
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_the_cache_moves_into_huge_pages_while_the_engine_lives(
+    is_wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, has_begun, was_stopped = [], threading.Event(), threading.Event()
+
+    def collapse(address: int, length_bytes: int, stop: threading.Event) -> int:
+        asked.append((address, length_bytes))
+        has_begun.set()
+        assert stop.wait(10.0)
+        was_stopped.set()
+        return 0
+
+    monkeypatch.setattr(huge_pages, "collapse", collapse)
+    half = new_worker(0, huge_pages=is_wanted)
+    assert has_begun.wait(5.0 if is_wanted else 0.1) is is_wanted
+    half.shutdown()
+    assert was_stopped.is_set() is is_wanted
+    regions = [store.region for store in half._source._pages.stores]
+    assert asked == [(region.address, region.length_bytes) for region in regions if is_wanted]
+
+
+def new_load() -> Load:
+    return Load("l", TransferId(b"i" * 16), ("p",), 0, (1,), 4, b"c" * 32, True)
+
+
+def test_what_is_given_up_in_its_own_step_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, begun, received = new_worker(rank=0), [], set()
+    monkeypatch.setattr(half._loads, "begin", begun.append)
+    half.begin_step(StepOrders(loads=(new_load(),), cancels=("l",)))
+    end_s = time.monotonic() + 5.0
+    while not received and time.monotonic() < end_s:
+        received = half.results().received
+    assert (begun, received) == ([], {"l"})
+    assert [report.code for report in half.reports()] == ["cancelled"]
+    half.shutdown()
+
+
+def test_loads_that_ended_are_not_looked_after_in_steps_that_compute() -> None:
+    half = new_worker(rank=0)
+    fetch = Fetch(new_load(), "p", 0, 1)
+    fetch.is_ended = fetch.is_told = True
+    half._begun.append(fetch)
+    half._freed("another")  # something else ended: nobody waits
+    half.begin_step(StepOrders(has_forward=True))
+    assert half.results().sent == {"another"}
+    assert half._begun == []
     half.shutdown()

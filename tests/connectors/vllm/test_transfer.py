@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
+from typing import Any
 
 import pytest
 
+from kvxfer.agent import Transfer
 from kvxfer.connectors.vllm import source as source_module
-from kvxfer.connectors.vllm.loads import ASKS_MAX, Done, Loads
+from kvxfer.connectors.vllm.fetch import Done
+from kvxfer.connectors.vllm.loads import ASKS_MAX, Loads
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.steps import Chunk, Remote, StepOrders
 from kvxfer.connectors.vllm.wire import Release
@@ -232,7 +236,16 @@ async def test_a_prompt_of_two_readers_is_kept_for_both(ranks: tuple[Rank, Rank]
     p, d = ranks
     done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
     pages = Pages((), PAGE, d.loads._staging._stores)
-    second = Loads(d.agent, d.loads._staging._pools, pages, OPTIONS, 1, 2, done.set_result)
+    second = Loads(
+        d.agent,
+        d.loads._staging._pools,
+        pages,
+        OPTIONS,
+        1,
+        2,
+        done.set_result,
+        asyncio.get_running_loop().call_soon_threadsafe,
+    )
     d.loads._ranks = 2
     p.forward(StepOrders(True), [1, 2])
     p.source.begin_step(finish_order((1, 2)))
@@ -325,6 +338,45 @@ async def test_a_cancel_ends_it_at_both_sides(ranks: tuple[Rank, Rank]) -> None:
     await until(lambda: not p.agent.statistics().grants.alive)
     p.source.begin_step(finish_order((1, 2, 3), "d"))
     await until(lambda: p.freed == ["r"])
+
+
+@pytest.mark.parametrize("is_granted", [True, False])
+async def test_a_pull_may_end_before_the_call_that_began_it_returned(
+    ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch, is_granted: bool
+) -> None:
+    p, d = ranks
+    pull = d.agent.pull
+
+    def take_long(*arguments: Any, **options: Any) -> Transfer:
+        transfer = pull(*arguments, **options)
+        time.sleep(0.1)  # the loop goes on meanwhile
+        return transfer
+
+    for layer in range(LAYERS):
+        p.write(layer, [3, 4], 1)
+    p.source.begin_step(finish_order((3, 4)))
+    if not is_granted:
+        await until(lambda: p.freed == ["r"])
+    done = d.done["l"] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(d.agent, "pull", take_long)
+    assert await asyncio.to_thread(d.loads.begin, load_order(0, (5, 6), has_direct=True))
+    over = await asyncio.wait_for(done, 5.0)
+    assert (over.error.code if over.error else "") == ("" if is_granted else "grant_expired")
+    assert (d.memory[:, [5, 6]] == p.memory[:, [3, 4]]).all() == is_granted
+
+
+async def test_a_cancel_of_what_the_forward_thread_pulls_ends_it(ranks: tuple[Rank, Rank]) -> None:
+    p, d = ranks
+    loading = d.load(load_order(0, (5, 6, 7), has_direct=True))
+    await until(lambda: "l" in d.loads._fetches)
+    d.loads.cancel("l")
+    over = await asyncio.wait_for(loading, 1.0)
+    assert over.error is not None
+    assert over.error.code == "cancelled"
+    p.source.begin_step(finish_order((1, 2, 3), "d"))
+    await until(lambda: p.freed == ["r"])
+    await is_idle(p)
+    await is_idle(d)
 
 
 async def test_a_cancel_in_the_step_that_began_it_ends_it(ranks: tuple[Rank, Rank]) -> None:

@@ -1,0 +1,112 @@
+"""One load as the loads see it: what it takes from one source, and what is told of it when it is over. Decides nothing;
+`loads` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+
+from kvxfer.agent import Transfer, TransferResult
+from kvxfer.connectors.vllm.staging import Landing
+from kvxfer.connectors.vllm.steps import Load, Report
+from kvxfer.connectors.vllm.wire import Part, Refuse
+from kvxfer.errors import KvxferError
+from kvxfer.observe import OpenSpan
+from kvxfer.types import AgentRef
+
+
+@dataclasses.dataclass
+class Done:
+    """A load that is over and drained. ``error`` is ``None`` where it was committed."""
+
+    order: Load
+    error: KvxferError | None
+    report: Report
+
+
+class Fetch:
+    """What one load takes from one source."""
+
+    def __init__(self, order: Load, source: str, source_rank: int, readers: int) -> None:
+        self.order = order
+        self.readers = readers
+        self.source = source
+        self.source_rank = source_rank
+        self.started_s = time.monotonic()
+        self.span = OpenSpan("kvxfer.load", order.traceparent)
+        self.transfers: list[Transfer] = []
+        self.results: list[TransferResult] = []
+        self.attempt = 0
+        self.parts = 0
+        self.early_bytes = 0
+        self.is_all_announced = order.has_direct
+        self.inbox: asyncio.Queue[Part | Refuse | KvxferError] = asyncio.Queue()
+        self.task: asyncio.Task[Landing | None] | None = None
+        self.why: KvxferError | None = None
+        self.life: AgentRef | None = None
+        """Of the source, once it was found."""
+        self.landings = contextlib.AsyncExitStack()
+        """Left when no byte can land any more."""
+        self.is_begun = self.is_adopted = self.is_ended = self.is_told = False
+        """Pulled by the forward thread; on the loop's hands since; that pull drained, or is the loop's; it committed,
+        and was told of."""
+        self.lock = threading.Lock()
+        self.left = 0
+        """What is to end before that pull has: its transfers, and the call that begins them."""
+
+    def end(self, error: KvxferError) -> None:
+        """Give it up, unless it has ended."""
+        if self.why is not None or (self.task is not None and self.task.done()):
+            return
+        self.why = error
+        if self.task is not None:
+            self.task.cancel()
+
+    def take(self, results: Sequence[TransferResult]) -> None:
+        """A part that was fetched."""
+        self.results += results
+        self.parts += 1
+        self.early_bytes += sum(
+            result.bytes_before_complete if self.is_all_announced else result.bytes for result in results
+        )
+
+    def end_span(self, report: Report) -> None:
+        told = ("request_id", "transfer_id", "lane", "blocks", "bytes", "early_bytes", "parts", "attempts")
+        self.span.end(report.code or None, **{name: getattr(report, name) for name in told})
+
+    def begin_again(self) -> None:
+        """Nothing that was fetched counts. Its transfers are drained."""
+        self.attempt += 1
+        self.parts = self.early_bytes = 0
+        self.is_all_announced = self.order.has_direct
+        self.inbox = asyncio.Queue()
+        self.transfers.clear()
+        self.results.clear()
+
+    def pull_ended(self, pull: asyncio.Task[None]) -> None:
+        error = None if pull.cancelled() else pull.exception()
+        if isinstance(error, KvxferError):
+            self.inbox.put_nowait(error)
+
+
+def report_of(order: Load, fetches: list[Fetch], error: KvxferError | None) -> Report:
+    """What became of a load."""
+    results = [result for fetch in fetches for result in fetch.results]
+    return Report(
+        request_id=order.request_id,
+        transfer_id=str(order.transfer_id),
+        code="" if error is None else error.code,
+        text="" if error is None else str(error),
+        lane=results[-1].lane.value if results else "",
+        blocks=len(order.blocks),
+        bytes=sum(result.bytes for result in results),
+        parts=sum(fetch.parts for fetch in fetches),
+        seconds=time.monotonic() - fetches[0].started_s,
+        early_bytes=sum(fetch.early_bytes for fetch in fetches),
+        attempts=1 + max(fetch.attempt for fetch in fetches),
+    )
