@@ -1370,7 +1370,8 @@ class Core:
 
     def take(self, timeout_ns: int) -> list[GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp | SessionRefused | CoreFailed]:
         """
-        `wait` and `drain` in one: what the caller's thread brings is told to nobody else, nor is `fileno()` readable for it.
+        `wait` and `drain` in one: what the caller's thread brings is told to nobody else, nor is `fileno()` readable for it. Where a signal's
+        handler raises, the next `drain` or `take` has it.
         """
 
     def add_pool(self, info: PoolInfo, region: Region, segments: Sequence[tuple[int, int, int]]) -> None:

@@ -68,6 +68,13 @@ class PyCore {
     const nb::object owner = std::move(found->second);  // its end may run anything, which finds it gone
     region_owners_.erase(found);
   }
+  // What was taken and is not with Python yet.
+  bool has_left() const { return !left_.empty(); }
+  void leave(std::vector<OwnerEvent> events) {
+    if (left_.empty()) return left_.swap(events);
+    left_.insert(left_.end(), std::make_move_iterator(events.begin()), std::make_move_iterator(events.end()));
+  }
+  std::vector<OwnerEvent> take_left() { return std::exchange(left_, {}); }
   void close() {
     without_gil([&] { core_.close(); });
     const std::map<uint32_t, nb::object> owners = std::exchange(owners_, {});  // whatever their end runs finds them gone
@@ -80,6 +87,7 @@ class PyCore {
  private:
   Core core_;
   std::map<uint32_t, nb::object> owners_, region_owners_;
+  std::vector<OwnerEvent> left_;  // under the GIL
 };
 
 PostSpec to_post(const TransferId& id, const AgentRef& peer, const PyRanges& local, const BlockArray& local_ids, const PyRanges& remote,
@@ -214,7 +222,7 @@ void bind_core_class(nb::module_& m) {
       .def("drain",
            [](PyCore& self) -> std::vector<OwnerEvent> {
              self.core().shared().check_process();
-             return without_gil([&] { return self.core().drain(); });
+             return self.has_left() ? self.take_left() : without_gil([&] { return self.core().drain(); });
            },
            "What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. Where there is nothing, the\n"
            "sockets are looked at by the caller itself: who polls need not wait for a thread to be woken.")
@@ -231,10 +239,13 @@ void bind_core_class(nb::module_& m) {
            [](PyCore& self, uint64_t timeout_ns) {
              self.core().shared().check_process();
              const Nanos until = monotonic_now() + static_cast<Nanos>(std::min<uint64_t>(timeout_ns, 3'600'000'000'000));
-             return without_gil([&] { return self.core().take(until); });
+             self.leave(without_gil([&] { return self.core().take(until); }));
+             if (PyErr_CheckSignals() != 0) throw nb::python_error();
+             return self.take_left();
            },
            nb::arg("timeout_ns"),
-           "`wait` and `drain` in one: what the caller's thread brings is told to nobody else, nor is `fileno()` readable for it.")
+           "`wait` and `drain` in one: what the caller's thread brings is told to nobody else, nor is `fileno()` readable for it. Where a signal's\n"
+           "handler raises, the next `drain` or `take` has it.")
       .def("add_pool",
            [](PyCore& self, const PoolInfo& info, const PyRegion& region, const std::vector<SegmentTuple>& segments) {
              without_gil([&] { self.core().add_pool(info, region.region, to_segments(segments)); });

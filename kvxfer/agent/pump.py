@@ -101,6 +101,9 @@ class EventPump:
         except Exception as error:
             loop.call_soon_threadsafe(self._fail, error)
             return
+        except BaseException:  # a signal's handler raised: what was taken waits in the transport
+            loop.call_soon_threadsafe(self.drain)
+            raise
         rest = collections.deque(events)
         try:
             while rest:

@@ -114,6 +114,20 @@ async def test_what_a_thread_took_and_could_not_handle_comes_to_the_loop(
     assert handled == ["first", "third"]
 
 
+async def test_what_was_taken_when_a_signal_came_comes_to_the_loop(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pump, handled = pair[1]._life.pump, []
+
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pump, "_on_event", handled.append)
+    monkeypatch.setattr(pump, "_transport", SimpleNamespace(take=interrupted, drain=lambda: ["first"]))
+    with pytest.raises(KeyboardInterrupt):
+        pump.take(0.01, lambda _: True)
+    await asyncio.sleep(0)
+    assert handled == ["first"]
+
+
 @pytest.mark.parametrize("pair", ["sockets"], indirect=True)  # a memory network moves with its loop
 async def test_progress_of_what_another_thread_pulls_does_not_wake_the_loop(
     pair: Pair, monkeypatch: pytest.MonkeyPatch

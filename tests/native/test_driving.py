@@ -295,3 +295,41 @@ def test_after_a_poll_brought_the_end_nothing_is_signalled_for_ever(nodes: Any, 
     while is_signalled(d, 0.1) and time.monotonic() < until:  # a signal of the core's thread may be under way yet
         assert not d.core.drain()
     assert not is_signalled(d, 0.0)
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def test_what_a_signal_interrupts_is_taken_next(nodes: Any, new_id: NewId) -> None:
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    blocks = range(1024)
+    p, d = nodes.pair(block_bytes=65536, blocks=len(blocks))
+    p.fill_random()
+    main, interrupted = threading.main_thread().ident, 0
+    assert main is not None
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        for delay_s in (0.001, 0.002, 0.004, 0.008):
+            transfer, taken = new_id(), []
+            p.grant(transfer, blocks)
+            d.pull(transfer, p, blocks, lanes=[native.Lane.MAPPED])
+            sending = threading.Timer(delay_s, signal.pthread_kill, [main, signal.SIGUSR1])
+            until = time.monotonic() + 10
+            while True:
+                try:
+                    if not sending.ident:
+                        sending.start()
+                    taken += d.core.take(SECOND // 50)
+                    if not sending.is_alive() and any(isinstance(event, native.TransferDrained) for event in taken):
+                        break
+                except Interrupted:  # as a rule while this thread copies, and not while it sleeps
+                    interrupted += 1
+                assert time.monotonic() < until, taken
+            assert [event.state for event in taken if isinstance(event, native.TransferFinal)] == [COMMITTED]
+            p.wait(lambda _: p.is_idle())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert interrupted == 4
