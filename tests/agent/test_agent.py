@@ -432,7 +432,7 @@ async def test_what_another_thread_cannot_pull_ends_with_a_name(pair: Pair) -> N
     pool = destination.pools[0]
 
     def pull(source: str) -> Transfer:
-        return destination.pull(pool, [0], transfer_id=fresh_id(), source=source, deadline_s=0.2)
+        return destination.pull(pool, [0], transfer_id=fresh_id(), source=source, deadline_s=1.5)
 
     ghost = await asyncio.to_thread(pull, "ghost")
     with pytest.raises(PeerGone, match="ghost"):

@@ -78,8 +78,8 @@ def test_who_receives_leaves_the_senders_processor(nodes: Any, new_id: NewId) ->
         pull(p, d, new_id())
         if d.core.statistics().moves_over:
             break
-        was_free += running_threads() <= len(ALLOWED)
-    if not d.core.statistics().moves_over and was_free < 50:
+        was_free += running_threads() < len(ALLOWED)  # this thread is one, and the two of the transfer are done
+    if not d.core.statistics().moves_over and was_free < 190:
         pytest.skip("other programs keep the processors")
     assert d.core.statistics().moves_over
     assert not p.core.statistics().moves_over

@@ -58,8 +58,9 @@ def test_bytes_stay_and_pages_are_huge(memory: npt.NDArray[np.uint8]) -> None:
     before = memory.copy()
     assert in_huge_pages(memory.ctypes.data) == 0
     done = collapse(memory.ctypes.data, memory.nbytes, threading.Event())
-    assert 0 < done <= LENGTH - HUGE_BYTES, "not the two ends"
-    assert in_huge_pages(memory.ctypes.data + HUGE_BYTES) >= done
+    assert done <= LENGTH - HUGE_BYTES, "not the two ends"
+    # Of a piece that the host had no room for a part may be huge all the same.
+    assert in_huge_pages(memory.ctypes.data + HUGE_BYTES) >= max(done, HUGE_BYTES)
     assert np.array_equal(memory, before)
 
 

@@ -227,7 +227,7 @@ async def test_a_prompt_that_was_never_begun_is_refused_when_it_ends(ranks: tupl
     loading = d.load(load_order(0, (5, 6), has_direct=False))
     await asyncio.sleep(0.05)
     p.source.begin_step(StepOrders(closes=(close_order(will_resume=False),)))
-    over = await asyncio.wait_for(loading, 1.0)
+    over = await asyncio.wait_for(loading, 5.0)
     assert over.error is not None
     assert over.error.code == "grant_revoked"
 
@@ -370,7 +370,7 @@ async def test_a_cancel_of_what_the_forward_thread_pulls_ends_it(ranks: tuple[Ra
     loading = d.load(load_order(0, (5, 6, 7), has_direct=True))
     await until(lambda: "l" in d.loads._fetches)
     d.loads.cancel("l")
-    over = await asyncio.wait_for(loading, 1.0)
+    over = await asyncio.wait_for(loading, 5.0)
     assert over.error is not None
     assert over.error.code == "cancelled"
     p.source.begin_step(finish_order((1, 2, 3), "d"))
@@ -383,7 +383,7 @@ async def test_a_cancel_in_the_step_that_began_it_ends_it(ranks: tuple[Rank, Ran
     _, d = ranks
     loading = d.load(load_order(0, (5, 6, 7), has_direct=False))
     d.loads.cancel("l")
-    over = await asyncio.wait_for(loading, 1.0)
+    over = await asyncio.wait_for(loading, 5.0)
     assert over.error is not None
     assert over.error.code == "cancelled"
     await is_idle(d)
@@ -397,7 +397,7 @@ async def test_a_request_that_comes_again_while_the_first_is_being_cancelled_end
     await until(lambda: bool(p.source._holds["r"].readers))
     d.loads.cancel("l")
     second = d.load(dataclasses.replace(order, request_id="again", blocks=(7, 8)))
-    errors = [(await asyncio.wait_for(loading, 1.0)).error for loading in (first, second)]
+    errors = [(await asyncio.wait_for(loading, 5.0)).error for loading in (first, second)]
     assert [error.code if error else "" for error in errors] == ["cancelled", "invalid_argument"]
     p.source.begin_step(finish_order((1, 2), "d"))
     await until(lambda: p.freed == ["r"])
