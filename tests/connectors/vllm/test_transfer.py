@@ -56,6 +56,7 @@ async def test_hold_grants_and_load_are_spans_of_the_requests_trace(ranks: tuple
         p.source.begin_step(StepOrders(finishes=(dataclasses.replace(finish, traceparent=TRACE),)))
         await d.load(dataclasses.replace(load_order(0, (7, 1, 2), has_direct=True), traceparent=TRACE))
         await until(lambda: p.freed == ["r"])
+        await until(lambda: "kvxfer.load" in [span.name for span in seen])  # vLLM is told first
     names = [*["kvxfer.grant"] * len(p.agent.pools), "kvxfer.hold", "kvxfer.load"]
     assert sorted(span.name for span in seen) == names
     assert {(span.parent, span.error) for span in seen} == {(TRACE, None)}
