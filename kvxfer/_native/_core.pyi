@@ -1511,6 +1511,19 @@ def cma_obstacle(pid: int = 0) -> str:
     With a process id: why it cannot read that one.
     """
 
+class CacheReads:
+    """
+    Whether `stream` reads blocks into the cache before a call: what of the two was quicker lately, on one connection.
+    """
+
+    def __init__(self) -> None: ...
+
+    @property
+    def is_on(self) -> bool: ...
+
+    def spent(self, time_ns: int, nbytes: int) -> None:
+        """What a call took of the kind that `is_on` said."""
+
 class UcxProbe:
     """What a UCX library can do on this host."""
 

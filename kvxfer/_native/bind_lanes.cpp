@@ -1,9 +1,11 @@
-// What the lanes tell Python beside the core: checksums, and what stands in the way of a lane on this host.
+// What the lanes tell Python beside the core: checksums, what stands in the way of a lane on this host, how a call of
+// `stream` is prepared.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind_casters.hpp"
+#include "core/cache_reads.hpp"
 #include "lanes/cma.hpp"
 #include "lanes/crc32c.hpp"
 
@@ -60,6 +62,10 @@ void bind_lanes(nb::module_& m) {
         nb::arg("pid") = 0,
         "Why this process can read no other one of its user by the `cma` lane, or not be read, and what to do about it; empty: it can.\n"
         "With a process id: why it cannot read that one.");
+  nb::class_<CacheReads>(m, "CacheReads", "Whether `stream` reads blocks into the cache before a call: what of the two was quicker lately, on one connection.")
+      .def(nb::init<>())
+      .def_prop_ro("is_on", &CacheReads::is_on)
+      .def("spent", &CacheReads::spent, nb::arg("time_ns"), nb::arg("nbytes"), "What a call took of the kind that `is_on` said.");
 }
 
 }  // namespace kvxfer

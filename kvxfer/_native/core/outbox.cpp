@@ -12,27 +12,11 @@ constexpr size_t kSendBytesMax = 1 << 20;
 constexpr size_t kReadBytesMax = 256 * 1024;    // of a call whose bytes are read first: what still is in the cache then
 constexpr size_t kPromptBytesMax = 128 * 1024;  // the same where the receiver is to begin sooner
 constexpr size_t kLongRun = 32 * 1024;    // from here on that pays on loopback too; shorter ones rather fill larger calls
-constexpr size_t kLoadedRun = 16 * 1024;  // from here on by loads, which beat prefetches where the processor sees what comes
-constexpr size_t kCacheLine = 64;
 constexpr size_t kZerosBytes = 64 * 1024;
 
 uint8_t* zeros() {
   static uint8_t bytes[kZerosBytes];
   return bytes;
-}
-
-// Brings blocks into the cache. The kernel's copy, which is to take them from there, waits for memory longer than loads do
-// that a processor sees coming; the sums of a block do the same beside.
-void load_into_cache(const iovec* runs, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    const auto* at = static_cast<const volatile uint8_t*>(runs[i].iov_base);
-    const auto* const end = at + runs[i].iov_len;
-    if (runs[i].iov_len < kLoadedRun) {
-      for (; at < end; at += kCacheLine) __builtin_prefetch(const_cast<const uint8_t*>(at));
-    } else {
-      for (; at < end; at += kCacheLine) static_cast<void>(*at);
-    }
-  }
 }
 
 }  // namespace
@@ -85,11 +69,12 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
     iovec* const runs = vectors + count;
     const size_t room = kIovecsMax - count;
     size_t used = payload.walk.gather(runs, room, is_prompt_ ? kPromptBytesMax : kReadBytesMax, looked);
+    is_timed_ = !payload.frame.has_sums && (is_prompt_ || used <= looked / kLongRun + 1);
     if (payload.frame.has_sums) {
       payload.sum(looked);
-    } else if (is_prompt_ || used <= looked / kLongRun + 1) {
-      load_into_cache(runs, used);
-    } else {
+    } else if (is_timed_ && cache_reads_.is_on()) {
+      read_into_cache(runs, used);
+    } else if (!is_prompt_) {
       looked = 0;
       used = payload.walk.gather(runs, room, kSendBytesMax, looked);
     }
@@ -115,7 +100,8 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, b
   iovec vectors[kIovecsMax];
   size_t count = 0, bytes = 0;
   Sending sending(shared);
-  is_waiting_ = false;
+  is_waiting_ = is_timed_ = false;
+  const Nanos began = monotonic_now();
   int passed_fd = -1;
   for (Item& item : items_) {
     if (count == kIovecsMax || bytes >= kSendBytesMax) break;
@@ -152,6 +138,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, b
   may_hold = may_hold && items_.size() == 1 && last.payload && last.payload->left + last.payload->trailer_left == bytes - (last.bytes.size() - last.begin);
   const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_hold ? MSG_MORE : 0));
   const int error = errno;
+  if (is_timed_) cache_reads_.spent(monotonic_now() - began, static_cast<size_t>(std::max<ssize_t>(sent, 0)));
   sending.end();
   if (sent < 0) {
     if (error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS) return false;

@@ -8,6 +8,7 @@
 
 #include <deque>
 
+#include "cache_reads.hpp"
 #include "lanes/stream.hpp"
 #include "shared_endpoint.hpp"
 #include "statistics.hpp"
@@ -51,7 +52,8 @@ class Outbox {
   std::deque<Item> items_;
   size_t frame_bytes_ = 0;
   size_t sent_last_ = 0;
-  bool is_abandoned_ = false, is_waiting_ = false, is_held_ = false, is_prompt_ = false;
+  bool is_abandoned_ = false, is_waiting_ = false, is_held_ = false, is_prompt_ = false, is_timed_ = false;
+  CacheReads cache_reads_;
 };
 
 }  // namespace kvxfer
