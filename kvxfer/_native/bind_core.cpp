@@ -189,6 +189,9 @@ void bind_region(nb::module_& m) {
       .def("fileno", [](const PyRegion& r) { return r.region->fd(); }, "The memfd, which stays the region's: for a look from another process.");
 }
 
+// From now, at most an hour.
+Nanos in_time(uint64_t timeout_ns) { return monotonic_now() + static_cast<Nanos>(std::min<uint64_t>(timeout_ns, 3'600'000'000'000)); }
+
 template <auto Method>
 void post(PyCore& self, const TransferId& id, const AgentRef& peer, const PyRanges& local, const BlockArray& local_ids, const PyRanges& remote,
           const BlockArray& remote_ids, std::vector<Lane> lanes, Nanos deadline_ns, const std::optional<nb::bytes>& notification, bool wants_sums) {
@@ -229,8 +232,7 @@ void bind_core_class(nb::module_& m) {
       .def("wait",
            [](PyCore& self, uint64_t timeout_ns) {
              self.core().shared().check_process();
-             const Nanos until = monotonic_now() + static_cast<Nanos>(std::min<uint64_t>(timeout_ns, 3'600'000'000'000));
-             return without_gil([&] { return self.core().wait(until); });
+             return self.has_left() || without_gil([&] { return self.core().wait(in_time(timeout_ns)); });
            },
            nb::arg("timeout_ns"),
            "Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. The caller's thread\n"
@@ -238,8 +240,7 @@ void bind_core_class(nb::module_& m) {
       .def("take",
            [](PyCore& self, uint64_t timeout_ns) {
              self.core().shared().check_process();
-             const Nanos until = monotonic_now() + static_cast<Nanos>(std::min<uint64_t>(timeout_ns, 3'600'000'000'000));
-             self.leave(without_gil([&] { return self.core().take(until); }));
+             if (!self.has_left()) self.leave(without_gil([&] { return self.core().take(in_time(timeout_ns)); }));
              if (PyErr_CheckSignals() != 0) throw nb::python_error();
              return self.take_left();
            },

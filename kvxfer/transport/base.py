@@ -188,7 +188,8 @@ class Transport(Protocol):
         ...
 
     def take(self, timeout_s: float) -> list[Event]:
-        """:meth:`wait` and :meth:`drain` in one; the descriptor need not become readable for what is taken so."""
+        """:meth:`wait` and :meth:`drain` in one; the descriptor need not become readable for what is taken so. Where a
+        signal's handler raises out of it, the next :meth:`drain` has what was there."""
         ...
 
     def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:

@@ -94,6 +94,17 @@ class LyingSource:
             os.close(fd)
 
 
+def pull_from(source: LyingSource, d: Any, path: pathlib.Path, transfer: bytes) -> Any:
+    """How a pull of two blocks by ``d`` ended, which is closed then."""
+    source.thread.start()
+    source.endpoint.grant(transfer, 3, [1, 2], "", 10**11, 2, 1)
+    d.core.set_peer(source.ref, KEY, tcp_host="127.0.0.1", tcp_port=0, unix_path=str(path))
+    d.pull(transfer, source.ref, [4, 5], lanes=[native.Lane.MAPPED])
+    final = d.wait_drained(transfer)
+    d.core.close()
+    return final
+
+
 @pytest.fixture
 def lie(nodes: Any, new_id: NewId, private_directories: pathlib.Path) -> Iterator[Callable[..., tuple[Any, Any]]]:
     """Pulls from a lying source; returns the reader and how its transfer ended."""
@@ -105,13 +116,7 @@ def lie(nodes: Any, new_id: NewId, private_directories: pathlib.Path) -> Iterato
         path = private_directories / "sockets" / "liar"
         source = LyingSource(path, d.ref, frame, descriptors, ids)
         sources.append(source)
-        source.thread.start()
-        transfer = new_id()
-        source.endpoint.grant(transfer, 3, [1, 2], "", 10**11, 2, 1)
-        d.core.set_peer(source.ref, KEY, tcp_host="127.0.0.1", tcp_port=0, unix_path=str(path))
-        d.pull(transfer, source.ref, [4, 5], lanes=[native.Lane.MAPPED])
-        final = d.wait_drained(transfer)
-        d.core.close()
+        final = pull_from(source, d, path, new_id())
         path.unlink()
         return d, final
 
@@ -203,13 +208,7 @@ def test_memory_that_is_gone_before_it_was_said_how_to_read_it_is_no_fault_of_th
     d = nodes("reader", block_bytes=BLOCK, blocks=BLOCKS)
     path = private_directories / "sockets" / "late"
     source = LateSource(path, d.ref, GONE, [], None)
-    source.thread.start()
-    transfer = new_id()
-    source.endpoint.grant(transfer, 3, [1, 2], "", 10**11, 2, 1)
-    d.core.set_peer(source.ref, KEY, tcp_host="127.0.0.1", tcp_port=0, unix_path=str(path))
-    d.pull(transfer, source.ref, [4, 5], lanes=[native.Lane.MAPPED])
-    final = d.wait_drained(transfer)
-    d.core.close()
+    final = pull_from(source, d, path, new_id())
     source.close()
     assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.grant_revoked), final.text
 

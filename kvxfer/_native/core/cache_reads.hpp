@@ -1,4 +1,5 @@
-// Reading blocks into the cache before the kernel copies them, where that pays.
+// Reading blocks into the cache before the kernel copies them, and whether that pays. Knows no socket and no grant: whoever
+// sends asks, and says what its calls took.
 #pragma once
 
 #include <sys/uio.h>
