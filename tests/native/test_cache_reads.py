@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
@@ -12,8 +13,10 @@ from kvxfer._native import _core as native
 NewId = Callable[[], bytes]
 CALL = 256 << 10
 STRETCH = 2 << 20
-SETTLED = 8
-"""Stretches after which both kinds are known."""
+SETTLED = 11
+"""Stretches after which five of one kind were compared with their neighbours."""
+TURN = 17
+"""Stretches from one that is tried to the next, once enough were compared."""
 
 
 def stretches(reads: native.CacheReads, count: int, read_ns: float, plain_ns: float) -> list[bool]:
@@ -29,32 +32,55 @@ def stretches(reads: native.CacheReads, count: int, read_ns: float, plain_ns: fl
 
 @pytest.mark.parametrize("is_quicker", [True, False])
 def test_the_quicker_kind_goes_on_and_the_other_is_tried(is_quicker: bool) -> None:
+    costs = (0.2, 0.25) if is_quicker else (0.25, 0.2)
     reads = native.CacheReads()
-    first = stretches(reads, SETTLED, *((0.2, 0.25) if is_quicker else (0.25, 0.2)))
-    assert first[:4] == [False, True, False, True]
-    kinds = stretches(reads, 1700, *((0.2, 0.25) if is_quicker else (0.25, 0.2)))
+    assert stretches(reads, 6, *costs) == [False, True] * 3, "each beside the other, until three were compared"
+    stretches(reads, 2 * SETTLED, *costs)
+    kinds = stretches(reads, 100 * TURN, *costs)
     assert sum(kind is not is_quicker for kind in kinds) == 100
+
+
+def test_what_is_as_quick_as_plain_is_not_read() -> None:
+    reads = native.CacheReads()
+    stretches(reads, SETTLED, 0.2, 0.2)
+    assert sum(stretches(reads, 10 * TURN, 0.2, 0.2)) == 10
 
 
 def test_what_changes_is_noticed() -> None:
     reads = native.CacheReads()
-    stretches(reads, 100, 0.2, 0.25)
-    assert not all(stretches(reads, 200, 0.3, 0.25)[100:])
-    assert sum(stretches(reads, 170, 0.3, 0.25)) == 10
-    assert sum(stretches(reads, 340, 0.1, 0.25)[170:]) == 160
+    assert sum(stretches(reads, 100, 0.2, 0.25)) > 80
+    stretches(reads, 4 * TURN, 0.3, 0.25)
+    assert sum(stretches(reads, 10 * TURN, 0.3, 0.25)) == 10
+    stretches(reads, 5 * TURN, 0.1, 0.25)
+    assert sum(stretches(reads, 10 * TURN, 0.1, 0.25)) == 9 * TURN + 7
+
+
+@pytest.mark.parametrize(("read_ns", "plain_ns"), [(0.2, 0.25), (0.25, 0.2)])
+def test_a_machine_that_changes_its_speed_misleads_nobody(read_ns: float, plain_ns: float) -> None:
+    """Half as fast for a while and then again as fast, as one that others use too: more than the kinds differ by."""
+    random = np.random.default_rng(5)
+    reads, speed, right, count = native.CacheReads(), 1.0, 0, 4000
+    for _ in range(count):
+        if random.random() < 1 / 50:
+            speed = random.choice([0.5, 1, 2, 4])
+        noise = random.normal(1, 0.1)
+        right += stretches(reads, 1, read_ns * speed * noise, plain_ns * speed * noise)[0] is (read_ns < plain_ns)
+    assert right > count * 0.85  # one of 17 is always the other
 
 
 def test_who_was_not_run_for_a_while_is_not_that_slow() -> None:
     reads = native.CacheReads()
     stretches(reads, SETTLED, 0.2, 0.5)
     assert reads.is_on
-    reads.spent(10**9, STRETCH)
-    assert reads.is_on
+    for _ in range(2):
+        reads.spent(10**9, STRETCH)
+        assert reads.is_on
+        stretches(reads, 3 * TURN, 0.2, 0.5)
 
 
 def test_calls_that_the_socket_took_nothing_of_count_for_the_next() -> None:
     reads = native.CacheReads()
-    for _ in range(4):  # each kind twice; to read is quick, but for what was in vain
+    for _ in range(SETTLED):  # to read is quick, but for what was in vain
         if reads.is_on:
             reads.spent(round(STRETCH * 0.3), 0)
         reads.spent(round(STRETCH * (0.1 if reads.is_on else 0.3)), STRETCH)

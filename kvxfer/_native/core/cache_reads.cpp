@@ -1,17 +1,17 @@
 #include "cache_reads.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvxfer {
 namespace {
 
 constexpr size_t kLoadedRun = 16 * 1024;  // from here on by loads, which beat prefetches where the processor sees what comes
 constexpr size_t kCacheLine = 64;
-constexpr size_t kStretch = 2 << 20;     // of one kind: what the other had read already is little of it
-constexpr uint32_t kFirst = 2;           // stretches of each kind before one is preferred
-constexpr uint32_t kTryEvery = 16;       // stretches of the preferred one for one of the other
-constexpr double kWeight = 1.0 / 4;      // of a new stretch
-constexpr double kOutlier = 4;           // who was not run for a while is not that slow
+constexpr size_t kStretch = 2 << 20;      // of one kind: what the other had read already is little of it
+constexpr size_t kComparedMin = 3;        // before the other kind may be preferred
+constexpr uint32_t kTryEvery = 16;        // stretches of the preferred one for one of the other, once enough were compared
+constexpr double kWorthIt = 0.97;         // of the time: what is as quick as plain is not read
 
 }  // namespace
 
@@ -31,24 +31,39 @@ void CacheReads::spent(Nanos time, size_t bytes) {
   time_ += time;
   bytes_ += bytes;
   if (bytes_ < kStretch) return;
-  Kind& kind = kinds_[kind_];
-  const double found = static_cast<double>(time_) / static_cast<double>(bytes_);
-  const double weight = std::max(kWeight, 1.0 / ++kind.stretches);
-  const double taken = kind.stretches == 1 ? found : std::min(found, kOutlier * kind.ns_per_byte);
-  kind.ns_per_byte += weight * (taken - kind.ns_per_byte);
+  ended(static_cast<double>(std::max<Nanos>(time_, 1)) / static_cast<double>(bytes_));
   time_ = 0;
   bytes_ = 0;
-  kind_ = next();
 }
 
-size_t CacheReads::next() {
-  for (const size_t kind : {kPlain, kRead}) {
-    if (kinds_[kind].stretches < std::min(kFirst, kinds_[1 - kind].stretches + 1)) return kind;
+void CacheReads::ended(double ns_per_byte) {
+  if (kind_ != preferred_) {
+    tried_ = ns_per_byte;
+    kind_ = preferred_;
+    return;
   }
-  const size_t better = kinds_[kRead].ns_per_byte < kinds_[kPlain].ns_per_byte ? kRead : kPlain;
-  if (++since_try_ <= kTryEvery) return better;
-  since_try_ = 0;
-  return 1 - better;
+  if (const double tried = std::exchange(tried_, 0); tried != 0) {
+    const double around = (before_ + ns_per_byte) / 2;
+    since_try_ = 0;
+    compared(kind_ == kPlain ? tried / around : around / tried);
+    if (kind_ != preferred_) {
+      kind_ = preferred_;
+      return;
+    }
+  }
+  before_ = ns_per_byte;
+  const bool is_due = ++since_try_ >= (count_ < kCompared ? 1 : kTryEvery);
+  if (is_due) kind_ = preferred_ == kPlain ? kRead : kPlain;
+}
+
+void CacheReads::compared(double read_to_plain) {
+  ratios_[count_++ % kCompared] = read_to_plain;
+  const size_t known = std::min(count_, kCompared);
+  if (known < kComparedMin) return;
+  double sorted[kCompared];
+  std::copy_n(ratios_, known, sorted);
+  std::nth_element(sorted, sorted + known / 2, sorted + known);
+  preferred_ = sorted[known / 2] < (preferred_ == kRead ? 1 : kWorthIt) ? kRead : kPlain;
 }
 
 }  // namespace kvxfer
