@@ -42,8 +42,10 @@ KEY = bytes(range(32))
 POOL = 7
 POISON = 0xEE
 SOON_S = 20.0
-SO_BUF_LOCK, MIN_RTT_AT = 72, 148
-"""asm-generic/socket.h; where tcp_info of linux/tcp.h has the least round trip."""
+SO_BUF_LOCK = 72
+"""asm-generic/socket.h"""
+SLOW_START_THRESHOLD_AT, RETRANSMITTED_AT, MIN_RTT_AT, REORDERED_AT = 76, 100, 148, 220
+"""Fields of tcp_info (linux/tcp.h)."""
 
 
 class Party:
@@ -401,6 +403,11 @@ def resources() -> dict[str, int]:
     }
 
 
+def number(info: bytes, at: int) -> int:
+    """A field of ``tcp_info``."""
+    return int.from_bytes(info[at : at + 4], "little")
+
+
 def connections() -> list[dict[str, Any]]:
     found = []
     for name in os.listdir("/proc/self/fd"):
@@ -415,7 +422,9 @@ def connections() -> list[dict[str, Any]]:
                 {
                     "bounded": lock & 1,
                     "control": control.rstrip(b"\0").decode(),
-                    "round_trip_us": int.from_bytes(info[MIN_RTT_AT : MIN_RTT_AT + 4], "little"),
+                    "round_trip_us": number(info, MIN_RTT_AT),
+                    "threshold": number(info, SLOW_START_THRESHOLD_AT),
+                    "losses": number(info, RETRANSMITTED_AT) + number(info, REORDERED_AT),
                 }
             )
     return found

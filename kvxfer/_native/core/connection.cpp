@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "lanes/mapped.hpp"
-#include "sockets.hpp"
 
 namespace kvxfer {
 namespace {
@@ -147,8 +146,9 @@ void Connection::on_up(const AgentRef& peer) {
   (kind_ == SessionKind::Unix ? statistics_.sessions_unix : statistics_.sessions_tcp).add();
   if (kind_ == SessionKind::Unix) return;
   const std::optional<PeerAddress> address = shared_.address(peer);
-  may_tune_ = address && !address->unix_path.empty();
-  is_near_ = may_tune_ || is_local(fd());
+  const bool is_loopback = is_local(fd());  // known when it was made, and tuned then
+  is_near_ = is_loopback || (address && !address->unix_path.empty());
+  if (is_near_ && !is_loopback) path_.emplace();
 }
 
 // What it would tell an owner who takes nothing at the moment. A push that is known brings nothing that was not let in.
@@ -335,9 +335,9 @@ void Connection::send_map(uint32_t id, Lane lane) {
 }
 
 void Connection::send_data(SendData data, OwnMemory memory) {
-  if (may_tune_ && tune_to_round_trip(fd_.get())) {
-    may_tune_ = false;
+  if (path_ && path_->is_short(fd_.get())) {
     outbox_.be_prompt();
+    path_.reset();
   }
   outbox_.push_data(std::move(data), std::move(memory), *tools_.staging);
 }

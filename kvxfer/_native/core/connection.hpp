@@ -11,6 +11,7 @@
 #include "lanes/cma.hpp"
 #include "lanes/read_job.hpp"
 #include "outbox.hpp"
+#include "sockets.hpp"
 
 namespace kvxfer {
 
@@ -105,8 +106,8 @@ class Connection {
   bool is_up_ = false;
   bool is_shut_down_ = false;
   bool is_paused_ = false;
-  bool is_near_ = false;   // over TCP, and the peer is under the same kernel
-  bool may_tune_ = false;  // such a one, to its round trip once that is known
+  bool is_near_ = false;                    // over TCP, and the peer is under the same kernel
+  std::optional<HostPath> path_;            // to such a one, until it is known
   Nanos close_at_ = 0;
 };
 

@@ -20,13 +20,25 @@ bool is_local(int fd);
 void send_at_once(int fd);
 // No delay, and on loopback what suits memory that only looks like a network.
 void tune_tcp(int fd);
-// Of a peer under the same kernel: whether no network card lies between, as between two network namespaces, is known by the
-// round trip once some data went. There, as on loopback, the send buffer is bounded: all of it is under way at once, sent by
+// The way to a peer under the same kernel: whether no network card lies between, as between two network namespaces, is known
+// by the round trip. There, as on loopback, the send buffer is bounded: all of it is under way at once, sent by
 // the call that brought it. With more, what the window held back goes out on the processor that works on the acknowledgement,
 // overtakes what the caller's sends, and is sent again for lost; and what waits to be received is in no cache any more. And
 // congestion control goes by losses, not by rates: BBR takes the time in which the next blocks are summed for a slow path.
-// Returns whether the connection is such a one.
-bool tune_to_round_trip(int fd);
+//
+// The first round trips are of a connection that is being made, and a busy machine answers late. So blocks go by losses from
+// the first on, until more is known: a control that has seen some leaves its threshold behind (BBR 172 to 180 segments over
+// veth, half of what may be under way), from where the window hardly grows again.
+class HostPath {
+ public:
+  // Before blocks are sent, until it says that nothing lies between.
+  bool is_short(int fd);
+
+ private:
+  std::string control_;  // the kernel's, given back where that does not show soon
+  int looks_ = 0;
+};
+
 // The user on the other end of a Unix socket is ours.
 bool is_same_user(int fd);
 
