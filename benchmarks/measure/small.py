@@ -34,7 +34,7 @@ PEER_POST_ROUNDS = 2
 """A peer moves its bytes while it posts them, which takes a second or more."""
 GIL_BYTES = 64 << 20
 GIL_TURNS = 3
-GIL_ROUNDS = 5
+GIL_ROUNDS = 15
 GIL_BLOCK_BYTES = 64 << 10
 IDLE_WATCH_S = 4.0
 SETTLE_S = 20.0
