@@ -1521,7 +1521,7 @@ class CacheReads:
     @property
     def is_on(self) -> bool: ...
 
-    def spent(self, time_ns: int, nbytes: int) -> None:
+    def spent(self, began_ns: int, time_ns: int, nbytes: int) -> None:
         """What a call took of the kind that `is_on` said."""
 
 class UcxProbe:

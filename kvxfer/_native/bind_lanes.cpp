@@ -65,7 +65,7 @@ void bind_lanes(nb::module_& m) {
   nb::class_<CacheReads>(m, "CacheReads", "Whether `stream` reads blocks into the cache before a call: what of the two was quicker lately, on one connection.")
       .def(nb::init<>())
       .def_prop_ro("is_on", &CacheReads::is_on)
-      .def("spent", &CacheReads::spent, nb::arg("time_ns"), nb::arg("nbytes"), "What a call took of the kind that `is_on` said.");
+      .def("spent", &CacheReads::spent, nb::arg("began_ns"), nb::arg("time_ns"), nb::arg("nbytes"), "What a call took of the kind that `is_on` said.");
 }
 
 }  // namespace kvxfer

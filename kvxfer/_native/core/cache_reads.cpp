@@ -11,6 +11,7 @@ constexpr size_t kCacheLine = 64;
 constexpr size_t kStretch = 2 << 20;      // of one kind: what the other had read already is little of it
 constexpr size_t kComparedMin = 3;        // before the other kind may be preferred
 constexpr uint32_t kTryEvery = 16;        // stretches of the preferred one for one of the other, once enough were compared
+constexpr Nanos kPause = 5 * kMillisecond;
 constexpr double kWorthIt = 0.97;         // of the time: what is as quick as plain is not read
 
 }  // namespace
@@ -27,13 +28,22 @@ void read_into_cache(const iovec* runs, size_t count) {
   }
 }
 
-void CacheReads::spent(Nanos time, size_t bytes) {
+void CacheReads::spent(Nanos began, Nanos time, size_t bytes) {
+  if (began - ended_at_ > kPause) {
+    is_waking_ = true;
+    kind_ = preferred_;
+    before_ = tried_ = 0;
+    time_ = 0;
+    bytes_ = 0;
+  }
+  ended_at_ = began + time;
   time_ += time;
   bytes_ += bytes;
   if (bytes_ < kStretch) return;
-  ended(static_cast<double>(std::max<Nanos>(time_, 1)) / static_cast<double>(bytes_));
+  const double ns_per_byte = static_cast<double>(std::max<Nanos>(time_, 1)) / static_cast<double>(bytes_);
   time_ = 0;
   bytes_ = 0;
+  if (!std::exchange(is_waking_, false)) ended(ns_per_byte);
 }
 
 void CacheReads::ended(double ns_per_byte) {

@@ -20,12 +20,12 @@ void read_into_cache(const iovec* runs, size_t count);
 //
 // A stretch is compared with its neighbours only, of the other kind, right before and after it: a machine that many share
 // is half as fast for a second and then again as fast, which is more than the kinds differ by. Of the last such
-// comparisons the middle one counts.
+// comparisons the middle one counts. What lies on two sides of a pause is not compared, nor who has just woken up.
 class CacheReads {
  public:
   bool is_on() const { return kind_ == kRead; }
-  // A call of the kind that is_on() said took so long, and the kernel so many bytes of blocks.
-  void spent(Nanos time, size_t bytes);
+  // A call of the kind that is_on() said began then and took so long, and the kernel took so many bytes of blocks.
+  void spent(Nanos began, Nanos time, size_t bytes);
 
  private:
   enum Kind : uint8_t { kPlain, kRead };
@@ -34,10 +34,13 @@ class CacheReads {
   void compared(double read_to_plain);  // their times
 
   Kind preferred_ = kPlain, kind_ = kPlain;
-  double before_ = 0, tried_ = 0;  // ns a byte of the preferred kind's last stretch, and of the other's since; 0: none
+  double before_ = 0;              // ns a byte of the preferred kind's last stretch; 0: none
+  double tried_ = 0;               // of the other's since; 0: none
   double ratios_[kCompared] = {};
   size_t count_ = 0;               // of comparisons
   uint32_t since_try_ = 0;         // stretches of the preferred kind
+  Nanos ended_at_ = 0;             // the last call
+  bool is_waking_ = true;          // this stretch is the first after a pause
   Nanos time_ = 0;                 // of this stretch
   size_t bytes_ = 0;
 };

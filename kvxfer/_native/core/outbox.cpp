@@ -138,7 +138,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, b
   may_hold = may_hold && items_.size() == 1 && last.payload && last.payload->left + last.payload->trailer_left == bytes - (last.bytes.size() - last.begin);
   const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_hold ? MSG_MORE : 0));
   const int error = errno;
-  if (is_timed_) cache_reads_.spent(monotonic_now() - began, static_cast<size_t>(std::max<ssize_t>(sent, 0)));
+  if (is_timed_) cache_reads_.spent(began, monotonic_now() - began, static_cast<size_t>(std::max<ssize_t>(sent, 0)));
   sending.end();
   if (sent < 0) {
     if (error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS) return false;
