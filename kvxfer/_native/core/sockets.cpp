@@ -15,7 +15,7 @@ constexpr int kBacklog = 512;
 constexpr int kHostSendBytes = 384 * 1024;
 constexpr uint32_t kHostRoundTripUs = 15;     // hardly a network card answers so soon
 constexpr const char* kHostControl = "reno";  // nothing congests inside a host: the plainest, which every kernel has
-constexpr int kLooksMax = 8;                  // a payload of 1 MiB each, as a rule: of many round trips one is undisturbed
+constexpr uint64_t kUnknownBytesMax = 8 << 20;  // of so many round trips one is undisturbed, or the path is long
 
 struct Address {
   sockaddr_storage storage{};
@@ -85,13 +85,6 @@ void tune_to_host(int fd) {
   ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kHostSendBytes, sizeof kHostSendBytes);
 }
 
-bool has_short_round_trip(int fd) {
-  tcp_info info{};
-  socklen_t size = sizeof info;
-  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
-  return info.tcpi_min_rtt != 0 && info.tcpi_min_rtt <= kHostRoundTripUs;
-}
-
 }  // namespace
 
 Fd listen_tcp(const std::string& host, uint16_t port, uint16_t& bound_port) {
@@ -158,16 +151,25 @@ void tune_tcp(int fd) {
 }
 
 bool HostPath::is_short(int fd) {
-  if (has_short_round_trip(fd)) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+  if (info.tcpi_min_rtt != 0 && info.tcpi_min_rtt <= kHostRoundTripUs) {
+    if (now_ == Control::GivenBack) {  // one that begins anew forgets its threshold, as BBR does
+      set_control(fd, kHostControl);
+      set_control(fd, kernels_);
+    }
     tune_to_host(fd);
     return true;
   }
-  if (looks_ <= kLooksMax) ++looks_;
-  if (looks_ == 1) {
-    control_ = control(fd);
+  if (now_ == Control::Kernels) {
+    now_ = Control::Hosts;
+    kernels_ = control(fd);
+    went_ = info.tcpi_bytes_acked;
     set_control(fd, kHostControl);
-  } else if (looks_ == kLooksMax) {
-    set_control(fd, control_);
+  } else if (now_ == Control::Hosts && info.tcpi_bytes_acked - went_ >= kUnknownBytesMax) {
+    now_ = Control::GivenBack;
+    set_control(fd, kernels_);
   }
   return false;
 }

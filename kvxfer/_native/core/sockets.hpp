@@ -26,17 +26,20 @@ void tune_tcp(int fd);
 // overtakes what the caller's sends, and is sent again for lost; and what waits to be received is in no cache any more. And
 // congestion control goes by losses, not by rates: BBR takes the time in which the next blocks are summed for a slow path.
 //
-// The first round trips are of a connection that is being made, and a busy machine answers late. So blocks go by losses from
-// the first on, until more is known: a control that has seen some leaves its threshold behind (BBR 172 to 180 segments over
-// veth, half of what may be under way), from where the window hardly grows again.
+// The first round trips are of a connection that is being made, and a busy machine answers late. So the first blocks go by
+// losses, until more is known: a control that has seen some leaves its slow start threshold behind (BBR 172 to 180 segments
+// over veth, a third of what may be under way), from where the window hardly grows again.
 class HostPath {
  public:
   // Before blocks are sent, until it says that nothing lies between.
   bool is_short(int fd);
 
  private:
-  std::string control_;  // the kernel's, given back where that does not show soon
-  int looks_ = 0;
+  enum class Control : uint8_t { Kernels, Hosts, GivenBack };
+
+  Control now_ = Control::Kernels;
+  std::string kernels_;     // its name
+  uint64_t went_ = 0;       // bytes, when it was taken
 };
 
 // The user on the other end of a Unix socket is ours.
