@@ -442,7 +442,9 @@ void Connection::flush(size_t budget) {
 }
 
 void Connection::let_go() {
-  if (outbox_.is_held()) send_at_once(fd_.get());
+  if (!outbox_.is_held()) return;
+  send_at_once(fd_.get());
+  outbox_.let_go();
 }
 
 void Connection::begin_close(Nanos close_at) {

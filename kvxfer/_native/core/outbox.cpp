@@ -134,8 +134,8 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, b
     header->cmsg_len = CMSG_LEN(sizeof(int));
     std::memcpy(CMSG_DATA(header), &passed_fd, sizeof passed_fd);
   }
-  const Item& last = items_.front();
-  may_hold = may_hold && items_.size() == 1 && last.payload && last.payload->left + last.payload->trailer_left == bytes - (last.bytes.size() - last.begin);
+  const OutgoingBlocks* const last = items_.back().payload.get();
+  may_hold = may_hold && last != nullptr && bytes == frame_bytes_ + last->left + last->trailer_left;
   const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_hold ? MSG_MORE : 0));
   const int error = errno;
   if (is_timed_) cache_reads_.spent(began, monotonic_now() - began, static_cast<size_t>(std::max<ssize_t>(sent, 0)));

@@ -36,6 +36,7 @@ class Outbox {
   bool send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, bool may_hold);
   size_t sent_last() const { return sent_last_; }
   bool is_held() const { return is_held_; }  // the kernel has all, and waits for more of it
+  void let_go() { is_held_ = false; }        // it was told not to wait
 
  private:
   struct Item {
