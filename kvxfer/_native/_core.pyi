@@ -1314,6 +1314,22 @@ class Region:
     def fileno(self) -> int:
         """The memfd, which stays the region's: for a look from another process."""
 
+class Pieces:
+    """
+    A list of pieces of registered memory: pieces `ids` (uint32, shape [n]) of `ranges`, in this order.
+    """
+
+    def __init__(self, ranges: Ranges, ids: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    @property
+    def ranges(self) -> Ranges: ...
+
+    @property
+    def ids(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]:
+        """uint32, shape [n], read-only."""
+
 class Core:
     """
     One agent's sockets, mappings and machines, on one native thread that needs no GIL. Every method is thread-safe. Times are
@@ -1409,16 +1425,16 @@ class Core:
         is not touched any more.
         """
 
-    def fetch(self, id: bytes, peer: AgentRef, local: Ranges, local_ids: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], remote: Ranges, remote_ids: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, notification: bytes | None = None, wants_sums: bool = False) -> None:
+    def fetch(self, id: bytes, peer: AgentRef, local: Pieces, remote: Pieces, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, notification: bytes | None = None, wants_sums: bool = False) -> None:
         """
-        Read the peer's pieces `remote[remote_ids[i]]` into own pieces `local[local_ids[i]]`, of equal lengths. `lanes`: allowed, best first.
+        Read the peer's pieces `remote` into own pieces `local`, one for one, of equal lengths. `lanes`: allowed, best first.
         `notification` goes to the peer once committed. Ends in TransferFinal and TransferDrained. Raises InvalidArgument, PeerGone,
         LimitExceeded, LaneUnavailable.
         """
 
-    def push(self, id: bytes, peer: AgentRef, local: Ranges, local_ids: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], remote: Ranges, remote_ids: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, notification: bytes | None = None, wants_sums: bool = False) -> None:
+    def push(self, id: bytes, peer: AgentRef, local: Pieces, remote: Pieces, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, notification: bytes | None = None, wants_sums: bool = False) -> None:
         """
-        Have the peer read own pieces `local[local_ids[i]]` into its `remote[remote_ids[i]]`; else as `fetch`. Own pieces must stay as they
+        Have the peer read own pieces `local` into its `remote`; else as `fetch`. Own pieces must stay as they
         are until TransferFinal, and their memory until TransferDrained.
         """
 

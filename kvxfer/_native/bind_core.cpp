@@ -90,19 +90,23 @@ class PyCore {
   std::vector<OwnerEvent> left_;  // under the GIL
 };
 
-PostSpec to_post(const TransferId& id, const AgentRef& peer, const PyRanges& local, const BlockArray& local_ids, const PyRanges& remote,
-                 const BlockArray& remote_ids, std::vector<Lane> lanes, Nanos deadline_ns, const std::optional<nb::bytes>& notification,
-                 bool wants_sums) {
-  PostSpec spec;
-  spec.id = id;
-  spec.peer = peer;
-  spec.local = PieceList{local.ranges, to_ids(local_ids)};
-  spec.remote = PieceList{remote.ranges, to_ids(remote_ids)};
-  spec.lanes = std::move(lanes);
-  spec.deadline = deadline_ns;
-  spec.wants_sums = wants_sums;
-  if (notification) spec.notification = std::string(view(*notification));
-  return spec;
+// Some pieces of ranges, in order, as they are posted again and again: copied out of Python's arrays once.
+struct PyPieces {
+  PieceList list;
+};
+
+void bind_pieces(nb::module_& m) {
+  nb::class_<PyPieces>(m, "Pieces", "A list of pieces of registered memory: pieces `ids` (uint32, shape [n]) of `ranges`, in this order.")
+      .def("__init__",
+           [](PyPieces* self, const PyRanges& ranges, const BlockArray& ids) { new (self) PyPieces{PieceList{ranges.ranges, to_ids(ids)}}; },
+           nb::arg("ranges"), nb::arg("ids"))
+      .def("__len__", [](const PyPieces& self) { return self.list.count(); })
+      .def_prop_ro("ranges", [](const PyPieces& self) { return PyRanges{self.list.ranges}; })
+      .def_prop_ro("ids", [](const PyPieces& self) {
+        auto* kept = new IdList(self.list.ids);
+        const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<IdList*>(p); });
+        return nb::ndarray<nb::numpy, const uint32_t, nb::ndim<1>>((*kept)->data(), {(*kept)->size()}, owner);
+      }, nb::rv_policy::automatic, "uint32, shape [n], read-only.");
 }
 
 // A share of a region that can be dropped without the GIL, which nanobind's own shared pointers cannot.
@@ -193,9 +197,17 @@ void bind_region(nb::module_& m) {
 Nanos in_time(uint64_t timeout_ns) { return monotonic_now() + static_cast<Nanos>(std::min<uint64_t>(timeout_ns, 3'600'000'000'000)); }
 
 template <auto Method>
-void post(PyCore& self, const TransferId& id, const AgentRef& peer, const PyRanges& local, const BlockArray& local_ids, const PyRanges& remote,
-          const BlockArray& remote_ids, std::vector<Lane> lanes, Nanos deadline_ns, const std::optional<nb::bytes>& notification, bool wants_sums) {
-  PostSpec spec = to_post(id, peer, local, local_ids, remote, remote_ids, std::move(lanes), deadline_ns, notification, wants_sums);
+void post(PyCore& self, const TransferId& id, const AgentRef& peer, const PyPieces& local, const PyPieces& remote, std::vector<Lane> lanes,
+          Nanos deadline_ns, const std::optional<nb::bytes>& notification, bool wants_sums) {
+  PostSpec spec;
+  spec.id = id;
+  spec.peer = peer;
+  spec.local = local.list;
+  spec.remote = remote.list;
+  spec.lanes = std::move(lanes);
+  spec.deadline = deadline_ns;
+  spec.wants_sums = wants_sums;
+  if (notification) spec.notification = std::string(view(*notification));
   without_gil([&] { (self.core().*Method)(std::move(spec)); });
 }
 
@@ -274,14 +286,12 @@ void bind_core_class(nb::module_& m) {
       .def("remove_region", &PyCore::remove_region, nb::arg("id"),
            "Ends every peer's read and write of it. Raises BlocksBusy while an own fetch may still write there. When it returns, the memory\n"
            "is not touched any more.")
-      .def("fetch", post<&Core::fetch>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("local_ids"), nb::arg("remote"), nb::arg("remote_ids"),
-           nb::kw_only(), nb::arg("lanes"), nb::arg("deadline_ns") = kNever, nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false,
-           "Read the peer's pieces `remote[remote_ids[i]]` into own pieces `local[local_ids[i]]`, of equal lengths. `lanes`: allowed, best first.\n"
+      .def("fetch", post<&Core::fetch>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("remote"), nb::arg("lanes"), nb::arg("deadline_ns") = kNever, nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false,
+           "Read the peer's pieces `remote` into own pieces `local`, one for one, of equal lengths. `lanes`: allowed, best first.\n"
            "`notification` goes to the peer once committed. Ends in TransferFinal and TransferDrained. Raises InvalidArgument, PeerGone,\n"
            "LimitExceeded, LaneUnavailable.")
-      .def("push", post<&Core::push>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("local_ids"), nb::arg("remote"), nb::arg("remote_ids"),
-           nb::kw_only(), nb::arg("lanes"), nb::arg("deadline_ns") = kNever, nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false,
-           "Have the peer read own pieces `local[local_ids[i]]` into its `remote[remote_ids[i]]`; else as `fetch`. Own pieces must stay as they\n"
+      .def("push", post<&Core::push>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("remote"), nb::arg("lanes"), nb::arg("deadline_ns") = kNever, nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false,
+           "Have the peer read own pieces `local` into its `remote`; else as `fetch`. Own pieces must stay as they\n"
            "are until TransferFinal, and their memory until TransferDrained.")
       .def("set_guest_key",
            [](PyCore& self, const Bytes32& key) { self.act([&](Endpoint& e, Nanos, Effects&) { e.set_guest_key(key); }); }, nb::arg("key"),
@@ -377,6 +387,7 @@ void bind_core(nb::module_& m) {
   bind_events(m);
   bind_statistics(m);
   bind_region(m);
+  bind_pieces(m);
   bind_core_class(m);
   bind_lanes(m);
   bind_ucx(m);

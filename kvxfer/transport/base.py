@@ -77,22 +77,16 @@ class Region:
     """Which of its kind, as this process numbers them."""
 
 
-class Pieces(NamedTuple):
-    """A list of pieces of registered memory: which pieces of ``ranges``, in which order. ``ids``: uint32, shape [n]."""
-
-    ranges: _core.Ranges
-    ids: Blocks
-
-
 class PostOrder(NamedTuple):
     """One transfer of a post. ``lanes``: allowed, best first. ``notification`` is told to the peer once the bytes are
     committed; ``wants_sums``: they go with CRC-32Cs.
     """
 
-    transfer_id: TransferId
+    transfer_id: bytes
+    """The 16 bytes of a :class:`~kvxfer.types.TransferId`."""
     peer: AgentRef
-    local: Pieces
-    remote: Pieces
+    local: _core.Pieces
+    remote: _core.Pieces
     lanes: Sequence[Lane]
     deadline_s: float
     notification: bytes | None = None

@@ -262,7 +262,7 @@ class MemoryTransport:
         local, remote, now_ns = order.local, order.remote, self._network.now_ns
         self.act(
             act(
-                order.transfer_id.raw,
+                order.transfer_id,
                 write_ref(order.peer),
                 local.ranges,
                 local.ids.tolist(),

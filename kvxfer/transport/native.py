@@ -290,14 +290,14 @@ class NativeTransport:
 
     def _post(self, act: Callable[..., None], order: PostOrder) -> None:
         act(
-            order.transfer_id.raw,
+            order.transfer_id,
             write_ref(order.peer),
-            *order.local,
-            *order.remote,
-            lanes=[LANES[lane] for lane in order.lanes],
-            deadline_ns=time.monotonic_ns() + as_nanoseconds("deadline_s", order.deadline_s),
-            notification=order.notification,
-            wants_sums=order.wants_sums,
+            order.local,
+            order.remote,
+            [LANES[lane] for lane in order.lanes],
+            time.monotonic_ns() + as_nanoseconds("deadline_s", order.deadline_s),
+            order.notification,
+            order.wants_sums,
         )
 
     def cancel(self, transfer_id: TransferId) -> None:

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvxfer._native import _core
+from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument
-from kvxfer.transport.base import Blocks, Pieces, as_blocks
+from kvxfer.transport.base import Blocks, as_blocks
 from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Prepared, Words
-from kvxfer.transport.peer import RemotePeer, Ways
+from kvxfer.transport.peer import RemotePeer
 from kvxfer.types import Lane
 
 LIST_BYTES_MAX = 384 * 1024
@@ -34,8 +36,21 @@ class Op(enum.StrEnum):
 class Part(NamedTuple):
     """One transfer: pieces of our memory, and as many of the peer's."""
 
-    local: Pieces
-    remote: Pieces
+    local: _core.Pieces
+    remote: _core.Pieces
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Route:
+    """How a plan is started: what does not change from one start to the next."""
+
+    config: AgentConfig
+    """As it was then."""
+    lanes: tuple[Lane, ...]
+    """Allowed and possible, best first as the operator sees it."""
+    reasons: Mapping[Lane, str]
+    checks: bool | None
+    """Whether its transfers ask for checksums; ``None``: one in so many does."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,8 +64,8 @@ class Plan:
     parts: tuple[Part, ...]
     pieces: int
     nbytes: int
-    ways: dict[tuple[Lane, ...], Ways] = dataclasses.field(default_factory=dict, repr=False)
-    """What was found for allowed lanes when it was started before."""
+    routes: dict[object, Route] = dataclasses.field(default_factory=dict, repr=False)
+    """What was found when it was started before, by what was asked for."""
 
 
 def make_plan(
@@ -120,12 +135,12 @@ def _is_sent_whole(prepared: Prepared) -> bool:
     return GRID_BYTES * len(prepared.grids) <= LIST_BYTES_MAX // 2
 
 
-def _cut(prepared: Prepared, pieces: Blocks, *, is_sent: bool) -> Pieces:
+def _cut(prepared: Prepared, pieces: Blocks, *, is_sent: bool) -> _core.Pieces:
     if not is_sent or prepared.is_table or _is_sent_whole(prepared):
-        return Pieces(prepared.ranges, np.ascontiguousarray(pieces))
+        return _core.Pieces(prepared.ranges, np.ascontiguousarray(pieces))
     grid = prepared.grids_of(pieces)
     used, slot = np.unique(grid, return_inverse=True)
     grids = np.ascontiguousarray(prepared.grids[used])
     ends, own_ends = np.cumsum(prepared.grids[:, 4]), np.cumsum(grids[:, 4])
     within = pieces - (ends - prepared.grids[:, 4])[grid]
-    return Pieces(_core.Ranges(grids), (within + (own_ends - grids[:, 4])[slot]).astype(np.uint32))
+    return _core.Pieces(_core.Ranges(grids), (within + (own_ends - grids[:, 4])[slot]).astype(np.uint32))

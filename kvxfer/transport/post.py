@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SLEEP_S = 50e-3
 """Of one wait, so that signals are seen to."""
 
+_CONNECTING, _COMMITTED = TransferState.CONNECTING, TransferState.COMMITTED
+"""An attribute of an enumeration takes a while."""
+
 BRIEF_S = 100e-6
 BRIEF_BYTES = 64 << 10
 """How long, and for how small a post, an event loop waits in place instead of sleeping."""
@@ -60,6 +63,30 @@ class Post:
     be given back.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_attempts",
+        "_begun_ns",
+        "_checked",
+        "_end_with",
+        "_error",
+        "_final_ns",
+        "_has_asked_sums",
+        "_is_final",
+        "_is_started",
+        "_live",
+        "_notification",
+        "_on_drained",
+        "_on_final",
+        "_post_ns",
+        "_poster",
+        "_reasons",
+        "_slowest",
+        "_state",
+        "_states",
+        "plan",
+    )
+
     def __init__(
         self,
         poster: Poster,
@@ -70,20 +97,19 @@ class Post:
         on_final: Callable[[Post], None] | None,
         on_drained: Callable[[Post], None] | None,
         begun_ns: int,
-        *,
         has_asked_sums: bool,
     ) -> None:
         self.plan = plan
-        self.transfer_ids = tuple(ids)
         self._poster = poster
         self._reasons = reasons
         self._notification = notification
         self._on_final = on_final
         self._on_drained = on_drained
-        self._states = dict.fromkeys(ids, TransferState.CONNECTING)
+        self._states = dict.fromkeys(ids, _CONNECTING)
         self._live: set[bytes] = set()
         self._is_started = False
-        self._state = TransferState.CONNECTING
+        self._is_final = False
+        self._state = _CONNECTING
         self._error: KvxferError | None = None
         self._end_with: KvxferError | None = None
         self._slowest: _core.TransferFinal | None = None
@@ -100,8 +126,12 @@ class Post:
         )
 
     @property
+    def transfer_ids(self) -> tuple[bytes, ...]:
+        return tuple(self._states)
+
+    @property
     def is_final(self) -> bool:
-        return self._state.is_final
+        return self._is_final
 
     @property
     def is_drained(self) -> bool:
@@ -115,13 +145,13 @@ class Post:
 
     def poll(self) -> TransferState:
         """The state now; takes the transport's events first. Never waits. Raises only what on_event callbacks raise."""
-        if self._live or not self._state.is_final:
+        if self._live or not self._is_final:
             self._poster.poll()
         return self._state
 
     def wait(self, timeout_s: float) -> TransferState:
         """Poll until the post is final, at most ``timeout_s``; the state then."""
-        self._wait(lambda: self._state.is_final, timeout_s)
+        self._wait(lambda: self._is_final, timeout_s)
         return self._state
 
     def wait_briefly(self) -> bool:
@@ -147,7 +177,7 @@ class Post:
 
     def cancel(self, error: KvxferError | None = None) -> None:
         """Give it up: it ends as cancelled (with ``error``, where given), unless it has ended. Returns at once."""
-        if not self._state.is_final:
+        if not self._is_final:
             with self._poster._lock:
                 self._end_with = self._end_with or error
                 self._cancel_rest()
@@ -203,7 +233,7 @@ class Post:
         self._end(TransferState.FAILED, error)
 
     def _moved(self, event: _core.TransferProgress) -> None:
-        if not self._state.is_final:
+        if not self._is_final:
             self._states[event.id] = STATES[event.state]
             self._state = min(min(self._states.values()), TransferState.CONFIRMING)
 
@@ -213,16 +243,16 @@ class Post:
         self._checked += event.blocks_checked
         if self._slowest is None or _duration_ns(event) >= _duration_ns(self._slowest):
             self._slowest = event
-        if self._state.is_final:
+        if self._is_final:
             return
-        if state is not TransferState.COMMITTED:
+        if state is not _COMMITTED:
             error = self._end_with or from_code(
                 event.code.name, f"{self.plan.op} with {self.plan.peer.ref}: {event.text}"
             )
             self._slowest = event
             self._cancel_rest()
             self._end(state, error)
-        elif all(other is TransferState.COMMITTED for other in self._states.values()):
+        elif len(self._states) == 1 or all(other is _COMMITTED for other in self._states.values()):
             self._commit()
 
     def _commit(self) -> None:
@@ -233,7 +263,7 @@ class Post:
                 self._end(TransferState.FAILED, error)
                 return
         self._measure()
-        self._end(TransferState.COMMITTED, None)
+        self._end(_COMMITTED, None)
 
     def _measure(self) -> None:
         final, peer = self._slowest, self.plan.peer
@@ -244,7 +274,7 @@ class Post:
             self._poster.calibrations.measured(peer.ref, peer.address.host_id, lane, self.plan.nbytes, seconds)
 
     def _end(self, state: TransferState, error: KvxferError | None) -> None:
-        self._state, self._error = state, error
+        self._state, self._error, self._is_final = state, error, True
         self._final_ns = time.monotonic_ns()
         if self._on_final is not None:
             self._on_final(self)
@@ -256,7 +286,7 @@ class Post:
 
     def _broken(self, error: KvxferError) -> None:
         self._live.clear()
-        if not self._state.is_final:
+        if not self._is_final:
             is_cancel = isinstance(error, TransferCancelled)
             self._end(TransferState.CANCELLED if is_cancel else TransferState.FAILED, self._end_with or error)
         if self._on_drained is not None:

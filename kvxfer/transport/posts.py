@@ -27,10 +27,10 @@ from kvxfer.transport.base import Event, PostOrder, Region, Transport, allocate_
 from kvxfer.transport.calibrations import Calibrations
 from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared
 from kvxfer.transport.host_memory import region_of
-from kvxfer.transport.peer import RemotePeer, Ways
-from kvxfer.transport.plan import Op, Plan, make_plan
+from kvxfer.transport.peer import RemotePeer
+from kvxfer.transport.plan import Op, Plan, Route, make_plan
 from kvxfer.transport.post import Post
-from kvxfer.types import Exposure, Lane, RegionRecord, TransferId
+from kvxfer.types import Exposure, Lane, RegionRecord
 
 __all__ = ["Op", "Plan", "Post", "Poster", "Registration", "RemotePeer"]
 
@@ -185,27 +185,26 @@ class Poster:
         Raises InvalidArgument, LimitExceeded, PeerGone, LaneUnavailable (names each lane's obstacle).
         """
         begun_ns = time.monotonic_ns()
-        transport, peer = self.transport, plan.peer
-        checks = self.config.stream_checks if wants_sums is None else "on" if wants_sums else "off"
-        chosen, reasons = self._ways(plan, tuple(self.config.lanes if lanes is None else lanes))
-        if checks == "on":
-            chosen, reasons = checking_lanes(chosen, reasons)
-            if not chosen:
-                raise LaneUnavailable(f"no lane joins us and {peer.ref}: {explain(None, reasons)}")
-        chosen = self.calibrations.order(peer.ref, peer.address.host_id, chosen, plan.nbytes)
-        deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
+        key = (None if lanes is None else tuple(lanes), wants_sums)
+        route = plan.routes.get(key)
+        if route is None or route.config is not self.config:
+            route = plan.routes[key] = self._route(plan, *key)
+        peer, chosen = plan.peer, route.lanes
+        if len(chosen) > 1:
+            chosen = self.calibrations.order(peer.ref, peer.address.host_id, chosen, plan.nbytes)
+        if deadline_s is None:
+            deadline_s = self.config.transfer_deadline_s
         ids = [os.urandom(16) for _ in plan.parts]
+        sums = [_asks_for_sums(route.checks, identity) for identity in ids]
         rides, after = (notification, None) if len(ids) == 1 else (None, notification)
-        is_near = checks != "auto" or is_same_host(transport.address, peer.address)
-        sums = [checks != "off" and asks_for_sums(checks, identity, is_same_host=is_near) for identity in ids]
-        post = Post(self, plan, ids, reasons, after, on_final, on_drained, begun_ns, has_asked_sums=all(sums))
-        act = transport.fetch if plan.op is Op.READ else transport.push
+        post = Post(self, plan, ids, route.reasons, after, on_final, on_drained, begun_ns, all(sums))
+        act = self.transport.fetch if plan.op is Op.READ else self.transport.push
         with self._lock:
             self._check_failure()
             for identity, part, has_sums in zip(ids, plan.parts, sums, strict=True):
                 self._posts[identity] = post
                 try:
-                    act(PostOrder(TransferId(identity), peer.ref, *part, chosen, deadline_s, rides, has_sums))
+                    act(PostOrder(identity, peer.ref, part.local, part.remote, chosen, deadline_s, rides, has_sums))
                 except BaseException as error:
                     del self._posts[identity]
                     post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
@@ -214,12 +213,20 @@ class Poster:
         post._posted()
         return post
 
-    def _ways(self, plan: Plan, allowed: tuple[Lane, ...]) -> Ways:
-        found = plan.ways.get(allowed)
-        if found is None:
-            ours, is_read = self.transport.address, plan.op is Op.READ
-            found = plan.ways[allowed] = plan.peer.lanes(ours, plan.local, plan.remote, allowed, is_read=is_read)
-        return found
+    def _route(self, plan: Plan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
+        """Raises LaneUnavailable."""
+        config, peer, ours = self.config, plan.peer, self.transport.address
+        allowed = tuple(config.lanes) if lanes is None else lanes
+        chosen, reasons = peer.lanes(ours, plan.local, plan.remote, allowed, is_read=plan.op is Op.READ)
+        policy = config.stream_checks if wants_sums is None else "on" if wants_sums else "off"
+        if policy == "on":
+            chosen, reasons = checking_lanes(chosen, reasons)
+            if not chosen:
+                raise LaneUnavailable(f"no lane joins us and {peer.ref}: {explain(None, reasons)}")
+        is_near = is_same_host(ours, peer.address)
+        is_sampled = policy == "sampled"
+        checks = None if is_sampled else asks_for_sums(policy, b"", is_same_host=is_near)
+        return Route(config, chosen, reasons, checks)
 
     def post(
         self,
@@ -291,6 +298,10 @@ class Poster:
     def _check_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _asks_for_sums(checks: bool | None, identity: bytes) -> bool:
+    return asks_for_sums("sampled", identity, is_same_host=True) if checks is None else checks
 
 
 def asks_for_sums(checks: str, identity: bytes, *, is_same_host: bool) -> bool:

@@ -141,10 +141,8 @@ class Node:
         getattr(self.core, verb)(
             transfer,
             peer.ref if isinstance(peer, Node) else peer,
-            ours,
-            own_ids,
-            theirs,
-            peer_ids,
+            native.Pieces(ours, own_ids),
+            native.Pieces(theirs, peer_ids),
             lanes=lanes or LANES,
             deadline_ns=time.monotonic_ns() + int(deadline_s * SECOND),
             **options,

@@ -223,9 +223,9 @@ def test_nobody_to_ask(nodes: Any, new_id: NewId, verb: str) -> None:
     stranger = native.AgentRef("stranger", 1, os.urandom(16))
     with pytest.raises(PeerGone):
         p.post(verb, new_id(), stranger, [(own.id, 0, 64, 64, 1)], [(9, 0, 64, 64, 1)])
-    ranges, ids = native.Ranges(np.array([[own.id, 0, 64, 64, 1]], np.uint64)), np.zeros(1, np.uint32)
+    pieces = native.Pieces(native.Ranges(np.array([[own.id, 0, 64, 64, 1]], np.uint64)), np.zeros(1, np.uint32))
     with pytest.raises(LaneUnavailable):
-        getattr(p.core, verb)(new_id(), d.ref, ranges, ids, ranges, ids, lanes=[])
+        getattr(p.core, verb)(new_id(), d.ref, pieces, pieces, lanes=[])
 
 
 @each_lane

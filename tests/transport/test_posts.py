@@ -55,7 +55,7 @@ class Recorder:
     def fetch(self, order: PostOrder) -> None:
         if self.refuse_after is not None and len(self.asked) >= self.refuse_after:
             raise LimitExceeded("transfers_max")
-        self.asked.append(types.SimpleNamespace(id=order.transfer_id.raw, **order._asdict()))
+        self.asked.append(types.SimpleNamespace(id=order.transfer_id, **order._asdict()))
 
     push = fetch
 
