@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -333,3 +334,35 @@ def test_what_a_signal_interrupts_is_taken_next(nodes: Any, new_id: NewId) -> No
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert interrupted == 4
+
+
+@pytest.mark.parametrize("what", ["its own pull goes on", "a peer pulls from it"])
+def test_who_polls_and_gives_up_leaves_the_sockets_to_the_core(nodes: Any, new_id: NewId, what: str) -> None:
+    """While a caller polls, the core's own thread hears of no socket; a caller that went away must not leave it so."""
+    p, d = nodes.pair(block_bytes=4096, blocks=8)
+    p.fill_random()
+    d.fill_random()
+    took = []
+    for at in range(20):
+        source, target = (p, d) if what == "its own pull goes on" else (d, p)
+        waiting, transfer = new_id(), new_id()
+        d.pull(waiting, p, [1], lanes=[native.Lane.UNIX])  # nothing grants it yet
+        for _ in range(4 + 2 * at):
+            d.core.drain()
+        begin = time.monotonic()
+        if target is d:
+            transfer = waiting
+            p.grant(waiting, [0])
+            assert select.select([d.core.fileno()], [], [], 5.0)[0], "the end of it is told"
+        else:
+            d.grant(transfer, [0])
+            p.pull(transfer, d, [0], lanes=[native.Lane.UNIX])
+            assert select.select([p.core.fileno()], [], [], 5.0)[0], "the end of it is told"
+        took.append(time.monotonic() - begin)
+        assert took[-1] < 0.9, "it waited for a silence to be noticed"
+        assert target.wait_drained(transfer).state == COMMITTED
+        if transfer != waiting:
+            d.core.cancel(waiting)
+            d.wait_drained(waiting)
+        assert source.core.counts().transfers_live == 0
+    assert statistics.median(took) < 0.05

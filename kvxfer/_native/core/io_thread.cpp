@@ -31,8 +31,8 @@ Bytes32 random_nonce() {
 IoThread::IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, LoopTurn& turn,
                    Fd tcp_listener, Fd unix_listener)
     : shared_(shared), statistics_(statistics), limits_(limits), tools_(std::move(tools)), turn_(turn),
-      epoll_(::epoll_create1(EPOLL_CLOEXEC)), timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)), tcp_listener_(std::move(tcp_listener)), unix_listener_(std::move(unix_listener)), reads_(shared, statistics), portion_(kPortion) {
-  if (!epoll_) fail_errno(Code::limit_exceeded, "epoll_create1");
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)), timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)), tcp_listener_(std::move(tcp_listener)), unix_listener_(std::move(unix_listener)), bell_(::epoll_create1(EPOLL_CLOEXEC)), reads_(shared, statistics), portion_(kPortion) {
+  if (!epoll_ || !bell_) fail_errno(Code::limit_exceeded, "epoll_create1");
   if (!timer_) fail_errno(Code::limit_exceeded, "timerfd_create");
   poll(EPOLL_CTL_ADD, shared_.wake_fd(), EPOLLIN, kWakeKey);
   poll(EPOLL_CTL_ADD, tcp_listener_.get(), EPOLLIN, kTcpKey);
@@ -40,6 +40,12 @@ IoThread::IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimit
   if (tools_.ucx) poll(EPOLL_CTL_ADD, tools_.ucx->fd(), EPOLLIN, kUcxKey);
   poll(EPOLL_CTL_ADD, tools_.staging->fd(), EPOLLIN, kStagingKey);
   poll(EPOLL_CTL_ADD, timer_.get(), EPOLLIN, kTimerKey);
+  for (const int fd : {epoll_.get(), timer_.get(), shared_.wake_fd()}) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    // Not where UCX nests as many epolls already as the kernel allows.
+    if (bell_ && ::epoll_ctl(bell_.get(), EPOLL_CTL_ADD, fd, &event) != 0) bell_.reset();
+  }
 }
 
 void IoThread::run() noexcept {

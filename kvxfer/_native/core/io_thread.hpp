@@ -80,7 +80,11 @@ class IoThread {
     Nanos away = 0;         // written by the wait: as long others had the processor
   };
   Begin begin_wait(bool is_driver, Nanos now);
-  int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Begin& begin);
+  int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_driver, bool is_polled, Begin& begin);
+  void mute() noexcept;
+  void unmute() noexcept;
+  void answered();
+  void ring(uint32_t events) noexcept;
   void leave();
   Nanos left_to_wait_for(Nanos until);
   bool is_polled_still(Nanos now) const;
@@ -118,6 +122,7 @@ class IoThread {
   LaneTools tools_;  // outlives what uses it
   LoopTurn& turn_;
   Fd epoll_, timer_, tcp_listener_, unix_listener_;
+  Fd bell_;  // what the thread sleeps on once others helped it: the epoll, the timer and the wake
   std::unordered_map<Key, std::unique_ptr<Connection>> connections_;
   std::unordered_map<SessionId, Key> by_session_;
   std::unordered_map<Key, Dialing> dialing_;
@@ -137,6 +142,9 @@ class IoThread {
   bool is_napping_ = false;  // because another thread polls
   std::atomic<Nanos> polled_at_{0};  // by another thread, read without the turn; how often without a pause
   uint32_t polls_ = 0;
+  Nanos helped_at_ = 0;     // last small post of a caller that was not answered yet; 0: they were
+  bool is_muted_ = false;   // the thread hears of no socket, because another thread looks at them
+  std::atomic<bool> has_helpers_{false};
   uint32_t quick_ = 0;      // waits in a row that were over almost at once
   bool is_full_ = false;    // a socket took not all: it has more to say than its peer
   Key landing_ = 0;         // blocks came in from under this kernel; 0: none since the last wait

@@ -12,15 +12,19 @@ namespace {
 
 constexpr int kEventsMax = 64;
 constexpr size_t kPortionOfHelp = 128 << 10;    // for a thread that has other things to do
+constexpr size_t kSmallRead = 64 << 10;         // is over sooner than another thread would be awake
 constexpr Nanos kPollPause = 100'000;           // whoever polls more often than this ...
 constexpr uint32_t kPollsMin = 8;               // ... so many times in a row ...
 constexpr Nanos kNap = 200'000;                 // ... is left alone with the sockets, for so long after the last
+constexpr Nanos kMute = 200'000;                // whoever polls like that until so long after a small post hears alone of sockets ...
+constexpr Nanos kMuteMax = kMillisecond;        // ... and if he stops polling, nobody does until then
 constexpr Nanos kQuick = 50'000;                // a wait that was over almost at once; after so many of them ...
 constexpr uint32_t kQuickMin = 3, kQuickMax = 8;
 constexpr Nanos kSpin = 20'000;                 // ... the next one begins without sleep
 constexpr Nanos kLandingSpin = 100'000;         // while blocks come in from under this kernel
 constexpr Nanos kDriverSpin = 100'000;          // of a caller that waits: it has asked for something that is on its way
-constexpr Nanos kTold = 50'000;                 // for who was told first to post the next
+constexpr Nanos kTold = 50'000;                 // for who was told first to post the next ...
+constexpr Nanos kToldAtLeisure = 5 * kMillisecond;  // ... where nobody waits: a timer that is later than the clock's tick costs a tenth
 constexpr Nanos kSoon = kMillisecond;            // a thread that sleeps is woken at once for what is due so soon
 constexpr Nanos kMoveRest = 500'000;            // between two moves to another processor
 
@@ -38,6 +42,7 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
   if (turn_.is_driven) return leave(), false;
   turn_.is_driven = true;
   polls_ = 0;
+  mute();
   const Nanos thread_sleeps_until = sleeps_until_;
   Nanos next = 0;
   try {
@@ -54,6 +59,7 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
   } catch (const std::exception& error) {
     fail(error);
   }
+  unmute();
   turn_.is_driven = false;
   leave();
   return true;
@@ -86,6 +92,9 @@ bool IoThread::help(bool is_polling) noexcept {
       const Nanos now = monotonic_now();
       polls_ = is_polled_still(now) ? polls_ + 1 : 0;
       polled_at_.store(now, std::memory_order_relaxed);
+      const bool is_soon = now - helped_at_ < kMute;  // what he polls for, as a rule, is the small post that he came with before
+      if (!is_soon) unmute();
+      else if (polls_ >= kPollsMin && sleeps_until_ != 0 && !is_napping_) mute();
       epoll_event events[kEventsMax];
       const int count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
       for (int i = 0; i < count; ++i) on_ready(events[i].data.u64, events[i].events);
@@ -93,17 +102,31 @@ bool IoThread::help(bool is_polling) noexcept {
       const bool is_late = is_napping_ && now - worked_at_ >= kNap;
       if (shared_.has_news() && !is_late) {
         portion_ = kPortion;
-        return tell_first(), true;
+        tell_first();
+        return answered(), true;
       }
+    } else {
+      helped_at_ = monotonic_now();
     }
-    const Nanos until = left_to_wait_for(work());
+    Nanos next = work();
+    // Asked for and read in one go: the thread need not be woken for it, and the source hears of the end while it wakes.
+    if (next == 0 && !is_polling && reads_.has_new() && reads_.is_small(kSmallRead)) next = work();
+    const Nanos until = left_to_wait_for(next);
     if (is_bulk_) polls_ = 0;  // no nap now
     hand_over(is_napping_ && !warming_.empty() ? 0 : until);  // to warm is the thread's
+    if (shared_.has_news()) answered();
+    // Who polls may never come again, and whatever timer there was may be gone: he has read it.
+    else if (is_muted_ && std::min(sleeps_until_, timer_at_) > helped_at_ + kMuteMax) set_timer(helped_at_ + kMuteMax);
   } catch (const std::exception& error) {
     fail(error);
   }
   portion_ = kPortion;
   return true;
+}
+
+void IoThread::answered() {
+  helped_at_ = 0;
+  unmute();
 }
 
 // Until when the thread may sleep, where a caller that had work() say `until` goes away: what UCX has in flight wakes
@@ -133,7 +156,7 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
     const Nanos began = monotonic_now();
     Begin begin = is_polled ? Begin{} : begin_wait(is_driver, began);
     turn.unlock();
-    count = wait_unlocked(events, kEventsMax, until, is_polled, begin);
+    count = wait_unlocked(events, kEventsMax, until, is_driver, is_polled, begin);
     const bool is_quick = monotonic_now() - began < kQuick;
     if (is_driver) {
       is_driver_asleep_ = false;
@@ -141,6 +164,7 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
       let_drive();
     }
     turn.lock();
+    if (!is_driver && !turn_.is_driven) unmute();
     if (begin.away != 0) spinning_.was_away(begin.away, monotonic_now());
     if (!is_driver && !is_polled) quick_ = is_quick ? std::min(quick_ + 1, kQuickMax) : 0;
     sleeps_until_ = 0;
@@ -171,7 +195,7 @@ IoThread::Begin IoThread::begin_wait(bool is_driver, Nanos now) {
 }
 
 // Without the turn.
-int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_polled, Begin& begin) {
+int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_driver, bool is_polled, Begin& begin) {
   const Nanos began = monotonic_now();
   if (is_polled) {
     pollfd wake{shared_.wake_fd(), POLLIN, 0};
@@ -202,9 +226,32 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
   if (count == 0) {
     const Nanos left = until == kNever ? kNever : until - monotonic_now();
     const int timeout_ms = until == kNever ? -1 : static_cast<int>(std::clamp<Nanos>((left + kMillisecond - 1) / kMillisecond, 0, 1'000'000));
-    count = ::epoll_wait(epoll_.get(), events, size, timeout_ms);
+    const bool is_helped = has_helpers_.load(std::memory_order_relaxed);
+    count = ::epoll_wait(is_driver || !is_helped ? epoll_.get() : bell_.get(), events, size, timeout_ms);
+    if (!is_driver && is_helped && count > 0) count = ::epoll_wait(epoll_.get(), events, size, 0);
   }
   return count;
+}
+
+// Who looks at the sockets himself would have the thread woken by every answer that he waits for, on one of the processors
+// that he and who answers run on: that takes longer than a small read. So it sleeps on an epoll that has the other one as a
+// source, and hears of the sockets only while that is not muted; of wakes and the timer always.
+void IoThread::mute() noexcept {
+  if (!bell_ || is_muted_) return;
+  has_helpers_.store(true, std::memory_order_relaxed);
+  is_muted_ = true;
+  ring(0);
+}
+
+void IoThread::unmute() noexcept {
+  if (!std::exchange(is_muted_, false)) return;
+  ring(EPOLLIN);
+}
+
+void IoThread::ring(uint32_t events) noexcept {
+  epoll_event event{};
+  event.events = events;
+  if (::epoll_ctl(bell_.get(), EPOLL_CTL_MOD, epoll_.get(), &event) != 0 && !shared_.has_failed()) fail(Error(Code::internal, errno_text("epoll_ctl")));
 }
 
 // Who leaves the loop to the thread says until when that may sleep. What was just asked for is answered soon, and perhaps
@@ -223,10 +270,15 @@ void IoThread::hand_over(Nanos until) {
 // next, or by the thread.
 void IoThread::tell_first() {
   if (sleeps_until_ == 0 || is_napping_) return;  // it is soon at it
-  const Nanos at = monotonic_now() + kTold;
+  const auto has_out = [this](Key key) {
+    const auto found = connections_.find(key);
+    return found != connections_.end() && !found->second->outbox().is_empty();
+  };
+  const bool is_pressing = !reads_.is_idle() || tools_.staging->is_busy() || shared_.is_pressed() || std::any_of(touched_.begin(), touched_.end(), has_out);
+  const Nanos at = monotonic_now() + (is_pressing ? kTold : kToldAtLeisure);
   if (at >= std::min(sleeps_until_, timer_at_)) return;
   set_timer(at);
-  is_told_first_ = true;
+  is_told_first_ = is_pressing;
 }
 
 void IoThread::set_timer(Nanos at) {

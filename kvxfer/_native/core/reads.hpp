@@ -24,6 +24,8 @@ class Reads {
   void stop_all();                  // the core is
   void report_stopped(const TransferId& id, uint64_t token, Code code, const std::string& text);
   bool has_new() const { return has_new_; }  // since the last work()
+  bool is_idle() const { return jobs_.empty() && stopped_.empty(); }
+  bool is_small(size_t bytes) const;  // all of them together
   bool is_in_flight() const;  // something may still land
   // Of those that are in flight nothing is ever given back.
   void keep();

@@ -39,6 +39,16 @@ constexpr bool is_alternative = false;
 template <class T, class... All>
 constexpr bool is_alternative<T, std::variant<All...>> = (std::is_same_v<T, All> || ...);
 
+// What is for the owner is told already; but where a transfer broke off, what still fills its blocks is to be stopped before it
+// can drain.
+template <class E>
+bool is_pressing(const E& effect) {
+  if constexpr (std::is_same_v<E, TransferFinal> || std::is_same_v<E, OfferEnded>) return effect.state != TransferState::Committed;
+  if constexpr (is_alternative<E, OwnerEvent>) return false;
+  if constexpr (std::is_same_v<E, SendFrame>) return !effect.is_leisurely;
+  return true;
+}
+
 }  // namespace
 
 Nanos monotonic_now() {
@@ -280,6 +290,12 @@ std::deque<Effect> SharedEndpoint::take_effects(Nanos& sleep_until, Nanos& tick_
   sleep_until = std::min({sleep_until, tick_at, is_taken_here ? kNever : events_.due()});
   sleep_until_ = effects_.empty() && withdrawn_.empty() && !is_shut_ ? sleep_until : 0;
   return std::exchange(effects_, {});
+}
+
+bool SharedEndpoint::is_pressed() const {
+  std::lock_guard lock(mutex_);
+  if (is_shut_ || sleep_until_ == 0) return true;
+  return std::any_of(effects_.begin(), effects_.end(), [](const Effect& effect) { return std::visit([](const auto& e) { return is_pressing(e); }, effect); });
 }
 
 void SharedEndpoint::tell(OwnerEvent event) {

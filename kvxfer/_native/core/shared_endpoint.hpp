@@ -108,6 +108,8 @@ class SharedEndpoint {
   // What is to be done now. Nothing: the thread may sleep until `sleep_until`, and is woken where that gets earlier. Sets
   // `tick_at` to when the endpoint wants to be ticked.
   std::deque<Effect> take_effects(Nanos& sleep_until, Nanos& tick_at);
+  // Whether some of that, or of what the IO thread was or would have been woken for, cannot wait.
+  bool is_pressed() const;
   // Pools and regions that were removed since the last call.
   std::vector<Withdrawn> take_withdrawn();
   bool has_withdrawn() const { return has_withdrawn_.load(std::memory_order_acquire); }

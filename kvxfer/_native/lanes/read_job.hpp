@@ -79,6 +79,7 @@ class ReadJob {
   uint64_t token() const { return read_.token; }
   SessionId session() const { return read_.session; }
   Lane lane() const { return read_.lane; }
+  uint64_t bytes() const { return bytes_; }  // of the whole read
 
  protected:
   ReadJob(ReadBlocks read, RemotePlace from, OwnMemory to);
@@ -88,7 +89,6 @@ class ReadJob {
   const RemotePlace& source() const { return from_; }
   const OwnMemory& target() const { return to_; }
   const Extent& filled() const { return read_.to; }
-  uint64_t bytes() const { return bytes_; }  // of the whole read
   bool has_sums() const { return running_.has_value(); }
   // The next `bytes` of the target, in order, are in place. Throws Error(checksum) where the source had said otherwise of
   // a piece that they complete. Does nothing where it had said nothing.

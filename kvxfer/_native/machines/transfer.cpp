@@ -267,7 +267,8 @@ void Transfer::finish(TransferState state, Code code, const std::string& text, N
   if (state_ == TransferState::Committed && !has_bug(Bug::skip_confirm) && (done_ != total() || reading_ != 0)) {
     throw Error(Code::internal, "commit of a transfer that has not landed");
   }
-  if (session_ != 0) send(Release{spec_.id}, out);
+  // A fetch reads what stays granted: its release ends bookkeeping alone.
+  if (session_ != 0) out.push_back(SendFrame{session_, Release{spec_.id}, is_fetch()});
   into_->quarantine();
   const Nanos first = first_read_at_ == 0 ? now : first_read_at_;
   const Nanos last = last_landed_at_ == 0 ? first : last_landed_at_;
