@@ -100,7 +100,6 @@ void bind_pieces(nb::module_& m) {
       .def("__init__",
            [](PyPieces* self, const PyRanges& ranges, const BlockArray& ids) { new (self) PyPieces{PieceList{ranges.ranges, to_ids(ids)}}; },
            nb::arg("ranges"), nb::arg("ids"))
-      .def("__len__", [](const PyPieces& self) { return self.list.count(); })
       .def_prop_ro("ranges", [](const PyPieces& self) { return PyRanges{self.list.ranges}; })
       .def_prop_ro("ids", [](const PyPieces& self) {
         auto* kept = new IdList(self.list.ids);

@@ -2,7 +2,6 @@
 
 #include <sys/random.h>
 #include <sys/socket.h>
-#include <sys/timerfd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -31,21 +30,12 @@ Bytes32 random_nonce() {
 IoThread::IoThread(SharedEndpoint& shared, Statistics& statistics, EndpointLimits limits, LaneTools tools, LoopTurn& turn,
                    Fd tcp_listener, Fd unix_listener)
     : shared_(shared), statistics_(statistics), limits_(limits), tools_(std::move(tools)), turn_(turn),
-      epoll_(::epoll_create1(EPOLL_CLOEXEC)), timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)), tcp_listener_(std::move(tcp_listener)), unix_listener_(std::move(unix_listener)), bell_(::epoll_create1(EPOLL_CLOEXEC)), reads_(shared, statistics), portion_(kPortion) {
-  if (!epoll_ || !bell_) fail_errno(Code::limit_exceeded, "epoll_create1");
-  if (!timer_) fail_errno(Code::limit_exceeded, "timerfd_create");
-  poll(EPOLL_CTL_ADD, shared_.wake_fd(), EPOLLIN, kWakeKey);
-  poll(EPOLL_CTL_ADD, tcp_listener_.get(), EPOLLIN, kTcpKey);
-  if (unix_listener_) poll(EPOLL_CTL_ADD, unix_listener_.get(), EPOLLIN, kUnixKey);
-  if (tools_.ucx) poll(EPOLL_CTL_ADD, tools_.ucx->fd(), EPOLLIN, kUcxKey);
-  poll(EPOLL_CTL_ADD, tools_.staging->fd(), EPOLLIN, kStagingKey);
-  poll(EPOLL_CTL_ADD, timer_.get(), EPOLLIN, kTimerKey);
-  for (const int fd : {epoll_.get(), timer_.get(), shared_.wake_fd()}) {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    // Not where UCX nests as many epolls already as the kernel allows.
-    if (bell_ && ::epoll_ctl(bell_.get(), EPOLL_CTL_ADD, fd, &event) != 0) bell_.reset();
-  }
+      tcp_listener_(std::move(tcp_listener)), unix_listener_(std::move(unix_listener)), poller_(shared.wake_fd(), kWakeKey, kTimerKey), reads_(shared, statistics),
+      portion_(kPortion) {
+  poller_.add(tcp_listener_.get(), EPOLLIN, kTcpKey);
+  if (unix_listener_) poller_.add(unix_listener_.get(), EPOLLIN, kUnixKey);
+  if (tools_.ucx) poller_.add(tools_.ucx->fd(), EPOLLIN, kUcxKey);
+  poller_.add(tools_.staging->fd(), EPOLLIN, kStagingKey);
 }
 
 void IoThread::run() noexcept {
@@ -97,10 +87,10 @@ Nanos IoThread::work() {
 }
 
 void IoThread::on_ready(Key key, uint32_t events) {
-  if (key == kWakeKey) return clear_wake();
+  if (key == kWakeKey) return shared_.clear_wake();
   if (key == kUcxKey) return tools_.ucx->woken();  // progress is made in every round
   if (key == kStagingKey) return tools_.staging->woken();
-  if (key == kTimerKey) return clear_timer();
+  if (key == kTimerKey) return is_told_first_ = false, poller_.clear_timer();
   if (key == kTcpKey) return accept(tcp_listener_, key, SessionKind::Tcp);
   if (key == kUnixKey) return accept(unix_listener_, key, SessionKind::Unix);
   if (dialing_.count(key) != 0) return finish_dial(key);
@@ -118,13 +108,6 @@ void IoThread::on_ready(Key key, uint32_t events) {
   }
 }
 
-void IoThread::poll(int operation, int fd, uint32_t events, Key key) {
-  epoll_event event{};
-  event.events = events;
-  event.data.u64 = key;
-  if (::epoll_ctl(epoll_.get(), operation, fd, &event) != 0) throw Error(Code::internal, errno_text("epoll_ctl"));
-}
-
 // --- connections come and go ---
 
 void IoThread::accept(Fd& listener, Key key, SessionKind kind) {
@@ -132,7 +115,7 @@ void IoThread::accept(Fd& listener, Key key, SessionKind kind) {
     Fd fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!fd) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
-        poll(EPOLL_CTL_MOD, listener.get(), 0, key);
+        poller_.change(listener.get(), 0, key);
         accept_again_at_ = monotonic_now() + kAcceptRest;
       }
       return;
@@ -156,7 +139,7 @@ void IoThread::open(Fd fd, SessionKind kind, std::optional<AgentRef> dialed) {
   });
   connection->dialed = std::move(dialed);
   connection->interest = EPOLLIN;
-  poll(EPOLL_CTL_ADD, connection->fd(), EPOLLIN, key);
+  poller_.add(connection->fd(), EPOLLIN, key);
   by_session_[connection->session] = key;
   connections_.emplace(key, std::move(connection));
 }
@@ -171,7 +154,7 @@ void IoThread::start_dial(const Dial& dial) {
     if (dial.kind == SessionKind::Memory) throw Error(Code::no_lane, "the memory lane joins simulated agents only");
     Fd fd = dial.kind == SessionKind::Unix ? dial_unix(address->unix_path) : dial_tcp(address->tcp_host, address->tcp_port);
     const Key key = next_key_++;
-    poll(EPOLL_CTL_ADD, fd.get(), EPOLLOUT, key);
+    poller_.add(fd.get(), EPOLLOUT, key);
     dialing_.emplace(key, Dialing{std::move(fd), dial.peer, dial.kind, monotonic_now() + limits_.handshake_ns});
   } catch (const Error& error) {
     if (error.code() == Code::internal) throw;
@@ -188,7 +171,7 @@ void IoThread::finish_dial(Key key) {
   if (dialing.kind == SessionKind::Unix && !is_same_user(dialing.fd.get())) {
     return dial_failed(dialing.peer, dialing.kind, Code::no_lane, "the Unix socket belongs to another user's process");
   }
-  poll(EPOLL_CTL_DEL, dialing.fd.get(), 0, key);
+  poller_.remove(dialing.fd.get());
   open(std::move(dialing.fd), dialing.kind, std::move(dialing.peer));
 }
 
@@ -362,14 +345,14 @@ void IoThread::watch(Key key, Connection& connection) {
   const uint32_t interest = (connection.is_paused() ? 0u : static_cast<uint32_t>(EPOLLIN)) | (has_out ? static_cast<uint32_t>(EPOLLOUT) : 0u);
   if (interest == connection.interest) return;
   connection.interest = interest;
-  poll(EPOLL_CTL_MOD, connection.fd(), interest, key);
+  poller_.change(connection.fd(), interest, key);
 }
 
 void IoThread::tick_own(Nanos now) {
   if (now >= accept_again_at_) {
     accept_again_at_ = kNever;
-    poll(EPOLL_CTL_MOD, tcp_listener_.get(), EPOLLIN, kTcpKey);
-    if (unix_listener_) poll(EPOLL_CTL_MOD, unix_listener_.get(), EPOLLIN, kUnixKey);
+    poller_.change(tcp_listener_.get(), EPOLLIN, kTcpKey);
+    if (unix_listener_) poller_.change(unix_listener_.get(), EPOLLIN, kUnixKey);
   }
   std::vector<Key> late;
   for (const auto& [key, dialing] : dialing_) {

@@ -4,17 +4,17 @@
 // A thread of its own runs it. But everything here is guarded by one mutex, the turn, which that thread lets go while it
 // waits; and a thread that has just posted something, or polls for its end, may take the turn and do what is to be done
 // itself. That saves two wakeups of a thread, which is more than a small read costs. While somebody polls without pause,
-// the thread leaves the sockets to it and only looks now and then whether it still does. A caller that has nothing to do but
-// wait drives the loop itself, reads of much included, and the thread rests meanwhile.
+// the thread leaves the sockets to it and only looks now and then whether it still does; for an answer to a small post it is not
+// even woken (poller.hpp). A caller that has nothing to do but wait drives the loop itself, reads of much included, and the
+// thread rests meanwhile.
 #pragma once
 
 #include <condition_variable>
 
-#include <sys/epoll.h>
-
 #include <unordered_map>
 
 #include "connection.hpp"
+#include "poller.hpp"
 #include "processor.hpp"
 #include "reads.hpp"
 
@@ -52,7 +52,7 @@ class IoThread {
     Nanos deadline;
   };
   static constexpr size_t kPortion = 4 << 20;  // of a connection, and of all one-sided reads, in one round
-  using Key = uint64_t;  // what epoll tells of a socket; never used twice
+  using Key = Poller::Key;  // a socket's is never used twice
 
   Nanos work();
   void fail(const std::exception& error) noexcept;
@@ -81,10 +81,7 @@ class IoThread {
   };
   Begin begin_wait(bool is_driver, Nanos now);
   int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_driver, bool is_polled, Begin& begin);
-  void mute() noexcept;
-  void unmute() noexcept;
   void answered();
-  void ring(uint32_t events) noexcept;
   void leave();
   Nanos left_to_wait_for(Nanos until);
   bool is_polled_still(Nanos now) const;
@@ -92,9 +89,6 @@ class IoThread {
   void let_drive();                               // the thread waits, without the turn, while others drive and are awake
   void hand_over(Nanos until);
   void tell_first();
-  void clear_wake();
-  void set_timer(Nanos at);
-  void clear_timer();
   // io_copies.cpp
   void settle_copies();
   void finish_copies(Nanos until);
@@ -114,15 +108,14 @@ class IoThread {
   void remove(Key key);
   void tick_own(Nanos now);
   Nanos next_own_deadline() const;
-  void poll(int operation, int fd, uint32_t events, Key key);
 
   SharedEndpoint& shared_;
   Statistics& statistics_;
   const EndpointLimits limits_;
   LaneTools tools_;  // outlives what uses it
   LoopTurn& turn_;
-  Fd epoll_, timer_, tcp_listener_, unix_listener_;
-  Fd bell_;  // what the thread sleeps on once others helped it: the epoll, the timer and the wake
+  Fd tcp_listener_, unix_listener_;
+  Poller poller_;           // its timer wakes who sleeps earlier than he meant to
   std::unordered_map<Key, std::unique_ptr<Connection>> connections_;
   std::unordered_map<SessionId, Key> by_session_;
   std::unordered_map<Key, Dialing> dialing_;
@@ -137,14 +130,11 @@ class IoThread {
   bool is_bulk_ = false;  // more is to be read than one portion
   Nanos worked_at_ = 0, tick_at_ = 0;
   Nanos sleeps_until_ = 0;  // of the thread; 0: it does not
-  Nanos timer_at_ = kNever; // wakes who sleeps, earlier than he meant to ...
-  bool is_told_first_ = false;  // ... for what whoever polled or waited left
+  bool is_told_first_ = false;  // the timer is for what whoever polled or waited left
   bool is_napping_ = false;  // because another thread polls
   std::atomic<Nanos> polled_at_{0};  // by another thread, read without the turn; how often without a pause
   uint32_t polls_ = 0;
   Nanos helped_at_ = 0;     // last small post of a caller that was not answered yet; 0: they were
-  bool is_muted_ = false;   // the thread hears of no socket, because another thread looks at them
-  std::atomic<bool> has_helpers_{false};
   uint32_t quick_ = 0;      // waits in a row that were over almost at once
   bool is_full_ = false;    // a socket took not all: it has more to say than its peer
   Key landing_ = 0;         // blocks came in from under this kernel; 0: none since the last wait

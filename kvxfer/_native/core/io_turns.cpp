@@ -1,7 +1,5 @@
 // Who does the loop's work, and how long it sleeps: the core's own thread, a caller that helps, or one that drives.
 #include <poll.h>
-#include <sys/eventfd.h>
-#include <sys/timerfd.h>
 
 #include <algorithm>
 
@@ -42,10 +40,10 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
   if (turn_.is_driven) return leave(), false;
   turn_.is_driven = true;
   polls_ = 0;
-  mute();
-  const Nanos thread_sleeps_until = sleeps_until_;
-  Nanos next = 0;
   try {
+    poller_.mute();
+    const Nanos thread_sleeps_until = sleeps_until_;
+    Nanos next = 0;
     while (!shared_.is_shut() && !shared_.has_news() && monotonic_now() < until) {
       next = work();
       if (shared_.has_news() || !wait(turn, std::min(next, until), true)) break;
@@ -56,10 +54,10 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
     if (!is_resting_ && next == 0 && !is_told_first && !shared_.is_shut()) next = work();
     sleeps_until_ = is_resting_ ? 0 : thread_sleeps_until;
     if (!is_resting_) is_told_first ? tell_first() : hand_over(left_to_wait_for(next));
+    poller_.unmute();
   } catch (const std::exception& error) {
     fail(error);
   }
-  unmute();
   turn_.is_driven = false;
   leave();
   return true;
@@ -93,10 +91,10 @@ bool IoThread::help(bool is_polling) noexcept {
       polls_ = is_polled_still(now) ? polls_ + 1 : 0;
       polled_at_.store(now, std::memory_order_relaxed);
       const bool is_soon = now - helped_at_ < kMute;  // what he polls for, as a rule, is the small post that he came with before
-      if (!is_soon) unmute();
-      else if (polls_ >= kPollsMin && sleeps_until_ != 0 && !is_napping_) mute();
+      if (!is_soon) poller_.unmute();
+      else if (polls_ >= kPollsMin && sleeps_until_ != 0 && !is_napping_) poller_.mute();
       epoll_event events[kEventsMax];
-      const int count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
+      const int count = poller_.look(events, kEventsMax);
       for (int i = 0; i < count; ++i) on_ready(events[i].data.u64, events[i].events);
       // A thread that naps does not do the rest soon: others would wait for as long as every poll brings news.
       const bool is_late = is_napping_ && now - worked_at_ >= kNap;
@@ -116,7 +114,7 @@ bool IoThread::help(bool is_polling) noexcept {
     hand_over(is_napping_ && !warming_.empty() ? 0 : until);  // to warm is the thread's
     if (shared_.has_news()) answered();
     // Who polls may never come again, and whatever timer there was may be gone: he has read it.
-    else if (is_muted_ && std::min(sleeps_until_, timer_at_) > helped_at_ + kMuteMax) set_timer(helped_at_ + kMuteMax);
+    else if (poller_.is_muted() && std::min(sleeps_until_, poller_.timer_at()) > helped_at_ + kMuteMax) poller_.set_timer(helped_at_ + kMuteMax);
   } catch (const std::exception& error) {
     fail(error);
   }
@@ -126,7 +124,7 @@ bool IoThread::help(bool is_polling) noexcept {
 
 void IoThread::answered() {
   helped_at_ = 0;
-  unmute();
+  poller_.unmute();
 }
 
 // Until when the thread may sleep, where a caller that had work() say `until` goes away: what UCX has in flight wakes
@@ -148,7 +146,7 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
   const bool is_polled = !is_driver && polls_ >= kPollsMin && is_polled_still(monotonic_now());
   if (until != 0 && tools_.ucx) until = tools_.ucx->may_sleep() || is_polled ? std::min(until, tools_.ucx->wake_by()) : 0;
   if (until == 0) {
-    count = ::epoll_wait(epoll_.get(), events, kEventsMax, 0);
+    count = poller_.look(events, kEventsMax);
   } else {
     sleeps_until_ = until;
     is_napping_ = is_polled;
@@ -164,7 +162,7 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
       let_drive();
     }
     turn.lock();
-    if (!is_driver && !turn_.is_driven) unmute();
+    if (!is_driver && !turn_.is_driven) poller_.unmute();
     if (begin.away != 0) spinning_.was_away(begin.away, monotonic_now());
     if (!is_driver && !is_polled) quick_ = is_quick ? std::min(quick_ + 1, kQuickMax) : 0;
     sleeps_until_ = 0;
@@ -203,7 +201,7 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
     do {
       const timespec nap{0, static_cast<long>(std::clamp<Nanos>(until - now, 0, kNap))};
       ::ppoll(&wake, 1, &nap, nullptr);
-      if (wake.revents != 0) return clear_wake(), 0;
+      if (wake.revents != 0) return shared_.clear_wake(), 0;
       now = monotonic_now();
     } while (now < until && is_polled_still(now));  // without the turn, which would only make the other wait
     return 0;
@@ -218,40 +216,12 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
   if (begin.spin != 0) {
     Nanos now = began;
     do {
-      count = ::epoll_wait(epoll_.get(), events, size, 0);
+      count = poller_.look(events, size);
       const Nanos before = std::exchange(now, monotonic_now());
       begin.away = Spinning::away(before, now);
     } while (count == 0 && begin.away == 0 && now - began < begin.spin);
   }
-  if (count == 0) {
-    const Nanos left = until == kNever ? kNever : until - monotonic_now();
-    const int timeout_ms = until == kNever ? -1 : static_cast<int>(std::clamp<Nanos>((left + kMillisecond - 1) / kMillisecond, 0, 1'000'000));
-    const bool is_helped = has_helpers_.load(std::memory_order_relaxed);
-    count = ::epoll_wait(is_driver || !is_helped ? epoll_.get() : bell_.get(), events, size, timeout_ms);
-    if (!is_driver && is_helped && count > 0) count = ::epoll_wait(epoll_.get(), events, size, 0);
-  }
-  return count;
-}
-
-// Who looks at the sockets himself would have the thread woken by every answer that he waits for, on one of the processors
-// that he and who answers run on: that takes longer than a small read. So it sleeps on an epoll that has the other one as a
-// source, and hears of the sockets only while that is not muted; of wakes and the timer always.
-void IoThread::mute() noexcept {
-  if (!bell_ || is_muted_) return;
-  has_helpers_.store(true, std::memory_order_relaxed);
-  is_muted_ = true;
-  ring(0);
-}
-
-void IoThread::unmute() noexcept {
-  if (!std::exchange(is_muted_, false)) return;
-  ring(EPOLLIN);
-}
-
-void IoThread::ring(uint32_t events) noexcept {
-  epoll_event event{};
-  event.events = events;
-  if (::epoll_ctl(bell_.get(), EPOLL_CTL_MOD, epoll_.get(), &event) != 0 && !shared_.has_failed()) fail(Error(Code::internal, errno_text("epoll_ctl")));
+  return count != 0 ? count : poller_.wait(events, size, until, is_driver ? Poller::Who::Caller : Poller::Who::OwnThread);
 }
 
 // Who leaves the loop to the thread says until when that may sleep. What was just asked for is answered soon, and perhaps
@@ -261,9 +231,9 @@ void IoThread::hand_over(Nanos until) {
   if (shared_.is_shut()) return shared_.wake();
   if (sleeps_until_ == 0) return;
   const bool was_told_first = std::exchange(is_told_first_, false);  // the timer is for what was done now
-  if (until >= (was_told_first ? sleeps_until_ : std::min(sleeps_until_, timer_at_))) return was_told_first ? set_timer(kNever) : void();
+  if (until >= (was_told_first ? sleeps_until_ : std::min(sleeps_until_, poller_.timer_at()))) return was_told_first ? poller_.set_timer(kNever) : void();
   if (until - monotonic_now() < kSoon) return shared_.wake();
-  set_timer(until);
+  poller_.set_timer(until);
 }
 
 // Who polls or waits is told at once what came. What is to be sent for it (that a grant may end) goes out with what it posts
@@ -274,30 +244,12 @@ void IoThread::tell_first() {
     const auto found = connections_.find(key);
     return found != connections_.end() && !found->second->outbox().is_empty();
   };
-  const bool is_pressing = !reads_.is_idle() || tools_.staging->is_busy() || shared_.is_pressed() || std::any_of(touched_.begin(), touched_.end(), has_out);
+  const bool is_pressing = !reads_.is_idle() || tools_.staging->is_busy() || (tools_.ucx && !tools_.ucx->is_armed()) || shared_.is_pressed() ||
+                           std::any_of(touched_.begin(), touched_.end(), has_out);
   const Nanos at = monotonic_now() + (is_pressing ? kTold : kToldAtLeisure);
-  if (at >= std::min(sleeps_until_, timer_at_)) return;
-  set_timer(at);
+  if (at >= std::min(sleeps_until_, poller_.timer_at())) return;
+  poller_.set_timer(at);
   is_told_first_ = is_pressing;
-}
-
-void IoThread::set_timer(Nanos at) {
-  const bool is_set = at != kNever;
-  const itimerspec when{{0, 0}, {is_set ? at / 1'000'000'000 : 0, is_set ? static_cast<long>(at % 1'000'000'000) : 0}};
-  if (::timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr) != 0) throw Error(Code::internal, errno_text("timerfd_settime"));
-  timer_at_ = at;
-}
-
-void IoThread::clear_timer() {
-  uint64_t ignored;
-  static_cast<void>(!::read(timer_.get(), &ignored, sizeof ignored));
-  timer_at_ = kNever;
-  is_told_first_ = false;
-}
-
-void IoThread::clear_wake() {
-  eventfd_t ignored;
-  ::eventfd_read(shared_.wake_fd(), &ignored);
 }
 
 }  // namespace kvxfer

@@ -1,7 +1,6 @@
 #include "shared_endpoint.hpp"
 
 #include <sys/eventfd.h>
-#include <time.h>
 
 #include <algorithm>
 #include <chrono>
@@ -50,12 +49,6 @@ bool is_pressing(const E& effect) {
 }
 
 }  // namespace
-
-Nanos monotonic_now() {
-  timespec now;
-  ::clock_gettime(CLOCK_MONOTONIC, &now);
-  return Nanos{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
-}
 
 SharedEndpoint::SharedEndpoint(AgentRef self, EndpointLimits limits)
     : endpoint_(std::move(self), limits), wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {

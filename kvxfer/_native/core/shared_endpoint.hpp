@@ -18,13 +18,12 @@
 #include <mutex>
 #include <set>
 
+#include "clock.hpp"
 #include "owner_queue.hpp"
 #include "pool.hpp"
 #include "process.hpp"
 
 namespace kvxfer {
-
-Nanos monotonic_now();
 
 struct PeerAddress {
   std::string tcp_host;
@@ -55,6 +54,10 @@ class SharedEndpoint {
     return std::exchange(turn.must_wake, false);
   }
   void wake() { ::eventfd_write(wake_fd_.get(), 1); }
+  void clear_wake() {
+    eventfd_t ignored;
+    ::eventfd_read(wake_fd_.get(), &ignored);
+  }
   // Only looks; allowed after the end too.
   template <class F>
   auto look(F&& look) const {

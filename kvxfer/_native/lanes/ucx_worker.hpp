@@ -110,6 +110,7 @@ class UcxWorker {
   // --- the loop of the IO thread ---
   int fd() const { return fd_; }        // readable: call woken()
   void woken() { is_armed_ = false; }
+  bool is_armed() const { return is_armed_; }  // if not, there may be work, a peer's too, of which the descriptor does not tell
   void progress();                      // each round; at once where there is nothing to do
   // Asked before the thread sleeps. False: there is more to be done at once; true: the descriptor tells, or wake_by() came.
   bool may_sleep();
