@@ -44,7 +44,7 @@ POISON = 0xEE
 SOON_S = 20.0
 SO_BUF_LOCK = 72
 """asm-generic/socket.h"""
-SLOW_START_THRESHOLD_AT, RETRANSMITTED_AT, MIN_RTT_AT, REORDERED_AT = 76, 100, 148, 220
+MSS_AT, SLOW_START_THRESHOLD_AT, WINDOW_AT, RETRANSMITTED_AT, MIN_RTT_AT, REORDERED_AT = 16, 76, 80, 100, 148, 220
 """Fields of tcp_info (linux/tcp.h)."""
 
 
@@ -348,8 +348,8 @@ class Party:
         return {name: getattr(native, name) for name in dir(native) if not name.startswith("_")}
 
     def connections(self) -> list[dict[str, Any]]:
-        """Of each TCP connection: whether its send buffer is bounded, its congestion control, and its least round trip
-        in us (0: not known)."""
+        """Of each TCP connection: whether its send buffer is bounded, to how many bytes as the kernel counts them, its
+        congestion control and window (bytes), and its least round trip in us (0: not known)."""
         return connections()
 
     # --- memory ---
@@ -421,6 +421,8 @@ def connections() -> list[dict[str, Any]]:
             found.append(
                 {
                     "bounded": lock & 1,
+                    "send_bytes": one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF),
+                    "window": number(info, WINDOW_AT) * number(info, MSS_AT),
                     "control": control.rstrip(b"\0").decode(),
                     "round_trip_us": number(info, MIN_RTT_AT),
                     "threshold": number(info, SLOW_START_THRESHOLD_AT),

@@ -335,10 +335,7 @@ void Connection::send_map(uint32_t id, Lane lane) {
 }
 
 void Connection::send_data(SendData data, OwnMemory memory) {
-  if (path_ && path_->is_short(fd_.get())) {
-    outbox_.be_prompt();
-    path_.reset();
-  }
+  if (path_ && path_->is_found_short(fd_.get())) outbox_.be_prompt();
   outbox_.push_data(std::move(data), std::move(memory), *tools_.staging);
 }
 
@@ -432,6 +429,7 @@ void Connection::flush(size_t budget) {
       });
       finished.clear();
     }
+    if (path_) path_->sent(fd_.get(), outbox_.sent_last());
     if (!can_more) break;
     budget -= std::min(budget, outbox_.sent_last());
   }

@@ -107,7 +107,7 @@ class Connection {
   bool is_shut_down_ = false;
   bool is_paused_ = false;
   bool is_near_ = false;                    // over TCP, and the peer is under the same kernel
-  std::optional<HostPath> path_;            // to such a one, until it is known
+  std::optional<HostPath> path_;            // to such a one, where that is not loopback
   Nanos close_at_ = 0;
 };
 

@@ -6,6 +6,8 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 namespace kvxfer {
@@ -13,6 +15,9 @@ namespace {
 
 constexpr int kBacklog = 512;
 constexpr int kHostSendBytes = 384 * 1024;
+constexpr int kLeastSendBytes = 64 * 1024;
+constexpr int kOfWindow = 9;                  // sixteenths of it: the kernel counts each byte of a buffer twice
+constexpr size_t kLookEvery = 1 << 20;        // bytes, at the window
 constexpr uint32_t kHostRoundTripUs = 15;     // hardly a network card answers so soon
 constexpr const char* kHostControl = "reno";  // nothing congests inside a host: the plainest, which every kernel has
 constexpr uint64_t kUnknownBytesMax = 8 << 20;  // of so many round trips one is undisturbed, or the path is long
@@ -80,9 +85,16 @@ std::string control(int fd) {
   return {name, ::strnlen(name, sizeof name)};
 }
 
+bool get_info(int fd, tcp_info& info) {
+  socklen_t size = sizeof info;
+  return ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0;
+}
+
+void set_send_bytes(int fd, int bytes) { ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes); }
+
 void tune_to_host(int fd) {
   set_control(fd, kHostControl);
-  ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kHostSendBytes, sizeof kHostSendBytes);
+  set_send_bytes(fd, kHostSendBytes);
 }
 
 }  // namespace
@@ -150,28 +162,38 @@ void tune_tcp(int fd) {
   if (is_local(fd)) tune_to_host(fd);  // across a network the kernel's own tuning follows the round-trip time
 }
 
-bool HostPath::is_short(int fd) {
+bool HostPath::is_found_short(int fd) {
   tcp_info info{};
-  socklen_t size = sizeof info;
-  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+  if (stage_ == Stage::Short || !get_info(fd, info)) return false;
   if (info.tcpi_min_rtt != 0 && info.tcpi_min_rtt <= kHostRoundTripUs) {
-    if (now_ == Control::GivenBack) {  // one that begins anew forgets its threshold, as BBR does
-      set_control(fd, kHostControl);
-      set_control(fd, kernels_);
-    }
+    stage_ = Stage::Short;
+    send_bytes_ = kHostSendBytes;
     tune_to_host(fd);
     return true;
   }
-  if (now_ == Control::Kernels) {
-    now_ = Control::Hosts;
+  if (stage_ == Stage::Unknown) {
+    stage_ = Stage::ByLosses;
     kernels_ = control(fd);
     went_ = info.tcpi_bytes_acked;
     set_control(fd, kHostControl);
-  } else if (now_ == Control::Hosts && info.tcpi_bytes_acked - went_ >= kUnknownBytesMax) {
-    now_ = Control::GivenBack;
+  } else if (stage_ == Stage::ByLosses && info.tcpi_bytes_acked - went_ >= kUnknownBytesMax) {
+    stage_ = Stage::GivenBack;
     set_control(fd, kernels_);
   }
   return false;
+}
+
+void HostPath::sent(int fd, size_t bytes) {
+  tcp_info info{};
+  if (stage_ != Stage::Short || (unlooked_ += bytes) < kLookEvery) return;
+  unlooked_ = 0;
+  if (!get_info(fd, info)) return;
+  const uint64_t window = uint64_t{info.tcpi_snd_cwnd} * info.tcpi_snd_mss;
+  const bool is_opening = info.tcpi_snd_cwnd < info.tcpi_snd_ssthresh;
+  const int fits = is_opening ? kHostSendBytes : static_cast<int>(std::clamp<uint64_t>(window / 16 * kOfWindow, kLeastSendBytes, kHostSendBytes));
+  if (std::abs(fits - send_bytes_) < send_bytes_ / 16) return;
+  send_bytes_ = fits;
+  set_send_bytes(fd, fits);
 }
 
 bool is_same_user(int fd) {

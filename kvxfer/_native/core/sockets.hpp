@@ -27,19 +27,26 @@ void tune_tcp(int fd);
 // congestion control goes by losses, not by rates: BBR takes the time in which the next blocks are summed for a slow path.
 //
 // The first round trips are of a connection that is being made, and a busy machine answers late. So the first blocks go by
-// losses, until more is known: a control that has seen some leaves its slow start threshold behind (BBR 172 to 180 segments
-// over veth, a third of what may be under way), from where the window hardly grows again.
+// losses, until more is known.
+//
+// A window can be less than that buffer all the same: segments were overtaken while it opened, or another control left its
+// slow start threshold behind. From there it never grows: what it holds back is overtaken in its turn. So the buffer
+// follows such a window, and is a little more than that, for it to grow.
 class HostPath {
  public:
-  // Before blocks are sent, until it says that nothing lies between.
-  bool is_short(int fd);
+  // Before blocks are sent. True once, when it has turned out that nothing lies between.
+  bool is_found_short(int fd);
+  // So many more bytes went out.
+  void sent(int fd, size_t bytes);
 
  private:
-  enum class Control : uint8_t { Kernels, Hosts, GivenBack };
+  enum class Stage : uint8_t { Unknown, ByLosses, GivenBack, Short };
 
-  Control now_ = Control::Kernels;
-  std::string kernels_;     // its name
-  uint64_t went_ = 0;       // bytes, when it was taken
+  Stage stage_ = Stage::Unknown;
+  std::string kernels_;     // its congestion control
+  uint64_t went_ = 0;       // bytes, when we took that over
+  size_t unlooked_ = 0;     // bytes since the window was looked at
+  int send_bytes_ = 0;      // the buffer
 };
 
 // The user on the other end of a Unix socket is ours.
