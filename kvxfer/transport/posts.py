@@ -210,7 +210,7 @@ class Poster:
                     post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
                     raise
                 post._began(identity)
-        post._posted()
+            post._posted()  # before anybody else may hear that it drained
         return post
 
     def _route(self, plan: Plan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:

@@ -93,7 +93,7 @@ class Setting:
 
     def finish(self, identity: bytes, state: TransferState = TransferState.COMMITTED, code: str = "ok") -> None:
         self.transport.events.append(
-            types.SimpleNamespace(
+            _core.TransferFinal(  # as patched
                 id=identity,
                 state=state,
                 code=types.SimpleNamespace(name=code),
@@ -227,6 +227,29 @@ def test_other_events_go_on(setting: Setting) -> None:
     setting.finish(b"\0" * 16)
     setting.poster.poll()
     assert len(setting.others) == 2
+
+
+def test_drained_before_the_call_that_posted_it_is_over(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread takes the events of a post as soon as it may."""
+    drained: list[Post] = []
+    monkeypatch.setattr(_core, "TransferDrained", type("Drained", (types.SimpleNamespace,), {}))
+    posted = Post._posted
+
+    def late(post: Post) -> None:
+        setting.finish(post.transfer_ids[0])
+        setting.transport.events.append(_core.TransferDrained(id=post.transfer_ids[0]))
+        others.append(threading.Thread(target=setting.poster.poll))
+        others[0].start()
+        others[0].join(0.1)
+        posted(post)
+
+    others: list[threading.Thread] = []
+    monkeypatch.setattr(Post, "_posted", late)
+    monkeypatch.setattr(_core, "TransferFinal", type("Final", (types.SimpleNamespace,), {}))
+    post = setting.poster.start(setting.plan(10), on_drained=drained.append)
+    others[0].join(20)
+    assert post.is_drained
+    assert drained == [post]
 
 
 def test_lanes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
