@@ -91,7 +91,7 @@ class Namespaces:
     def bound_windows(self, segments: int, end: int = 0) -> None:
         """Connections of ``end``, from the second to the other end on, open their congestion window slowly from so many
         segments on, as after losses: a slow start threshold, kept by the route, for a control that does not set it anew
-        (``reno``)."""
+        (``reno``). Raises ConfigError where there is no ``sysctl``, or the kernel does not know that."""
         name, other = self._names[end], self.addresses[1 - end]
         _ip("-n", name, "route", "add", f"{other}/32", "dev", INTERFACE, "ssthresh", "lock", str(segments))
         settings = ("tcp_congestion_control=reno", "tcp_no_ssthresh_metrics_save=0")

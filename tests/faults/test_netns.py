@@ -25,6 +25,7 @@ STALL_S, RECONNECT_S, PATIENT_S = 0.5, 1.0, 30.0
 SILENCE_S = 2 * STALL_S + RECONNECT_S
 SEND_BYTES = 2 * min(384 << 10, int(pathlib.Path("/proc/sys/net/core/wmem_max").read_text()))  # as the kernel counts
 SEGMENTS_UNDER_WAY = SEND_BYTES // 1448
+LEAST_SEND_BYTES = 64 << 10
 HOST_ROUND_TRIP_US = 15
 KERNELS_CONTROL = pathlib.Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 FRAME_BYTES = 4 << 20
@@ -139,22 +140,34 @@ def test_a_host_that_is_only_a_namespace_away_is_known_by_its_round_trip(hosts: 
 def test_the_send_buffer_follows_a_window_that_is_less(hosts: Hosts) -> None:
     """Else what the window holds back is overtaken, and it stays so small."""
     for party in (hosts.source, hosts.reader):
-        party.allocate(8 << 20)
-    hosts.namespaces.bound_windows(64)
+        party.allocate(2 << 20)
+    try:
+        hosts.namespaces.bound_windows(64)
+    except ConfigError as error:
+        pytest.skip(str(error))
     # The route's threshold is for connections that come after the first.
     greet = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2]))).close()"
     host, port, *_ = hosts.source.card()["address"]
     subprocess.run([*hosts.namespaces.command(1), sys.executable, "-c", greet, host, str(port)], check=True, timeout=20)
     hosts.meet()
-    for turn in range(10):
+    seen = []
+    for turn in range(20):
         hosts.reader.post(f"read {turn}", "READ", "source", 0, 0)
         assert hosts.reader.outcome(f"read {turn}") == "committed"
         (source,) = hosts.source.connections()
-        if turn != 0 and source["bounded"]:
+        window = max(source["window"], source["threshold"] * 1448)
+        if source["bounded"]:
+            seen.append((source["send_bytes"], window))
+        # It was looked at up to a MiB ago, and may have been halved or have grown since. The kernel counts bytes twice.
+        if source["bounded"] and source["send_bytes"] <= max(2 * LEAST_SEND_BYTES, 1.5 * window) < SEND_BYTES:
+            return
+        if len(seen) == 4:
             break
-    if not source["bounded"] or not source["threshold"] * 1448 <= source["window"] < SEND_BYTES // 2:
-        pytest.skip("this machine was too busy for a short round trip while the window was small")
-    assert source["send_bytes"] <= 1.5 * source["window"]
+    if not seen:
+        pytest.skip("this machine was too busy for a short round trip")
+    if all(1.5 * window >= SEND_BYTES for _, window in seen):
+        pytest.skip("the window was never less than the send buffer")
+    pytest.fail(f"send buffers and windows: {seen}")
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["source-knows", "reader-knows"])

@@ -36,7 +36,7 @@ class Poller {
   // could be looked at.
   int wait(epoll_event* events, int size, Nanos until, Who who) const;
 
-  // The own thread, which hears of no descriptor that was added while it is muted; throw Error(internal). Where there can be
+  // The own thread: what was given to add() does not wake it until it is unmuted. Throw Error(internal). Where there can be
   // no second epoll (UCX nests as many as the kernel allows, or the process has no descriptors left) nobody is ever muted.
   void mute();
   void unmute();

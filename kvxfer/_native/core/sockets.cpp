@@ -188,9 +188,9 @@ void HostPath::sent(int fd, size_t bytes) {
   if (stage_ != Stage::Short || (unlooked_ += bytes) < kLookEvery) return;
   unlooked_ = 0;
   if (!get_info(fd, info)) return;
-  const uint64_t window = uint64_t{info.tcpi_snd_cwnd} * info.tcpi_snd_mss;
-  const bool is_opening = info.tcpi_snd_cwnd < info.tcpi_snd_ssthresh;
-  const int fits = is_opening ? kHostSendBytes : static_cast<int>(std::clamp<uint64_t>(window / 16 * kOfWindow, kLeastSendBytes, kHostSendBytes));
+  // Up to the threshold it opens at once, and again after a pause; without losses there is none.
+  const uint64_t window = uint64_t{std::max(info.tcpi_snd_cwnd, info.tcpi_snd_ssthresh)} * info.tcpi_snd_mss;
+  const int fits = static_cast<int>(std::clamp<uint64_t>(window / 16 * kOfWindow, kLeastSendBytes, kHostSendBytes));
   if (std::abs(fits - send_bytes_) < send_bytes_ / 16) return;
   send_bytes_ = fits;
   set_send_bytes(fd, fits);

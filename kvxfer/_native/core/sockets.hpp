@@ -31,7 +31,7 @@ void tune_tcp(int fd);
 //
 // A window can be less than that buffer all the same: segments were overtaken while it opened, or another control left its
 // slow start threshold behind. From there it never grows: what it holds back is overtaken in its turn. So the buffer
-// follows such a window, and is a little more than that, for it to grow.
+// follows such a window, down to a least size, and is a little more than that, for it to grow.
 class HostPath {
  public:
   // Before blocks are sent. True once, when it has turned out that nothing lies between.
