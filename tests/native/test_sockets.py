@@ -61,7 +61,7 @@ def test_on_loopback_the_send_buffer_is_bounded_and_the_receive_buffer_is_not(no
         assert locks == [SEND_LOCK, SEND_LOCK]
         sizes = [end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for end in ends]
     with open("/proc/sys/net/core/wmem_max") as most:
-        assert sizes == [2 * min(384 << 10, int(most.read()))] * 2, "the kernel counts each byte twice"
+        assert sizes == [2 * min(2 << 20, int(most.read()))] * 2, "the kernel counts each byte twice"
 
 
 def test_blocks_that_no_verdict_follows_are_not_held(nodes: Any, new_id: NewId) -> None:

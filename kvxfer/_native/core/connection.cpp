@@ -148,7 +148,8 @@ void Connection::on_up(const AgentRef& peer) {
   const std::optional<PeerAddress> address = shared_.address(peer);
   const bool is_loopback = is_local(fd());  // known when it was made, and tuned then
   is_near_ = is_loopback || (address && !address->unix_path.empty());
-  if (is_near_ && !is_loopback) path_.emplace();
+  if (!is_near_) give_back_control(fd());
+  if (is_near_ && !is_loopback) path_.emplace(fd());
 }
 
 // What it would tell an owner who takes nothing at the moment. A push that is known brings nothing that was not let in.

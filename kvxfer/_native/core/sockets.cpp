@@ -14,12 +14,13 @@ namespace kvxfer {
 namespace {
 
 constexpr int kBacklog = 512;
-constexpr int kHostSendBytes = 384 * 1024;
+constexpr int kHostSendBytes = 2 << 20;
 constexpr int kLeastSendBytes = 64 * 1024;
 constexpr int kOfWindow = 9;                  // sixteenths of it: the kernel counts each byte of a buffer twice
 constexpr size_t kLookEvery = 1 << 20;        // bytes, at the window
 constexpr uint32_t kHostRoundTripUs = 15;     // hardly a network card answers so soon
 constexpr const char* kHostControl = "reno";  // nothing congests inside a host: the plainest, which every kernel has
+constexpr const char* kPacing = "bbr";        // and what its name begins with
 constexpr uint64_t kUnknownBytesMax = 8 << 20;  // of so many round trips one is undisturbed, or the path is long
 
 struct Address {
@@ -64,16 +65,6 @@ Fd make_socket(int family) {
   return fd;
 }
 
-Fd dial(const Address& address, const std::string& where) {
-  Fd fd = make_socket(address.storage.ss_family);
-  if (::connect(fd.get(), address.get(), address.size) != 0 && errno != EINPROGRESS) fail_errno(Code::transport, "cannot connect to " + where);
-  return fd;
-}
-
-std::string show(const std::string& host, uint16_t port) {
-  return (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + std::to_string(port);
-}
-
 void set_control(int fd, const std::string& name) {
   ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size()));
 }
@@ -83,6 +74,22 @@ std::string control(int fd) {
   socklen_t size = sizeof name;
   if (::getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &size) != 0) return {};
   return {name, ::strnlen(name, sizeof name)};
+}
+
+// Before there is a connection.
+void begin_unpaced(int fd) {
+  if (control(fd).rfind(kPacing, 0) == 0) set_control(fd, kHostControl);
+}
+
+Fd dial(const Address& address, const std::string& where) {
+  Fd fd = make_socket(address.storage.ss_family);
+  if (address.storage.ss_family != AF_UNIX) begin_unpaced(fd.get());
+  if (::connect(fd.get(), address.get(), address.size) != 0 && errno != EINPROGRESS) fail_errno(Code::transport, "cannot connect to " + where);
+  return fd;
+}
+
+std::string show(const std::string& host, uint16_t port) {
+  return (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + std::to_string(port);
 }
 
 bool get_info(int fd, tcp_info& info) {
@@ -104,6 +111,7 @@ Fd listen_tcp(const std::string& host, uint16_t port, uint16_t& bound_port) {
   Fd fd = make_socket(address.storage.ss_family);
   const int on = 1;
   ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  begin_unpaced(fd.get());  // and so what it accepts
   if (::bind(fd.get(), address.get(), address.size) != 0 || ::listen(fd.get(), kBacklog) != 0) {
     fail_errno(Code::transport, "cannot listen on " + show(host, port));
   }
@@ -162,6 +170,17 @@ void tune_tcp(int fd) {
   if (is_local(fd)) tune_to_host(fd);  // across a network the kernel's own tuning follows the round-trip time
 }
 
+void give_back_control(int fd) noexcept {
+  if (control(fd) != kHostControl) return;
+  sockaddr_storage own{};
+  socklen_t size = sizeof own;
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &size) != 0) return;
+  const Fd fresh(::socket(own.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (fresh) set_control(fd, control(fresh.get()));
+}
+
+HostPath::HostPath(int fd) { set_control(fd, kHostControl); }
+
 bool HostPath::is_found_short(int fd) {
   tcp_info info{};
   if (stage_ == Stage::Short || !get_info(fd, info)) return false;
@@ -171,14 +190,9 @@ bool HostPath::is_found_short(int fd) {
     tune_to_host(fd);
     return true;
   }
-  if (stage_ == Stage::Unknown) {
-    stage_ = Stage::ByLosses;
-    kernels_ = control(fd);
-    went_ = info.tcpi_bytes_acked;
-    set_control(fd, kHostControl);
-  } else if (stage_ == Stage::ByLosses && info.tcpi_bytes_acked - went_ >= kUnknownBytesMax) {
-    stage_ = Stage::GivenBack;
-    set_control(fd, kernels_);
+  if (stage_ == Stage::Unknown && info.tcpi_bytes_acked >= kUnknownBytesMax) {
+    stage_ = Stage::Long;
+    give_back_control(fd);
   }
   return false;
 }

@@ -20,31 +20,32 @@ bool is_local(int fd);
 void send_at_once(int fd);
 // No delay, and on loopback what suits memory that only looks like a network.
 void tune_tcp(int fd);
+// The kernel's own congestion control from now on, where a descriptor is to be had. A connection does not begin with BBR, as
+// some systems would have it: a socket that ever had it is paced by the kernel for good, whatever control follows. That is a
+// timer for each segment, and half of the speed of memory that only looks like a network. Peers elsewhere get it back.
+void give_back_control(int fd) noexcept;
 // The way to a peer under the same kernel: whether no network card lies between, as between two network namespaces, is known
-// by the round trip. There, as on loopback, the send buffer is bounded: all of it is under way at once, sent by
-// the call that brought it. With more, what the window held back goes out on the processor that works on the acknowledgement,
-// overtakes what the caller's sends, and is sent again for lost; and what waits to be received is in no cache any more. And
-// congestion control goes by losses, not by rates: BBR takes the time in which the next blocks are summed for a slow path.
+// by the round trip. There, as on loopback, the send buffer is bounded: most of it is under way at once, sent by
+// the call that brought it.
 //
-// The first round trips are of a connection that is being made, and a busy machine answers late. So the first blocks go by
-// losses, until more is known.
+// The first round trips are of a connection that is being made, and a busy machine answers late. So congestion control goes
+// by losses until more is known.
 //
-// A window can be less than that buffer all the same: segments were overtaken while it opened, or another control left its
-// slow start threshold behind. From there it never grows: what it holds back is overtaken in its turn. So the buffer
-// follows such a window, down to a least size, and is a little more than that, for it to grow.
+// A window can be less than that buffer all the same: segments were overtaken while it opened. What it holds back goes
+// out on the processor that works on the acknowledgement, overtakes what the caller's sends, and is sent again for lost: it
+// never grows. So the buffer follows such a window, down to a least size, and is a little more than that, for it to grow.
 class HostPath {
  public:
+  explicit HostPath(int fd);
   // Before blocks are sent. True once, when it has turned out that nothing lies between.
   bool is_found_short(int fd);
   // So many more bytes went out.
   void sent(int fd, size_t bytes);
 
  private:
-  enum class Stage : uint8_t { Unknown, ByLosses, GivenBack, Short };
+  enum class Stage : uint8_t { Unknown, Long, Short };
 
   Stage stage_ = Stage::Unknown;
-  std::string kernels_;     // its congestion control
-  uint64_t went_ = 0;       // bytes, when we took that over
   size_t unlooked_ = 0;     // bytes since the window was looked at
   int send_bytes_ = 0;      // the buffer
 };
