@@ -130,7 +130,7 @@ void bind_events(nb::module_& m) {
 
 
 struct CoreStatistics {
-  uint64_t bytes_mapped, bytes_cma, bytes_ucx, bytes_streamed_in, bytes_streamed_out, bytes_discarded;
+  uint64_t bytes_mapped, bytes_cma, bytes_ucx, bytes_streamed_in, bytes_streamed_out, bytes_spliced_out, bytes_discarded;
   uint64_t frames_in, frames_out, wakeups, moves_over;
   uint64_t connections, sessions_tcp, sessions_unix, sessions_refused, dials, dials_failed;
   uint64_t mappings, mappings_refused, checksum_failures;
@@ -144,6 +144,7 @@ void bind_statistics(nb::module_& m) {
       .def_ro("bytes_ucx", &S::bytes_ucx)
       .def_ro("bytes_streamed_in", &S::bytes_streamed_in, "Over TCP and Unix sockets, into blocks and pieces.")
       .def_ro("bytes_streamed_out", &S::bytes_streamed_out)
+      .def_ro("bytes_spliced_out", &S::bytes_spliced_out, "Of those, what went to peers under this kernel without a copy.")
       .def_ro("bytes_discarded", &S::bytes_discarded, "Payload that came for reads that were over.")
       .def_ro("frames_in", &S::frames_in)
       .def_ro("frames_out", &S::frames_out)
@@ -163,7 +164,7 @@ void bind_statistics(nb::module_& m) {
 CoreStatistics snapshot(PyCore& self) {
   const Statistics& s = self.core().statistics();
   return {s.bytes_mapped.get(),      s.bytes_cma.get(),   s.bytes_ucx.get(),     s.bytes_streamed_in.get(), s.bytes_streamed_out.get(),
-          s.bytes_discarded.get(),   s.frames_in.get(),   s.frames_out.get(),    s.wakeups.get(),           s.moves_over.get(),
+          s.bytes_spliced_out.get(), s.bytes_discarded.get(),   s.frames_in.get(),   s.frames_out.get(),    s.wakeups.get(),           s.moves_over.get(),
           s.connections.get(),       s.sessions_tcp.get(),      s.sessions_unix.get(), s.sessions_refused.get(), s.dials.get(),         s.dials_failed.get(),
           s.mappings.get(),          s.mappings_refused.get(), s.checksum_failures.get()};
 }

@@ -212,10 +212,10 @@ void bind_tables(nb::module_& m) {
       .def("on_renew", &GrantTable::on_renew, nb::arg("peer"), nb::arg("renew"), nb::arg("now_ns"))
       .def("on_cancel", &GrantTable::on_cancel, nb::arg("session"), nb::arg("cancel"))
       .def("data_sent",
-           [](GrantTable& t, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns) {
-             return effects_of([&](Effects& out) { t.data_sent(session, id, attempt, count, now_ns, out); });
+           [](GrantTable& t, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns, bool is_lent) {
+             return effects_of([&](Effects& out) { t.data_sent(session, id, attempt, count, is_lent, now_ns, out); });
            },
-           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"))
+           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_lent") = false)
       .def("session_closed", &GrantTable::session_closed, nb::arg("session"))
       .def("reader_dead",
            [](GrantTable& t, const AgentRef& reader, Nanos now_ns) { return effects_of([&](Effects& out) { t.reader_dead(reader, now_ns, out); }); },
@@ -344,10 +344,10 @@ void bind_endpoint(nb::module_& m) {
            },
            nb::arg("session"), nb::arg("frame"), nb::arg("now_ns"))
       .def("data_sent",
-           [](Endpoint& e, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns) {
-             return effects_of([&](Effects& out) { e.data_sent(session, id, attempt, count, now_ns, out); });
+           [](Endpoint& e, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns, bool is_lent) {
+             return effects_of([&](Effects& out) { e.data_sent(session, id, attempt, count, is_lent, now_ns, out); });
            },
-           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"))
+           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_lent") = false)
       .def("data_arrives", &Endpoint::data_arrives, nb::arg("session"), nb::arg("data"), nb::arg("now_ns"))
       .def("is_landing", &Endpoint::is_landing, nb::arg("id"), nb::arg("token"))
       .def("read_landed",
@@ -394,6 +394,7 @@ NB_MODULE(KVXFER_MODULE_NAME, m) {
       .value("NONE", Bug::none)
       .value("SKIP_CONFIRM", Bug::skip_confirm)
       .value("VERDICT_BEFORE_LAST_BYTE", Bug::verdict_before_last_byte)
+      .value("VERDICT_OF_LENT", Bug::verdict_of_lent)
       .value("FREE_BEFORE_DRAIN", Bug::free_before_drain)
       .value("COMMIT_TWICE", Bug::commit_twice)
       .value("RENEW_REVIVES", Bug::renew_revives)

@@ -48,8 +48,9 @@ class End:
 
     def send_data(self, effect: Any) -> None:
         if self.is_open:
-            unit = self.process.world.unit(self, effect.frame)
-            self._outbox.append((unit, effect.frame, effect))
+            frame = self._lent(effect.frame)
+            unit = self.process.world.unit(self, frame)
+            self._outbox.append((unit, frame, effect))
             self._pump()
 
     def _pump(self) -> None:
@@ -58,7 +59,7 @@ class End:
             self.half.send(unit, self.process.machines.encode(frame), None, is_last=effect is None)
             if effect is not None:
                 self._is_sending = True
-                payload = _Payload(unit, effect, self.process.world.slowness(frame.id))
+                payload = _Payload(unit, frame, effect, self.process.world.slowness(frame.id))
                 if frame.has_sums and self.process.world.chaos.corrupts():
                     payload.corrupted = self.process.rng.randrange(len(payload.cells))
                 self.process.later(self._pause(payload.slow), self._take, payload)
@@ -66,14 +67,23 @@ class End:
     def _pause(self, slow: int) -> int:
         return self.process.rng.randrange(20 * US, 500 * US) * slow
 
+    def _lent(self, frame: Any) -> Any:
+        """Under one kernel it depends on the blocks whether it takes them, or references to them."""
+        is_odd = (frame.id[0] + frame.attempt + frame.first) % 2
+        if frame.has_sums or self.kind != self.process.machines.SessionKind.TCP or is_odd:
+            return frame
+        data = self.process.machines.Data
+        said = frame.id, frame.attempt, frame.first, frame.count, frame.complete, frame.payload_bytes
+        return data(*said, is_lent=True)
+
     def _take(self, payload: _Payload) -> None:
-        """The kernel takes the bytes of one block: this is the moment in which they are read."""
+        """The kernel takes the bytes of one block: this is the moment in which they are read, unless they are lent."""
         if not self.is_open:
             return
-        process, memory, frame = self.process, self.process.memory, payload.effect.frame
+        process, memory, frame = self.process, self.process.memory, payload.frame
         cell = payload.cells[len(payload.sums)]
         data = memory.read(cell)
-        sample = Sample(process.clock.now, memory.life, cell, data)
+        sample = Sample(process.clock.now, memory.life, cell, data, memory if frame.is_lent else None)
         is_corrupted = payload.corrupted == len(payload.sums)
         payload.sums.append(checksum(data))
         is_last = len(payload.sums) == len(payload.cells)
@@ -88,7 +98,9 @@ class End:
             self.half.send(payload.unit, sums, None, is_last=True)
         self._is_sending = False
         process.perform(
-            process.endpoint.data_sent(self.session, frame.id, frame.attempt, len(payload.cells), process.clock.now)
+            process.endpoint.data_sent(
+                self.session, frame.id, frame.attempt, len(payload.cells), process.clock.now, frame.is_lent
+            )
         )
         self._pump()
 
@@ -193,6 +205,9 @@ class End:
 
     def _land(self, landing: _Landing, data: bytes, sample: Sample) -> None:
         self._is_landing = False
+        if sample.lent is not None:  # read now, out of the source's memory
+            data = sample.lent.read(sample.cell)
+            sample = Sample(self.process.clock.now, sample.life, sample.cell, data)
         if data != sample.data:
             self.process.world.corruption_landed(landing.id)
         self.process.landed(landing.id, landing.cells[landing.done], data, sample, is_checked=landing.has_sums)
@@ -237,10 +252,10 @@ class End:
 class _Payload:
     """One SendData on its way into the kernel."""
 
-    __slots__ = ("cells", "corrupted", "effect", "slow", "sums", "unit")
+    __slots__ = ("cells", "corrupted", "effect", "frame", "slow", "sums", "unit")
 
-    def __init__(self, unit: Unit, effect: Any, slow: int) -> None:
-        self.unit, self.effect, self.slow = unit, effect, slow
+    def __init__(self, unit: Unit, frame: Any, effect: Any, slow: int) -> None:
+        self.unit, self.frame, self.effect, self.slow = unit, frame, effect, slow
         self.cells = cells(effect.source)
         self.sums: list[int] = []
         self.corrupted = -1

@@ -30,12 +30,14 @@ class Fate(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Where and when the bytes of one payload block were read, and what they were."""
+    """Where and when the bytes of one payload block were read, and what they were; ``lent``: in which memory they are
+    read when they land."""
 
     at: int
     life: int
     cell: Any
     data: bytes
+    lent: Any = None
 
 
 @dataclasses.dataclass(slots=True)

@@ -73,8 +73,20 @@ class Poster:
         for post in self._posts.values():
             if post.is_push and post.target == process.life and post.id[:15] == effect.id[:15]:
                 if effect.code.name != "no_lane":
-                    process.later(self._rng.randrange(0, 100 * MS), self._give_back, process, post)
+                    over = self._give_back if effect.code.name == "ok" else self._give_back_once_over
+                    process.later(self._rng.randrange(0, 100 * MS), over, process, post)
                 return
+
+    def _give_back_once_over(self, process: Process, post: Post) -> None:
+        """A push that failed here may have gone on by its next lane: until its poster knows of no more, and no push is
+        under way to that region, its cells may still be filled.
+        """
+        is_posting = not post.final and any(other.life == post.poster for other in self._world.living())
+        regions = {region.region: region.transfers for region in process.endpoint.counts().regions}
+        if is_posting or regions.get(post.cells[0].region):
+            process.later(20 * MS, self._give_back_once_over, process, post)
+        else:
+            self._give_back(process, post)
 
     def _give_back(self, process: Process, post: Post) -> None:
         if process.registered.ids[IN] == post.cells[0].region:

@@ -20,6 +20,7 @@ SEEDS_MAX = 200
 CAUGHT_BY = {
     "SKIP_CONFIRM": {Invariant.CONFIRMED, Invariant.NOTIFICATION},
     "VERDICT_BEFORE_LAST_BYTE": {Invariant.CONFIRMED, Invariant.NOTIFICATION},
+    "VERDICT_OF_LENT": {Invariant.CONFIRMED, Invariant.NOTIFICATION},
     "FREE_BEFORE_DRAIN": {Invariant.RESERVATION},
     "COMMIT_TWICE": {Invariant.ONCE},
     "RENEW_REVIVES": {Invariant.ONCE, Invariant.CONFIRMED},

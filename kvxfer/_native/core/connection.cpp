@@ -14,6 +14,8 @@ constexpr size_t kStagingBytes = 32 * 1024;
 constexpr size_t kTailBytes = 46;  // a DATA header, as it most often follows a payload
 constexpr size_t kIovecsMax = 1024;
 constexpr size_t kReadBytesMax = 1 << 20;
+constexpr uint64_t kLentMin = 768 * 1024;  // of a DATA frame: what is less is over sooner than the question
+constexpr size_t kLentRuns = 64;           // of it that are looked at: what follows is cut alike, as a rule
 constexpr size_t kDescriptorsMax = 8;     // received and not yet claimed by a MAP
 constexpr size_t kRemotesMax = 16384;     // pools and regions that one peer may let us read
 constexpr size_t kRemoteBytesMax = 8 << 20;  // kept of what it said of them: segments, keys, reasons
@@ -24,7 +26,7 @@ constexpr const char* kGone = "the source's memory is not registered any more";
 }  // namespace
 
 Connection::Connection(Fd fd, SessionKind kind, SharedEndpoint& shared, Statistics& statistics, LaneTools& tools)
-    : fd_(std::move(fd)), kind_(kind), shared_(shared), statistics_(statistics), tools_(tools), outbox_(statistics) {
+    : fd_(std::move(fd)), kind_(kind), shared_(shared), statistics_(statistics), tools_(tools), outbox_(statistics, tools.pipes) {
   statistics_.connections.add();
 }
 
@@ -335,8 +337,20 @@ void Connection::send_map(uint32_t id, Lane lane) {
   outbox_.push_map(map, std::move(region));
 }
 
+// Whether the kernel may read these blocks when the peer does, instead of copying them now. Such a reader asks for its verdict
+// afterwards, and may see what comes to be there instead once the grant has ended: of memory that one-sided lanes may read,
+// then, and where that asking is little of the time.
+bool Connection::may_lend(const SendData& data, const OwnMemory& memory) const {
+  if (!is_near_ || !memory.is_exposed || memory.device || data.frame.has_sums || data.frame.payload_bytes < kLentMin) return false;
+  iovec runs[kLentRuns];
+  size_t bytes = 0;
+  const size_t count = BlockWalk(*memory.layout, data.from).gather(runs, kLentRuns, kLentMin, bytes);
+  return SplicePipe::pays(runs, count);
+}
+
 void Connection::send_data(SendData data, OwnMemory memory) {
   if (path_ && path_->is_found_short(fd_.get())) outbox_.be_prompt();
+  data.frame.is_lent = may_lend(data, memory);
   outbox_.push_data(std::move(data), std::move(memory), *tools_.staging);
 }
 
@@ -426,7 +440,7 @@ void Connection::flush(size_t budget) {
     const bool can_more = outbox_.send(fd_.get(), shared_, finished, kind_ == SessionKind::Tcp);
     if (!finished.empty() && session != 0) {
       shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) {
-        for (const Data& data : finished) endpoint.data_sent(session, data.id, data.attempt, data.count, now, out);
+        for (const Data& data : finished) endpoint.data_sent(session, data.id, data.attempt, data.count, data.is_lent, now, out);
       });
       finished.clear();
     }

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "lanes/copy.hpp"
+#include "lanes/splice.hpp"
 #include "lanes/staging.hpp"
 #include "lanes/ucx_worker.hpp"
 
@@ -18,6 +19,7 @@ struct LaneTools {
   std::shared_ptr<Copier> copier;
   std::unique_ptr<UcxWorker> ucx;  // null: that lane is off
   std::unique_ptr<Staging> staging;
+  SplicePipes pipes;
   // For bytes on their way to a decoder, or to nowhere; whoever has the turn uses it.
   std::unique_ptr<uint8_t[]> scratch{new uint8_t[kScratchBytes]};
 };

@@ -13,6 +13,8 @@ constexpr size_t kReadBytesMax = 256 * 1024;    // of a call whose bytes are rea
 constexpr size_t kPromptBytesMax = 128 * 1024;  // the same where the receiver is to begin sooner
 constexpr size_t kLongRun = 32 * 1024;    // from here on that pays on loopback too; shorter ones rather fill larger calls
 constexpr size_t kZerosBytes = 64 * 1024;
+constexpr size_t kSpliceBytesMax = 256 * 1024;  // of a call
+constexpr size_t kSpliceRunsMax = 256;
 
 uint8_t* zeros() {
   static uint8_t bytes[kZerosBytes];
@@ -40,9 +42,20 @@ void Outbox::push_data(SendData send, OwnMemory memory, Staging& staging) {
 }
 
 void Outbox::abandon_data() {
-  is_abandoned_ = true;
   const auto is_unsent = [](const Item& item) { return item.payload && item.begin == 0; };
   items_.erase(std::remove_if(items_.begin(), items_.end(), is_unsent), items_.end());
+}
+
+bool Outbox::is_spliced(const OutgoingBlocks& payload) const { return payload.is_lent && payload.left != 0; }
+
+// Puts what comes next of the payload into the pipe. False where it is not to go that way.
+bool Outbox::fill_pipe(const OutgoingBlocks& payload) {
+  iovec runs[kSpliceRunsMax];
+  size_t bytes = 0;
+  const size_t max = static_cast<size_t>(std::min<uint64_t>(payload.left, kSpliceBytesMax));
+  const size_t count = payload.walk.gather(runs, kSpliceRunsMax, max, bytes);
+  if (!pipe_) pipe_ = pipes_.take();
+  return pipe_ && pipe_->fill(runs, count);
 }
 
 // What may go out of an item's payload now. Where that is a look at blocks, `sending` has begun.
@@ -50,13 +63,13 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
   OutgoingBlocks& payload = *item.payload;
   uint64_t left = payload.left;
   std::pair<const uint8_t*, size_t> staged{nullptr, 0};
-  if (payload.gather && left != 0 && !is_abandoned_) {
+  if (payload.gather && left != 0) {
     payload.gather->fill([&] { return sending.shared().begin_gather(payload.frame.id); });
     is_waiting_ = payload.gather->is_waiting();
     if (is_waiting_) return;
     staged = payload.gather->front();
   }
-  const bool is_looking = left != 0 && !is_abandoned_ && sending.begin(payload.frame.id);
+  const bool is_looking = left != 0 && sending.begin(payload.frame.id);
   if (is_looking && payload.is_staged) {
     const auto [data, size] = staged;
     const size_t looked = payload.frame.has_sums ? std::min(size, kReadBytesMax) : size;
@@ -96,11 +109,38 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
   }
 }
 
+// As send(), of the first item's payload. Where its grant has ended, or its pages are not to be had, what is left goes out as
+// that of others does.
+bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Data>& finished, bool may_hold) {
+  OutgoingBlocks& payload = *items_.front().payload;
+  Sending sending(shared);
+  const bool is_looking = sending.begin(payload.frame.id);
+  if (!is_looking || !(pipe_ || fill_pipe(payload))) {
+    payload.is_lent = false;
+    pipe_.reset();  // and what is held for a grant that has ended
+    sending.end();
+    return send(fd, shared, finished, may_hold);
+  }
+  const size_t bytes = pipe_->held();
+  const ssize_t sent = pipe_->drain(fd, items_.size() > 1 && bytes == payload.left);  // a frame follows
+  const int error = errno;
+  sending.end();
+  if (pipe_->held() == 0) pipes_.give_back(std::move(pipe_));
+  if (sent > 0) statistics_.bytes_spliced_out.add(static_cast<size_t>(sent));
+  return took(sent, error, bytes, false, finished);
+}
+
 bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, bool may_hold) {
+  sent_last_ = 0;
+  is_waiting_ = is_timed_ = false;
+  if (items_.empty()) return false;
+  if (const Item& first = items_.front(); first.payload && first.begin == first.bytes.size() && is_spliced(*first.payload)) {
+    return send_spliced(fd, shared, finished, may_hold);
+  }
   iovec vectors[kIovecsMax];
   size_t count = 0, bytes = 0;
+  bool is_more = false;  // a payload that is spliced follows
   Sending sending(shared);
-  is_waiting_ = is_timed_ = false;
   const Nanos began = monotonic_now();
   int passed_fd = -1;
   for (Item& item : items_) {
@@ -115,10 +155,10 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, b
     }
     if (passed_fd >= 0) break;
     if (!item.payload) continue;
+    if ((is_more = is_spliced(*item.payload))) break;
     if (count != kIovecsMax) gather(item, sending, vectors, count, bytes);
     break;
   }
-  sent_last_ = 0;
   if (count == 0) return false;
 
   msghdr message{};
@@ -135,18 +175,23 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, b
     std::memcpy(CMSG_DATA(header), &passed_fd, sizeof passed_fd);
   }
   const OutgoingBlocks* const last = items_.back().payload.get();
-  may_hold = may_hold && last != nullptr && bytes == frame_bytes_ + last->left + last->trailer_left;
-  const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_hold ? MSG_MORE : 0));
+  may_hold = may_hold && last != nullptr && !last->frame.is_lent && bytes == frame_bytes_ + last->left + last->trailer_left;
+  const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_hold || is_more ? MSG_MORE : 0));
   const int error = errno;
   if (is_timed_) cache_reads_.spent(began, monotonic_now() - began, static_cast<size_t>(std::max<ssize_t>(sent, 0)));
   sending.end();
+  return took(sent, error, bytes, may_hold, finished);
+}
+
+// After a system call that was to send `bytes`. Returns whether the kernel may take more now.
+bool Outbox::took(ssize_t sent, int error, size_t bytes, bool is_held, std::vector<Data>& finished) {
   if (sent < 0) {
     if (error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS) return false;
     if (error == EINTR) return true;
     throw Error(Code::transport, errno_text("sending failed", error));
   }
   sent_last_ = static_cast<size_t>(sent);
-  is_held_ = may_hold;
+  is_held_ = is_held;
   consume(sent_last_, finished);
   return sent_last_ == bytes && !items_.empty();
 }

@@ -2,6 +2,7 @@
 //
 // Blocks are looked at only while their grant is alive, asked anew before every system call. What is left of a frame whose
 // grant ended meanwhile goes out as zeros: the peer was promised so many bytes, and will not be told that they are good.
+// Blocks that are lent go out as references to their pages (lanes/splice.hpp).
 #pragma once
 
 #include <sys/uio.h>
@@ -9,6 +10,7 @@
 #include <deque>
 
 #include "cache_reads.hpp"
+#include "lanes/splice.hpp"
 #include "lanes/stream.hpp"
 #include "shared_endpoint.hpp"
 #include "statistics.hpp"
@@ -17,7 +19,10 @@ namespace kvxfer {
 
 class Outbox {
  public:
-  explicit Outbox(Statistics& statistics) : statistics_(statistics) {}
+  Outbox(Statistics& statistics, SplicePipes& pipes) : statistics_(statistics), pipes_(pipes) {}
+  Outbox(const Outbox&) = delete;
+  Outbox& operator=(const Outbox&) = delete;
+  ~Outbox() { pipes_.give_back(std::move(pipe_)); }
 
   // From now on in smaller calls: between two network namespaces a receiver that begins sooner is worth more than fewer calls.
   void be_prompt() { is_prompt_ = true; }
@@ -27,7 +32,8 @@ class Outbox {
   bool is_empty() const { return items_.empty(); }
   bool is_waiting() const { return is_waiting_; }  // for bytes out of a device, not for the kernel
   size_t frame_bytes() const { return frame_bytes_; }  // queued, payload not counted
-  // No block is looked at any more; frames that have not begun and carry blocks are dropped.
+  // Frames that have not begun and carry blocks are dropped. One that has begun goes on as ever: where its grant is alive the
+  // reader may have it confirmed over another session, and takes what came for what was there.
   void abandon_data();
 
   // One system call. Returns whether the kernel may take more now; what it took the last byte of is appended to `finished`.
@@ -46,6 +52,10 @@ class Outbox {
     std::unique_ptr<OutgoingBlocks> payload;
   };
 
+  bool is_spliced(const OutgoingBlocks& payload) const;
+  bool fill_pipe(const OutgoingBlocks& payload);
+  bool send_spliced(int fd, SharedEndpoint& shared, std::vector<Data>& finished, bool may_hold);
+  bool took(ssize_t sent, int error, size_t bytes, bool is_held, std::vector<Data>& finished);
   void gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes);
   void consume(size_t bytes, std::vector<Data>& finished);
 
@@ -53,8 +63,10 @@ class Outbox {
   std::deque<Item> items_;
   size_t frame_bytes_ = 0;
   size_t sent_last_ = 0;
-  bool is_abandoned_ = false, is_waiting_ = false, is_held_ = false, is_prompt_ = false, is_timed_ = false;
+  bool is_waiting_ = false, is_held_ = false, is_prompt_ = false, is_timed_ = false;
   CacheReads cache_reads_;
+  SplicePipes& pipes_;
+  std::unique_ptr<SplicePipe> pipe_;  // holds what is next of the first item's payload, or null
 };
 
 }  // namespace kvxfer

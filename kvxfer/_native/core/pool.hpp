@@ -91,6 +91,7 @@ struct RegionTable {
   Bases bases;
   std::map<uint32_t, std::shared_ptr<const OwnRegion>> regions;
   bool has_devices = false;  // some of them is not the host's
+  bool is_exposed = true;    // one-sided lanes may read each of them
 };
 
 // Own memory that an extent names, found, and what keeps it there while it is used. Whether it may be used is another question.
@@ -99,6 +100,7 @@ struct OwnMemory {
   std::shared_ptr<const Pool> pool;            // of blocks
   std::shared_ptr<const RegionTable> regions;  // of pieces
   std::shared_ptr<cuda::Context> device;       // some of it is there: nobody else may touch it
+  bool is_exposed = false;                     // one-sided lanes may read it
   explicit operator bool() const { return layout != nullptr; }
 };
 

@@ -326,6 +326,7 @@ std::shared_ptr<const RegionTable> SharedEndpoint::region_table() const {
     for (const auto& [id, region] : regions_) {
       table->bases.add(id, region->base);
       table->has_devices |= region->device != nullptr;
+      table->is_exposed &= region->info.is_exposed && region->info.can_read;
     }
     region_table_ = std::move(table);
   }
@@ -339,11 +340,13 @@ OwnMemory SharedEndpoint::find(const Extent& extent) const {
     if (!memory.pool) return memory;
     memory.layout = std::shared_ptr<const Layout>(memory.pool, &memory.pool->layout);
     memory.device = memory.pool->device;
+    memory.is_exposed = memory.pool->info.is_exposed;
     return memory;
   }
   memory.regions = region_table();
   if (!memory.regions->bases.has_all(extent)) return {};
   if (memory.regions->has_devices) memory.device = device_of(*memory.regions, extent);
+  memory.is_exposed = memory.regions->is_exposed;
   memory.layout = std::make_shared<const Layout>(
       Layout{nullptr, {}, extent.ranges, std::shared_ptr<const Bases>(memory.regions, &memory.regions->bases)});
   return memory;

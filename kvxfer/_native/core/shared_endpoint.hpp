@@ -4,7 +4,7 @@
 // The IO thread names the grant whose blocks it is about to send, or the read whose blocks it is about to fill, under the
 // mutex. A read keeps its blocks reserved or quarantined in the machines until its end is reported. A grant has no such
 // state, so whoever ends one waits here until no send of it is under way: after that not one more byte of its blocks is
-// taken out of memory. A region that peers' pushes may still fill is taken back once the IO thread has let go of it.
+// taken out of memory by us; of what was lent, the kernel has references still, and nobody is told that it is good. A region that peers' pushes may still fill is taken back once the IO thread has let go of it.
 //
 // All of it is of the process that made it. In a forked child every call of any thread throws before it takes the mutex.
 #pragma once
@@ -76,7 +76,7 @@ class SharedEndpoint {
   void add_pool(Pool pool);
   void remove_pool(uint32_t pool);
   void add_region(OwnRegion region);
-  // When it returns, no byte of the region is read or written any more. Waits for peers' pushes into it to stop, which it
+  // When it returns, no byte of the region is read or written by us any more. Waits for peers' pushes into it to stop, which it
   // ends; throws Error(blocks_busy) where an own fetch may still write there.
   void remove_region(uint32_t region);
   void set_peer(const AgentRef& peer, const Bytes32& key, PeerAddress address);

@@ -209,7 +209,7 @@ class World : public Shell {
         if (!sends_.empty()) {
           const SendData send = std::move(sends_.front());
           sends_.pop_front();
-          call([&](Effects& out) { endpoint_.data_sent(send.session, send.frame.id, send.frame.attempt, send.frame.count, now_, out); });
+          call([&](Effects& out) { endpoint_.data_sent(send.session, send.frame.id, send.frame.attempt, send.frame.count, send.frame.count % 2 == 0, now_, out); });
         }
         return;
       case 1:

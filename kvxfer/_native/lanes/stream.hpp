@@ -72,6 +72,7 @@ struct OutgoingBlocks {
   BlockWalk walk;
   const bool is_staged;   // the blocks are on a device
   std::unique_ptr<Gather> gather;  // null, too, once the grant has ended
+  bool is_lent;           // the kernel is to have references to their pages, no copy
 
  private:
   std::optional<RunningSums> running_;

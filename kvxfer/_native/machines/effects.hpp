@@ -30,7 +30,7 @@ struct SendMap {  // send, once a session, the MAP frame that lets the peer read
   Lane lane;
 };
 // Send `frame` and the bytes of `from`, followed by their CRC-32Cs where frame.has_sums; answer with Endpoint::data_sent once
-// the kernel took the last byte. `sums`: of exactly these blocks where the owner's `ready` brought them, else empty: compute.
+// the kernel took the last byte. Where it took references alone the shell says so, in `frame` (is_lent) and in its answer. `sums`: of exactly these blocks where the owner's `ready` brought them, else empty: compute.
 struct SendData {
   SessionId session;
   Data frame;

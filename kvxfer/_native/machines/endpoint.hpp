@@ -146,7 +146,7 @@ class Endpoint {
   void heard(SessionId session, Nanos now);  // bytes came, a whole frame perhaps not yet
   void on_frame(SessionId session, const Frame& frame, Nanos now, Effects& out);
 
-  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, Nanos now, Effects& out);
+  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out);
   Landing data_arrives(SessionId session, const Data& data, Nanos now);
   bool is_landing(const TransferId& id, uint64_t token) const;
   // Whether a PUSH of this id would be taken for one that came before.

@@ -290,7 +290,7 @@ void GrantTable::send_next(Grant& grant, Reading& reading, uint32_t can_read, Ef
   reading.sending = count;
   const bool has_sums = pull.wants_sums || (hold.pool() != nullptr && hold.pool()->checks);
   const uint64_t bytes = hold.bytes(first, count) + (has_sums ? uint64_t{count} * 4 : 0);
-  out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, has_sums, bytes}, hold.part(first, count),
+  out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, has_sums, false, bytes}, hold.part(first, count),
                          has_sums ? sums_of(grant, first, count) : std::vector<uint32_t>{}});
 }
 
@@ -314,7 +314,7 @@ void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
 
   if (reading.sending == 0 && reading.sent < can_read) send_next(grant, reading, can_read, out);
   const uint32_t out_of_hands = has_bug(Bug::verdict_before_last_byte) ? reading.sent + reading.sending : reading.sent;
-  if (out_of_hands == pull.count && !reading.is_judged) {
+  if (out_of_hands == pull.count && !reading.is_judged && (!reading.has_lent || has_bug(Bug::verdict_of_lent))) {
     reading.is_judged = true;
     const SessionId session = reading.session;
     const uint64_t nonce = pull.nonce;
@@ -323,7 +323,7 @@ void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
   }
 }
 
-void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, Nanos now, Effects& out) {
+void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out) {
   const auto found = grants_.find(id);
   if (found == grants_.end() || !found->second.reading) return;
   Grant& grant = found->second;
@@ -332,6 +332,7 @@ void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t att
   if (reading.sending != count) throw Error(Code::internal, "data_sent does not match what was to be sent");
   reading.sending = 0;
   reading.sent += count;
+  reading.has_lent |= is_lent;
   lapse(grant, now, out);
   if (grant.reading) serve(grant, now, out);
 }

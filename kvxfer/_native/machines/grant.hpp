@@ -9,9 +9,9 @@
 //   ended    (the owner's `ready` is an error; everything else leaves the state as it is)
 //
 // The owner may overwrite blocks only after the state left ALIVE. That, with the verdict, is the whole safety argument:
-// a verdict `ok` is given only while ALIVE, at a moment after the reader's last byte was read (one-sided lanes: the
-// reader asks after its last read; stream: the source judges after the kernel accepted the last byte), so whatever the
-// reader read was read before the owner could have touched it.
+// a verdict `ok` is given only while ALIVE, at a moment after the reader's last byte was read (one-sided lanes, and
+// whatever was lent to stream: the reader asks after its last read; else the source judges once the kernel has a copy of the
+// last byte), so whatever the reader read was read before the owner could have touched it.
 //
 // A verdict is remembered by its nonce: asked again (the reply was lost) it is the same, also after the grant ended,
 // because it speaks of the moment it was given. Ended grants leave a tombstone, so that a late reader learns how it
@@ -109,8 +109,8 @@ class GrantTable {
   void on_release(const AgentRef& peer, const TransferId& id, Nanos now, Effects& out);
   void on_renew(const AgentRef& peer, const Renew& renew, Nanos now);
   void on_cancel(SessionId session, const Cancel& cancel);
-  // The kernel accepted the whole of the last SendData of this attempt.
-  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, Nanos now, Effects& out);
+  // The kernel accepted the whole of the last SendData of this attempt. `is_lent`: it will read the blocks when the reader does.
+  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out);
   void session_closed(SessionId session);
   void reader_dead(const AgentRef& reader, Nanos now, Effects& out);
 
@@ -128,6 +128,7 @@ class GrantTable {
     uint32_t sent = 0;         // blocks that the kernel accepted (stream)
     uint32_t sending = 0;      // blocks of the SendData under way
     bool is_judged = false;
+    bool has_lent = false;     // the kernel may not have read what was sent: the reader asks for the verdict
   };
   struct Grant {
     TransferId id;

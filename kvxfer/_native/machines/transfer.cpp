@@ -80,6 +80,7 @@ void Transfer::on_session(Nanos now, Effects& out) {
 void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
   ++attempt_;
   attempt_nonce_ = draw_nonce();
+  has_lent_ = false;
   known_base_ = done_;
   known_.clear();
   known_sums_.clear();
@@ -182,6 +183,7 @@ Extent Transfer::on_data(const Data& data, Nanos now, uint64_t& token) {
   heard_at_ = now;
   silences_ = 0;
   reading_is_complete_ = data.complete;
+  reading_is_lent_ = data.is_lent;
   const Extent to = begin_read(data.count, data.has_sums, now);
   token = token_;
   return to;
@@ -196,6 +198,7 @@ void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
   silences_ = 0;
   reasked_ = 0;
   last_landed_at_ = now;
+  has_lent_ |= !is_one_sided(lane()) && reading_is_lent_;
   const bool is_after = is_one_sided(lane()) ? is_complete_ : reading_is_complete_;
   if (!is_after) before_complete_ += count;
   if (reading_is_checked_) checked_ += count;
@@ -206,7 +209,7 @@ void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
     state_ = TransferState::Confirming;
     return finish(TransferState::Committed, Code::ok, "", now, out);
   }
-  if (state_ == TransferState::Confirming && is_one_sided(lane())) return ask_verdict(true, now, out);
+  if (state_ == TransferState::Confirming && (is_one_sided(lane()) || has_lent_)) return ask_verdict(true, now, out);
   read_on(now, out);
 }
 
@@ -231,13 +234,14 @@ void Transfer::ask_verdict(bool is_fresh, Nanos now, Effects& out) {
 
 void Transfer::on_verdict(const Verdict& verdict, Nanos now, Effects& out) {
   if (is_final(state_)) return;
-  const bool is_trailer = !is_one_sided(lane()) && verdict.nonce == attempt_nonce_;
+  const bool is_trailer = !is_one_sided(lane()) && verdict.nonce == attempt_nonce_ && (!has_lent_ || has_bug(Bug::verdict_of_lent));
   const bool is_asked = std::find(asked_.begin(), asked_.end(), verdict.nonce) != asked_.end();
   if (!is_trailer && !is_asked) return;  // of an attempt that was given up
   heard_at_ = now;
   // Of a fetch that says only that the source does not know the question, which was lost or is yet to come: it is asked anew.
   // What was read stays good, because the region that was read is still the one of that id, or nothing will be confirmed.
-  if (verdict.code == Code::grant_unknown && is_fetch() && state_ == TransferState::Confirming) {
+  // Not where the source sent it: it knew, and what it sent after the end were zeros.
+  if (verdict.code == Code::grant_unknown && is_fetch() && is_one_sided(lane()) && state_ == TransferState::Confirming) {
     if (!is_asked || verdict.nonce != asked_.back()) return;
     if (++reasked_ > kReasksMax) return fail(verdict.code, "the source never knew of this fetch", now, out);
     ask(0, now, out);

@@ -1,0 +1,248 @@
+"""What goes to a peer under this kernel over TCP without a copy: when, and whose verdict it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer._native import _core as native
+
+from .conftest import DIGEST
+from .rawpeer import KEY, RawPeer
+from .test_sockets import own_sockets, ports
+
+NewId = Callable[[], bytes]
+STREAM = native.Lane.STREAM
+TOTAL = 8 << 20
+
+
+def move(nodes: Any, transfer: bytes, block_bytes: int, **options: Any) -> tuple[Any, Any, Any]:
+    """All blocks of one node to another, in a random order; both, and how it ended."""
+    count = TOTAL // block_bytes
+    p, d = nodes.pair(block_bytes=block_bytes, blocks=count, **options)
+    p.fill_random()
+    d.fill(0xEE)
+    order = np.random.default_rng(3).permutation(count)
+    p.grant(transfer, order)
+    d.pull(transfer, p, np.arange(count), lanes=[STREAM])
+    final = d.wait_drained(transfer)
+    assert final.state == native.TransferState.COMMITTED, final.text
+    assert d.content(range(count)) == p.content(order)
+    return p, d, final
+
+
+def spliced(node: Any) -> int:
+    return int(node.core.statistics().bytes_spliced_out)
+
+
+@pytest.mark.parametrize("block_bytes", [4096, 65536, 1 << 20, 2 << 20])
+def test_blocks_go_out_without_a_copy(nodes: Any, new_id: NewId, block_bytes: int) -> None:
+    p, d, _ = move(nodes, new_id(), block_bytes, is_exposed=True)
+    assert spliced(p) == p.core.statistics().bytes_streamed_out == TOTAL
+    assert p.core.counts().grants.verdicts_ok == 1
+    assert spliced(d) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"block_bytes": 65536, "is_exposed": False}, id="exposure-is-grant"),
+        pytest.param({"block_bytes": 65536, "is_exposed": True, "checks": True}, id="with-checksums"),
+        pytest.param({"block_bytes": 1024, "is_exposed": True}, id="too-small"),
+        pytest.param(
+            {"block_bytes": 4096, "is_exposed": True, "segments": [(512, 4096, 4096)], "region_bytes": TOTAL + 4096},
+            id="half-of-each-page",
+        ),
+    ],
+)
+def test_what_is_copied(nodes: Any, new_id: NewId, options: dict[str, Any]) -> None:
+    p, _, _ = move(nodes, new_id(), **options)
+    assert (spliced(p), p.core.statistics().bytes_streamed_out) == (0, TOTAL)
+
+
+@pytest.mark.parametrize("is_exposed", [True, False])
+@pytest.mark.parametrize("verb", ["fetch", "push"])
+def test_registered_memory(nodes: Any, new_id: NewId, verb: str, is_exposed: bool) -> None:
+    p, d = nodes.pair()
+    source, target = p.register(TOTAL, is_foreign=True, is_exposed=is_exposed), d.register(TOTAL, is_foreign=True)
+    source.memory[:] = np.random.default_rng(4).integers(0, 256, TOTAL, dtype=np.uint8)
+    target.memory[:] = 0xEE
+    ours, theirs = ([(one.id, 0, 65536, 65536, TOTAL // 65536)] for one in (source, target))
+    transfer = new_id()
+    if verb == "fetch":
+        d.fetch(transfer, p, theirs, ours, lanes=[STREAM])
+    else:
+        p.push(transfer, d, ours, theirs, lanes=[STREAM])
+    final = (d if verb == "fetch" else p).wait_drained(transfer)
+    assert final.state == native.TransferState.COMMITTED, final.text
+    assert np.array_equal(source.memory, target.memory)
+    assert spliced(p) == (TOTAL if is_exposed else 0)
+
+
+def test_a_pipe_that_is_not_to_be_had(nodes: Any, new_id: NewId) -> None:
+    """Blocks are copied, then: the peer was told to ask for its verdict, and does."""
+    p, d = nodes.pair(block_bytes=65536, blocks=64, is_exposed=True)
+    p.fill_random()
+    d.fill(0xEE)
+    first, second = new_id(), new_id()
+    p.grant(first, [0])  # 64 KiB are not lent: no pipe is there yet
+    d.pull(first, p, [0], lanes=[STREAM])
+    assert d.wait_drained(first).state == native.TransferState.COMMITTED
+    p.grant(second, np.arange(1, 64))
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        with contextlib.ExitStack() as full:
+            with contextlib.suppress(OSError):
+                while True:
+                    full.callback(os.close, os.dup(0))
+            d.pull(second, p, np.arange(1, 64), lanes=[STREAM])
+            final = d.wait_drained(second)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+    assert final.state == native.TransferState.COMMITTED, final.text
+    assert d.content(range(64)) == p.content(range(64))
+    assert spliced(p) == 0
+
+
+@pytest.fixture
+def asking(nodes: Any, new_id: NewId) -> Iterator[tuple[Any, RawPeer, bytes]]:
+    """A source with 8 MiB granted, a raw peer that has asked for them and taken nothing, the transfer."""
+    node = nodes("source", block_bytes=65536, blocks=TOTAL // 65536, is_exposed=True)
+    node.fill_random()
+    peer, transfer = RawPeer(), new_id()
+    node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="")
+    with contextlib.closing(peer):
+        peer.dial(node.core)
+        assert peer.socket is not None
+        peer.socket.settimeout(10)
+        node.grant(transfer, range(TOTAL // 65536))
+        peer.say(native.Pull(transfer, 1, 7, STREAM, 0, TOTAL // 65536, 65536, DIGEST, 10_000))
+        yield node, peer, transfer
+
+
+def take_all(peer: RawPeer) -> bytes:
+    payload = b""
+    while len(payload) < TOTAL:
+        assert peer.hear(native.Data).is_lent
+        payload += peer.payload
+    return payload
+
+
+def test_the_reader_has_to_ask(asking: tuple[Any, RawPeer, bytes]) -> None:
+    node, peer, transfer = asking
+    assert take_all(peer) == node.memory.tobytes()
+    assert peer.socket is not None
+    peer.socket.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        peer.hear(native.Verdict)
+    peer.socket.settimeout(10)
+    peer.say(native.Confirm(transfer, 5))
+    assert peer.hear(native.Verdict).code == native.Code.ok
+
+
+def test_what_is_read_after_the_grant_has_ended_is_not_confirmed(asking: tuple[Any, RawPeer, bytes]) -> None:
+    """The kernel has references to megabytes whose grant ends, and whose owner puts other blocks there."""
+    node, peer, transfer = asking
+    wait_until(lambda: spliced(node) != 0)
+    time.sleep(0.1)
+    granted = node.memory.tobytes()
+    node.core.end_grant(transfer, native.GrantEvent.REVOKE)
+    node.fill(0x55)
+    assert 0 < spliced(node) < TOTAL
+    read = b""
+    while not isinstance(frame := peer.hear(object), native.Revoke):
+        read += peer.payload if isinstance(frame, native.Data) else b""
+    assert read != granted[: len(read)], "lent bytes are those that are there when they are read"
+    peer.say(native.Confirm(transfer, 5))
+    assert peer.hear(native.Verdict).code == native.Code.grant_revoked
+
+
+def test_a_connection_that_takes_no_more_raises_no_signal(asking: tuple[Any, RawPeer, bytes]) -> None:
+    """splice() raises SIGPIPE, where send() is asked not to: in a caller that drives. The core's threads block it."""
+    node, peer, _ = asking
+    wait_until(lambda: spliced(node) != 0)
+    time.sleep(0.1)  # until no more goes
+    assert spliced(node) < TOTAL
+    raised: list[int] = []
+
+    def cut() -> None:
+        assert peer.socket is not None
+        port = peer.socket.getsockname()[1]
+        time.sleep(0.1)
+        with contextlib.ExitStack() as opened:
+            ends = [one for one in own_sockets(opened) if ports(one) == {port, node.core.tcp_port}]
+            next(one for one in ends if one.getpeername()[1] == port).shutdown(socket.SHUT_WR)
+        with contextlib.suppress(EOFError, ConnectionError):
+            peer.hear(native.Revoke)
+
+    cuts = threading.Thread(target=cut)
+    before = signal.signal(signal.SIGPIPE, lambda number, _: raised.append(number))
+    try:
+        cuts.start()
+        end = time.monotonic() + 10
+        while node.core.statistics().connections:
+            assert time.monotonic() < end
+            node.core.wait(10**9)
+            node.take()
+    finally:
+        cuts.join()
+        signal.signal(signal.SIGPIPE, before)
+    assert raised == []
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_is_lent_and_revoked_is_not_sent_for_what_comes_next(asking: tuple[Any, RawPeer, bytes]) -> None:
+    """Part of a frame waits behind a full socket when its grant ends; then another goes over that connection."""
+    node, peer, transfer = asking
+    wait_until(lambda: spliced(node) != 0)
+    time.sleep(0.1)
+    assert spliced(node) % 65536, "the socket took part of what it was offered"
+    node.core.end_grant(transfer, native.GrantEvent.REVOKE)
+    while not isinstance(peer.hear(object), native.Revoke):
+        pass
+    node.fill_random(9)
+    following = transfer[:-1] + bytes([transfer[-1] ^ 1])
+    node.grant(following, range(TOTAL // 65536))
+    peer.say(native.Pull(following, 1, 8, STREAM, 0, TOTAL // 65536, 65536, DIGEST, 10_000))
+    assert take_all(peer) == node.memory.tobytes()
+    peer.say(native.Confirm(following, 6))
+    assert peer.hear(native.Verdict).code == native.Code.ok
+
+
+def test_a_connection_that_is_reset_leaves_no_descriptor(nodes: Any, new_id: NewId) -> None:
+    node = nodes("source", block_bytes=65536, blocks=TOTAL // 65536, is_exposed=True)
+    held = []
+    for _ in range(12):
+        peer, transfer = RawPeer(), new_id()
+        node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="")
+        with contextlib.closing(peer):
+            peer.dial(node.core)
+            assert peer.socket is not None
+            before = spliced(node)
+            node.grant(transfer, range(TOTAL // 65536))
+            peer.say(native.Pull(transfer, 1, 7, STREAM, 0, TOTAL // 65536, 65536, DIGEST, 10_000))
+            wait_until(lambda before=before: spliced(node) != before)
+            time.sleep(0.05)
+            peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wait_until(lambda: node.core.statistics().connections == 0)
+        node.core.end_grant(transfer, native.GrantEvent.REVOKE)
+        held.append(len(os.listdir("/proc/self/fd")))
+    assert held[-1] <= held[1]
