@@ -1264,7 +1264,7 @@ class CoreStatistics:
     @property
     def moves_over(self) -> int:
         """
-        Times that the IO thread left the processor that a peer on this host was sending from.
+        Times that the IO thread left the processor of a peer on this host, while blocks flowed.
         """
 
     @property

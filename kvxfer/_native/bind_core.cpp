@@ -149,7 +149,7 @@ void bind_statistics(nb::module_& m) {
       .def_ro("frames_in", &S::frames_in)
       .def_ro("frames_out", &S::frames_out)
       .def_ro("wakeups", &S::wakeups, "Times that the IO thread looked at its sockets.")
-      .def_ro("moves_over", &S::moves_over, "Times that the IO thread left the processor that a peer on this host was sending from.")
+      .def_ro("moves_over", &S::moves_over, "Times that the IO thread left the processor of a peer on this host, while blocks flowed.")
       .def_ro("connections", &S::connections)
       .def_ro("sessions_tcp", &S::sessions_tcp)
       .def_ro("sessions_unix", &S::sessions_unix)

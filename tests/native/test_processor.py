@@ -1,13 +1,15 @@
-"""The thread that receives does not stay on the processor of who sends to it, and no thread's affinity is changed."""
+"""A core's thread stays off its peer's processor while blocks flow, and is let back once they do not."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -54,15 +56,40 @@ def pair_and_threads(nodes: Any) -> tuple[Any, Any, int, int]:
     return p, d, source_thread, reader_thread
 
 
+def wait_affinity(thread: int, processors: set[int]) -> None:
+    until = time.monotonic() + 10.0
+    while os.sched_getaffinity(thread) != processors:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def on_processors(processors: set[int]) -> Iterator[None]:
+    """Of the calling thread."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, processors)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def running_threads() -> int:
     """Of the whole machine."""
     return int(pathlib.Path("/proc/loadavg").read_text().split()[3].split("/")[0])
 
 
-def pull(p: Any, d: Any, transfer: bytes) -> None:
+def drive(d: Any, transfer: bytes) -> None:
+    while not d.find(native.TransferDrained, id=transfer):
+        d.core.wait(1_000_000_000)
+        d.take()
+
+
+def pull(p: Any, d: Any, transfer: bytes, wait: Callable[[Any, bytes], None] = lambda d, transfer: None) -> None:
     d.fill(0)
     p.grant(transfer, range(BLOCKS))
     d.pull(transfer, p, range(BLOCKS), lanes=[native.Lane.STREAM])
+    wait(d, transfer)
     assert d.wait_drained(transfer).state == COMMITTED
     assert d.memory.tobytes() == p.memory.tobytes()
 
@@ -83,7 +110,43 @@ def test_who_receives_leaves_the_senders_processor(nodes: Any, new_id: NewId) ->
         pytest.skip("other programs keep the processors")
     assert d.core.statistics().moves_over
     assert not p.core.statistics().moves_over
-    assert os.sched_getaffinity(reader_thread) == ALLOWED
+    wait_affinity(reader_thread, ALLOWED)
+
+
+@pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")
+def test_who_sends_leaves_the_readers_processor(nodes: Any, new_id: NewId) -> None:
+    p, d, source_thread, reader_thread = pair_and_threads(nodes)
+    os.sched_setaffinity(reader_thread, {ONE})
+    was_free = 0
+    with on_processors({ONE}):  # who waits does the reader's work
+        for _ in range(200):
+            os.sched_setaffinity(source_thread, {ONE})
+            time.sleep(0.01)  # what comes after a pause says where its sender is
+            let_go = threading.Timer(0.001, os.sched_setaffinity, (source_thread, ALLOWED))
+            let_go.start()
+            pull(p, d, new_id(), wait=drive)
+            let_go.join()
+            if p.core.statistics().moves_over:
+                break
+            was_free += running_threads() < len(ALLOWED)
+    if not p.core.statistics().moves_over and was_free < 190:
+        pytest.skip("other programs keep the processors")
+    assert p.core.statistics().moves_over
+    assert not d.core.statistics().moves_over
+    wait_affinity(source_thread, ALLOWED)
+
+
+@pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")
+def test_processors_that_somebody_else_chose_meanwhile_are_kept(nodes: Any, new_id: NewId) -> None:
+    p, d, source_thread, reader_thread = pair_and_threads(nodes)
+    os.sched_setaffinity(source_thread, {ONE})
+    for _ in range(20):
+        os.sched_setaffinity(reader_thread, {ONE})
+        os.sched_setaffinity(reader_thread, ALLOWED)
+        pull(p, d, new_id())
+        os.sched_setaffinity(reader_thread, {ONE})
+        time.sleep(0.01)
+        assert os.sched_getaffinity(reader_thread) == {ONE}
 
 
 @pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")

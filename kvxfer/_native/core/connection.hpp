@@ -35,6 +35,7 @@ class Connection {
   // Whether nothing more is taken from the socket until a device has taken what came for it.
   bool is_paused() const { return is_paused_; }
   // Blocks come in over TCP from a peer under this kernel.
+  bool is_near() const { return is_near_; }
   bool is_landing_from_near() const { return landing_ != nullptr && is_near_ && !is_paused_; }
   // Writes what the kernel takes, about `budget` bytes. Throws Error(transport).
   void flush(size_t budget);

@@ -136,10 +136,10 @@ class IoThread {
   uint32_t polls_ = 0;
   Nanos helped_at_ = 0;     // last small post of a caller that was not answered yet; 0: they were
   uint32_t quick_ = 0;      // waits in a row that were over almost at once
-  bool is_full_ = false;    // a socket took not all: it has more to say than its peer
+  Key full_ = 0;            // this socket took not all: it has more to say than its peer; 0: none since the last wait
   Key landing_ = 0;         // blocks came in from under this kernel; 0: none since the last wait
   Spinning spinning_;
-  Nanos moved_at_ = 0;      // the thread, to another processor
+  KeepOff keep_off_;        // the thread
   bool is_resting_ = false;  // the thread, while others drive
   std::condition_variable undriven_;
   std::atomic<bool> is_driver_asleep_{false}, is_letting_{false};  // the thread waits for let_, and has no turn

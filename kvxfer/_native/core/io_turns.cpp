@@ -21,10 +21,10 @@ constexpr uint32_t kQuickMin = 3, kQuickMax = 8;
 constexpr Nanos kSpin = 20'000;                 // ... the next one begins without sleep
 constexpr Nanos kLandingSpin = 100'000;         // while blocks come in from under this kernel
 constexpr Nanos kDriverSpin = 100'000;          // of a caller that waits: it has asked for something that is on its way
+constexpr Nanos kFullSpin = 400'000;            // of one whose blocks fill a socket to a peer under this kernel: a third of it must be read
 constexpr Nanos kTold = 50'000;                 // for who was told first to post the next ...
 constexpr Nanos kToldAtLeisure = 5 * kMillisecond;  // ... where nobody waits: a timer that is later than the clock's tick costs a tenth
 constexpr Nanos kSoon = kMillisecond;            // a thread that sleeps is woken at once for what is due so soon
-constexpr Nanos kMoveRest = 500'000;            // between two moves to another processor
 
 }  // namespace
 
@@ -175,21 +175,19 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
 }
 
 // After waits that were over almost at once the next one is taken for such a one too, and for a moment not slept through.
-//
-// Whom a sender under the same kernel wakes is often put on the sender's processor, where one of the two can run: the kernel
-// takes the sender to be about to sleep. Nothing but a long wait for the balancing of load parts them then. So the thread
-// that receives moves over, and does not sleep meanwhile, or it would be brought back. A caller's thread is not ours to move.
+// A caller's thread is not ours to move: where it must not be brought to its reader's processor, it may not sleep.
 IoThread::Begin IoThread::begin_wait(bool is_driver, Nanos now) {
-  const bool is_full = std::exchange(is_full_, false);
-  const auto sender = connections_.find(std::exchange(landing_, 0));
+  const auto full = connections_.find(std::exchange(full_, 0));
+  const auto landing = connections_.find(std::exchange(landing_, 0));
+  const bool is_landing = landing != connections_.end(), is_full = full != connections_.end();
+  const bool is_filling_near = is_full && full->second->is_near();
+  Begin begin;
+  if (!is_driver && (is_landing || is_filling_near)) begin.moves = keep_off_.flows((is_landing ? landing : full)->second->fd(), now);
+  if (!spinning_.pays(now)) return begin.moves = false, begin;
+  if (is_driver) begin.spin = is_filling_near ? kFullSpin : is_full ? 0 : kDriverSpin;
   // A socket that is full is emptied by its reader, who needs the processors more than this loop does.
-  if (is_full || !spinning_.pays(now)) return {};
-  if (is_driver) return {kDriverSpin};
-  if (sender == connections_.end()) return {quick_ >= kQuickMin ? kSpin : 0};
-  if (!is_sent_from_here(sender->second->fd())) return {kLandingSpin};
-  if (now - moved_at_ < kMoveRest) return {};
-  moved_at_ = now;
-  return {kLandingSpin, true};
+  else if (!is_full) begin.spin = is_landing ? kLandingSpin : quick_ >= kQuickMin ? kSpin : 0;
+  return begin;
 }
 
 // Without the turn.
@@ -207,8 +205,12 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
     return 0;
   }
   int count = 0;
+  if (!is_driver) {
+    keep_off_.rest(began);
+    until = std::min(until, keep_off_.rests_at());
+  }
   if (begin.moves) {
-    if (move_over()) statistics_.moves_over.add();
+    if (keep_off_.begin()) statistics_.moves_over.add();
     else begin.spin = 0;
     begin.away = Spinning::away(began, monotonic_now());
     if (begin.away != 0) begin.spin = 0;

@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <limits>
+#include <utility>
 
 namespace kvxfer {
 namespace {
@@ -25,22 +26,41 @@ int running_threads() noexcept {
   return std::sscanf(text, "%*s %*s %*s %d/", &running) == 1 ? running : kUnknown;
 }
 
-}  // namespace
-
-bool is_sent_from_here(int fd) {
-  int sender = -1;
-  socklen_t size = sizeof sender;
-  return ::getsockopt(fd, SOL_SOCKET, SO_INCOMING_CPU, &sender, &size) == 0 && sender == ::sched_getcpu();
+// Of whoever sent what came last over this connection, where it is TCP within one kernel; negative: not known.
+int incoming_processor(int fd) noexcept {
+  int processor = -1;
+  socklen_t size = sizeof processor;
+  return ::getsockopt(fd, SOL_SOCKET, SO_INCOMING_CPU, &processor, &size) == 0 ? processor : -1;
 }
 
-bool move_over() {
-  cpu_set_t all;
-  if (::sched_getaffinity(0, sizeof all, &all) != 0 || running_threads() > CPU_COUNT(&all)) return false;
-  cpu_set_t others = all;
-  CPU_CLR(static_cast<size_t>(::sched_getcpu()), &others);
-  if (CPU_COUNT(&others) == 0 || ::sched_setaffinity(0, sizeof others, &others) != 0) return false;
-  ::sched_setaffinity(0, sizeof all, &all);
+}  // namespace
+
+void KeepOff::heard(int fd, Nanos now) {
+  const Nanos before = std::exchange(heard_at_, now);
+  if (now - before >= kPause) peers_ = incoming_processor(fd);
+}
+
+bool KeepOff::flows(int fd, Nanos now) {
+  flowed_at_ = now;
+  const int here = ::sched_getcpu();
+  if (is_on_ || now - tried_at_ < kTryAgain || peers_ != here || incoming_processor(fd) != here) return false;
+  tried_at_ = now;
   return true;
+}
+
+bool KeepOff::begin() {
+  if (::sched_getaffinity(0, sizeof all_, &all_) != 0 || running_threads() > CPU_COUNT(&all_)) return false;
+  others_ = all_;
+  CPU_CLR(static_cast<size_t>(::sched_getcpu()), &others_);
+  is_on_ = CPU_COUNT(&others_) != 0 && ::sched_setaffinity(0, sizeof others_, &others_) == 0;
+  return is_on_;
+}
+
+void KeepOff::rest(Nanos now) {
+  if (now < rests_at()) return;
+  is_on_ = false;
+  cpu_set_t set;
+  if (::sched_getaffinity(0, sizeof set, &set) == 0 && CPU_EQUAL(&set, &others_)) ::sched_setaffinity(0, sizeof all_, &all_);
 }
 
 void Spinning::was_away(Nanos away, Nanos now) {
