@@ -94,64 +94,104 @@ def pull(p: Any, d: Any, transfer: bytes, wait: Callable[[Any, bytes], None] = l
     assert d.memory.tobytes() == p.memory.tobytes()
 
 
-@pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")
-def test_who_receives_leaves_the_senders_processor(nodes: Any, new_id: NewId) -> None:
-    p, d, source_thread, reader_thread = pair_and_threads(nodes)
-    os.sched_setaffinity(source_thread, {ONE})
+@pytest.fixture
+def push(nodes: Any, new_id: NewId) -> tuple[Any, Any, int, int, Callable[..., None]]:
+    """Source and destination, the thread of each, and what writes all of the source's region to the other's."""
+    p, d, *threads = pair_and_threads(nodes)
+    ours, theirs = (node.register(BLOCKS * BLOCK_BYTES) for node in (p, d))
+    ours.memory[:] = p.memory.reshape(-1)
+    rows = [[(region.id, 0, BLOCK_BYTES, BLOCK_BYTES, BLOCKS)] for region in (ours, theirs)]
+
+    def once(*, then: Callable[[], None] = lambda: None) -> None:
+        theirs.memory[:] = 0
+        transfer = new_id()
+        p.push(transfer, d, *rows, lanes=[native.Lane.STREAM])
+        final = p.wait_drained(transfer)
+        then()
+        assert final.state == COMMITTED
+        assert theirs.memory.tobytes() == ours.memory.tobytes()
+
+    return p, d, *threads, once
+
+
+def meet(thread: int, act: Callable[[threading.Thread], None]) -> None:
+    """`act` asks from processor ONE, where `thread` is too until what `act` gets is over, while blocks flow."""
+    os.sched_setaffinity(thread, {ONE})
+    time.sleep(0.01)  # only what comes after a pause says where its sender is
+    let_go = threading.Timer(0.001, os.sched_setaffinity, (thread, ALLOWED))
+    let_go.start()
+    with on_processors({ONE}):
+        act(let_go)
+    let_go.join()
+
+
+def expect_move(who: Any, meets: Callable[[], None]) -> None:
     was_free = 0
     for _ in range(200):
-        os.sched_setaffinity(reader_thread, {ONE})
-        os.sched_setaffinity(reader_thread, ALLOWED)
-        pull(p, d, new_id())
-        if d.core.statistics().moves_over:
-            break
-        was_free += running_threads() < len(ALLOWED)  # this thread is one, and the two of the transfer are done
-    if not d.core.statistics().moves_over and was_free < 190:
+        meets()
+        if who.core.statistics().moves_over:
+            return
+        was_free += running_threads() < len(ALLOWED)
+    if was_free < 190:
         pytest.skip("other programs keep the processors")
-    assert d.core.statistics().moves_over
+    raise AssertionError("it stayed where its peer is")
+
+
+@pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")
+def test_who_receives_leaves_the_writers_processor(push: Any) -> None:
+    p, d, source_thread, destination_thread, once = push
+    os.sched_setaffinity(source_thread, {ONE})
+    expect_move(d, lambda: meet(destination_thread, lambda _: once()))
     assert not p.core.statistics().moves_over
-    wait_affinity(reader_thread, ALLOWED)
+    wait_affinity(destination_thread, ALLOWED)
 
 
 @pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")
 def test_who_sends_leaves_the_readers_processor(nodes: Any, new_id: NewId) -> None:
     p, d, source_thread, reader_thread = pair_and_threads(nodes)
     os.sched_setaffinity(reader_thread, {ONE})
-    was_free = 0
-    with on_processors({ONE}):  # who waits does the reader's work
-        for _ in range(200):
-            os.sched_setaffinity(source_thread, {ONE})
-            time.sleep(0.01)  # what comes after a pause says where its sender is
-            let_go = threading.Timer(0.001, os.sched_setaffinity, (source_thread, ALLOWED))
-            let_go.start()
-            pull(p, d, new_id(), wait=drive)
-            let_go.join()
-            if p.core.statistics().moves_over:
-                break
-            was_free += running_threads() < len(ALLOWED)
-    if not p.core.statistics().moves_over and was_free < 190:
-        pytest.skip("other programs keep the processors")
-    assert p.core.statistics().moves_over
+
+    def once(_: Any) -> None:
+        pull(p, d, new_id(), wait=drive)  # who waits does the reader's work
+
+    expect_move(p, lambda: meet(source_thread, once))
     assert not d.core.statistics().moves_over
     wait_affinity(source_thread, ALLOWED)
 
 
 @pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")
-def test_processors_that_somebody_else_chose_meanwhile_are_kept(nodes: Any, new_id: NewId) -> None:
+def test_who_asked_stays(nodes: Any, new_id: NewId) -> None:
+    """Or both would leave one processor for the same other one."""
     p, d, source_thread, reader_thread = pair_and_threads(nodes)
     os.sched_setaffinity(source_thread, {ONE})
     for _ in range(20):
-        os.sched_setaffinity(reader_thread, {ONE})
-        os.sched_setaffinity(reader_thread, ALLOWED)
-        pull(p, d, new_id())
-        os.sched_setaffinity(reader_thread, {ONE})
-        time.sleep(0.01)
-        assert os.sched_getaffinity(reader_thread) == {ONE}
+        meet(reader_thread, lambda _: pull(p, d, new_id()))
+    assert not d.core.statistics().moves_over
 
 
 @pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")
-def test_it_does_not_move_where_others_keep_the_processors(nodes: Any, new_id: NewId) -> None:
-    p, d, source_thread, reader_thread = pair_and_threads(nodes)
+def test_processors_that_somebody_else_chose_meanwhile_are_kept(push: Any) -> None:
+    *_, source_thread, destination_thread, once = push
+    os.sched_setaffinity(source_thread, {ONE})
+    found: list[set[int]] = []
+
+    def choose(let_go: threading.Thread) -> None:
+        let_go.join()
+        found.append(os.sched_getaffinity(destination_thread))
+        os.sched_setaffinity(destination_thread, {ONE})
+
+    for _ in range(200):
+        meet(destination_thread, lambda let_go: once(then=lambda: choose(let_go)))
+        time.sleep(0.005)
+        assert os.sched_getaffinity(destination_thread) == {ONE}
+        if sum(affinity != ALLOWED for affinity in found) == 3:
+            return
+    pytest.skip("it was never kept off")
+
+
+@pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")
+def test_it_does_not_move_where_others_keep_the_processors(push: Any) -> None:
+    _, d, source_thread, destination_thread, once = push
     os.sched_setaffinity(source_thread, {ONE})
     two = set(sorted(ALLOWED)[:2])
     burn = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
@@ -163,9 +203,10 @@ def test_it_does_not_move_where_others_keep_the_processors(nodes: Any, new_id: N
         for _ in range(3):  # the busy ones may not be running for a moment, where a quota holds them too
             before = d.core.statistics().moves_over
             for _ in range(20):
-                os.sched_setaffinity(reader_thread, {ONE})
-                os.sched_setaffinity(reader_thread, two)
-                pull(p, d, new_id())
+                os.sched_setaffinity(destination_thread, {ONE})
+                os.sched_setaffinity(destination_thread, two)
+                with on_processors({ONE}):
+                    once()
             if d.core.statistics().moves_over == before:
                 break
     finally:
@@ -175,11 +216,12 @@ def test_it_does_not_move_where_others_keep_the_processors(nodes: Any, new_id: N
     assert d.core.statistics().moves_over == before
 
 
-def test_who_may_run_on_one_processor_stays_there(nodes: Any, new_id: NewId) -> None:
-    p, d, *threads = pair_and_threads(nodes)
+def test_who_may_run_on_one_processor_stays_there(push: Any) -> None:
+    _, d, *threads, once = push
     for thread in threads:
         os.sched_setaffinity(thread, {ONE})
     for _ in range(5):
-        pull(p, d, new_id())
+        with on_processors({ONE}):
+            once()
     assert not d.core.statistics().moves_over
     assert os.sched_getaffinity(threads[1]) == {ONE}

@@ -38,6 +38,7 @@ Connection::~Connection() {
 // --- in ---
 
 void Connection::receive(size_t budget) {
+  if (is_near_) asker_.heard(fd(), monotonic_now());
   if (is_paused_ && !must_wait()) take_frames();
   while (budget != 0 && !must_wait()) {
     const bool is_frames = !is_closing() && decoder_.payload_pending() == 0;
@@ -444,6 +445,7 @@ void Connection::flush(size_t budget) {
       });
       finished.clear();
     }
+    if (is_near_ && outbox_.sent_last() != 0) asker_.said(monotonic_now());
     if (path_) path_->sent(fd_.get(), outbox_.sent_last());
     if (!can_more) break;
     budget -= std::min(budget, outbox_.sent_last());

@@ -11,6 +11,7 @@
 #include "lanes/cma.hpp"
 #include "lanes/read_job.hpp"
 #include "outbox.hpp"
+#include "processor.hpp"
 #include "sockets.hpp"
 
 namespace kvxfer {
@@ -34,8 +35,10 @@ class Connection {
   void receive(size_t budget);
   // Whether nothing more is taken from the socket until a device has taken what came for it.
   bool is_paused() const { return is_paused_; }
-  // Blocks come in over TCP from a peer under this kernel.
+  // Over TCP, and the peer is under this kernel.
   bool is_near() const { return is_near_; }
+  const Asker& asker() const { return asker_; }
+  // Blocks come in from such a one.
   bool is_landing_from_near() const { return landing_ != nullptr && is_near_ && !is_paused_; }
   // Writes what the kernel takes, about `budget` bytes. Throws Error(transport).
   void flush(size_t budget);
@@ -109,6 +112,7 @@ class Connection {
   bool is_shut_down_ = false;
   bool is_paused_ = false;
   bool is_near_ = false;                    // over TCP, and the peer is under the same kernel
+  Asker asker_;                             // where it is
   std::optional<HostPath> path_;            // to such a one, where that is not loopback
   Nanos close_at_ = 0;
 };

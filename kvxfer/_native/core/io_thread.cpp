@@ -42,6 +42,7 @@ void IoThread::run() noexcept {
   std::unique_lock turn(turn_.mutex);
   try {
     for (rest(turn); !shared_.is_shut(); rest(turn)) {  // a driver may have seen to the word that it is
+      if (!reads_.is_idle()) keep_off_.end();  // they may start threads
       Nanos until = work();
       if (until != 0 && warm_some()) until = 0;
       wait(turn, until, false);
@@ -99,7 +100,6 @@ void IoThread::on_ready(Key key, uint32_t events) {
   touch(key);
   if ((events & ~static_cast<uint32_t>(EPOLLOUT)) == 0) return;  // what can go out is flushed with the rest
   try {
-    if (found->second->is_near()) keep_off_.heard(found->second->fd(), monotonic_now());
     found->second->receive(portion_);
     if (found->second->is_landing_from_near()) landing_ = key;
     while (const std::shared_ptr<RemoteMemory> memory = found->second->take_new_remote()) warming_.push_back(memory);
@@ -342,7 +342,7 @@ void IoThread::let_go() {
 
 void IoThread::watch(Key key, Connection& connection) {
   const bool has_out = !connection.outbox().is_empty() && !connection.outbox().is_waiting();
-  if (has_out) full_ = key;
+  if (has_out && (full_ == 0 || connection.is_near())) full_ = key;
   const uint32_t interest = (connection.is_paused() ? 0u : static_cast<uint32_t>(EPOLLIN)) | (has_out ? static_cast<uint32_t>(EPOLLOUT) : 0u);
   if (interest == connection.interest) return;
   connection.interest = interest;

@@ -30,6 +30,7 @@ constexpr Nanos kSoon = kMillisecond;            // a thread that sleeps is woke
 
 void IoThread::rest(std::unique_lock<std::mutex>& turn) {
   if (turn_.drivers == 0) return;
+  keep_off_.end();
   if (turn_.is_driven) shared_.wake();  // what woke this thread is the driver's to see
   is_resting_ = true;
   undriven_.wait(turn, [this] { return turn_.drivers == 0; });
@@ -76,6 +77,7 @@ void IoThread::leave() {
 // wake that was read: nobody sees that again.
 void IoThread::let_drive() {
   if (turn_.drivers == 0) return;
+  keep_off_.end();
   std::unique_lock lock(letting_);
   is_letting_ = true;
   let_.wait(lock, [this] { return turn_.drivers == 0 || is_driver_asleep_; });
@@ -143,6 +145,7 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
   epoll_event events[kEventsMax];
   int count = 0;
   statistics_.wakeups.add();
+  if (!is_driver && keep_off_.is_on()) keep_off_.rest(monotonic_now());
   const bool is_polled = !is_driver && polls_ >= kPollsMin && is_polled_still(monotonic_now());
   if (until != 0 && tools_.ucx) until = tools_.ucx->may_sleep() || is_polled ? std::min(until, tools_.ucx->wake_by()) : 0;
   if (until == 0) {
@@ -182,8 +185,11 @@ IoThread::Begin IoThread::begin_wait(bool is_driver, Nanos now) {
   const bool is_landing = landing != connections_.end(), is_full = full != connections_.end();
   const bool is_filling_near = is_full && full->second->is_near();
   Begin begin;
-  if (!is_driver && (is_landing || is_filling_near)) begin.moves = keep_off_.flows((is_landing ? landing : full)->second->fd(), now);
-  if (!spinning_.pays(now)) return begin.moves = false, begin;
+  if (!is_driver && (is_landing || is_filling_near)) {
+    const Connection& flow = *(is_landing ? landing : full)->second;
+    begin.moves = keep_off_.flows(flow.fd(), flow.asker(), now) && reads_.is_idle();
+  }
+  if (!spinning_.pays(now)) return {};
   if (is_driver) begin.spin = is_filling_near ? kFullSpin : is_full ? 0 : kDriverSpin;
   // A socket that is full is emptied by its reader, who needs the processors more than this loop does.
   else if (!is_full) begin.spin = is_landing ? kLandingSpin : quick_ >= kQuickMin ? kSpin : 0;
@@ -194,6 +200,7 @@ IoThread::Begin IoThread::begin_wait(bool is_driver, Nanos now) {
 int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_driver, bool is_polled, Begin& begin) {
   const Nanos began = monotonic_now();
   if (is_polled) {
+    until = std::min(until, keep_off_.rests_at());
     pollfd wake{shared_.wake_fd(), POLLIN, 0};
     Nanos now = began;
     do {
@@ -205,17 +212,15 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
     return 0;
   }
   int count = 0;
-  if (!is_driver) {
-    keep_off_.rest(began);
-    until = std::min(until, keep_off_.rests_at());
-  }
   if (begin.moves) {
     if (keep_off_.begin()) statistics_.moves_over.add();
     else begin.spin = 0;
     begin.away = Spinning::away(began, monotonic_now());
     if (begin.away != 0) begin.spin = 0;
   }
+  if (!is_driver) until = std::min(until, keep_off_.rests_at());
   if (begin.spin != 0) {
+    begin.spin = std::min(begin.spin, until - began);
     Nanos now = began;
     do {
       count = poller_.look(events, size);

@@ -35,32 +35,32 @@ int incoming_processor(int fd) noexcept {
 
 }  // namespace
 
-void KeepOff::heard(int fd, Nanos now) {
-  const Nanos before = std::exchange(heard_at_, now);
-  if (now - before >= kPause) peers_ = incoming_processor(fd);
+void Asker::heard(int fd, Nanos now) {
+  if (now - std::exchange(heard_at_, now) < kPause) return;
+  processor_ = now - said_at_ < kPause ? -1 : incoming_processor(fd);
 }
 
-bool KeepOff::flows(int fd, Nanos now) {
+bool KeepOff::flows(int fd, const Asker& asker, Nanos now) {
   flowed_at_ = now;
-  const int here = ::sched_getcpu();
-  if (is_on_ || now - tried_at_ < kTryAgain || peers_ != here || incoming_processor(fd) != here) return false;
-  tried_at_ = now;
+  if (is_on_ || now - began_at_ < kTryAgain) return false;
+  leaves_ = ::sched_getcpu();
+  if (asker.processor() != leaves_ || incoming_processor(fd) != leaves_) return false;
+  began_at_ = now;
   return true;
 }
 
 bool KeepOff::begin() {
   if (::sched_getaffinity(0, sizeof all_, &all_) != 0 || running_threads() > CPU_COUNT(&all_)) return false;
   others_ = all_;
-  CPU_CLR(static_cast<size_t>(::sched_getcpu()), &others_);
+  CPU_CLR(static_cast<size_t>(leaves_), &others_);
   is_on_ = CPU_COUNT(&others_) != 0 && ::sched_setaffinity(0, sizeof others_, &others_) == 0;
   return is_on_;
 }
 
-void KeepOff::rest(Nanos now) {
-  if (now < rests_at()) return;
-  is_on_ = false;
-  cpu_set_t set;
-  if (::sched_getaffinity(0, sizeof set, &set) == 0 && CPU_EQUAL(&set, &others_)) ::sched_setaffinity(0, sizeof all_, &all_);
+void KeepOff::end() {
+  if (!std::exchange(is_on_, false)) return;
+  cpu_set_t now;
+  if (::sched_getaffinity(0, sizeof now, &now) == 0 && CPU_EQUAL(&now, &others_)) ::sched_setaffinity(0, sizeof all_, &all_);
 }
 
 void Spinning::was_away(Nanos away, Nanos now) {

@@ -9,36 +9,56 @@
 
 namespace kvxfer {
 
-// Keeps a thread of the core off the processor of the peer that it exchanges blocks with, while they flow.
+// On which processor the peer of a connection asked for the blocks that flow over it, where that is TCP within one kernel,
+// which delivers on the sender's own processor.
+//
+// Only a question says so, which comes after a pause: what comes while blocks flow may have been sent by an acknowledgement,
+// on the processor of whoever acknowledges. Who asked himself does not know, so that not both leave the same processor.
+class Asker {
+ public:
+  void heard(int fd, Nanos now);  // something came
+  void said(Nanos now) { said_at_ = now; }
+  int processor() const { return processor_; }  // negative: not known
+
+ private:
+  static constexpr Nanos kPause = 2 * kMillisecond;
+
+  int processor_ = -1;
+  Nanos heard_at_ = 0, said_at_ = 0;
+};
+
+// Keeps a thread of the core off the processor of the peer that it exchanges blocks with, while they flow. Used by that thread
+// alone; flows() needs the loop's turn, for what it is given.
 //
 // Whom a sender under the same kernel wakes is often put on the sender's processor, where one of the two can run: the kernel
 // takes the sender to be about to sleep. So it does with each wake, and nothing but a long wait for the balancing of load
 // parts them.
-//
-// Where the peer runs is known from what comes after a pause alone: what is sent later goes out when an acknowledgement
-// lets it, on the processor of whoever acknowledges.
 class KeepOff {
  public:
-  // Something came over TCP from under this kernel, which delivers on the sender's own processor. By any thread.
-  void heard(int fd, Nanos now);
-  // Of the thread that is kept off, from here on. Blocks flow; true: it is time to begin().
-  bool flows(int fd, Nanos now);
-  // Takes the calling thread from the processor that it is on. Returns false where there is no other that it may run on, or
-  // more threads want to run than there are: the kernel does not ask whether the one that it takes is free, and one of the
-  // threads there may keep it for long (650 ms were seen).
+  // Blocks flow over this connection; true: it is time to begin().
+  bool flows(int fd, const Asker& asker, Nanos now);
+  // Takes the thread from the processor that it was on when they flowed. Returns false where there is no other that it may run
+  // on, or more threads want to run than there are: the kernel does not ask whether the one that it takes is free, and one of
+  // the threads there may keep it for long (650 ms were seen).
   bool begin();
-  // Gives back what was taken, if nobody has set other processors meanwhile, once no blocks have flowed for a while.
-  void rest(Nanos now);
-  Nanos rests_at() const { return is_on_ ? flowed_at_ + kPause : kNever; }
+  // Gives the processor back, if nobody has set others meanwhile. What it starts has the processors of the thread, so this
+  // must come before.
+  void end();
+  // Ends it where no blocks have flowed for a while, or it has been for long: the peer may be elsewhere by now.
+  void rest(Nanos now) {
+    if (now >= rests_at()) end();
+  }
+  Nanos rests_at() const { return is_on_ ? std::min(flowed_at_ + kPause, began_at_ + kLongest) : kNever; }
+  bool is_on() const { return is_on_; }
 
  private:
-  static constexpr Nanos kPause = 2 * kMillisecond;
+  static constexpr Nanos kPause = 2 * kMillisecond, kLongest = 50 * kMillisecond;
   static constexpr Nanos kTryAgain = 500'000;
 
   cpu_set_t all_, others_;
-  int peers_ = -1;  // processor
+  int leaves_ = 0;
   bool is_on_ = false;
-  Nanos heard_at_ = 0, flowed_at_ = 0, tried_at_ = 0;
+  Nanos flowed_at_ = 0, began_at_ = 0;
 };
 
 // Whether a wait may begin without sleep. Being woken takes longer than a short spin. But while there are more threads than
