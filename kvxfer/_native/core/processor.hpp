@@ -41,7 +41,7 @@ class KeepOff {
   // on, or more threads want to run than there are: the kernel does not ask whether the one that it takes is free, and one of
   // the threads there may keep it for long (650 ms were seen).
   bool begin();
-  // Gives the processor back, if nobody has set others meanwhile. What it starts has the processors of the thread, so this
+  // Gives the processor back, if nobody has set others meanwhile (in this very moment, theirs are lost). What it starts has the processors of the thread, so this
   // must come before.
   void end();
   // Ends it where no blocks have flowed for a while, or it has been for long: the peer may be elsewhere by now.
