@@ -56,6 +56,11 @@ def pair_and_threads(nodes: Any) -> tuple[Any, Any, int, int]:
     return p, d, source_thread, reader_thread
 
 
+def processor_of(thread: int) -> int:
+    """Where it ran last."""
+    return int(pathlib.Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[36])
+
+
 def wait_affinity(thread: int, processors: set[int]) -> None:
     until = time.monotonic() + 10.0
     while os.sched_getaffinity(thread) != processors:
@@ -125,27 +130,29 @@ def meet(thread: int, act: Callable[[threading.Thread], None]) -> None:
     let_go.join()
 
 
-def expect_move(who: Any, meets: Callable[[], None]) -> None:
-    was_free = 0
+def expect_move(who: Any, thread: int, meets: Callable[[], None]) -> None:
+    stayed = 0
     for _ in range(200):
         meets()
         if who.core.statistics().moves_over:
             return
-        was_free += running_threads() < len(ALLOWED)
-    if was_free < 190:
-        pytest.skip("other programs keep the processors")
+        stayed += running_threads() < len(ALLOWED) and processor_of(thread) == ONE
+    if stayed < 20:
+        pytest.skip("other programs keep the processors, or the kernel parted the two")
     raise AssertionError("it stayed where its peer is")
 
 
+@pytest.mark.no_sanitizer  # where the kernel puts a thread depends on how quick it is
 @pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")
 def test_who_receives_leaves_the_writers_processor(push: Any) -> None:
     p, d, source_thread, destination_thread, once = push
     os.sched_setaffinity(source_thread, {ONE})
-    expect_move(d, lambda: meet(destination_thread, lambda _: once()))
+    expect_move(d, destination_thread, lambda: meet(destination_thread, lambda _: once()))
     assert not p.core.statistics().moves_over
     wait_affinity(destination_thread, ALLOWED)
 
 
+@pytest.mark.no_sanitizer  # where the kernel puts a thread depends on how quick it is
 @pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")
 def test_who_sends_leaves_the_readers_processor(nodes: Any, new_id: NewId) -> None:
     p, d, source_thread, reader_thread = pair_and_threads(nodes)
@@ -154,7 +161,7 @@ def test_who_sends_leaves_the_readers_processor(nodes: Any, new_id: NewId) -> No
     def once(_: Any) -> None:
         pull(p, d, new_id(), wait=drive)  # who waits does the reader's work
 
-    expect_move(p, lambda: meet(source_thread, once))
+    expect_move(p, source_thread, lambda: meet(source_thread, once))
     assert not d.core.statistics().moves_over
     wait_affinity(source_thread, ALLOWED)
 
@@ -169,6 +176,7 @@ def test_who_asked_stays(nodes: Any, new_id: NewId) -> None:
     assert not d.core.statistics().moves_over
 
 
+@pytest.mark.no_sanitizer  # where the kernel puts a thread depends on how quick it is
 @pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")
 def test_processors_that_somebody_else_chose_meanwhile_are_kept(push: Any) -> None:
     *_, source_thread, destination_thread, once = push
