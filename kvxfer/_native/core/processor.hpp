@@ -41,8 +41,8 @@ class KeepOff {
   // on, or more threads want to run than there are: the kernel does not ask whether the one that it takes is free, and one of
   // the threads there may keep it for long (650 ms were seen).
   bool begin();
-  // Gives the processor back, if nobody has set others meanwhile (in this very moment, theirs are lost). What it starts has the processors of the thread, so this
-  // must come before.
+  // Gives the processor back, if nobody has set others meanwhile (in this very moment, theirs are lost). Comes before the
+  // thread starts others: they have the processors of who starts them.
   void end();
   // Ends it where no blocks have flowed for a while, or it has been for long: the peer may be elsewhere by now.
   void rest(Nanos now) {
