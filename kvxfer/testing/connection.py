@@ -70,7 +70,7 @@ class End:
     def _lent(self, frame: Any) -> Any:
         """Under one kernel it depends on the blocks whether it takes them, or references to them."""
         is_odd = (frame.id[0] + frame.attempt + frame.first) % 2
-        if frame.has_sums or self.kind != self.process.machines.SessionKind.TCP or is_odd:
+        if frame.has_sums or self.kind == self.process.machines.SessionKind.MEMORY or is_odd:
             return frame
         data = self.process.machines.Data
         said = frame.id, frame.attempt, frame.first, frame.count, frame.complete, frame.payload_bytes

@@ -15,7 +15,7 @@ KEY = b"k" * 32
 
 
 class RawPeer:
-    """Dials a core, or is dialed by it, over TCP; owns every byte that it says."""
+    """Dials a core; owns every byte that it says."""
 
     def __init__(self, name: str = "raw", number: int = 1) -> None:
         self.ref = native.AgentRef(name, number, os.urandom(16))
@@ -25,11 +25,16 @@ class RawPeer:
         self.session = 0
         self.payload = b""
 
-    def dial(self, core: Any, key: bytes = KEY) -> None:
+    def dial(self, core: Any, key: bytes = KEY, kind: Any = native.SessionKind.TCP) -> None:
         """A session that is up, both sides having proven `key`."""
-        self.endpoint.set_peer(core.agent, key, native.SessionKind.TCP)
-        self.socket = socket.create_connection(("127.0.0.1", core.tcp_port), 10)
-        self.session, effects = self.endpoint.dialed(core.agent, native.SessionKind.TCP, os.urandom(32), 1)
+        self.endpoint.set_peer(core.agent, key, kind)
+        if kind == native.SessionKind.TCP:
+            self.socket = socket.create_connection(("127.0.0.1", core.tcp_port), 10)
+        else:
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.settimeout(10)
+            self.socket.connect(core.unix_path)
+        self.session, effects = self.endpoint.dialed(core.agent, kind, os.urandom(32), 1)
         self._perform(effects)
         while self.endpoint.counts().sessions_up == 0:
             self._perform(self.endpoint.on_frame(self.session, self._frame(), 1))

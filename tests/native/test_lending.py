@@ -1,4 +1,4 @@
-"""What goes to a peer under this kernel over TCP without a copy: when, and whose verdict it needs."""
+"""What goes to a peer under this kernel without a copy: when, and whose verdict it needs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from .rawpeer import KEY, RawPeer
 from .test_sockets import own_sockets, ports
 
 NewId = Callable[[], bytes]
-STREAM = native.Lane.STREAM
+STREAM, UNIX = native.Lane.STREAM, native.Lane.UNIX
+BOTH = pytest.mark.parametrize("lane", [STREAM, UNIX])
 TOTAL = 8 << 20
+OFFERED = 256 << 10
+"""To the socket at a time."""
 
 
-def move(nodes: Any, transfer: bytes, block_bytes: int, **options: Any) -> tuple[Any, Any, Any]:
+def move(nodes: Any, transfer: bytes, block_bytes: int, lane: Any, **options: Any) -> tuple[Any, Any, Any]:
     """All blocks of one node to another, in a random order; both, and how it ended."""
     count = TOTAL // block_bytes
     p, d = nodes.pair(block_bytes=block_bytes, blocks=count, **options)
@@ -35,7 +38,7 @@ def move(nodes: Any, transfer: bytes, block_bytes: int, **options: Any) -> tuple
     d.fill(0xEE)
     order = np.random.default_rng(3).permutation(count)
     p.grant(transfer, order)
-    d.pull(transfer, p, np.arange(count), lanes=[STREAM])
+    d.pull(transfer, p, np.arange(count), lanes=[lane])
     final = d.wait_drained(transfer)
     assert final.state == native.TransferState.COMMITTED, final.text
     assert d.content(range(count)) == p.content(order)
@@ -46,14 +49,16 @@ def spliced(node: Any) -> int:
     return int(node.core.statistics().bytes_spliced_out)
 
 
+@BOTH
 @pytest.mark.parametrize("block_bytes", [4096, 65536, 1 << 20, 2 << 20])
-def test_blocks_go_out_without_a_copy(nodes: Any, new_id: NewId, block_bytes: int) -> None:
-    p, d, _ = move(nodes, new_id(), block_bytes, is_exposed=True)
+def test_blocks_go_out_without_a_copy(nodes: Any, new_id: NewId, block_bytes: int, lane: Any) -> None:
+    p, d, _ = move(nodes, new_id(), block_bytes, lane, is_exposed=True)
     assert spliced(p) == p.core.statistics().bytes_streamed_out == TOTAL
     assert p.core.counts().grants.verdicts_ok == 1
     assert spliced(d) == 0
 
 
+@BOTH
 @pytest.mark.parametrize(
     "options",
     [
@@ -66,14 +71,15 @@ def test_blocks_go_out_without_a_copy(nodes: Any, new_id: NewId, block_bytes: in
         ),
     ],
 )
-def test_what_is_copied(nodes: Any, new_id: NewId, options: dict[str, Any]) -> None:
-    p, _, _ = move(nodes, new_id(), **options)
+def test_what_is_copied(nodes: Any, new_id: NewId, options: dict[str, Any], lane: Any) -> None:
+    p, _, _ = move(nodes, new_id(), lane=lane, **options)
     assert (spliced(p), p.core.statistics().bytes_streamed_out) == (0, TOTAL)
 
 
+@BOTH
 @pytest.mark.parametrize("is_exposed", [True, False])
 @pytest.mark.parametrize("verb", ["fetch", "push"])
-def test_registered_memory(nodes: Any, new_id: NewId, verb: str, is_exposed: bool) -> None:
+def test_registered_memory(nodes: Any, new_id: NewId, verb: str, is_exposed: bool, lane: Any) -> None:
     p, d = nodes.pair()
     source, target = p.register(TOTAL, is_foreign=True, is_exposed=is_exposed), d.register(TOTAL, is_foreign=True)
     source.memory[:] = np.random.default_rng(4).integers(0, 256, TOTAL, dtype=np.uint8)
@@ -81,9 +87,9 @@ def test_registered_memory(nodes: Any, new_id: NewId, verb: str, is_exposed: boo
     ours, theirs = ([(one.id, 0, 65536, 65536, TOTAL // 65536)] for one in (source, target))
     transfer = new_id()
     if verb == "fetch":
-        d.fetch(transfer, p, theirs, ours, lanes=[STREAM])
+        d.fetch(transfer, p, theirs, ours, lanes=[lane])
     else:
-        p.push(transfer, d, ours, theirs, lanes=[STREAM])
+        p.push(transfer, d, ours, theirs, lanes=[lane])
     final = (d if verb == "fetch" else p).wait_drained(transfer)
     assert final.state == native.TransferState.COMMITTED, final.text
     assert np.array_equal(source.memory, target.memory)
@@ -116,19 +122,30 @@ def test_a_pipe_that_is_not_to_be_had(nodes: Any, new_id: NewId) -> None:
     assert spliced(p) == 0
 
 
-@pytest.fixture
-def asking(nodes: Any, new_id: NewId) -> Iterator[tuple[Any, RawPeer, bytes]]:
+def narrow(node: Any) -> None:
+    """A Unix socket takes 64 KiB at a time: with the buffer that it has as a rule, all of what it is offered."""
+    with contextlib.ExitStack() as opened:
+        for end in own_sockets(opened):
+            if end.family == socket.AF_UNIX and end.getsockname() == node.core.unix_path:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 50_000)
+
+
+@pytest.fixture(params=[STREAM, UNIX])
+def asking(nodes: Any, new_id: NewId, request: pytest.FixtureRequest) -> Iterator[tuple[Any, RawPeer, bytes]]:
     """A source with 8 MiB granted, a raw peer that has asked for them and taken nothing, the transfer."""
     node = nodes("source", block_bytes=65536, blocks=TOTAL // 65536, is_exposed=True)
     node.fill_random()
-    peer, transfer = RawPeer(), new_id()
-    node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="")
+    lane, peer, transfer = request.param, RawPeer(), new_id()
+    is_unix = lane == UNIX
+    node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="/nobody" if is_unix else "")
     with contextlib.closing(peer):
-        peer.dial(node.core)
+        peer.dial(node.core, kind=native.SessionKind.UNIX if is_unix else native.SessionKind.TCP)
         assert peer.socket is not None
         peer.socket.settimeout(10)
+        if is_unix:
+            narrow(node)
         node.grant(transfer, range(TOTAL // 65536))
-        peer.say(native.Pull(transfer, 1, 7, STREAM, 0, TOTAL // 65536, 65536, DIGEST, 10_000))
+        peer.say(native.Pull(transfer, 1, 7, lane, 0, TOTAL // 65536, 65536, DIGEST, 10_000))
         yield node, peer, transfer
 
 
@@ -179,11 +196,14 @@ def test_a_connection_that_takes_no_more_raises_no_signal(asking: tuple[Any, Raw
 
     def cut() -> None:
         assert peer.socket is not None
-        port = peer.socket.getsockname()[1]
         time.sleep(0.1)
-        with contextlib.ExitStack() as opened:
-            ends = [one for one in own_sockets(opened) if ports(one) == {port, node.core.tcp_port}]
-            next(one for one in ends if one.getpeername()[1] == port).shutdown(socket.SHUT_WR)
+        if peer.socket.family == socket.AF_UNIX:
+            peer.socket.shutdown(socket.SHUT_RD)
+        else:
+            port = peer.socket.getsockname()[1]
+            with contextlib.ExitStack() as opened:
+                ends = [one for one in own_sockets(opened) if ports(one) == {port, node.core.tcp_port}]
+                next(one for one in ends if one.getpeername()[1] == port).shutdown(socket.SHUT_WR)
         with contextlib.suppress(EOFError, ConnectionError):
             peer.hear(native.Revoke)
 
@@ -214,7 +234,7 @@ def test_what_is_lent_and_revoked_is_not_sent_for_what_comes_next(asking: tuple[
     node, peer, transfer = asking
     wait_until(lambda: spliced(node) != 0)
     time.sleep(0.1)
-    assert spliced(node) % 65536, "the socket took part of what it was offered"
+    assert spliced(node) % OFFERED, "the socket took part of what it was offered"
     node.core.end_grant(transfer, native.GrantEvent.REVOKE)
     while not isinstance(peer.hear(object), native.Revoke):
         pass

@@ -147,7 +147,8 @@ void Connection::on_up(const AgentRef& peer) {
   is_up_ = true;
   peer_nonce_ = peer.boot_nonce;
   (kind_ == SessionKind::Unix ? statistics_.sessions_unix : statistics_.sessions_tcp).add();
-  if (kind_ == SessionKind::Unix) return;
+  is_near_ = kind_ == SessionKind::Unix;
+  if (is_near_) return;
   const std::optional<PeerAddress> address = shared_.address(peer);
   const bool is_loopback = is_local(fd());  // known when it was made, and tuned then
   is_near_ = is_loopback || (address && !address->unix_path.empty());

@@ -35,7 +35,7 @@ class Connection {
   void receive(size_t budget);
   // Whether nothing more is taken from the socket until a device has taken what came for it.
   bool is_paused() const { return is_paused_; }
-  // Over TCP, and the peer is under this kernel.
+  // The peer is under this kernel.
   bool is_near() const { return is_near_; }
   const Asker& asker() const { return asker_; }
   // Blocks come in from such a one.
@@ -111,9 +111,9 @@ class Connection {
   bool is_up_ = false;
   bool is_shut_down_ = false;
   bool is_paused_ = false;
-  bool is_near_ = false;                    // over TCP, and the peer is under the same kernel
+  bool is_near_ = false;                    // the peer is under the same kernel
   Asker asker_;                             // where it is
-  std::optional<HostPath> path_;            // to such a one, where that is not loopback
+  std::optional<HostPath> path_;            // to such a one, over TCP that is not loopback
   Nanos close_at_ = 0;
 };
 

@@ -190,9 +190,12 @@ IoThread::Begin IoThread::begin_wait(bool is_driver, Nanos now) {
     begin.moves = keep_off_.flows(flow.fd(), flow.asker(), now) && reads_.is_idle();
   }
   if (!spinning_.pays(now)) return {};
-  if (is_driver) begin.spin = is_filling_near ? kFullSpin : is_full ? 0 : kDriverSpin;
-  // A socket that is full is emptied by its reader, who needs the processors more than this loop does.
-  else if (!is_full) begin.spin = is_landing ? kLandingSpin : quick_ >= kQuickMin ? kSpin : 0;
+  // A socket that is full is emptied by its reader, who needs the processors more than this loop does. But who sleeps on a Unix
+  // socket is woken on its reader's processor, and it does not say which that is, for this thread to be moved from there.
+  const bool stays_up = is_filling_near && (is_driver || full->second->kind() == SessionKind::Unix);
+  if (is_full) begin.spin = stays_up ? kFullSpin : 0;
+  else if (is_driver) begin.spin = kDriverSpin;
+  else begin.spin = is_landing ? kLandingSpin : quick_ >= kQuickMin ? kSpin : 0;
   return begin;
 }
 
