@@ -2,10 +2,11 @@
 
 Each contender has two processes, the source and the destination; all have pools of the same size on the same kind of
 pages and are given the same lists of blocks. Before each transfer every byte that must arrive is set to its complement,
-and afterwards every byte is compared (neither is timed). kvxfer and one other take turns, A B then B A.
+and afterwards every byte is compared (neither is timed). kvxfer and one other take turns, A B then B A; a third of the
+turns are taken by a set of processes of its own each, because which pages a process gets decides about its speed too.
 
     benchmarks/transfer.py --lanes stream --sizes 4k,64k,1m --against nixl,mooncake,limits
-    benchmarks/transfer.py --table            everything in benchmarks/RESULTS.md, which it writes (about ten minutes)
+    benchmarks/transfer.py --table            everything in benchmarks/RESULTS.md, which it writes (about half an hour)
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from measure.contenders import (
     show_size,
 )
 from measure.ends import HERE, Reference, Site, WorkerFailed
-from measure.rows import Room, Turns
+from measure.rows import GrowingRow, Room, Turns, parts_of
 from measure.sites import consent_to_shared_huge, netns_obstacle, shared_huge_obstacle, two_namespaces
 from measure.stages import NAMESPACES, ONE_HOST, Stage
 from peers.limits import LimitsLibrary
@@ -68,6 +69,7 @@ class Run:
             commit=reports.commit(),
             date=reports.date(),
             pairs=options.pairs,
+            sets=options.sets,
             pool_bytes=parse_size(options.pool),
             nbytes=parse_size(options.bytes),
         )
@@ -118,13 +120,21 @@ class Run:
         turns = Turns(room, case, self.report.nbytes)
         others = opponents(case, self.against, self.library)
         ours = kvxfer(case, self.library, stage.via)[0]
+        growing: list[GrowingRow] = []
+        first, *later = parts_of(self.report.pairs, self.report.sets)
         for i, size in enumerate(stage.sizes):
             if self.elapsed_s > self.options.budget_s:
                 what = f"`{case.lane}` {case.op} {case.pages} {stage.site} x{case.at_once} {case.lists} {stage.via}"
                 sizes = ", ".join(show_size(one) for one in stage.sizes[i:])
                 self.leave_out(f"{what}, blocks of {sizes}", f"the run's {self.options.budget_s:.0f} s were over")
                 break
-            row = turns.row(ours, others, size, self.options.pairs, stage.site, lambda text: print(text, flush=True))
+            growing.append(turns.row(ours, others, size, stage.site, lambda text: print(text, flush=True)))
+            growing[-1].take(first)
+        for part in later:
+            room.clear()
+            for one in growing:
+                one.take(part)
+        for row in (one.row() for one in growing):
             self.report.rows.append(row)
             print(f"{self.elapsed_s:5.0f}s  {tables.line(row)}", flush=True)
 
@@ -221,6 +231,7 @@ def parse() -> argparse.Namespace:
     add("--bytes", default="64m", help="a transfer moves so much")
     add("--pool", default="256m", help="a pool holds so much")
     add("--pairs", type=int, default=9)
+    add("--sets", type=int, default=3, help="of fresh processes that a row's pairs are taken from")
     add("--pages", default="4k", help="of 4k, huge")
     add("--direction", default="read", help="of read, write")
     add("--at-once", default="1", help="how many transfers are posted together: 1,8,64")

@@ -37,6 +37,8 @@ class Report:
     left_out: list[str] = dataclasses.field(default_factory=list)
     """What was asked for and not measured, each with why."""
     seconds: float = 0.0
+    sets: int = 1
+    """Of processes, that the pairs of a row were taken from."""
 
     def write(self, path: pathlib.Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

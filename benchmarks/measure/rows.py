@@ -2,7 +2,10 @@
 
 It decides the order of turns and what a row says: each comparison is made of pairs, one turn of kvxfer beside one turn
 of the other; of two others one goes before and one after the same turn of kvxfer; every second round goes backwards.
-A ratio is the median of the pairs' ratios. It must never know how a figure is shown.
+A ratio is the median of the pairs' ratios.
+
+The rounds of a row may be taken by several sets of processes: where a pool's pages lie is luck, and stays so for as
+long as its process lives. It must never know how a figure is shown.
 """
 
 from __future__ import annotations
@@ -10,8 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from measure.contenders import Case, Option
 from measure.ends import Moved, Pair, Reference, Setup, Site, WorkerFailed
@@ -70,6 +72,8 @@ class Row:
 
 
 NOTHING = Spread(0.0, 0.0, 0.0)
+Say = Callable[[str], None]
+"""Tells whoever watches the run."""
 
 
 class Room:
@@ -108,6 +112,12 @@ class Room:
         for setup in list(self.pairs):
             self.drop(setup)
         self.failed.clear()
+
+
+def parts_of(pairs: int, sets: int) -> list[range]:
+    """The numbers of a row's rounds, in so many parts of nearly one size; in fewer, where there are fewer pairs."""
+    sets = max(1, min(sets, pairs))
+    return [range(pairs * part // sets, pairs * (part + 1) // sets) for part in range(sets)]
 
 
 def neighbours(names: list[str]) -> list[list[str]]:
@@ -157,69 +167,95 @@ class Turns:
             raise WorkerFailed(errors[0])
         return max(speeds, key=lambda option: speeds[option])
 
-    def row(
-        self,
-        ours: Option,
-        others: dict[str, list[Option]],
-        block_bytes: int,
-        pairs: int,
-        site: str,
-        say: Callable[[str], None],
-    ) -> Row:
-        """Measure one row. What fails is in the row as an error, and the rest goes on."""
-        case = self.case
-        fixed: dict[str, Any] = {**dataclasses.asdict(case), "site": site, "via": dict(ours.how)["via"]}
-        fixed |= {"block_bytes": block_bytes, "nbytes": self.nbytes}
+    def row(self, ours: Option, others: dict[str, list[Option]], block_bytes: int, site: str, say: Say) -> GrowingRow:
+        return GrowingRow(self, ours, others, block_bytes, site, say)
+
+
+class GrowingRow:
+    """One row, a few rounds at a time: processes may be replaced between two calls of :meth:`take`. What fails is in
+    the row as an error, and the rest goes on."""
+
+    def __init__(
+        self, turns: Turns, ours: Option, others: dict[str, list[Option]], block_bytes: int, site: str, say: Say
+    ) -> None:
+        self.turns = turns
+        self.ours = ours
+        self.others = others
+        self.block_bytes = block_bytes
+        self.site = site
+        self.say = say
+        self.chosen: dict[str, Option] | None = None
+        self.errors: dict[str, str] = {}
+        self.own: list[Moved] = []
+        self.own_error = ""
+        self.got: dict[str, list[tuple[Moved, Moved]]] = {}
+
+    def take(self, rounds: Iterable[int]) -> None:
+        """A round is one turn of each other beside one of kvxfer; its number says in which order."""
+        if self.own_error:
+            return
         try:
-            self.fastest([ours], block_bytes)
+            self.turns.fastest([self.ours], self.block_bytes)
         except WorkerFailed as error:
-            say(str(error))
-            return Row(
-                **fixed, gb_s=NOTHING, cpu_s_per_gb=0, slowest_to_median=0, others=(), error=str(error).splitlines()[0]
-            )
-        chosen: dict[str, Option] = {}
-        errors: dict[str, str] = {}
-        for name, options in others.items():
+            return self.fail(error)
+        options = self.others if self.chosen is None else {name: [option] for name, option in self.chosen.items()}
+        self.chosen = {}
+        for name, choices in options.items():
             try:
-                chosen[name] = self.fastest(options, block_bytes)
+                self.chosen[name] = self.turns.fastest(choices, self.block_bytes)
+                self.got.setdefault(name, [])
             except WorkerFailed as error:
-                errors[name] = str(error)
-        own: list[Moved] = []
-        got: dict[str, list[tuple[Moved, Moved]]] = {name: [] for name in chosen}
-        own_error = ""
-        for turn in range(pairs):
-            groups = neighbours(list(chosen))
-            for group in [[*reversed(names)] for names in reversed(groups)] if turn % 2 else groups:
-                seed = next(SEEDS)
-                taken: dict[str, Moved] = {}
-                for name in group:
-                    try:
-                        option = chosen[name] if name else ours
-                        taken[name] = self.take(option, block_bytes, self.nbytes, seed)
-                    except WorkerFailed as error:
-                        if not name:
-                            own_error = str(error).splitlines()[0]
-                            say(str(error))
-                            break
-                        errors[name] = str(error)
-                        del chosen[name]
-                if "" in taken:
-                    own.append(taken[""])
-                    for name in taken.keys() - {""}:
-                        got[name].append((taken[""], taken[name]))
-            if own_error:
-                break
-        compared = [self.compare(name, option.label, got[name]) for name, option in chosen.items() if got[name]]
-        for name, text in errors.items():
-            say(text)
+                self.errors[name] = str(error)
+        for number in rounds:
+            groups = neighbours(list(self.chosen))
+            for group in [[*reversed(names)] for names in reversed(groups)] if number % 2 else groups:
+                self.take_group(group, self.chosen)
+                if self.own_error:
+                    return
+
+    def take_group(self, group: list[str], chosen: dict[str, Option]) -> None:
+        seed = next(SEEDS)
+        taken: dict[str, Moved] = {}
+        for name in group:
+            try:
+                option = chosen[name] if name else self.ours
+                taken[name] = self.turns.take(option, self.block_bytes, self.turns.nbytes, seed)
+            except WorkerFailed as error:
+                if not name:
+                    self.fail(error)
+                    break
+                self.errors[name] = str(error)
+                del chosen[name]
+        if "" in taken:
+            self.own.append(taken[""])
+            for name in taken.keys() - {""}:
+                self.got[name].append((taken[""], taken[name]))
+
+    def fail(self, error: WorkerFailed) -> None:
+        self.say(str(error))
+        self.own_error = str(error).splitlines()[0]
+
+    def row(self) -> Row:
+        compared = [
+            self.compare(name, option.label, self.got[name])
+            for name, option in (self.chosen or {}).items()
+            if self.got[name]
+        ]
+        for name, text in self.errors.items():
+            self.say(text)
             compared.append(Comparison(name, "", NOTHING, 0.0, NOTHING, 0, text.splitlines()[0]))
+        own = self.own
         return Row(
-            **fixed,
+            **dataclasses.asdict(self.turns.case),
+            site=self.site,
+            via=dict(self.ours.how)["via"],
+            block_bytes=self.block_bytes,
+            nbytes=self.turns.nbytes,
             gb_s=Spread.of([one.gb_s for one in own]) if own else NOTHING,
             cpu_s_per_gb=statistics.median(one.cpu_s_per_gb for one in own) if own else 0.0,
             slowest_to_median=statistics.median(one.slowest_to_median for one in own) if own else 0.0,
             others=tuple(compared),
-            error=own_error,
+            error=self.own_error,
         )
 
     @staticmethod

@@ -58,6 +58,7 @@ Written by `benchmarks/transfer.py`, never by hand. How to read and repeat it: [
 - commit {report.commit}, {report.date}; the run took {report.seconds:.0f} s, load before it {m["load_before"]:.1f}
 - command: `{report.command}`
 - random blocks of {report.pool_bytes >> 20} MiB pools, {report.nbytes >> 20} MiB a transfer, {report.pairs} pairs
+  of {report.sets} sets of processes a row
 
 GB/s are medians, in brackets the quartiles. A ratio is the median of the pairs' ratios: kvxfer's speed over theirs.
 CPU is seconds of processor time a GB, of both processes together. Bold: below the bar.

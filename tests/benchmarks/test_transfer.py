@@ -81,11 +81,21 @@ def test_a_report_says_the_same_after_it_was_written_and_read(parts: Any, tmp_pa
     assert "no library" in text
 
 
+@pytest.mark.parametrize(("pairs", "sets"), [(9, 3), (10, 3), (2, 3), (1, 3), (9, 1), (9, 0)])
+def test_every_round_is_in_one_part(parts: Any, pairs: int, sets: int) -> None:
+    found = parts["measure.rows"].parts_of(pairs, sets)
+    assert [number for part in found for number in part] == list(range(pairs))
+    assert len(found) == max(1, min(pairs, sets))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
 def test_it_runs_against_the_limits(tmp_path: pathlib.Path) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, str(BENCHMARKS / "transfer.py"), "--pairs=1", "--bytes=1m", "--pool=8m", "--sizes=16k"]
-    command += ["--lanes=mapped,cma,stream,unix", "--against=limits", "--direction=read,write", f"--json={figures}"]
+    command = [sys.executable, str(BENCHMARKS / "transfer.py"), "--pairs=2", "--bytes=1m", "--pool=8m", "--sizes=16k"]
+    command += ["--lanes=mapped,cma,stream,unix", "--against=limits", "--direction=read,write", "--sets=2"]
+    command += [f"--json={figures}"]
     subprocess.run(command, check=True, timeout=120)
     found = json.loads(figures.read_text())
     assert [row["error"] for row in found["rows"]] == [""] * 8
-    assert [row["others"][0]["error"] for row in found["rows"] if row["others"]] == [""] * 6
+    others = [row["others"][0] for row in found["rows"] if row["others"]]
+    assert [(other["error"], other["pairs"]) for other in others] == [("", 2)] * 6
