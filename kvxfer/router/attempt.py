@@ -168,6 +168,10 @@ class Attempt:
             return
         if ended.is_worker_out_of_reach:
             self._room.workers.put_aside(ref)
+        source = self._placement.prefill
+        if part is Part.DECODE and source is not None and ended.is_unexplained:  # perhaps it was P who let D down
+            self.avoided |= {ref.agent_id, source.ref.agent_id}
+            return
         (self.avoided if ended.is_retryable else self.excluded).add(ref.agent_id)
 
     async def _answer_whole(self, begun: Answered) -> Outcome:

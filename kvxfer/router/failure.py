@@ -60,6 +60,11 @@ class Failure:
         return self.kind is FailureKind.REFUSED
 
     @property
+    def is_unexplained(self) -> bool:
+        """Whether the worker says no more than its status (vLLM, of a request that its engine failed)."""
+        return self.kind is FailureKind.ERROR and self.code.isdecimal()
+
+    @property
     def is_worker_out_of_reach(self) -> bool:
         return self.kind in (FailureKind.UNREACHABLE, FailureKind.LOST, FailureKind.GONE)
 

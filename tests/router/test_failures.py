@@ -93,6 +93,31 @@ async def test_a_failing_decoder_is_replaced_under_a_new_transfer_id(
         }
 
 
+VLLM = (500, {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}})
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_decoder_that_gives_no_reason_may_have_been_let_down_by_its_prefiller(is_stream: bool) -> None:
+    prefillers, d = [prefiller("p0"), prefiller("p1")], FakeWorker("d0")
+    d.failures = [VLLM]
+    async with router_over(*prefillers, d) as router:
+        answer = await router.complete(stream=is_stream)
+        assert (answer.status_code, answer.headers["x-kvxfer-attempt"]) == (200, "2")
+        sources = [leg.params["source"]["agent_id"] for leg in d.received if leg.params]
+        assert sorted(sources) == ["p0", "p1"]
+        d.always_fails = failing(500, "internal", retryable=False)  # a reason: its own
+        assert (await router.complete(stream=is_stream)).status_code == 500
+        assert len(d.received) == 3
+
+
+async def test_a_decoder_alone_that_gives_no_reason_is_at_fault() -> None:
+    d = FakeWorker("d0")
+    d.always_fails = VLLM
+    async with router_over(d) as router:
+        assert (await router.complete()).status_code == 500
+        assert len(d.received) == 1
+
+
 async def test_the_old_prefill_leg_is_ended_before_the_new_one_begins() -> None:
     p, d = prefiller(), FakeWorker("d0")
     p.hold = asyncio.Event()
