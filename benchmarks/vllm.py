@@ -7,10 +7,14 @@ alike:
 
 - KV present: at the decode engine, from the request to when vLLM's scheduler is told that its KV is there;
 - prefill: the prefill leg's own time at its engine;
+- wire: of that, what the connector itself says that its transfers took (kvxfer's includes the confirm; where both legs
+  go at once, it is the sum of parts that waited for nothing but their bytes);
 - TTFT: at the client, from sending the first leg to the decode engine's first token;
-- exposed: TTFT less prefill: what disaggregation adds to the time of the first token.
+- exposed: TTFT less prefill: what disaggregation adds to the time of the first token;
+- descriptors: what is named to the peer: for kvxfer numbers of blocks, which stand for all layers; for NIXL one for
+  each block and layer (of K and of V where they lie apart).
 
-    benchmarks/vllm.py [--tokens 500,1500,1900] [--rounds 7] [--batch 512] [--json FILE]
+    benchmarks/vllm.py [--model tiny] [--tokens 500,1500,1900] [--rounds 7] [--batch 512] [--json FILE]
 """
 
 from __future__ import annotations
@@ -36,9 +40,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" 
 
 from engines import PYTHON, Cluster, Engine, both_legs
 
+from kvxfer.engine.model_store import resolve
 from kvxfer.engine.tiny import make_tiny_model
 
 ANSWER = 4
+FIELDS = ("ttft_ms", "prefill_ms", "present_ms", "wire_ms", "exposed_ms", "descriptors", "bytes", "early_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +54,8 @@ class Row:
     ttft_ms: float
     prefill_ms: float
     present_ms: float | None
+    wire_ms: float | None
+    descriptors: int | None
     bytes: int | None
     early_bytes: int | None
 
@@ -70,7 +78,7 @@ async def measure(cluster: Cluster, contender: str, ids: list[int]) -> tuple[Row
         request_id = engine.add(ids, ANSWER)
         ttft_ms = await first_token(engine, request_id, begun_s)
         answer = await engine.wait(request_id)
-        return Row(contender, len(ids), ttft_ms, answer["first_ms"], None, None, None), answer.tokens
+        return Row(contender, len(ids), ttft_ms, answer["first_ms"], *[None] * 5), answer.tokens
     prefill, decode = (cluster["pn"], cluster["dn"]) if contender == "nixl" else (cluster["p"], cluster["d"])
     moved = await decode.ask("moved")
     begun_s = time.perf_counter()
@@ -88,14 +96,17 @@ async def measure(cluster: Cluster, contender: str, ids: list[int]) -> tuple[Row
     report = answer.report
     if report.get("code"):
         raise SystemExit(f"{contender}: the load failed: {report}")
-    nbytes = report["bytes"] if report else (await decode.ask("moved")) - moved
+    now = await decode.ask("moved")
+    wire_s = report["wire_seconds"] if report else now["seconds"] - moved["seconds"]
     row = Row(
         contender,
         len(ids),
         ttft_ms,
         first["ms"],
         answer["loaded_ms"],
-        nbytes,
+        wire_s * 1e3,
+        report["blocks"] if report else now["descriptors"] - moved["descriptors"],
+        report["bytes"] if report else now["bytes"] - moved["bytes"],
         report.get("early_bytes") if report else 0,
     )
     return row, answer.tokens
@@ -140,8 +151,12 @@ async def run(args: argparse.Namespace, *, has_nixl: bool) -> list[dict[str, Any
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         directory = pathlib.Path(name)
-        model = make_tiny_model(
-            directory / "tiny", layers=4, hidden=256, vocab=1024, max_position_embeddings=4096, seed=1234
+        model = (
+            make_tiny_model(
+                directory / "tiny", layers=4, hidden=256, vocab=1024, max_position_embeddings=4096, seed=1234
+            )
+            if args.model == "tiny"
+            else resolve(args.model)
         )
         async with Cluster(directory, model) as cluster:
             await start(cluster, args.batch, has_nixl=has_nixl)
@@ -172,7 +187,7 @@ def summary(rows: list[Row]) -> list[dict[str, Any]]:
         for name in names:
             mine = [row for row in rows if (row.contender, row.tokens) == (name, tokens)]
             entry: dict[str, Any] = {"tokens": tokens, "contender": name, "count": len(mine)}
-            for field in ("ttft_ms", "prefill_ms", "present_ms", "exposed_ms", "bytes", "early_bytes"):
+            for field in FIELDS:
                 values = [value for row in mine if (value := getattr(row, field)) is not None]
                 entry[field] = statistics.median(values) if values else None
             for field in ("present_ms", "exposed_ms"):
@@ -184,8 +199,7 @@ def summary(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def table(entries: list[dict[str, Any]]) -> str:
-    columns = ["tokens", "contender", "ttft_ms", "prefill_ms", "present_ms", "exposed_ms", "bytes", "early_bytes"]
-    columns += ["present_ms_ratio", "exposed_ms_ratio"]
+    columns = ["tokens", "contender", *FIELDS, "present_ms_ratio", "exposed_ms_ratio"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for entry in entries:
         cells = [entry[column] for column in columns]
@@ -196,6 +210,7 @@ def table(entries: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="or what `kvxfer demo --model` takes: smollm2-135m-instruct")
     parser.add_argument("--tokens", default="500,1500,1900", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--rounds", default=7, type=int)
     parser.add_argument("--batch", default=512, type=int, help="max_num_batched_tokens of all engines")

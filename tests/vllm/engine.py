@@ -7,7 +7,8 @@ usage: engine.py '{"llm": {...}, "transfer": {...} or null, "pause_s": 0.0}'
 Commands: {"op": "add", "id", "ids", "n", "kv"}, {"op": "abort", "id"}, {"op": "pause", "s"}, {"op": "ask", "what":
 "free" | "preempted" | "digests" | "busy" | "moved" | "nixl"}. Events: {"event": "ready"}, {"event": "first", "id"},
 {"event": "done", "id", "tokens", "kv", "reason", "ms", "first_ms", "loaded_ms"}, {"event": "answer", "value"}.
-"loaded_ms": until its KV was there, as vLLM's scheduler was told of it, by whatever connector.
+"loaded_ms": until its KV was there, as vLLM's scheduler was told of it, by whatever connector. "moved": what
+NixlConnector says of its transfers, added up: {"bytes", "descriptors", "seconds"}.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Driver:
         self.begun: dict[str, float] = {}
         self.first: dict[str, float] = {}
         self.loaded: dict[str, float] = {}
-        self.moved = self.preempted = 0
+        self.preempted = 0
+        self.moved = {"bytes": 0, "descriptors": 0, "seconds": 0.0}
         self.preempt = self.scheduler._preempt_request
         self.scheduler._preempt_request = self.count_preemption
         if transfer is not None:
@@ -76,7 +78,10 @@ class Driver:
         now = time.perf_counter()
         self.loaded.update(dict.fromkeys(output.finished_recving or (), now))
         stats = getattr(output, "kv_connector_stats", None)
-        self.moved += sum((stats.data if stats is not None else {}).get("bytes_transferred", ()))
+        told = stats.data if stats is not None else {}
+        names = {"bytes": "bytes_transferred", "descriptors": "num_descriptors", "seconds": "transfer_duration"}
+        for name, theirs in names.items():
+            self.moved[name] += sum(told.get(theirs, ()))
         self.told_by_worker(output)
 
     def run(self) -> None:

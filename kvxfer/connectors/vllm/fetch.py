@@ -44,6 +44,7 @@ class Fetch:
         self.attempt = 0
         self.parts = 0
         self.early_bytes = 0
+        self.wire_s = 0.0
         self.is_all_announced = order.has_direct
         self.inbox: asyncio.Queue[Part | Refuse | KvxferError] = asyncio.Queue()
         self.task: asyncio.Task[Landing | None] | None = None
@@ -71,6 +72,7 @@ class Fetch:
         """A part that was fetched."""
         self.results += results
         self.parts += 1
+        self.wire_s += max((result.seconds["wire"] + result.seconds["confirm"] for result in results), default=0.0)
         self.early_bytes += sum(
             result.bytes_before_complete if self.is_all_announced else result.bytes for result in results
         )
@@ -83,6 +85,7 @@ class Fetch:
         """Nothing that was fetched counts. Its transfers are drained."""
         self.attempt += 1
         self.parts = self.early_bytes = 0
+        self.wire_s = 0.0
         self.is_all_announced = self.order.has_direct
         self.inbox = asyncio.Queue()
         self.transfers.clear()
@@ -107,6 +110,7 @@ def report_of(order: Load, fetches: list[Fetch], error: KvxferError | None) -> R
         bytes=sum(result.bytes for result in results),
         parts=sum(fetch.parts for fetch in fetches),
         seconds=time.monotonic() - fetches[0].started_s,
+        wire_seconds=max(fetch.wire_s for fetch in fetches),
         early_bytes=sum(fetch.early_bytes for fetch in fetches),
         attempts=1 + max(fetch.attempt for fetch in fetches),
     )

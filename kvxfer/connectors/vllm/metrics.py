@@ -17,7 +17,8 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 
 @dataclasses.dataclass
 class KvxferStats(KVConnectorStats):  # type: ignore[misc]
-    """Loads that ended (a row each: outcome, lane, bytes, seconds, early bytes), and prompts that nobody fetched."""
+    """Loads that ended (a row each: outcome, lane, bytes, seconds, wire seconds, early bytes), and prompts that nobody
+    fetched."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -25,7 +26,10 @@ class KvxferStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def of(cls, reports: Iterable[Report], expired: int) -> KvxferStats:
-        rows = [[r.code or "committed", r.lane or "none", r.bytes, r.seconds, r.early_bytes] for r in reports]
+        rows = [
+            [r.code or "committed", r.lane or "none", r.bytes, r.seconds, r.wire_seconds, r.early_bytes]
+            for r in reports
+        ]
         return cls(data={"loads": rows, "expired": expired})
 
     def reset(self) -> None:
@@ -55,7 +59,7 @@ class KvxferStats(KVConnectorStats):  # type: ignore[misc]
 
 class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """``vllm:kvxfer_loads_total{outcome,lane}``, ``_bytes_total``, ``_early_bytes_total``, ``_load_seconds``,
-    ``_expired_prompts_total``."""
+    ``_wire_seconds``, ``_expired_prompts_total``."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: dict[int, Any]) -> None:
         super().__init__(vllm_config, metric_types, labelnames, labelvalues)
@@ -66,21 +70,17 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._bytes = self._counter("bytes", "Bytes of committed loads.")
         self._early = self._counter("early_bytes", "Bytes that landed while the source still computed.")
         self._expired = self._counter("expired_prompts", "Computed prompts that nobody fetched in time.")
-        seconds = self._histogram_cls(
-            name="vllm:kvxfer_load_seconds",
-            documentation="From the order to the commit of a load.",
-            buckets=SECONDS,
-            labelnames=labelnames,
-        )
-        self._seconds = create_metric_per_engine(seconds, labelvalues)
+        self._seconds = self._histogram("load", "From the order to the commit of a load.")
+        self._wire_seconds = self._histogram("wire", "Of a load, first block ready to verdict, its parts added up.")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for outcome, lane, nbytes, seconds, early in transfer_stats_data["loads"]:
+        for outcome, lane, nbytes, seconds, wire_seconds, early in transfer_stats_data["loads"]:
             self._loads.labels(*self._labelvalues[engine_idx], outcome, lane).inc()
             if outcome == "committed":
                 self._bytes[engine_idx].inc(nbytes)
                 self._early[engine_idx].inc(early)
                 self._seconds[engine_idx].observe(seconds)
+                self._wire_seconds[engine_idx].observe(wire_seconds)
         self._expired[engine_idx].inc(transfer_stats_data["expired"])
 
     def _counter(self, name: str, documentation: str) -> Any:
@@ -88,3 +88,12 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name=f"vllm:kvxfer_{name}", documentation=documentation, labelnames=self._labelnames
         )
         return create_metric_per_engine(counter, self._labelvalues)
+
+    def _histogram(self, name: str, documentation: str) -> Any:
+        histogram = self._histogram_cls(
+            name=f"vllm:kvxfer_{name}_seconds",
+            documentation=documentation,
+            buckets=SECONDS,
+            labelnames=self._labelnames,
+        )
+        return create_metric_per_engine(histogram, self._labelvalues)

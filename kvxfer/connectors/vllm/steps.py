@@ -117,6 +117,8 @@ class Report:
     parts: int
     seconds: float
     """From the order to the last byte's commit, or to the failure."""
+    wire_seconds: float
+    """First block ready to verdict, added up over its parts, which may overlap; of the slowest source."""
     early_bytes: int
     """Landed before the source had computed everything."""
     attempts: int

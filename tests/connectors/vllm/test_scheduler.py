@@ -353,7 +353,7 @@ def test_parameters_without_sense_are_computed_here(caplog: pytest.LogCaptureFix
 
 
 def report(request_id: str, code: str) -> Report:
-    return Report(request_id, str(ID), code, "", "cma", 2, 7, 1, 0.5, 0, 1)
+    return Report(request_id, str(ID), code, "", "cma", 2, 7, 1, 0.5, 0.4, 0, 1)
 
 
 class Prefills(RuleBasedStateMachine):
