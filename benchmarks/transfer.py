@@ -69,7 +69,7 @@ class Run:
             commit=reports.commit(),
             date=reports.date(),
             pairs=options.pairs,
-            sets=options.sets,
+            sets=len(parts_of(options.pairs, options.sets)),
             pool_bytes=parse_size(options.pool),
             nbytes=parse_size(options.bytes),
         )
@@ -121,16 +121,19 @@ class Run:
         others = opponents(case, self.against, self.library)
         ours = kvxfer(case, self.library, stage.via)[0]
         growing: list[GrowingRow] = []
+        what = f"`{case.lane}` {case.op} {case.pages} {stage.site} x{case.at_once} {case.lists} {stage.via}"
         first, *later = parts_of(self.report.pairs, self.report.sets)
         for i, size in enumerate(stage.sizes):
             if self.elapsed_s > self.options.budget_s:
-                what = f"`{case.lane}` {case.op} {case.pages} {stage.site} x{case.at_once} {case.lists} {stage.via}"
                 sizes = ", ".join(show_size(one) for one in stage.sizes[i:])
                 self.leave_out(f"{what}, blocks of {sizes}", f"the run's {self.options.budget_s:.0f} s were over")
                 break
             growing.append(turns.row(ours, others, size, stage.site, lambda text: print(text, flush=True)))
             growing[-1].take(first)
         for part in later:
+            if self.elapsed_s > self.options.budget_s:
+                self.leave_out(what, f"of {sum(map(len, later))} more pairs, those from {part.start + 1} on")
+                break
             room.clear()
             for one in growing:
                 one.take(part)
@@ -248,7 +251,7 @@ def parse() -> argparse.Namespace:
     add("--fairness", action="store_true", help="64 transfers at once, slowest over median (as --at-once 64)")
     add("--only-small", action="store_true", help="none of the tables of speeds")
     add("--small-lanes", default="mapped,cma,unix,stream", help="the lanes of --latency, --post-cost and --held-gil")
-    add("--budget-s", type=float, default=3600.0, help="no row begins after so long")
+    add("--budget-s", type=float, default=3600.0, help="no row begins after so long, and no set of processes")
     add("--json", default="", metavar="FILE", help="write the figures there")
     add("--plot", default="", metavar="FILE.png", help="draw them there")
     options = parser.parse_args()

@@ -7,8 +7,8 @@ alike:
 
 - KV present: at the decode engine, from the request to when vLLM's scheduler is told that its KV is there;
 - prefill: the prefill leg's own time at its engine;
-- wire: of that, what the connector itself says that its transfers took (kvxfer's includes the confirm; where both legs
-  go at once, it is the sum of parts that waited for nothing but their bytes);
+- wire: what the connector itself says of its transfers: kvxfer the time in which blocks were read, and the confirm,
+  added up over parts (by stream and unix without the waits for frames); NIXL from post to completion;
 - TTFT: at the client, from sending the first leg to the decode engine's first token;
 - exposed: TTFT less prefill: what disaggregation adds to the time of the first token;
 - descriptors: what is named to the peer: for kvxfer numbers of blocks, which stand for all layers; for NIXL one for

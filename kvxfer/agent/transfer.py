@@ -41,7 +41,8 @@ class TransferResult:
     bytes: int
     seconds: Mapping[str, float]
     """``queue`` (asked until the first block was ready), ``plan`` (finding the source, comparing, choosing a lane),
-    ``wire`` (first ready to last byte), ``confirm`` (last byte to verdict)."""
+    ``wire`` (in which blocks were read, added up; on stream and unix a read begins when
+    bytes are there), ``confirm`` (last byte to verdict)."""
     bytes_before_complete: int
     """Landed before the source had announced that it is complete."""
     attempts: int

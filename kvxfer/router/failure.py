@@ -15,6 +15,7 @@ from kvxfer.openai.errors import INVALID_REQUEST, SERVER_ERROR, error_body, stat
 from kvxfer.openai.sse import encode_object
 
 TOO_MANY = 429
+INTERNAL = 500
 UNAVAILABLE = 503
 
 
@@ -61,8 +62,8 @@ class Failure:
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether the worker says no more than its status (vLLM, of a request that its engine failed)."""
-        return self.kind is FailureKind.ERROR and self.code.isdecimal()
+        """Whether the worker says no more than that it failed (vLLM, of a request that its engine failed)."""
+        return self.kind is FailureKind.ERROR and self.status == INTERNAL and self.code == str(INTERNAL)
 
     @property
     def is_worker_out_of_reach(self) -> bool:

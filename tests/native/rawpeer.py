@@ -24,6 +24,8 @@ class RawPeer:
         self.socket: socket.socket | None = None
         self.session = 0
         self.payload = b""
+        self.lane = native.Lane.STREAM
+        """That it asks by."""
 
     def dial(self, core: Any, key: bytes = KEY, kind: Any = native.SessionKind.TCP) -> None:
         """A session that is up, both sides having proven `key`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import resource
 import signal
 import socket
@@ -96,14 +97,15 @@ def test_registered_memory(nodes: Any, new_id: NewId, verb: str, is_exposed: boo
     assert spliced(p) == (TOTAL if is_exposed else 0)
 
 
-def test_a_pipe_that_is_not_to_be_had(nodes: Any, new_id: NewId) -> None:
+@BOTH
+def test_a_pipe_that_is_not_to_be_had(nodes: Any, new_id: NewId, lane: Any) -> None:
     """Blocks are copied, then: the peer was told to ask for its verdict, and does."""
     p, d = nodes.pair(block_bytes=65536, blocks=64, is_exposed=True)
     p.fill_random()
     d.fill(0xEE)
     first, second = new_id(), new_id()
     p.grant(first, [0])  # 64 KiB are not lent: no pipe is there yet
-    d.pull(first, p, [0], lanes=[STREAM])
+    d.pull(first, p, [0], lanes=[lane])
     assert d.wait_drained(first).state == native.TransferState.COMMITTED
     p.grant(second, np.arange(1, 64))
     before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -113,7 +115,7 @@ def test_a_pipe_that_is_not_to_be_had(nodes: Any, new_id: NewId) -> None:
             with contextlib.suppress(OSError):
                 while True:
                     full.callback(os.close, os.dup(0))
-            d.pull(second, p, np.arange(1, 64), lanes=[STREAM])
+            d.pull(second, p, np.arange(1, 64), lanes=[lane])
             final = d.wait_drained(second)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
@@ -123,7 +125,7 @@ def test_a_pipe_that_is_not_to_be_had(nodes: Any, new_id: NewId) -> None:
 
 
 def narrow(node: Any) -> None:
-    """A Unix socket takes 64 KiB at a time: with the buffer that it has as a rule, all of what it is offered."""
+    """A Unix socket takes pieces of 64 KiB: with the buffer that it has as a rule, all of what it is offered."""
     with contextlib.ExitStack() as opened:
         for end in own_sockets(opened):
             if end.family == socket.AF_UNIX and end.getsockname() == node.core.unix_path:
@@ -146,6 +148,7 @@ def asking(nodes: Any, new_id: NewId, request: pytest.FixtureRequest) -> Iterato
             narrow(node)
         node.grant(transfer, range(TOTAL // 65536))
         peer.say(native.Pull(transfer, 1, 7, lane, 0, TOTAL // 65536, 65536, DIGEST, 10_000))
+        peer.lane = lane
         yield node, peer, transfer
 
 
@@ -181,7 +184,7 @@ def test_what_is_read_after_the_grant_has_ended_is_not_confirmed(asking: tuple[A
     read = b""
     while not isinstance(frame := peer.hear(object), native.Revoke):
         read += peer.payload if isinstance(frame, native.Data) else b""
-    assert read != granted[: len(read)], "lent bytes are those that are there when they are read"
+    assert read[:65536] == b"\x55" * 65536 != granted[:65536], "lent bytes are those that are there when they are read"
     peer.say(native.Confirm(transfer, 5))
     assert peer.hear(native.Verdict).code == native.Code.grant_revoked
 
@@ -229,6 +232,31 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.no_sanitizer  # it measures processor time
+def test_a_reader_that_is_slow_or_still_takes_no_processor_from_its_source(
+    asking: tuple[Any, RawPeer, bytes],
+) -> None:
+    """Who fills a socket stays up for a moment (400 us) when it is full; not each time where that is of no use."""
+    node, peer, _ = asking
+    wait_until(lambda: spliced(node) != 0)
+    time.sleep(0.1)
+    begun_s = thread_seconds()
+    time.sleep(0.5)
+    assert thread_seconds() - begun_s < 0.005
+    assert peer.socket is not None
+    begun_s, taken = thread_seconds(), 0
+    while taken < TOTAL:
+        taken += len(peer.socket.recv(65536))
+        time.sleep(0.002)
+    assert thread_seconds() - begun_s < 16 * 400e-6 + TOTAL / 131072 * 100e-6, "the socket was full some 64 times"
+
+
+def thread_seconds() -> float:
+    """Processor time of all IO threads of this process."""
+    tasks = [one for one in pathlib.Path("/proc/self/task").iterdir() if (one / "comm").read_text() == "kvxfer-io\n"]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
 def test_what_is_lent_and_revoked_is_not_sent_for_what_comes_next(asking: tuple[Any, RawPeer, bytes]) -> None:
     """Part of a frame waits behind a full socket when its grant ends; then another goes over that connection."""
     node, peer, transfer = asking
@@ -241,7 +269,7 @@ def test_what_is_lent_and_revoked_is_not_sent_for_what_comes_next(asking: tuple[
     node.fill_random(9)
     following = transfer[:-1] + bytes([transfer[-1] ^ 1])
     node.grant(following, range(TOTAL // 65536))
-    peer.say(native.Pull(following, 1, 8, STREAM, 0, TOTAL // 65536, 65536, DIGEST, 10_000))
+    peer.say(native.Pull(following, 1, 8, peer.lane, 0, TOTAL // 65536, 65536, DIGEST, 10_000))
     assert take_all(peer) == node.memory.tobytes()
     peer.say(native.Confirm(following, 6))
     assert peer.hear(native.Verdict).code == native.Code.ok

@@ -110,12 +110,19 @@ async def test_a_decoder_that_gives_no_reason_may_have_been_let_down_by_its_pref
         assert len(d.received) == 3
 
 
-async def test_a_decoder_alone_that_gives_no_reason_is_at_fault() -> None:
-    d = FakeWorker("d0")
+async def test_a_pair_that_gives_no_reason_is_tried_no_more_often_than_others() -> None:
+    p, d = prefiller(), FakeWorker("d0")
     d.always_fails = VLLM
-    async with router_over(d) as router:
+    async with router_over(p, d) as router:
         assert (await router.complete()).status_code == 500
-        assert len(d.received) == 1
+        assert (len(d.received), len(p.received)) == (2, 1)  # the second time it is to compute the prompt itself
+        d.always_fails = (501, {"error": {"message": "no", "type": "NotImplementedError", "code": 501}})
+        assert (await router.complete()).status_code == 501
+        assert len(d.received) == 3
+    async with router_over(d) as router:
+        d.always_fails = VLLM
+        assert (await router.complete()).status_code == 500
+        assert len(d.received) == 4  # alone: its own fault
 
 
 async def test_the_old_prefill_leg_is_ended_before_the_new_one_begins() -> None:

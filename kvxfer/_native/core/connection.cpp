@@ -38,7 +38,7 @@ Connection::~Connection() {
 // --- in ---
 
 void Connection::receive(size_t budget) {
-  if (is_near_) asker_.heard(fd(), monotonic_now());
+  if (is_near_ && kind_ == SessionKind::Tcp) asker_.heard(fd(), monotonic_now());
   if (is_paused_ && !must_wait()) take_frames();
   while (budget != 0 && !must_wait()) {
     const bool is_frames = !is_closing() && decoder_.payload_pending() == 0;
@@ -344,6 +344,7 @@ void Connection::send_map(uint32_t id, Lane lane) {
 // then, and where that asking is little of the time.
 bool Connection::may_lend(const SendData& data, const OwnMemory& memory) const {
   if (!is_near_ || !memory.is_exposed || memory.device || data.frame.has_sums || data.frame.payload_bytes < kLentMin) return false;
+  if (kind_ == SessionKind::Unix && !SplicePipe::serves_unix()) return false;
   iovec runs[kLentRuns];
   size_t bytes = 0;
   const size_t count = BlockWalk(*memory.layout, data.from).gather(runs, kLentRuns, kLentMin, bytes);

@@ -76,6 +76,7 @@ class IoThread {
   bool wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_driver);  // false: a signal came
   struct Begin {  // of a wait
     Nanos spin = 0;         // without sleep
+    bool is_full = false;   // for room in a Unix socket
     bool moves = false;     // to another processor first
     Nanos away = 0;         // written by the wait: as long others had the processor
   };
@@ -136,6 +137,7 @@ class IoThread {
   uint32_t polls_ = 0;
   Nanos helped_at_ = 0;     // last small post of a caller that was not answered yet; 0: they were
   uint32_t quick_ = 0;      // waits in a row that were over almost at once
+  uint32_t slowly_ = 0;     // full Unix sockets in a row that were emptied slowly
   Key full_ = 0;            // this socket took not all: it has more to say than its peer; 0: none since the last wait
   Key landing_ = 0;         // blocks came in from under this kernel; 0: none since the last wait
   Spinning spinning_;

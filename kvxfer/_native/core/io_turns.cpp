@@ -21,7 +21,8 @@ constexpr uint32_t kQuickMin = 3, kQuickMax = 8;
 constexpr Nanos kSpin = 20'000;                 // ... the next one begins without sleep
 constexpr Nanos kLandingSpin = 100'000;         // while blocks come in from under this kernel
 constexpr Nanos kDriverSpin = 100'000;          // of a caller that waits: it has asked for something that is on its way
-constexpr Nanos kFullSpin = 400'000;            // of one whose blocks fill a socket to a peer under this kernel: a third of it must be read
+constexpr Nanos kFullSpin = 400'000;            // of one whose blocks fill a socket to a peer under this kernel: much of it must be read
+constexpr uint32_t kSlowMax = 16;               // of such waits in a row that were longer, and the next is slept through
 constexpr Nanos kTold = 50'000;                 // for who was told first to post the next ...
 constexpr Nanos kToldAtLeisure = 5 * kMillisecond;  // ... where nobody waits: a timer that is later than the clock's tick costs a tenth
 constexpr Nanos kSoon = kMillisecond;            // a thread that sleeps is woken at once for what is due so soon
@@ -158,7 +159,7 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
     Begin begin = is_polled ? Begin{} : begin_wait(is_driver, began);
     turn.unlock();
     count = wait_unlocked(events, kEventsMax, until, is_driver, is_polled, begin);
-    const bool is_quick = monotonic_now() - began < kQuick;
+    const Nanos took = monotonic_now() - began;
     if (is_driver) {
       is_driver_asleep_ = false;
     } else if (!is_polled) {  // a nap has read the wake: rest() gives it back
@@ -167,7 +168,8 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
     turn.lock();
     if (!is_driver && !turn_.is_driven) poller_.unmute();
     if (begin.away != 0) spinning_.was_away(begin.away, monotonic_now());
-    if (!is_driver && !is_polled) quick_ = is_quick ? std::min(quick_ + 1, kQuickMax) : 0;
+    if (!is_driver && !is_polled) quick_ = took < kQuick ? std::min(quick_ + 1, kQuickMax) : 0;
+    if (begin.is_full) slowly_ = took >= kFullSpin ? std::min(slowly_ + 1, kSlowMax) : 0;
     sleeps_until_ = 0;
     is_napping_ = false;
   }
@@ -184,15 +186,22 @@ IoThread::Begin IoThread::begin_wait(bool is_driver, Nanos now) {
   const auto landing = connections_.find(std::exchange(landing_, 0));
   const bool is_landing = landing != connections_.end(), is_full = full != connections_.end();
   const bool is_filling_near = is_full && full->second->is_near();
+  const auto is_tcp = [](const auto& found) { return found->second->kind() == SessionKind::Tcp; };
+  const bool is_tcp_landing = is_landing && is_tcp(landing);
   Begin begin;
-  if (!is_driver && (is_landing || is_filling_near)) {
-    const Connection& flow = *(is_landing ? landing : full)->second;
+  begin.is_full = !is_driver && is_filling_near && !is_tcp(full);
+  if (!is_driver && (is_tcp_landing || (is_filling_near && is_tcp(full)))) {
+    const Connection& flow = *(is_tcp_landing ? landing : full)->second;
     begin.moves = keep_off_.flows(flow.fd(), flow.asker(), now) && reads_.is_idle();
   }
-  if (!spinning_.pays(now)) return {};
+  if (!spinning_.pays(now)) {
+    begin.moves = false;
+    return begin;
+  }
   // A socket that is full is emptied by its reader, who needs the processors more than this loop does. But who sleeps on a Unix
-  // socket is woken on its reader's processor, and it does not say which that is, for this thread to be moved from there.
-  const bool stays_up = is_filling_near && (is_driver || full->second->kind() == SessionKind::Unix);
+  // socket is woken on its reader's processor, and it does not say which that is, for this thread to be moved from there. Not
+  // for a reader that is slow in any case: one that shares this thread's processor is parted from it after some of those waits.
+  const bool stays_up = is_filling_near && (is_driver || (begin.is_full && slowly_ < kSlowMax));
   if (is_full) begin.spin = stays_up ? kFullSpin : 0;
   else if (is_driver) begin.spin = kDriverSpin;
   else begin.spin = is_landing ? kLandingSpin : quick_ >= kQuickMin ? kSpin : 0;

@@ -2,7 +2,10 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/utsname.h>
 #include <time.h>
+
+#include <cstdio>
 
 namespace kvxfer {
 namespace {
@@ -61,6 +64,16 @@ bool SplicePipe::pays(const iovec* runs, size_t count) {
     bytes += runs[i].iov_len;
   }
   return bytes >= pages * kOfPageMin;
+}
+
+bool SplicePipe::serves_unix() {
+  static const bool does = [] {
+    utsname system{};
+    int major = 0, minor = 0;
+    if (::uname(&system) != 0 || std::sscanf(system.release, "%d.%d", &major, &minor) != 2) return false;
+    return major > 6 || (major == 6 && minor >= 5);
+  }();
+  return does;
 }
 
 bool SplicePipe::fill(const iovec* runs, size_t count) {

@@ -23,6 +23,10 @@ class SplicePipe {
   // Pages cost the same however little of each is sent: whether these runs have enough of theirs.
   static bool pays(const iovec* runs, size_t count);
 
+  // Whether splice() into a Unix socket gives references and waits for nobody. Before Linux 6.5 it took the lock that the
+  // receiver holds while it reads, for each page: a receiver that hangs would hold its sender up.
+  static bool serves_unix();
+
   // References the pages of these runs behind what is held already, as many as there is room for. False where it could be
   // none: they are no memory of ours whose pages can be referenced, or there is no room.
   bool fill(const iovec* runs, size_t count);

@@ -10,7 +10,7 @@
 //
 // The owner may overwrite blocks only after the state left ALIVE. That, with the verdict, is the whole safety argument:
 // a verdict `ok` is given only while ALIVE, at a moment after the reader's last byte was read (one-sided lanes, and
-// whatever was lent to stream: the reader asks after its last read; else the source judges once the kernel has a copy of the
+// whatever was lent to stream or unix: the reader asks after its last read; else the source judges once the kernel has a copy of the
 // last byte), so whatever the reader read was read before the owner could have touched it.
 //
 // A verdict is remembered by its nonce: asked again (the reply was lost) it is the same, also after the grant ended,

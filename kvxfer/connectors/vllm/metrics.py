@@ -71,7 +71,7 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._early = self._counter("early_bytes", "Bytes that landed while the source still computed.")
         self._expired = self._counter("expired_prompts", "Computed prompts that nobody fetched in time.")
         self._seconds = self._histogram("load", "From the order to the commit of a load.")
-        self._wire_seconds = self._histogram("wire", "Of a load, first block ready to verdict, its parts added up.")
+        self._wire_seconds = self._histogram("wire", "Of a load, while blocks were read, and last byte to verdict.")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for outcome, lane, nbytes, seconds, wire_seconds, early in transfer_stats_data["loads"]:

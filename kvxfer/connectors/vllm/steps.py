@@ -118,7 +118,8 @@ class Report:
     seconds: float
     """From the order to the last byte's commit, or to the failure."""
     wire_seconds: float
-    """First block ready to verdict, added up over its parts, which may overlap; of the slowest source."""
+    """In which blocks were read, and from the last byte to the verdict: added up over its parts, which may overlap; of
+    the slowest source. On stream and unix a read begins when the first bytes of a frame are there."""
     early_bytes: int
     """Landed before the source had computed everything."""
     attempts: int

@@ -43,6 +43,7 @@ async def test_a_finished_prompt_is_pulled_without_a_word(ranks: tuple[Rank, Ran
     assert over.error is None
     assert (d.memory[:, [7, 1, 2]] == p.memory[:, [3, 4, 9]]).all()
     assert (over.report.parts, over.report.bytes) == (1, LAYERS * 3 * PAGE)
+    assert 0 < over.report.wire_seconds <= over.report.seconds
     await until(lambda: p.freed == ["r"])
     await is_idle(p)
     await is_idle(d)
@@ -190,6 +191,7 @@ async def test_what_is_taken_back_and_computed_again_is_asked_for_again(ranks: t
     assert over.error is None
     assert (d.memory[:, [5, 6]] == p.memory[:, [8, 9]]).all()
     assert (over.report.bytes, over.report.attempts) == (LAYERS * 2 * PAGE, 2)
+    assert 0 < over.report.wire_seconds <= over.report.seconds
     await until(lambda: p.freed == ["r"])
     await is_idle(p)
 
