@@ -6,7 +6,7 @@ and afterwards every byte is compared (neither is timed). kvxfer and one other t
 turns are taken by a set of processes of its own each, because which pages a process gets decides about its speed too.
 
     benchmarks/transfer.py --lanes stream --sizes 4k,64k,1m --against nixl,mooncake,limits
-    benchmarks/transfer.py --table            everything in benchmarks/RESULTS.md, which it writes (about half an hour)
+    benchmarks/transfer.py --table            everything in benchmarks/RESULTS.md, which it writes (forty minutes)
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Run:
                 break
             growing.append(turns.row(ours, others, size, stage.site, lambda text: print(text, flush=True)))
             growing[-1].take(first)
-        for part in later:
+        for part in later if growing else ():
             if self.elapsed_s > self.options.budget_s:
                 self.leave_out(what, f"of {sum(map(len, later))} more pairs, those from {part.start + 1} on")
                 break
