@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import resource
 import signal
 import socket
@@ -25,7 +26,13 @@ from .test_sockets import own_sockets, ports
 
 NewId = Callable[[], bytes]
 STREAM, UNIX = native.Lane.STREAM, native.Lane.UNIX
-BOTH = pytest.mark.parametrize("lane", [STREAM, UNIX])
+RELEASE = re.match(r"(\d+)\.(\d+)", os.uname().release)
+HAS_LENDING_UNIX = RELEASE is not None and tuple(map(int, RELEASE.groups())) >= (6, 5)
+LANES = [
+    STREAM,
+    pytest.param(UNIX, marks=pytest.mark.skipif(not HAS_LENDING_UNIX, reason="Unix sockets lend from Linux 6.5 on")),
+]
+BOTH = pytest.mark.parametrize("lane", LANES)
 TOTAL = 8 << 20
 OFFERED = 256 << 10
 """To the socket at a time."""
@@ -132,7 +139,7 @@ def narrow(node: Any) -> None:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 50_000)
 
 
-@pytest.fixture(params=[STREAM, UNIX])
+@pytest.fixture(params=LANES)
 def asking(nodes: Any, new_id: NewId, request: pytest.FixtureRequest) -> Iterator[tuple[Any, RawPeer, bytes]]:
     """A source with 8 MiB granted, a raw peer that has asked for them and taken nothing, the transfer."""
     node = nodes("source", block_bytes=65536, blocks=TOTAL // 65536, is_exposed=True)

@@ -93,13 +93,15 @@ async def test_a_failing_decoder_is_replaced_under_a_new_transfer_id(
         }
 
 
-VLLM = (500, {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}})
+# As vLLM answers: the code is the status again.
+UNEXPLAINED = (500, {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}})
+UNSUPPORTED = (501, {"error": {"message": "this model has no logprobs", "type": "NotImplementedError", "code": 501}})
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_a_decoder_that_gives_no_reason_may_have_been_let_down_by_its_prefiller(is_stream: bool) -> None:
     prefillers, d = [prefiller("p0"), prefiller("p1")], FakeWorker("d0")
-    d.failures = [VLLM]
+    d.failures = [UNEXPLAINED]
     async with router_over(*prefillers, d) as router:
         answer = await router.complete(stream=is_stream)
         assert (answer.status_code, answer.headers["x-kvxfer-attempt"]) == (200, "2")
@@ -112,15 +114,15 @@ async def test_a_decoder_that_gives_no_reason_may_have_been_let_down_by_its_pref
 
 async def test_a_pair_that_gives_no_reason_is_tried_no_more_often_than_others() -> None:
     p, d = prefiller(), FakeWorker("d0")
-    d.always_fails = VLLM
+    d.always_fails = UNEXPLAINED
     async with router_over(p, d) as router:
         assert (await router.complete()).status_code == 500
         assert (len(d.received), len(p.received)) == (2, 1)  # the second time it is to compute the prompt itself
-        d.always_fails = (501, {"error": {"message": "no", "type": "NotImplementedError", "code": 501}})
+        d.always_fails = UNSUPPORTED  # says what is wrong, and it is nothing that P did
         assert (await router.complete()).status_code == 501
         assert len(d.received) == 3
     async with router_over(d) as router:
-        d.always_fails = VLLM
+        d.always_fails = UNEXPLAINED
         assert (await router.complete()).status_code == 500
         assert len(d.received) == 4  # alone: its own fault
 
