@@ -128,7 +128,7 @@ class Run:
                 sizes = ", ".join(show_size(one) for one in stage.sizes[i:])
                 self.leave_out(f"{what}, blocks of {sizes}", f"the run's {self.options.budget_s:.0f} s were over")
                 break
-            growing.append(turns.row(ours, others, size, stage.site, lambda text: print(text, flush=True)))
+            growing.append(GrowingRow(turns, ours, others, size, stage.site, lambda text: print(text, flush=True)))
             growing[-1].take(first)
         for part in later if growing else ():
             if self.elapsed_s > self.options.budget_s:
@@ -137,7 +137,7 @@ class Run:
             room.clear()
             for one in growing:
                 one.take(part)
-        for row in (one.row() for one in growing):
+        for row in (one.whole() for one in growing):
             self.report.rows.append(row)
             print(f"{self.elapsed_s:5.0f}s  {tables.line(row)}", flush=True)
 

@@ -167,9 +167,6 @@ class Turns:
             raise WorkerFailed(errors[0])
         return max(speeds, key=lambda option: speeds[option])
 
-    def row(self, ours: Option, others: dict[str, list[Option]], block_bytes: int, site: str, say: Say) -> GrowingRow:
-        return GrowingRow(self, ours, others, block_bytes, site, say)
-
 
 class GrowingRow:
     """One row, a few rounds at a time: processes may be replaced between two calls of :meth:`take`. What fails is in
@@ -235,7 +232,7 @@ class GrowingRow:
         self.say(str(error))
         self.own_error = str(error).splitlines()[0]
 
-    def row(self) -> Row:
+    def whole(self) -> Row:
         compared = [
             self.compare(name, option.label, self.got[name])
             for name, option in (self.chosen or {}).items()
