@@ -7,6 +7,7 @@ import gc
 import os
 import pathlib
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -25,6 +26,7 @@ from kvxfer.errors import BlocksBusy, Closed, InvalidArgument, KvxferError
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED = native.TransferState.COMMITTED
 NewId = Callable[[], bytes]
+FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
 each_lane = pytest.mark.parametrize("lane", [MAPPED, STREAM], ids=["mapped", "stream"])
 
 SOURCE = textwrap.dedent(
@@ -163,6 +165,20 @@ def test_idle_cores_use_no_cpu(nodes: Any, new_id: NewId) -> None:
     time.sleep(1.0)
     assert thread_ticks() - ticks <= 1
     assert wakeups() == woken
+
+
+def test_it_takes_no_signals_but_its_own_faults(nodes: Any) -> None:
+    """A handler that Python has is never run there; a fault there is told of by whoever handles faults."""
+    nodes("source")
+    masks = []
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == "kvxfer-io":
+            status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+            masks.append(int(status["SigBlk"], 16))
+    assert masks
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        blocked = [bool(mask >> (number - 1) & 1) for mask in masks]
+        assert not any(blocked) if number in FAULTS else all(blocked), number
 
 
 def test_waiting_uses_little_cpu(nodes: Any, new_id: NewId) -> None:

@@ -24,6 +24,15 @@ EndpointLimits checked(EndpointLimits limits) {
 
 std::shared_ptr<cuda::Context> context_of(int device) { return device < 0 ? nullptr : cuda::Context::of(device); }
 
+// A fault of the thread itself is never blocked: the kernel would end the process at once, and no handler (Python's
+// faulthandler, a sanitizer's) could say where it was.
+sigset_t all_but_faults() {
+  sigset_t set;
+  sigfillset(&set);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGSYS}) sigdelset(&set, fault);
+  return set;
+}
+
 uint64_t random_seed() {
   uint64_t seed;
   if (::getrandom(&seed, sizeof seed, 0) != sizeof seed) throw Error(Code::internal, errno_text("getrandom"));
@@ -81,9 +90,9 @@ void Core::start() {
     io_ = std::move(io);
   }
 
-  sigset_t all, before;  // signals are for the threads that Python knows
-  sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  const sigset_t others = all_but_faults();
+  sigset_t before;  // signals are for the threads that Python knows
+  ::pthread_sigmask(SIG_SETMASK, &others, &before);
   try {
     thread_ = std::thread([this] {
       ::pthread_setname_np(::pthread_self(), "kvxfer-io");
