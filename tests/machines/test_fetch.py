@@ -28,7 +28,7 @@ def ready_pair(limits: Any = None, **options: Any) -> RegionPair:
 def ask(pair: RegionPair, pieces: Any, *, first: int = 0, count: int = 1, id_: bytes = b"f" * 16) -> Any:
     """What ``a`` answers to a FETCH that ``b``'s own core would not have sent."""
     if not any(name == "b" for name, _ in pair.peer_session):
-        pair.post("b", "fetch", b"0" * 16, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)])
+        pair.post("b", "fetch", b"0" * 16, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.STREAM])
         pair.run()
         pair.told["a"].clear()
     theirs = next(session for name, session in pair.peer_session if name == "a")

@@ -10,6 +10,7 @@ import pytest
 
 from kvxfer._native import _core as native
 
+from .conftest import DIGEST
 from .rawpeer import KEY, RawPeer
 
 NewId = Callable[[], bytes]
@@ -23,14 +24,14 @@ def met(nodes: Any) -> Iterator[Dial]:
     """A core with one region, full of 0x5A or random, and a raw peer with a session to it."""
     peers: list[RawPeer] = []
 
-    def meet(*, seed: int | None = None, **info: Any) -> tuple[Any, RawPeer, Any]:
+    def meet(*, seed: int | None = None, kind: Any = native.SessionKind.TCP, **info: Any) -> tuple[Any, RawPeer, Any]:
         node = nodes("honest")
         region = node.register(SIZE, **info)
         region.memory[:] = 0x5A if seed is None else np.random.default_rng(seed).integers(0, 256, SIZE, np.uint8)
         peer = RawPeer()
         peers.append(peer)
         node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="")
-        peer.dial(node.core)
+        peer.dial(node.core, kind=kind)
         return node, peer, region
 
     yield meet
@@ -91,6 +92,28 @@ def test_not_readable(met: Dial, new_id: NewId, rights: dict[str, bool]) -> None
     with pytest.raises(AssertionError, match=r"Code\.refused"):
         peer.hear(native.Data)
     assert node.core.statistics().bytes_streamed_out == 0
+
+
+@pytest.mark.parametrize("kind", [native.SessionKind.UNIX, native.SessionKind.TCP])
+@pytest.mark.parametrize("verb", ["fetch", "pull"])
+def test_a_lane_of_another_kind_of_session(met: Dial, new_id: NewId, verb: str, kind: Any) -> None:
+    """`stream` belongs to TCP and `unix` to a Unix socket."""
+    node, peer, region = met(kind=kind)
+    own, other = (STREAM, native.Lane.UNIX) if kind == native.SessionKind.TCP else (native.Lane.UNIX, STREAM)
+
+    def ask(lane: native.Lane) -> native.Data:
+        transfer = new_id()
+        if verb == "pull":
+            node.grant(transfer, [0])
+            peer.say(native.Pull(transfer, 1, 7, lane, 0, 1, node.block_bytes, DIGEST, 0))
+        else:
+            peer.say(fetch(transfer, [(region.id, 0, 64, 64, 1)], lane=lane))
+        return peer.hear(native.Data)
+
+    with pytest.raises(AssertionError, match=r"Code\.refused.*this kind of session"):
+        ask(other)
+    assert node.core.statistics().bytes_streamed_out == 0
+    assert ask(own).count == 1
 
 
 @pytest.mark.parametrize("is_pick", [False, True], ids=["overlapping", "no-such-pick"])

@@ -12,6 +12,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 
 #include "grant.hpp"
@@ -220,6 +221,7 @@ class Endpoint {
   void take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
   void end_offer(const Transfer& transfer, Effects& out);
   void remember(const TransferId& id, const AgentRef& share, EndedOffer ended);
+  std::optional<Error> refusal_of(Lane lane, SessionId session) const;
   bool may_read(SessionId session, const AgentRef& peer, const TransferId& id) const;
   void notify_committed(const Transfer& transfer, Nanos now, Effects& out);
   PushPost* push_of(const AgentRef& peer, const TransferId& wire_id);

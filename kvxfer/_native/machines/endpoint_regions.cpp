@@ -7,6 +7,7 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kPushOverhead = 1024;  // of a PUSH beside its lists and its notification
+constexpr const char* kOtherKind = "that lane does not run on this kind of session";
 
 // What a peer is told of an error that its own frame caused here.
 Code told(Code code) {
@@ -112,13 +113,18 @@ bool Endpoint::may_read(SessionId session, const AgentRef& peer, const TransferI
   return !sessions_.at(session).is_by_guest_key || (grants_.is_of_pieces(id) && grants_.is_bound_to(id, peer));
 }
 
+// Why a read by that lane is not for this agent, or not for this session.
+std::optional<Error> Endpoint::refusal_of(Lane lane, SessionId session) const {
+  if (!serves(lane)) return Error(Code::no_lane, "the source does not serve this lane");
+  if (session_kind(lane) != sessions_.at(session).kind) return Error(Code::refused, kOtherKind);
+  return std::nullopt;
+}
+
 void Endpoint::on_pull(SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
-  if (!serves(pull.lane)) {
-    out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, Code::no_lane, "the source does not serve this lane"}});
-    return;
-  }
-  if (!may_read(session, peer, pull.id)) {
-    out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, Code::refused, "a guest reads only what was granted to itself"}});
+  std::optional<Error> refusal = refusal_of(pull.lane, session);
+  if (!refusal && !may_read(session, peer, pull.id)) refusal = Error(Code::refused, "a guest reads only what was granted to itself");
+  if (refusal) {
+    out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, refusal->code(), refusal->what()}});
     return;
   }
   if (PushPost* push = push_of(peer, pull.id)) {
@@ -131,7 +137,7 @@ void Endpoint::on_pull(SessionId session, const AgentRef& peer, const Pull& pull
 void Endpoint::on_fetch(SessionId session, const AgentRef& peer, const Fetch& fetch, Nanos now, Effects& out) {
   const Pull& pull = fetch.pull;
   const auto refuse = [&](Code code, const std::string& text) { out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, code, text}}); };
-  if (!serves(pull.lane)) return refuse(Code::no_lane, "the source does not serve this lane");
+  if (const auto refusal = refusal_of(pull.lane, session)) return refuse(refusal->code(), refusal->what());
   try {
     if (!grants_.knows(pull.id)) {
       const AgentRef share = share_of(peer);
@@ -177,7 +183,7 @@ void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push
 // Everything that can be refused is, before anything is kept.
 void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
   if (finished_.count(push.id) != 0) throw Error(Code::refused, "this id was used by another");
-  if (session_kind(push.lane) != sessions_.at(session).kind) throw Error(Code::refused, "that lane does not run on this kind of session");
+  if (session_kind(push.lane) != sessions_.at(session).kind) throw Error(Code::refused, kOtherKind);
   const OfferShare share{share_of(peer), weight_of(push.from) + weight_of(push.to) + push.notification.size()};
   if (posts_.size() >= limits_.transfers_max || !offers_.has_room(share.of, share.weight)) {
     throw Error(Code::overloaded, "too many pushes of this peer are under way");
