@@ -24,6 +24,8 @@ class RawPeer:
         self.socket: socket.socket | None = None
         self.session = 0
         self.payload = b""
+        self.descriptors: list[int] = []
+        """That came over a Unix socket."""
         self.lane = native.Lane.STREAM
         """That it asks by."""
 
@@ -57,13 +59,17 @@ class RawPeer:
 
     def _feed(self) -> None:
         assert self.socket is not None
-        data = self.socket.recv(1 << 16)
+        if self.socket.family == socket.AF_UNIX:
+            data, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 16, 4)
+            self.descriptors += descriptors
+        else:
+            data = self.socket.recv(1 << 16)
         if not data:
             raise EOFError("the core hung up")
         self.decoder.feed(data)
 
-    def hear(self, kind: type) -> Any:
-        """The next frame of a kind; the payload of a DATA frame is in `payload` afterwards."""
+    def hear(self, *kinds: type) -> Any:
+        """The next frame of these kinds; the payload of a DATA frame is in `payload` afterwards."""
         while True:
             frame = self._frame()
             if isinstance(frame, native.Data):
@@ -74,7 +80,7 @@ class RawPeer:
                     else:
                         self._feed()
                 self.payload = b"".join(parts)
-            if isinstance(frame, kind):
+            if isinstance(frame, kinds):
                 return frame
             if isinstance(frame, native.ErrorFrame):
                 raise AssertionError(f"told {frame.code}: {frame.text}")
@@ -82,6 +88,8 @@ class RawPeer:
     def close(self) -> None:
         if self.socket is not None:
             self.socket.close()
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 class RawSource:

@@ -179,6 +179,26 @@ def test_the_reader_has_to_ask(asking: tuple[Any, RawPeer, bytes]) -> None:
     assert peer.hear(native.Verdict).code == native.Code.ok
 
 
+@pytest.mark.parametrize("asking", LANES[1:], indirect=True)
+def test_a_descriptor_behind_lent_blocks(asking: tuple[Any, RawPeer, bytes], new_id: NewId) -> None:
+    """What has to be said with a descriptor waits for the blocks that are under way, and loses neither them nor it."""
+    node, peer, _ = asking
+    other = new_id()
+    node.grant(other, [3])
+    peer.say(native.Pull(other, 2, 7, native.Lane.MAPPED, 0, 1, 65536, DIGEST, 0))
+    payload, maps = b"", []
+    while len(payload) < TOTAL or not maps:
+        frame = peer.hear(native.Data, native.Map)
+        if isinstance(frame, native.Map):
+            maps.append(frame)
+        else:
+            payload += peer.payload
+    assert payload == node.memory.tobytes()
+    (descriptor,) = peer.descriptors
+    assert os.pread(descriptor, node.memory.size, 0) == node.memory.tobytes()
+    assert spliced(node) > 0
+
+
 def test_what_is_read_after_the_grant_has_ended_is_not_confirmed(asking: tuple[Any, RawPeer, bytes]) -> None:
     """The kernel has references to megabytes whose grant ends, and whose owner puts other blocks there."""
     node, peer, transfer = asking
