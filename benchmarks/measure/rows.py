@@ -15,6 +15,8 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
+from peers.memory import Pages, Scraps
+
 from measure.contenders import Case, Option
 from measure.ends import Moved, Pair, Reference, Setup, Site, WorkerFailed
 
@@ -77,13 +79,15 @@ Say = Callable[[str], None]
 
 
 class Room:
-    """The processes of a run at one site; each setup's two are started when first asked for."""
+    """The processes of a run at one site; each setup's two are started when first asked for, out of memory that lies
+    together."""
 
     def __init__(self, site: Site, reference: Reference) -> None:
         self.site = site
         self.reference = reference
         self.pairs: dict[Setup, Pair] = {}
         self.failed: dict[Setup, str] = {}
+        self.scraps = Scraps()
 
     def pair(self, setup: Setup) -> Pair:
         """The setup's processes, awake, and all others at rest. Raises WorkerFailed, again and again for a setup that
@@ -94,6 +98,8 @@ class Room:
             if other != setup:
                 pair.rest()
         if setup not in self.pairs:
+            if setup.pages == Pages.SMALL:
+                self.scraps.hold()
             try:
                 self.pairs[setup] = Pair(setup, self.site, self.reference)
             except WorkerFailed as error:
@@ -112,6 +118,7 @@ class Room:
         for setup in list(self.pairs):
             self.drop(setup)
         self.failed.clear()
+        self.scraps.give_back()
 
 
 def parts_of(pairs: int, sets: int) -> list[range]:

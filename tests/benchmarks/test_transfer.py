@@ -56,6 +56,27 @@ def row_of(parts: Any, lane: str, ratios: dict[str, float]) -> Any:
     return rows.Row(lane, "read", "4k", "prepared", 1, "one host", "post", 4096, 1 << 26, speed, 0.3, 1.1, others)
 
 
+def test_scattered_pages_are_held_within_bounds_and_given_back(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = parts["peers.memory"]
+    monkeypatch.setattr(memory.Scraps, "STEP_BYTES", 4 << 20)
+    monkeypatch.setattr(memory, "available", lambda: 8 * (20 << 20))
+    for share, steps in ((0.5, 5), (1.0, 1)):
+        monkeypatch.setattr(memory, "together", lambda array, share=share: share)
+        scraps = memory.Scraps()
+        for _ in range(2):
+            scraps.hold()
+            assert [held.nbytes for held in scraps.held] == [4 << 20] * steps
+        scraps.give_back()
+        assert scraps.held == []
+
+
+def test_how_pages_lie_is_a_share(parts: Any) -> None:
+    memory = parts["peers.memory"]
+    assert 0.0 <= memory.together(memory.anonymous(4 << 20, "4k")) <= 1.0
+    if os.geteuid() == 0:  # others see no frames
+        assert memory.together(memory.anonymous(32 << 20, "huge")) > 0.9
+
+
 def test_a_multiple_of_a_peer_counts_as_kept_at_the_limit_of_the_socket(parts: Any) -> None:
     is_held = parts["measure.bars"].is_held
     at_limit = row_of(parts, "stream", {"plain TCP": 0.95, "NIXL tcp": 3.0, "Mooncake tcp": 9.0})
