@@ -112,12 +112,13 @@ def test_a_name_opens_no_grant() -> None:
     a = pair.ends["a"]
     pair.do("a", a.grant(ID, 1, [0, 1], "b", 10 * S, 2, pair.now))
     session = arrive(pair)
-    pull = _core.Pull(ID, 1, 5, Lane.STREAM, 0, 2, 16, b"d" * 32, 0)
+    pull = _core.Pull(ID, 1, 5, Lane.MEMORY, 0, 2, 16, b"d" * 32, 0)
     (answer,) = a.on_frame(session, pull, pair.now)
     assert answer.frame.code == Code.refused
+    assert a.counts().grants.refused == 1
     assert a.on_frame(session, _core.Release(ID), pair.now) == []
     assert a.grant_state(ID, pair.now) == _core.GrantState.ALIVE
-    waiting: Any = _core.Pull(b"n" * 16, 1, 5, Lane.STREAM, 0, 2, 16, b"d" * 32, 1000)
+    waiting: Any = _core.Pull(b"n" * 16, 1, 5, Lane.MEMORY, 0, 2, 16, b"d" * 32, 1000)
     (answer,) = a.on_frame(session, waiting, pair.now)
     assert answer.frame.code == Code.refused
     assert a.counts().grants.waiting_pulls == 0
@@ -157,7 +158,7 @@ def test_a_claimed_name_opens_no_grant() -> None:
     pair.do("a", a.grant(ID, 1, [0, 1], "b", 10 * S, 2, pair.now))
     session = arrive(pair)
     for wait_ms, id_ in ((0, ID), (1000, b"n" * 16)):
-        pull = _core.Pull(id_, 1, 5, Lane.STREAM, 0, 2, 16, b"d" * 32, wait_ms)
+        pull = _core.Pull(id_, 1, 5, Lane.MEMORY, 0, 2, 16, b"d" * 32, wait_ms)
         (answer,) = a.on_frame(session, pull, pair.now)
         assert answer.frame.code == Code.refused
     assert a.on_frame(session, _core.Release(ID), pair.now) == []

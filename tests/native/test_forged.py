@@ -14,7 +14,9 @@ from .conftest import DIGEST
 from .rawpeer import KEY, RawPeer
 
 NewId = Callable[[], bytes]
-STREAM = native.Lane.STREAM
+Lane = native.Lane
+STREAM = Lane.STREAM
+TCP, UNIX = native.SessionKind.TCP, native.SessionKind.UNIX
 SIZE = 65536
 Dial = Callable[..., tuple[Any, RawPeer, Any]]
 
@@ -71,7 +73,7 @@ def test_an_honest_fetch(met: Dial, new_id: NewId) -> None:
     ],
     ids=["end", "grid-end", "after", "far", "one-unknown", "unknown"],
 )
-@pytest.mark.parametrize("lane", [STREAM, native.Lane.UCX])
+@pytest.mark.parametrize("lane", [STREAM, Lane.UCX])
 def test_out_of_bounds(met: Dial, new_id: NewId, grids: Any, lane: native.Lane) -> None:
     """Refused by the source, counted, and not a byte goes out."""
     node, peer, region = met()
@@ -94,26 +96,36 @@ def test_not_readable(met: Dial, new_id: NewId, rights: dict[str, bool]) -> None
     assert node.core.statistics().bytes_streamed_out == 0
 
 
-@pytest.mark.parametrize("kind", [native.SessionKind.UNIX, native.SessionKind.TCP])
+@pytest.mark.parametrize(
+    ("kind", "own", "others"),
+    [
+        (TCP, [STREAM, Lane.UCX], [Lane.UNIX, Lane.MAPPED, Lane.CMA, Lane.MEMORY]),
+        (UNIX, [Lane.UNIX, Lane.MAPPED, Lane.CMA], [STREAM, Lane.UCX, Lane.MEMORY]),
+    ],
+    ids=["tcp", "unix"],
+)
 @pytest.mark.parametrize("verb", ["fetch", "pull"])
-def test_a_lane_of_another_kind_of_session(met: Dial, new_id: NewId, verb: str, kind: Any) -> None:
-    """`stream` belongs to TCP and `unix` to a Unix socket."""
+def test_a_lane_of_another_kind_of_session(
+    met: Dial, new_id: NewId, verb: str, kind: Any, own: list[Any], others: list[Any]
+) -> None:
     node, peer, region = met(kind=kind)
-    own, other = (STREAM, native.Lane.UNIX) if kind == native.SessionKind.TCP else (native.Lane.UNIX, STREAM)
 
-    def ask(lane: native.Lane) -> native.Data:
+    def ask(lane: native.Lane) -> Any:
         transfer = new_id()
         if verb == "pull":
             node.grant(transfer, [0])
             peer.say(native.Pull(transfer, 1, 7, lane, 0, 1, node.block_bytes, DIGEST, 0))
         else:
             peer.say(fetch(transfer, [(region.id, 0, 64, 64, 1)], lane=lane))
-        return peer.hear(native.Data)
+        return peer.hear(native.Data, native.Map, native.Ready)
 
-    with pytest.raises(AssertionError, match=r"Code\.refused.*this kind of session"):
-        ask(other)
+    for lane in others:
+        with pytest.raises(AssertionError, match=r"Code\.refused.*this kind of session"):
+            ask(lane)
     assert node.core.statistics().bytes_streamed_out == 0
-    assert ask(own).count == 1
+    assert node.core.counts().grants.refused == len(others)
+    for lane in own:
+        ask(lane)
 
 
 @pytest.mark.parametrize("is_pick", [False, True], ids=["overlapping", "no-such-pick"])

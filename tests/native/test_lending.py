@@ -184,6 +184,7 @@ def test_a_descriptor_behind_lent_blocks(asking: tuple[Any, RawPeer, bytes], new
     """What has to be said with a descriptor waits for the blocks that are under way, and loses neither them nor it."""
     node, peer, _ = asking
     other = new_id()
+    node.wait(lambda _: spliced(node) > 0, "blocks are under way")
     node.grant(other, [3])
     peer.say(native.Pull(other, 2, 7, native.Lane.MAPPED, 0, 1, 65536, DIGEST, 0))
     payload, maps = b"", []
@@ -196,7 +197,6 @@ def test_a_descriptor_behind_lent_blocks(asking: tuple[Any, RawPeer, bytes], new
     assert payload == node.memory.tobytes()
     (descriptor,) = peer.descriptors
     assert os.pread(descriptor, node.memory.size, 0) == node.memory.tobytes()
-    assert spliced(node) > 0
 
 
 def test_what_is_read_after_the_grant_has_ended_is_not_confirmed(asking: tuple[Any, RawPeer, bytes]) -> None:

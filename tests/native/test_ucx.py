@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -17,10 +15,8 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusy
 from kvxfer.transport import ucx
-from kvxfer.types import Lane
 
 LIBRARY = ucx.find_library()  # before the fixtures take KVXFER_* out of the environment
 UCX, STREAM = native.Lane.UCX, native.Lane.STREAM
@@ -221,22 +217,6 @@ def test_transports_that_do_not_meet(nodes: Any, new_id: NewId) -> None:
     check_blocks(p, d, {i: i for i in range(64)})
 
 
-def test_without_a_library_there_is_a_reason(nodes: Any) -> None:
-    assert nodes("none").core.ucx_obstacle
-    assert "cannot" in run_alone("print(native.probe_ucx('/nowhere/libucp.so.0').obstacle)")
-
-
-def test_a_library_that_is_no_ucx(nodes: Any) -> None:
-    text = run_alone("import _ctypes; print(native.probe_ucx(_ctypes.__file__).obstacle)")
-    assert "ucp_get_version" in text
-
-
-def test_a_transport_that_is_not_there() -> None:
-    text = run_alone(f"print(native.probe_ucx({LIBRARY.path!r}, tls='nothing_like_it').obstacle)")
-    assert "no transport" in text
-    assert "nothing_like_it" in text
-
-
 # --- endings ---
 
 
@@ -368,126 +348,3 @@ def test_a_pool_is_busy_while_it_is_filled(nodes: Any, new_id: NewId) -> None:
         with pytest.raises(BlocksBusy):
             d.core.remove_pool(7)
     assert d.wait_drained(transfer).state == COMMITTED
-
-
-# --- the process around it ---
-
-
-def run_alone(code: str, **environment: str) -> str:
-    """What a process of its own prints: a library that is loaded stays."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from kvxfer._native import _core as native\n" + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_process_keeps_its_signals_and_its_output() -> None:
-    told = run_alone(
-        f"""
-        import json, signal
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        before = open("/proc/self/status").read()
-        native.probe_ucx({LIBRARY.path!r}, tls="nothing_like_it")
-        after = open("/proc/self/status").read()
-        caught = [next(l for l in text.splitlines() if l.startswith("SigCgt")) for text in (before, after)]
-        print(json.dumps(caught))
-        """
-    )
-    before, after = json.loads(told)  # and nothing else was printed
-    assert before == after
-
-
-def test_a_forked_child_ends_nothing_of_its_parent(private_directories: pathlib.Path) -> None:
-    run_alone(
-        f"""
-        import os, signal
-        import numpy as np
-        core = native.Core(
-            native.AgentRef("forks", 1, bytes(16)), native.EndpointLimits(), bind_host="127.0.0.1", bind_port=0,
-            unix_path="", ucx_library={LIBRARY.path!r},
-        )
-        core.start()
-        memory = np.zeros(1 << 20, np.uint8)
-        core.add_foreign_region(native.RegionInfo(1, memory.nbytes), memory.ctypes.data, memory.nbytes, memory)
-        if (child := os.fork()) == 0:
-            signal.alarm(20)
-            core.close()
-            del core
-            os._exit(0)
-        assert os.waitpid(child, 0) == (child, 0)
-        core.remove_region(1)
-        core.close()
-        """
-    )
-
-
-# --- finding it ---
-
-
-def test_what_is_named_goes_first_and_nothing_instead(tmp_path: pathlib.Path) -> None:
-    directory = tmp_path / "lib"
-    directory.mkdir()
-    file = directory / ucx.SONAME
-    file.touch()
-    for named in (file, directory, tmp_path):
-        assert ucx.find_library(str(named), {}).path == str(file)
-        found = ucx.find_library("/elsewhere", {ucx.LIBRARY_VARIABLE: str(named)})
-        assert (found.path, found.origin) == (str(file), "environment")
-    absent = ucx.find_library(str(tmp_path / "absent"), {})
-    assert absent.path == ""
-    assert str(tmp_path / "absent") in ucx.missing(absent)
-
-
-def test_the_systems_goes_before_the_wheels(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / ucx.SONAME
-    cache = tmp_path / "ld.so.cache"
-    cache.write_bytes(b"glibc-ld.so.cache1.1\0libucp.so.0\0" + os.fsencode(file) + b"\0/lib/libucp.so.01\0")
-    monkeypatch.setattr(ucx, "LOADER_CACHE", cache)
-    monkeypatch.setattr(ucx, "SYSTEM_DIRECTORIES", ())
-    assert ucx.find_library("", {}).origin in ("wheel", "")
-    file.touch()
-    assert ucx.find_library("", {}) == ucx.UcxLibrary(str(file), "system", (str(file),))
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / ucx.SONAME).touch()
-    assert ucx.find_library("", {"LD_LIBRARY_PATH": f":{other}"}).path == str(other / ucx.SONAME)
-
-
-def test_it_is_loaded_only_where_it_is_allowed_and_asked_for(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / ucx.SONAME
-    file.touch()
-    monkeypatch.setattr(ucx, "LOADER_CACHE", tmp_path / "none")
-    monkeypatch.setattr(ucx, "NVIDIA_DRIVER", tmp_path / "no driver")
-    system = {"LD_LIBRARY_PATH": str(tmp_path)}
-    every = AgentConfig().lanes
-    found, none = (str(file), ""), ("", "")
-    assert ucx.core_options(AgentConfig(), every, system) == none  # it has neither RDMA nor a GPU, and nobody asked
-    assert ucx.core_options(AgentConfig(ucx_tls="tcp"), every, system | {"KVXFER_LANES": "stream"}) == none
-    assert ucx.core_options(AgentConfig(), every, system | {"KVXFER_LANES": "ucx,stream"}) == found
-    assert ucx.core_options(AgentConfig(lanes=(Lane.UCX,)), every, system) == found
-    assert ucx.core_options(AgentConfig(ucx_library=str(file)), every, {}) == found
-    assert ucx.core_options(AgentConfig(), every, {ucx.LIBRARY_VARIABLE: str(file), ucx.TLS_VARIABLE: "rc"}) == (
-        str(file),
-        "rc",
-    )
-    assert ucx.core_options(AgentConfig(ucx_library=str(file)), [Lane.STREAM, Lane.CMA], {}) == none
-    (tmp_path / "ucx").mkdir()
-    (tmp_path / "ucx" / "libuct_ib.so.0").touch()
-    assert ucx.core_options(AgentConfig(), every, system) == found
-
-
-def test_the_report_says_what_is_missing() -> None:
-    report = ucx.inspect(AgentConfig(ucx_library=LIBRARY.path), {})
-    assert report.obstacle == ""
-    assert report.version.startswith("1.")
-    assert "tcp" not in report.transports
-    assert report.version in str(report)
-    assert LIBRARY.path in str(report)
-    assert "was not found" in str(ucx.inspect(AgentConfig(ucx_library="/nowhere"), {}))

@@ -70,9 +70,34 @@ class SignalsKept {
   std::array<struct sigaction, 31> before_{};
 };
 
+// UCX takes its global settings while it is loaded, from the environment or a file of the operator's. A value that is in the
+// environment stays. Threads that read the environment at that moment run the risk that every setenv() is to them.
+class SettingForLoad {
+ public:
+  SettingForLoad(const char* name, const char* value) : name_(std::getenv(name) == nullptr ? name : nullptr) {
+    if (name_ != nullptr) ::setenv(name_, value, 1);
+  }
+  SettingForLoad(const SettingForLoad&) = delete;
+  SettingForLoad& operator=(const SettingForLoad&) = delete;
+  ~SettingForLoad() {
+    if (name_ != nullptr) ::unsetenv(name_);
+  }
+
+ private:
+  const char* const name_;
+};
+
+// UCX would write jumps into the process's mmap, munmap and their like, while other threads run them, to learn when memory
+// goes that it has registered by itself. All that we name is registered with it, and deregistered before it goes.
+void* open_without_memory_events(const std::string& path) {
+  if (void* const there = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) return there;  // as somebody else wanted it
+  const SettingForLoad setting("UCX_MEM_EVENTS", "n");
+  return ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+}
+
 std::unique_ptr<Library> open(const std::string& path) {
   const SignalsKept signals;
-  void* const handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* const handle = open_without_memory_events(path);
   if (handle == nullptr) {
     const char* why = ::dlerror();
     refuse("cannot load UCX: " + std::string(why == nullptr ? path : why));

@@ -124,6 +124,7 @@ void Endpoint::on_pull(SessionId session, const AgentRef& peer, const Pull& pull
   std::optional<Error> refusal = refusal_of(pull.lane, session);
   if (!refusal && !may_read(session, peer, pull.id)) refusal = Error(Code::refused, "a guest reads only what was granted to itself");
   if (refusal) {
+    if (refusal->code() != Code::no_lane) grants_.count_refusal();
     out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, refusal->code(), refusal->what()}});
     return;
   }
@@ -136,7 +137,10 @@ void Endpoint::on_pull(SessionId session, const AgentRef& peer, const Pull& pull
 
 void Endpoint::on_fetch(SessionId session, const AgentRef& peer, const Fetch& fetch, Nanos now, Effects& out) {
   const Pull& pull = fetch.pull;
-  const auto refuse = [&](Code code, const std::string& text) { out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, code, text}}); };
+  const auto refuse = [&](Code code, const std::string& text) {
+    if (code != Code::no_lane) grants_.count_refusal();
+    out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, code, text}});
+  };
   if (const auto refusal = refusal_of(pull.lane, session)) return refuse(refusal->code(), refusal->what());
   try {
     if (!grants_.knows(pull.id)) {
@@ -150,7 +154,6 @@ void Endpoint::on_fetch(SessionId session, const AgentRef& peer, const Fetch& fe
     }
   } catch (const Error& error) {
     if (error.code() == Code::internal) throw;
-    grants_.count_refusal();
     return refuse(told(error.code()), error.what());
   }
   grants_.on_pull(session, peer, pull, now, out);
