@@ -22,6 +22,8 @@ from measure.ends import Moved, Pair, Reference, Setup, Site, WorkerFailed
 
 TUNE_BYTES = 16 << 20
 TUNE_TURNS = 2
+WARM_BYTES = 8 << 20
+"""Moved first, and not counted, by processes that were at rest: a limit has its turns in kvxfer's own, next to them."""
 SEEDS = itertools.count(1)
 """One for each turn of a run: transfer ids come from it too, and no id may be used twice."""
 
@@ -108,6 +110,9 @@ class Room:
         self.pairs[setup].wake()
         return self.pairs[setup]
 
+    def is_at_rest(self, setup: Setup) -> bool:
+        return setup in self.pairs and not self.pairs[setup].is_awake
+
     def drop(self, setup: Setup) -> None:
         """Stop a setup's processes: they are of no more use, or in doubt."""
         pair = self.pairs.pop(setup, None)
@@ -142,18 +147,20 @@ class Turns:
         self.nbytes = nbytes
 
     def take(self, option: Option, block_bytes: int, nbytes: int, seed: int) -> Moved:
+        at_rest = self.room.is_at_rest(option.setup)
         try:
-            return self.room.pair(option.setup).move(
-                self.case.op,
-                dict(option.how),
-                seed=seed,
-                block_bytes=block_bytes,
-                nbytes=nbytes,
-                at_once=1 if dict(option.how).get("limit") else self.case.at_once,
-            )
+            pair = self.room.pair(option.setup)
+            if at_rest:
+                self.move(pair, option, block_bytes, min(nbytes, max(WARM_BYTES, block_bytes)), next(SEEDS))
+            return self.move(pair, option, block_bytes, nbytes, seed)
         except WorkerFailed:
             self.room.drop(option.setup)
             raise
+
+    def move(self, pair: Pair, option: Option, block_bytes: int, nbytes: int, seed: int) -> Moved:
+        how = dict(option.how)
+        at_once = 1 if how.get("limit") else self.case.at_once
+        return pair.move(self.case.op, how, seed=seed, block_bytes=block_bytes, nbytes=nbytes, at_once=at_once)
 
     def fastest(self, options: Sequence[Option], block_bytes: int) -> Option:
         """Try every choice of settings with smaller transfers; the fastest. Raises WorkerFailed if none works."""

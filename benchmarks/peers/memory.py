@@ -6,6 +6,7 @@ checked. It must never know who moves the bytes: every contender's pool is made 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -56,10 +57,19 @@ def anonymous(nbytes: int, pages: str) -> Bytes:
 def together(array: Bytes) -> float:
     """The share of its pages that lie right behind the one before in physical memory; 0 where that cannot be seen."""
     pages = array.nbytes // mmap.PAGESIZE
-    with open("/proc/self/pagemap", "rb", buffering=0) as file:
-        file.seek(address_of(array) // mmap.PAGESIZE * 8)
-        frames = np.frombuffer(file.read(pages * 8), np.uint64) & np.uint64((1 << 55) - 1)
-    return float(np.mean(np.diff(frames.astype(np.int64)) == 1)) if frames.size > 1 else 0.0
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(address_of(array) // mmap.PAGESIZE * 8)
+            entries = np.frombuffer(file.read(pages * 8), np.uint64)
+    except OSError:
+        return 0.0
+    return neighbouring(entries)
+
+
+def neighbouring(entries: npt.NDArray[np.uint64]) -> float:
+    """Of pagemap entries: the share of frames that follow the one before. All are 0 for who lacks CAP_SYS_ADMIN."""
+    frames = (entries & np.uint64((1 << 55) - 1)).astype(np.int64)
+    return float(np.mean(np.diff(frames) == 1)) if frames.size > 1 else 0.0
 
 
 class Scraps:
@@ -92,11 +102,15 @@ class Scraps:
 
 
 def available() -> int:
-    """Bytes of memory that may be taken."""
-    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0
+    """Bytes of memory that may be taken: of the machine's, and of what this container may have."""
+    kib = next(
+        line.split()[1] for line in pathlib.Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line
+    )
+    found = int(kib) << 10
+    own = pathlib.Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # none, or "max"
+        found = min(found, int((own / "memory.max").read_text()) - int((own / "memory.current").read_text()))
+    return max(found, 0)
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
