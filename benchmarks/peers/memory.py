@@ -1,7 +1,8 @@
 """One end's pool: memory of a named kind, what must be in it, and whether it is.
 
-It decides which kind of pages a pool lies on, which blocks a seed chooses, and how a destination is poisoned and
-checked. It must never know who moves the bytes: every contender's pool is made here, so all stand on the same ground.
+It decides which kind of pages a pool lies on, what memory is kept from all pools, which blocks a seed chooses, and how
+a destination is poisoned and checked. It must never know who moves the bytes: every contender's pool is made here, so
+all stand on the same ground.
 """
 
 from __future__ import annotations
