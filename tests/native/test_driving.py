@@ -367,3 +367,40 @@ def test_who_polls_and_gives_up_leaves_the_sockets_to_the_core(nodes: Any, new_i
             d.wait_drained(waiting)
         assert source.core.counts().transfers_live == 0
     assert statistics.median(took) < 0.05
+
+
+@pytest.mark.parametrize("how", ["poll", "wait"])
+@pytest.mark.parametrize("pieces", [1, 512], ids=["small", "large"])
+def test_who_came_back_each_time_and_now_does_not_is_told_all_the_same(
+    nodes: Any, new_id: NewId, how: str, pieces: int
+) -> None:
+    """The core's own thread leaves a post to whoever polled or waited for his last ones, but not for ever."""
+    p, d = nodes.pair()
+    length = 8192 * pieces
+    theirs, ours = p.register(length), d.register(length)
+    theirs.memory[:] = np.random.default_rng(pieces).integers(1, 256, length, dtype=np.uint8)
+    rows = [(ours.id, 0, 8192, 8192, pieces)], [(theirs.id, 0, 8192, 8192, pieces)]
+    took = []
+    for turn in range(15):
+        comes_back = turn % 3 != 2
+        ours.memory[:] = 0
+        transfer, came = new_id(), []
+        time.sleep(0.02)  # the core's own thread sleeps
+        begin = time.monotonic()
+        d.fetch(transfer, p, *rows, lanes=[native.Lane.CMA])
+        while comes_back and not any(isinstance(event, native.TransferDrained) for event in came):
+            if how == "wait":
+                d.core.wait(SECOND)
+            came += d.core.drain()
+            assert time.monotonic() - begin < 10
+        if not comes_back:
+            final = None
+            while final is None and is_signalled(d, 5.0):  # nobody calls the core until it says that it has something
+                came = d.core.drain()
+                final = next((event for event in came if isinstance(event, native.TransferFinal)), None)
+            took.append(time.monotonic() - begin)
+        assert [event.state for event in came if isinstance(event, native.TransferFinal)] == [COMMITTED]
+        assert np.array_equal(ours.memory, theirs.memory)
+        d.wait(lambda _: d.core.counts().transfers_draining == 0)
+    assert max(took) < 0.9, "it waited for a silence to be noticed"
+    assert statistics.median(took) < 0.05

@@ -68,7 +68,9 @@ Nanos IoThread::work() {
   const std::vector<Withdrawn> withdrawn = shared_.take_withdrawn();
   if (tools_.ucx) tools_.ucx->progress();
   if (tools_.staging->is_used()) settle_copies();
+  const bool was_reading = !reads_.is_idle();
   is_bulk_ = reads_.work(portion_);
+  if (was_reading) has_read_ = reads_.is_idle();
   flush_touched();
   bool is_quiet = false;
   Nanos until = kNever;
@@ -91,7 +93,11 @@ void IoThread::on_ready(Key key, uint32_t events) {
   if (key == kWakeKey) return shared_.clear_wake();
   if (key == kUcxKey) return tools_.ucx->woken();  // progress is made in every round
   if (key == kStagingKey) return tools_.staging->woken();
-  if (key == kTimerKey) return is_told_first_ = false, poller_.clear_timer();
+  if (key == kTimerKey) {
+    is_told_first_ = false;
+    if (std::exchange(is_followed_, false)) has_waited_ = false;
+    return poller_.clear_timer();
+  }
   if (key == kTcpKey) return accept(tcp_listener_, key, SessionKind::Tcp);
   if (key == kUnixKey) return accept(unix_listener_, key, SessionKind::Unix);
   if (dialing_.count(key) != 0) return finish_dial(key);

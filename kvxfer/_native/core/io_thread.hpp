@@ -82,13 +82,13 @@ class IoThread {
   };
   Begin begin_wait(bool is_driver, Nanos now);
   int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_driver, bool is_polled, Begin& begin);
-  void answered();
+  void answered(bool is_polling);
   void leave();
   Nanos left_to_wait_for(Nanos until);
   bool is_polled_still(Nanos now) const;
   void rest(std::unique_lock<std::mutex>& turn);  // while others drive
   void let_drive();                               // the thread waits, without the turn, while others drive and are awake
-  void hand_over(Nanos until);
+  void hand_over(Nanos until, bool is_followed = false);
   void tell_first();
   // io_copies.cpp
   void settle_copies();
@@ -127,6 +127,7 @@ class IoThread {
   Key next_key_ = 16;
   Nanos accept_again_at_ = kNever;  // listeners rest while there are no descriptors left
   size_t closing_ = 0;
+  bool has_read_ = false;   // the last one-sided read has just ended, and is to be confirmed
   size_t portion_;          // of bytes, for whoever has the turn
   bool is_bulk_ = false;  // more is to be read than one portion
   Nanos worked_at_ = 0, tick_at_ = 0;
@@ -136,6 +137,9 @@ class IoThread {
   std::atomic<Nanos> polled_at_{0};  // by another thread, read without the turn; how often without a pause
   uint32_t polls_ = 0;
   Nanos helped_at_ = 0;     // last small post of a caller that was not answered yet; 0: they were
+  bool has_polled_ = false;  // whoever came with the last one, until it was answered
+  bool has_waited_ = false;  // whoever came with a post drove the loop afterwards, the last time that it could be seen
+  bool is_followed_ = false; // the timer is for the case that this time he does not
   uint32_t quick_ = 0;      // waits in a row that were over almost at once
   uint32_t slowly_ = 0;     // full Unix sockets in a row that were emptied slowly
   Key full_ = 0;            // this socket took not all: it has more to say than its peer; 0: none since the last wait

@@ -21,10 +21,12 @@ constexpr uint32_t kQuickMin = 3, kQuickMax = 8;
 constexpr Nanos kSpin = 20'000;                 // ... the next one begins without sleep
 constexpr Nanos kLandingSpin = 100'000;         // while blocks come in from under this kernel
 constexpr Nanos kDriverSpin = 100'000;          // of a caller that waits: it has asked for something that is on its way
+constexpr Nanos kVerdictSpin = 250'000;         // ... and has read all of it: a hypervisor takes half of that to wake who is asked
 constexpr Nanos kFullSpin = 400'000;            // of one whose blocks fill a socket to a peer under this kernel: much of it must be read
 constexpr uint32_t kSlowMax = 16;               // of such waits in a row that were longer, and the next is slept through
 constexpr Nanos kTold = 50'000;                 // for who was told first to post the next ...
 constexpr Nanos kToldAtLeisure = 5 * kMillisecond;  // ... where nobody waits: a timer that is later than the clock's tick costs a tenth
+constexpr Nanos kFollow = 100'000;               // for who left much to be read, to come back and wait for it
 constexpr Nanos kSoon = kMillisecond;            // a thread that sleeps is woken at once for what is due so soon
 
 }  // namespace
@@ -44,6 +46,8 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
   polls_ = 0;
   try {
     poller_.mute();
+    has_waited_ = true;
+    if (std::exchange(is_followed_, false)) poller_.set_timer(kNever);
     const Nanos thread_sleeps_until = sleeps_until_;
     Nanos next = 0;
     while (!shared_.is_shut() && !shared_.has_news() && monotonic_now() < until) {
@@ -104,18 +108,20 @@ bool IoThread::help(bool is_polling) noexcept {
       if (shared_.has_news() && !is_late) {
         portion_ = kPortion;
         tell_first();
-        return answered(), true;
+        return answered(is_polling), true;
       }
     } else {
       helped_at_ = monotonic_now();
+      if (has_polled_ && sleeps_until_ != 0 && !is_napping_) poller_.mute();  // as he will again: before the answer can be there
     }
     Nanos next = work();
     // Asked for and read in one go: the thread need not be woken for it, and the source hears of the end while it wakes.
     if (next == 0 && !is_polling && reads_.has_new() && reads_.is_small(kSmallRead)) next = work();
     const Nanos until = left_to_wait_for(next);
     if (is_bulk_) polls_ = 0;  // no nap now
-    hand_over(is_napping_ && !warming_.empty() ? 0 : until);  // to warm is the thread's
-    if (shared_.has_news()) answered();
+    if (is_napping_) hand_over(warming_.empty() ? until : 0);  // to warm is the thread's
+    else hand_over(until, !is_polling && has_waited_);
+    if (shared_.has_news()) answered(is_polling);
     // Who polls may never come again, and whatever timer there was may be gone: he has read it.
     else if (poller_.is_muted() && std::min(sleeps_until_, poller_.timer_at()) > helped_at_ + kMuteMax) poller_.set_timer(helped_at_ + kMuteMax);
   } catch (const std::exception& error) {
@@ -125,7 +131,8 @@ bool IoThread::help(bool is_polling) noexcept {
   return true;
 }
 
-void IoThread::answered() {
+void IoThread::answered(bool is_polling) {
+  if (helped_at_ != 0) has_polled_ = is_polling;
   helped_at_ = 0;
   poller_.unmute();
 }
@@ -166,7 +173,10 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
       let_drive();
     }
     turn.lock();
-    if (!is_driver && !turn_.is_driven) poller_.unmute();
+    if (!is_driver && !turn_.is_driven) {
+      if (poller_.is_muted()) has_polled_ = false;  // this time nobody did, or it takes longer
+      poller_.unmute();
+    }
     if (begin.away != 0) spinning_.was_away(begin.away, monotonic_now());
     if (!is_driver && !is_polled) quick_ = took < kQuick ? std::min(quick_ + 1, kQuickMax) : 0;
     if (begin.is_full) slowly_ = took >= kFullSpin ? std::min(slowly_ + 1, kSlowMax) : 0;
@@ -203,7 +213,7 @@ IoThread::Begin IoThread::begin_wait(bool is_driver, Nanos now) {
   // for a reader that is slow in any case: one that shares this thread's processor is parted from it after some of those waits.
   const bool stays_up = is_filling_near && (is_driver || (begin.is_full && slowly_ < kSlowMax));
   if (is_full) begin.spin = stays_up ? kFullSpin : 0;
-  else if (is_driver) begin.spin = kDriverSpin;
+  else if (is_driver) begin.spin = std::exchange(has_read_, false) ? kVerdictSpin : kDriverSpin;
   else begin.spin = is_landing ? kLandingSpin : quick_ >= kQuickMin ? kSpin : 0;
   return begin;
 }
@@ -244,14 +254,19 @@ int IoThread::wait_unlocked(epoll_event* events, int size, Nanos until, bool is_
 }
 
 // Who leaves the loop to the thread says until when that may sleep. What was just asked for is answered soon, and perhaps
-// nobody else looks: the thread gets up when that is late, and not to be told so.
-void IoThread::hand_over(Nanos until) {
+// nobody else looks: the thread gets up when that is late, and not to be told so. `is_followed`: he will come back to wait for
+// it, as he did before; a thread that is woken finds him at it, has to be woken again when he leaves, and costs him both.
+void IoThread::hand_over(Nanos until, bool is_followed) {
   // Shut: this caller may have seen the word of it instead of the thread.
   if (shared_.is_shut()) return shared_.wake();
   if (sleeps_until_ == 0) return;
+  const Nanos now = monotonic_now();
+  is_followed = is_followed && until < now + kFollow;
+  if (is_followed) until = now + kFollow;
   const bool was_told_first = std::exchange(is_told_first_, false);  // the timer is for what was done now
   if (until >= (was_told_first ? sleeps_until_ : std::min(sleeps_until_, poller_.timer_at()))) return was_told_first ? poller_.set_timer(kNever) : void();
-  if (until - monotonic_now() < kSoon) return shared_.wake();
+  if (!is_followed && until - now < kSoon) return shared_.wake();
+  is_followed_ = is_followed;
   poller_.set_timer(until);
 }
 
