@@ -7,7 +7,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
+from kvxfer._native import _core
+from kvxfer.clock import NS_PER_S
 from kvxfer.policy.calibration import Calibration, LaneFigure
+from kvxfer.transport.base import LANES_BACK
 from kvxfer.types import AgentRef, Lane
 
 PEERS_MAX = 4096
@@ -27,7 +30,7 @@ class Calibrations:
         self._is_used = is_used
         self._lock = threading.Lock()
         self._peers: dict[AgentRef, Calibration] = {}
-        self._news: list[tuple[AgentRef, str, Lane, int, float]] = []
+        self._news: list[tuple[AgentRef, str, int, tuple[Lane, float] | _core.TransferFinal]] = []
 
     def __repr__(self) -> str:
         return f"<Calibrations of {len(self._peers)} peers>"
@@ -41,9 +44,17 @@ class Calibrations:
             return self._of(peer, host_id).order(lanes, nbytes)
 
     def measured(self, peer: AgentRef, host_id: str, lane: Lane, nbytes: int, seconds: float) -> None:
-        """A transfer committed. What that means is found out when somebody asks: here somebody waits for the bytes."""
+        """A transfer committed."""
+        self._hear(peer, host_id, nbytes, (lane, seconds))
+
+    def committed(self, peer: AgentRef, host_id: str, nbytes: int, final: _core.TransferFinal) -> None:
+        """A transfer committed, and this is what the core says of it."""
+        self._hear(peer, host_id, nbytes, final)
+
+    def _hear(self, peer: AgentRef, host_id: str, nbytes: int, seen: tuple[Lane, float] | _core.TransferFinal) -> None:
+        """What it means is found out when somebody asks: here somebody waits for the bytes."""
         with self._lock:
-            self._news.append((peer, host_id, lane, nbytes, seconds))
+            self._news.append((peer, host_id, nbytes, seen))
             if len(self._news) >= NEWS_MAX:
                 self._learn()
 
@@ -54,7 +65,11 @@ class Calibrations:
             return {str(peer): calibration.figures() for peer, calibration in self._peers.items()}
 
     def _learn(self) -> None:
-        for peer, host_id, lane, nbytes, seconds in self._news:
+        for peer, host_id, nbytes, seen in self._news:
+            if isinstance(seen, tuple):
+                lane, seconds = seen
+            else:
+                lane, seconds = LANES_BACK[seen.lane], (seen.wire_ns + seen.confirm_ns) / NS_PER_S
             self._of(peer, host_id).measured(lane, nbytes, seconds)
         self._news.clear()
 

@@ -137,6 +137,7 @@ class NativeTransport:
         self._ref = ref
         self._binding = binding
         self._is_closed = False
+        self._last_ref = ref, write_ref(ref)
 
     def __repr__(self) -> str:
         address = self._binding.address
@@ -291,7 +292,7 @@ class NativeTransport:
     def _post(self, act: Callable[..., None], order: PostOrder) -> None:
         act(
             order.transfer_id,
-            write_ref(order.peer),
+            self._write_ref(order.peer),
             order.local,
             order.remote,
             [LANES[lane] for lane in order.lanes],
@@ -299,6 +300,14 @@ class NativeTransport:
             order.notification,
             order.wants_sums,
         )
+
+    def _write_ref(self, ref: AgentRef) -> _core.AgentRef:
+        """As a rule it is the same object as the last time."""
+        last, written = self._last_ref
+        if last is not ref:
+            written = write_ref(ref)
+            self._last_ref = ref, written
+        return written
 
     def cancel(self, transfer_id: TransferId) -> None:
         self.core.cancel(transfer_id.raw)

@@ -5,10 +5,9 @@ an event that is not its own.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
@@ -25,17 +24,19 @@ SLEEP_S = 50e-3
 """Of one wait, so that signals are seen to."""
 
 _CONNECTING, _COMMITTED = TransferState.CONNECTING, TransferState.COMMITTED
-"""An attribute of an enumeration takes a while."""
+_CORE_COMMITTED = _core.TransferState.COMMITTED
+"""An attribute of an enumeration takes a while, and so does one of an event: whoever waits for a small post, waits for
+each."""
 
 BRIEF_S = 100e-6
 BRIEF_BYTES = 64 << 10
 """How long, and for how small a post, an event loop waits in place instead of sleeping."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PostStatistics:
-    """One post in numbers. ``post_us``: the call that started it; ``transfer_us``: from that call's begin until it was
-    final here (until now, while it is not). ``seconds``: of its slowest transfer, by phase as in TransferResult."""
+class PostStatistics(NamedTuple):
+    """One post in numbers (a tuple, because that is quick to make). ``post_us``: the call that started it;
+    ``transfer_us``: from that call's begin until it was final here (until now, while it is not). ``seconds``: of its
+    slowest transfer, by phase as in TransferResult."""
 
     bytes: int
     pieces: int
@@ -49,8 +50,12 @@ class PostStatistics:
     is_checked: bool | None
     """Whether that is all of them; ``None``: nobody asked, or it is not committed."""
     seconds: Mapping[str, float]
-    reasons: Mapping[Lane, str] = dataclasses.field(repr=False)
-    lane_notes: str = dataclasses.field(repr=False)
+    reasons: Mapping[Lane, str]
+    lane_notes: str
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={value!r}" for name, value in zip(self._fields[:-2], self, strict=False))
+        return f"PostStatistics({', '.join(shown)})"
 
     @property
     def lane_reason(self) -> str:
@@ -65,12 +70,12 @@ class Post:
 
     __slots__ = (
         "__weakref__",
-        "_attempts",
         "_begun_ns",
-        "_checked",
         "_end_with",
         "_error",
+        "_failed",
         "_final_ns",
+        "_finals",
         "_has_asked_sums",
         "_is_final",
         "_is_started",
@@ -81,7 +86,6 @@ class Post:
         "_post_ns",
         "_poster",
         "_reasons",
-        "_slowest",
         "_state",
         "_states",
         "plan",
@@ -112,9 +116,8 @@ class Post:
         self._state = _CONNECTING
         self._error: KvxferError | None = None
         self._end_with: KvxferError | None = None
-        self._slowest: _core.TransferFinal | None = None
-        self._attempts = 0
-        self._checked = 0
+        self._finals: list[_core.TransferFinal] = []
+        self._failed: _core.TransferFinal | None = None
         self._has_asked_sums = has_asked_sums
         self._begun_ns, self._post_ns, self._final_ns = begun_ns, 0, 0
 
@@ -183,25 +186,29 @@ class Post:
                 self._cancel_rest()
 
     def statistics(self) -> PostStatistics:
-        final = self._slowest
-        names = ("queue", "wire", "confirm")
-        lane = None if final is None else LANES_BACK[final.lane]
-        has_committed = self._state is TransferState.COMMITTED
-        is_checked = self._checked == self.plan.pieces if self._has_asked_sums and has_committed else None
+        finals, plan = self._finals, self.plan
+        final = self._failed or self._slowest()
+        if final is None:
+            lane, notes, queue_ns, wire_ns, confirm_ns = None, "", 0, 0, 0
+        else:
+            lane, notes = LANES_BACK[final.lane], final.lane_notes
+            queue_ns, wire_ns, confirm_ns = final.queue_ns, final.wire_ns, final.confirm_ns
+        checked = sum(each.blocks_checked for each in finals)
+        has_committed = self._state is _COMMITTED
         end_ns = self._final_ns or time.monotonic_ns()
         return PostStatistics(
-            bytes=self.plan.nbytes,
-            pieces=self.plan.pieces,
-            parts=len(self.plan.parts),
+            bytes=plan.nbytes,
+            pieces=plan.pieces,
+            parts=len(plan.parts),
             post_us=self._post_ns / 1e3,
             transfer_us=(end_ns - self._begun_ns) / 1e3,
             lane=lane,
-            attempts=self._attempts,
-            pieces_checked=self._checked,
-            is_checked=is_checked,
-            seconds={name: 0.0 if final is None else getattr(final, f"{name}_ns") / NS_PER_S for name in names},
+            attempts=sum(each.attempts for each in finals),
+            pieces_checked=checked,
+            is_checked=checked == plan.pieces if self._has_asked_sums and has_committed else None,
+            seconds={"queue": queue_ns / NS_PER_S, "wire": wire_ns / NS_PER_S, "confirm": confirm_ns / NS_PER_S},
             reasons=self._reasons,
-            lane_notes="" if final is None else final.lane_notes,
+            lane_notes=notes,
         )
 
     def _wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
@@ -237,19 +244,18 @@ class Post:
             self._states[event.id] = STATES[event.state]
             self._state = min(min(self._states.values()), TransferState.CONFIRMING)
 
-    def _finished(self, event: _core.TransferFinal) -> None:
-        state = self._states[event.id] = STATES[event.state]
-        self._attempts += event.attempts
-        self._checked += event.blocks_checked
-        if self._slowest is None or _duration_ns(event) >= _duration_ns(self._slowest):
-            self._slowest = event
+    def _finished(self, identity: bytes, event: _core.TransferFinal) -> None:
+        """Reads no more of the event than it must: the rest is there for whoever asks."""
+        native = event.state
+        state = self._states[identity] = _COMMITTED if native is _CORE_COMMITTED else STATES[native]
+        self._finals.append(event)
         if self._is_final:
             return
         if state is not _COMMITTED:
             error = self._end_with or from_code(
                 event.code.name, f"{self.plan.op} with {self.plan.peer.ref}: {event.text}"
             )
-            self._slowest = event
+            self._failed = event
             self._cancel_rest()
             self._end(state, error)
         elif len(self._states) == 1 or all(other is _COMMITTED for other in self._states.values()):
@@ -266,12 +272,19 @@ class Post:
         self._end(_COMMITTED, None)
 
     def _measure(self) -> None:
-        final, peer = self._slowest, self.plan.peer
-        if final is not None:
-            is_one = len(self.plan.parts) == 1
-            duration_ns = final.wire_ns + final.confirm_ns if is_one else time.monotonic_ns() - self._begun_ns
-            lane, seconds = LANES_BACK[final.lane], duration_ns / NS_PER_S
-            self._poster.calibrations.measured(peer.ref, peer.address.host_id, lane, self.plan.nbytes, seconds)
+        peer, calibrations = self.plan.peer, self._poster.calibrations
+        if len(self._finals) == 1:
+            calibrations.committed(peer.ref, peer.address.host_id, self.plan.nbytes, self._finals[0])
+        else:
+            slowest = self._slowest()
+            assert slowest is not None
+            seconds = (time.monotonic_ns() - self._begun_ns) / NS_PER_S
+            calibrations.measured(peer.ref, peer.address.host_id, LANES_BACK[slowest.lane], self.plan.nbytes, seconds)
+
+    def _slowest(self) -> _core.TransferFinal | None:
+        """The last of those that took longest."""
+        finals = self._finals
+        return finals[0] if len(finals) == 1 else max(reversed(finals), key=_duration_ns, default=None)
 
     def _end(self, state: TransferState, error: KvxferError | None) -> None:
         self._state, self._error, self._is_final = state, error, True

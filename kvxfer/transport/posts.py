@@ -269,15 +269,16 @@ class Poster:
         """Take one event of the transport; False where it belongs to no post here."""
         if not isinstance(event, (_core.TransferFinal, _core.TransferDrained, _core.TransferProgress)):
             return False
+        identity = event.id
         with self._lock:
-            post = self._posts.get(event.id)
+            post = self._posts.get(identity)
             if post is None:
                 return False
             if isinstance(event, _core.TransferFinal):
-                post._finished(event)
+                post._finished(identity, event)
             elif isinstance(event, _core.TransferDrained):
-                del self._posts[event.id]
-                post._drained(event.id)
+                del self._posts[identity]
+                post._drained(identity)
             else:
                 post._moved(event)
         return True
