@@ -82,7 +82,8 @@ class IoThread {
   };
   Begin begin_wait(bool is_driver, Nanos now);
   int wait_unlocked(epoll_event* events, int size, Nanos until, bool is_driver, bool is_polled, Begin& begin);
-  void answered(bool is_polling);
+  void answered();
+  void set_timer(Nanos at, bool is_followed = false);
   void leave();
   Nanos left_to_wait_for(Nanos until);
   bool is_polled_still(Nanos now) const;
@@ -137,9 +138,9 @@ class IoThread {
   std::atomic<Nanos> polled_at_{0};  // by another thread, read without the turn; how often without a pause
   uint32_t polls_ = 0;
   Nanos helped_at_ = 0;     // last small post of a caller that was not answered yet; 0: they were
-  bool has_polled_ = false;  // whoever came with the last one, until it was answered
-  bool has_waited_ = false;  // whoever came with a post drove the loop afterwards, the last time that it could be seen
-  bool is_followed_ = false; // the timer is for the case that this time he does not
+  bool has_polled_ = false;   // a poll that came soon after one brought news, and none has been late since
+  bool has_waited_ = false;   // while much was to be read somebody came to drive, and did not fail to since
+  bool is_followed_ = false;  // the timer is for the case that he does
   uint32_t quick_ = 0;      // waits in a row that were over almost at once
   uint32_t slowly_ = 0;     // full Unix sockets in a row that were emptied slowly
   Key full_ = 0;            // this socket took not all: it has more to say than its peer; 0: none since the last wait

@@ -46,8 +46,8 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
   polls_ = 0;
   try {
     poller_.mute();
-    has_waited_ = true;
-    if (std::exchange(is_followed_, false)) poller_.set_timer(kNever);
+    if (is_followed_ || !reads_.is_idle()) has_waited_ = true;
+    if (is_followed_) set_timer(kNever);
     const Nanos thread_sleeps_until = sleeps_until_;
     Nanos next = 0;
     while (!shared_.is_shut() && !shared_.has_news() && monotonic_now() < until) {
@@ -57,6 +57,7 @@ bool IoThread::drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept {
     }
     // What the last wait brought; nobody else will see to it.
     const bool is_told_first = next == 0 && shared_.has_news();
+    if (shared_.has_news()) helped_at_ = 0;
     if (!is_resting_ && next == 0 && !is_told_first && !shared_.is_shut()) next = work();
     sleeps_until_ = is_resting_ ? 0 : thread_sleeps_until;
     if (!is_resting_) is_told_first ? tell_first() : hand_over(left_to_wait_for(next));
@@ -92,12 +93,14 @@ void IoThread::let_drive() {
 bool IoThread::help(bool is_polling) noexcept {
   if (shared_.is_shut() || turn_.is_driven || (is_polling && is_bulk_)) return false;  // much to read is the thread's own work, in larger portions
   portion_ = kPortionOfHelp;
+  const Nanos now = monotonic_now();
+  const bool is_soon = now - helped_at_ < kMute;
   try {
     if (is_polling) {
-      const Nanos now = monotonic_now();
       polls_ = is_polled_still(now) ? polls_ + 1 : 0;
       polled_at_.store(now, std::memory_order_relaxed);
-      const bool is_soon = now - helped_at_ < kMute;  // what he polls for, as a rule, is the small post that he came with before
+      // What he polls for, as a rule, is the small post that he came with before.
+      if (!is_soon && poller_.is_muted()) has_polled_ = false;
       if (!is_soon) poller_.unmute();
       else if (polls_ >= kPollsMin && sleeps_until_ != 0 && !is_napping_) poller_.mute();
       epoll_event events[kEventsMax];
@@ -108,11 +111,14 @@ bool IoThread::help(bool is_polling) noexcept {
       if (shared_.has_news() && !is_late) {
         portion_ = kPortion;
         tell_first();
-        return answered(is_polling), true;
+        has_polled_ |= is_soon;
+        return answered(), true;
       }
     } else {
-      helped_at_ = monotonic_now();
-      if (has_polled_ && sleeps_until_ != 0 && !is_napping_) poller_.mute();  // as he will again: before the answer can be there
+      const bool is_alone = helped_at_ == 0 || now - helped_at_ > kMuteMax;  // of many the first are answered while he posts the others
+      helped_at_ = now;
+      if (!is_alone) poller_.unmute();
+      else if (has_polled_ && sleeps_until_ != 0 && !is_napping_) poller_.mute();  // as he will again: before the answer can be there
     }
     Nanos next = work();
     // Asked for and read in one go: the thread need not be woken for it, and the source hears of the end while it wakes.
@@ -121,9 +127,9 @@ bool IoThread::help(bool is_polling) noexcept {
     if (is_bulk_) polls_ = 0;  // no nap now
     if (is_napping_) hand_over(warming_.empty() ? until : 0);  // to warm is the thread's
     else hand_over(until, !is_polling && has_waited_);
-    if (shared_.has_news()) answered(is_polling);
+    if (shared_.has_news()) answered();
     // Who polls may never come again, and whatever timer there was may be gone: he has read it.
-    else if (poller_.is_muted() && std::min(sleeps_until_, poller_.timer_at()) > helped_at_ + kMuteMax) poller_.set_timer(helped_at_ + kMuteMax);
+    else if (poller_.is_muted() && std::min(sleeps_until_, poller_.timer_at()) > helped_at_ + kMuteMax) set_timer(helped_at_ + kMuteMax);
   } catch (const std::exception& error) {
     fail(error);
   }
@@ -131,10 +137,14 @@ bool IoThread::help(bool is_polling) noexcept {
   return true;
 }
 
-void IoThread::answered(bool is_polling) {
-  if (helped_at_ != 0) has_polled_ = is_polling;
+void IoThread::answered() {
   helped_at_ = 0;
   poller_.unmute();
+}
+
+void IoThread::set_timer(Nanos at, bool is_followed) {
+  is_followed_ = is_followed;
+  poller_.set_timer(at);
 }
 
 // Until when the thread may sleep, where a caller that had work() say `until` goes away: what UCX has in flight wakes
@@ -174,9 +184,10 @@ bool IoThread::wait(std::unique_lock<std::mutex>& turn, Nanos until, bool is_dri
     }
     turn.lock();
     if (!is_driver && !turn_.is_driven) {
-      if (poller_.is_muted()) has_polled_ = false;  // this time nobody did, or it takes longer
+      if (poller_.is_muted() && monotonic_now() - helped_at_ >= kMute) has_polled_ = false;  // this time nobody did, or it takes longer
       poller_.unmute();
     }
+    if (!is_driver) has_read_ = false;
     if (begin.away != 0) spinning_.was_away(begin.away, monotonic_now());
     if (!is_driver && !is_polled) quick_ = took < kQuick ? std::min(quick_ + 1, kQuickMax) : 0;
     if (begin.is_full) slowly_ = took >= kFullSpin ? std::min(slowly_ + 1, kSlowMax) : 0;
@@ -264,10 +275,9 @@ void IoThread::hand_over(Nanos until, bool is_followed) {
   is_followed = is_followed && until < now + kFollow;
   if (is_followed) until = now + kFollow;
   const bool was_told_first = std::exchange(is_told_first_, false);  // the timer is for what was done now
-  if (until >= (was_told_first ? sleeps_until_ : std::min(sleeps_until_, poller_.timer_at()))) return was_told_first ? poller_.set_timer(kNever) : void();
+  if (until >= (was_told_first ? sleeps_until_ : std::min(sleeps_until_, poller_.timer_at()))) return was_told_first ? set_timer(kNever) : void();
   if (!is_followed && until - now < kSoon) return shared_.wake();
-  is_followed_ = is_followed;
-  poller_.set_timer(until);
+  set_timer(until, is_followed);
 }
 
 // Who polls or waits is told at once what came. What is to be sent for it (that a grant may end) goes out with what it posts
@@ -282,7 +292,7 @@ void IoThread::tell_first() {
                            std::any_of(touched_.begin(), touched_.end(), has_out);
   const Nanos at = monotonic_now() + (is_pressing ? kTold : kToldAtLeisure);
   if (at >= std::min(sleeps_until_, poller_.timer_at())) return;
-  poller_.set_timer(at);
+  set_timer(at);
   is_told_first_ = is_pressing;
 }
 
