@@ -166,18 +166,25 @@ def test_who_sends_leaves_the_readers_processor(nodes: Any, new_id: NewId) -> No
     wait_affinity(source_thread, ALLOWED)
 
 
+@pytest.mark.no_sanitizer  # where the kernel puts a thread depends on how quick it is
 @pytest.mark.skipif(len(ALLOWED) < 2, reason="there is no other processor")
 def test_who_asked_stays(nodes: Any, new_id: NewId) -> None:
     """Or both would leave one processor for the same other one."""
     p, d, source_thread, reader_thread = pair_and_threads(nodes)
     os.sched_setaffinity(source_thread, {ONE})
-    for _ in range(3):  # an answer that is 2 ms late is taken for a question
+
+    def once(_: Any) -> None:
+        pull(p, d, new_id(), wait=lambda *_: time.sleep(0.03))  # or who waits would do the thread's work
+
+    moves = []
+    for _ in range(3):
         before = d.core.statistics().moves_over
         for _ in range(40):
-            meet(reader_thread, lambda _: pull(p, d, new_id()))
-        if d.core.statistics().moves_over == before:
-            break
-    assert d.core.statistics().moves_over == before
+            meet(reader_thread, once)
+        moves.append(d.core.statistics().moves_over - before)
+        if moves[-1] <= 12:  # an answer that is 2 ms late is taken for a question; were all of them, 20 to 31 move
+            return
+    raise AssertionError(f"it moved {moves} times in 40")
 
 
 @pytest.mark.no_sanitizer  # where the kernel puts a thread depends on how quick it is
