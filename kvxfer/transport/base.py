@@ -88,7 +88,8 @@ class PostOrder(NamedTuple):
     local: _core.Pieces
     remote: _core.Pieces
     lanes: Sequence[Lane]
-    deadline_s: float
+    timeout_ns: int
+    """From now; see :func:`as_nanoseconds`."""
     notification: bytes | None = None
     wants_sums: bool = False
 

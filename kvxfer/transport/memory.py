@@ -269,7 +269,7 @@ class MemoryTransport:
                 remote.ranges,
                 remote.ids.tolist(),
                 [LANES[lane] for lane in order.lanes],
-                now_ns + as_nanoseconds("deadline_s", order.deadline_s),
+                now_ns + order.timeout_ns,
                 self._network.random.getrandbits(64),
                 now_ns,
                 order.notification,

@@ -138,6 +138,7 @@ class NativeTransport:
         self._binding = binding
         self._is_closed = False
         self._last_ref = ref, write_ref(ref)
+        self._last_lanes: tuple[tuple[Lane, ...], list[_core.Lane]] = (), []
 
     def __repr__(self) -> str:
         address = self._binding.address
@@ -295,8 +296,8 @@ class NativeTransport:
             self._write_ref(order.peer),
             order.local,
             order.remote,
-            [LANES[lane] for lane in order.lanes],
-            time.monotonic_ns() + as_nanoseconds("deadline_s", order.deadline_s),
+            self._write_lanes(order.lanes),
+            time.monotonic_ns() + order.timeout_ns,
             order.notification,
             order.wants_sums,
         )
@@ -307,6 +308,15 @@ class NativeTransport:
         if last is not ref:
             written = write_ref(ref)
             self._last_ref = ref, written
+        return written
+
+    def _write_lanes(self, lanes: Sequence[Lane]) -> list[_core.Lane]:
+        """As above."""
+        last, written = self._last_lanes
+        if last is not lanes:
+            written = [LANES[lane] for lane in lanes]
+            if isinstance(lanes, tuple):  # what cannot change meanwhile
+                self._last_lanes = lanes, written
         return written
 
     def cancel(self, transfer_id: TransferId) -> None:

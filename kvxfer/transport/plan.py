@@ -49,6 +49,8 @@ class Route:
     lanes: tuple[Lane, ...]
     """Allowed and possible, best first as the operator sees it."""
     reasons: Mapping[Lane, str]
+    timeout_ns: int
+    """Of its transfers, where the call gives none."""
     checks: bool | None
     """Whether its transfers ask for checksums; ``None``: one in so many does."""
 

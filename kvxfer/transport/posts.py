@@ -23,7 +23,7 @@ from kvxfer._native import _core
 from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, LaneUnavailable, TransportError
 from kvxfer.policy.lanes import checking_lanes, explain, is_same_host
-from kvxfer.transport.base import Event, PostOrder, Region, Transport, allocate_region
+from kvxfer.transport.base import Event, PostOrder, Region, Transport, allocate_region, as_nanoseconds
 from kvxfer.transport.calibrations import Calibrations
 from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared
 from kvxfer.transport.host_memory import region_of
@@ -36,6 +36,9 @@ __all__ = ["Op", "Plan", "Post", "Poster", "Registration", "RemotePeer"]
 
 REGION_ID_FIRST = 1 << 24
 """Regions are numbered from here on, pools below: one name on the wire is one memory."""
+ID_BYTES = 16
+IDS = 64
+"""Drawn at a time."""
 SAMPLE = 16
 """One transfer of so many is checked where checks are sampled."""
 
@@ -78,6 +81,7 @@ class Poster:
         self._registrations: dict[int, Registration] = {}
         self._table: MemoryTable | None = None
         self._posts: dict[bytes, Post] = {}
+        self._ids: list[bytes] = []
         self._failure: KvxferError | None = None
 
     def __repr__(self) -> str:
@@ -192,19 +196,18 @@ class Poster:
         peer, chosen = plan.peer, route.lanes
         if len(chosen) > 1:
             chosen = self.calibrations.order(peer.ref, peer.address.host_id, chosen, plan.nbytes)
-        if deadline_s is None:
-            deadline_s = self.config.transfer_deadline_s
-        ids = [os.urandom(16) for _ in plan.parts]
-        sums = [_asks_for_sums(route.checks, identity) for identity in ids]
-        rides, after = (notification, None) if len(ids) == 1 else (None, notification)
-        post = Post(self, plan, ids, route.reasons, after, on_final, on_drained, begun_ns, all(sums))
+        timeout_ns = route.timeout_ns if deadline_s is None else as_nanoseconds("deadline_s", deadline_s)
         act = self.transport.fetch if plan.op is Op.READ else self.transport.push
         with self._lock:
             self._check_failure()
+            ids = self._new_ids(len(plan.parts))
+            sums = [_asks_for_sums(route.checks, identity) for identity in ids]
+            rides, after = (notification, None) if len(ids) == 1 else (None, notification)
+            post = Post(self, plan, ids, route.reasons, after, on_final, on_drained, begun_ns, all(sums))
             for identity, part, has_sums in zip(ids, plan.parts, sums, strict=True):
                 self._posts[identity] = post
                 try:
-                    act(PostOrder(identity, peer.ref, part.local, part.remote, chosen, deadline_s, rides, has_sums))
+                    act(PostOrder(identity, peer.ref, part.local, part.remote, chosen, timeout_ns, rides, has_sums))
                 except BaseException as error:
                     del self._posts[identity]
                     post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
@@ -226,7 +229,17 @@ class Poster:
         is_near = is_same_host(ours, peer.address)
         is_sampled = policy == "sampled"
         checks = None if is_sampled else asks_for_sums(policy, b"", is_same_host=is_near)
-        return Route(config, chosen, reasons, checks)
+        timeout_ns = as_nanoseconds("transfer_deadline_s", config.transfer_deadline_s)
+        return Route(config, chosen, reasons, timeout_ns, checks)
+
+    def _new_ids(self, count: int) -> list[bytes]:
+        """Random ones, drawn many at a time: a system call for each takes a microsecond and more. A fork of this
+        process would draw the same, but has no use of the core."""
+        ids = self._ids
+        while len(ids) < count:
+            drawn = os.urandom(ID_BYTES * IDS)
+            ids += [drawn[at : at + ID_BYTES] for at in range(0, len(drawn), ID_BYTES)]
+        return [ids.pop() for _ in range(count)]
 
     def post(
         self,

@@ -207,6 +207,13 @@ def test_a_call_that_raises_leaves_nothing_running(setting: Setting) -> None:
     assert setting.poster.posts == ()
 
 
+def test_no_two_transfers_have_one_id(setting: Setting) -> None:
+    posts = [setting.poster.start(setting.plan(), lanes=[Lane.STREAM]) for _ in range(50)]
+    identities = [identity for post in posts for identity in post.transfer_ids]
+    assert len(set(identities)) == len(identities) == 150
+    assert {len(identity) for identity in identities} == {16}
+
+
 def test_a_transport_that_broke(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     post = setting.poster.start(setting.plan())
     monkeypatch.setattr(_core, "CoreFailed", types.SimpleNamespace)
