@@ -171,7 +171,7 @@ if (child := os.fork()) == 0:
     os._exit(1)
 ended = []
 waiter = in_a_thread(lambda: ended.append(os.waitpid(child, 0)))
-waiter.join(1)
+waiter.join(10)
 if not ended:
     os.kill(child, signal.SIGKILL)
 waiter.join()

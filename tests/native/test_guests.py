@@ -52,7 +52,7 @@ def test_a_guest_reads_and_writes(nodes: Any, new_id: NewId, lane: native.Lane) 
 
 
 def test_wrong_guest_key(nodes: Any, new_id: NewId) -> None:
-    host, guest = nodes("host"), nodes("guest", limits=nodes.limits(reconnect_ns=200_000_000))
+    host, guest = nodes("host"), nodes("guest", limits=nodes.limits(reconnect_ns=1_000_000_000))
     host.core.set_guest_key(KEY)
     meet(guest, host, b"w" * 32)
     theirs, ours = host.register(4096), guest.register(4096)

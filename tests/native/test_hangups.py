@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ def test_the_rest_of_a_payload_is_no_zeros(nodes: Any, new_id: NewId, is_exposed
         node.grant(transfer, range(BLOCKS))
         peer.say(native.Pull(transfer, 1, 7, lane, 0, BLOCKS, BLOCK, DIGEST, 10_000))
         peer.hear(native.Data)
+        assert select.select([peer.socket], [], [], 10)[0]
         time.sleep(0.1)  # until more of them fill the socket
         peer.socket.sendall(b"no frame at all" * 10)
         whole, told = 1, None

@@ -46,7 +46,7 @@ def test_cut_in_the_middle_goes_on(nodes: Any, new_id: NewId) -> None:
 
 @each_lane
 def test_source_closes_in_the_middle(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
-    p, d = nodes.pair(block_bytes=65536, blocks=256, reader={"limits": nodes.limits(reconnect_ns=300_000_000)})
+    p, d = nodes.pair(block_bytes=65536, blocks=256, reader={"limits": nodes.limits(reconnect_ns=1_000_000_000)})
     transfer = new_id()
     p.grant(transfer, np.arange(256), ready=200)
     d.pull(transfer, p, np.arange(256), lanes=[lane])
@@ -87,7 +87,7 @@ def test_the_known_death_of_a_peer(nodes: Any, new_id: NewId, lane: native.Lane)
 
 @each_lane
 def test_wrong_key(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
-    limits = nodes.limits(reconnect_ns=200_000_000)
+    limits = nodes.limits(reconnect_ns=1_000_000_000)
     p, d = nodes("source"), nodes("reader", limits=limits)
     nodes.join(p, d, key=b"1" * 32, other_key=b"2" * 32)
     transfer = new_id()
@@ -103,7 +103,7 @@ def test_wrong_key(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
 
 
 def test_a_stranger_is_told_why(nodes: Any, new_id: NewId) -> None:
-    p, d = nodes("source"), nodes("reader", limits=nodes.limits(reconnect_ns=200_000_000))
+    p, d = nodes("source"), nodes("reader", limits=nodes.limits(reconnect_ns=1_000_000_000))
     d.core.set_peer(p.ref, KEY, tcp_host="127.0.0.1", tcp_port=p.core.tcp_port, unix_path="")
     transfer = new_id()
     d.pull(transfer, p, [1], lanes=[STREAM])
@@ -114,7 +114,7 @@ def test_a_stranger_is_told_why(nodes: Any, new_id: NewId) -> None:
 
 
 def test_another_life_is_another_peer(nodes: Any, new_id: NewId) -> None:
-    p, d = nodes("source"), nodes("reader", limits=nodes.limits(reconnect_ns=200_000_000))
+    p, d = nodes("source"), nodes("reader", limits=nodes.limits(reconnect_ns=1_000_000_000))
     before = native.AgentRef("source", 1, b"x" * 16)
     d.core.set_peer(before, KEY, tcp_host="127.0.0.1", tcp_port=p.core.tcp_port, unix_path=p.core.unix_path)
     transfer = new_id()
@@ -156,7 +156,7 @@ def test_noise_at_the_door(nodes: Any, kind: str, said: bytes) -> None:
 
 
 def test_unreachable_source(nodes: Any, new_id: NewId) -> None:
-    d = nodes("reader", limits=nodes.limits(reconnect_ns=200_000_000))
+    d = nodes("reader", limits=nodes.limits(reconnect_ns=1_000_000_000))
     gone = native.AgentRef("gone", 1, os.urandom(16))
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]

@@ -121,7 +121,7 @@ def test_serving_needs_no_gil(nodes: Any, new_id: NewId, private_directories: pa
 
 @each_lane
 def test_source_killed(nodes: Any, new_id: NewId, private_directories: pathlib.Path, lane: native.Lane) -> None:
-    d = nodes("reader", block_bytes=65536, blocks=256, limits=nodes.limits(reconnect_ns=300_000_000))
+    d = nodes("reader", block_bytes=65536, blocks=256, limits=nodes.limits(reconnect_ns=1_000_000_000))
     transfer = new_id()
     with FarSource(d, private_directories / "sockets", transfer, 0) as source:
         d.pull(transfer, source.ref, np.arange(256), lanes=[lane])
@@ -157,15 +157,14 @@ def test_idle_cores_use_no_cpu(nodes: Any, new_id: NewId) -> None:
     def wakeups() -> int:
         return p.core.statistics().wakeups + d.core.statistics().wakeups
 
-    woken, end = -1, time.monotonic() + 20
-    while woken != wakeups():
-        assert time.monotonic() < end, "they do not come to rest"
-        woken = wakeups()
-        time.sleep(0.2)
-    ticks = thread_ticks()
-    time.sleep(1.0)
-    assert thread_ticks() - ticks <= 1
-    assert wakeups() == woken
+    seen = []
+    for _ in range(4):  # a deadline that has become idle (of the dial, of the last wait) is slept until, once
+        woken, ticks = wakeups(), thread_ticks()
+        time.sleep(1.0)
+        seen.append((wakeups() - woken, thread_ticks() - ticks))
+        if seen[-1][0] == 0 and seen[-1][1] <= 1:
+            return
+    raise AssertionError(f"they do not come to rest: {seen}")
 
 
 def test_it_takes_no_signals_but_its_own_faults(nodes: Any) -> None:

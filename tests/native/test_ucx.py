@@ -285,7 +285,7 @@ SOURCE = textwrap.dedent(
 @each_tls
 @pytest.mark.parametrize("how", ["serves", "killed", "stopped"])
 def test_a_source_in_another_process(nodes: Any, new_id: NewId, tls: str, how: str) -> None:
-    limits = nodes.limits(reconnect_ns=300_000_000)
+    limits = nodes.limits(reconnect_ns=1_000_000_000)
     d = nodes("reader", block_bytes=1 << 20, blocks=64, core=core(tls), limits=limits)
     d.fill(POISON)
     transfer = new_id()

@@ -138,7 +138,7 @@ async def test_chunks_arrive_whenever_they_are_asked_for(ranks: tuple[Rank, Rank
 async def test_layers_are_announced_as_they_are_written(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     loading = d.load(load_order(0, (5, 6), has_direct=False))
-    await asyncio.sleep(0.05)
+    await until(lambda: bool(p.source._early))  # who asks later hears of it with the step
     p.source.begin_step(open_order(2))
     p.source.begin_step(StepOrders(True, chunks=(Chunk("r", (1, 2)),)))
     p.write(1, [1, 2], 1)
