@@ -183,7 +183,8 @@ class Run:
             report.checksums = self.at_both_sites("checksums", checksums.cost)
         if options.latency:
             report.latency = (
-                self.small("latency", lambda room: small.latency(room, lanes, library, against), pool) or []
+                self.small("latency", lambda room: small.latency(room, lanes, library, against, report.sets), pool)
+                or []
             )
         if options.post_cost:
             report.post_cost = (

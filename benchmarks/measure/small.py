@@ -52,20 +52,26 @@ def case_of(lane: str, pages: str = SMALL, at_once: int = 1) -> Case:
     return Case(lane, "read", pages, PREPARED, at_once)
 
 
-def latency(room: Room, lanes: Sequence[str], library: str, against: Sequence[str]) -> list[dict[str, Any]]:
-    """One 4K block, post to completion, and a notification, in turns with the round trip of that kind of socket."""
+def latency(room: Room, lanes: Sequence[str], library: str, against: Sequence[str], sets: int) -> list[dict[str, Any]]:
+    """One 4K block, post to completion, and a notification, in turns with the round trip of that kind of socket; by
+    ``sets`` pairs of processes, one after the other."""
     found = []
     for lane in lanes:
-        pair = room.pair(kvxfer(case_of(lane), library)[0].setup)
+        setup = kvxfer(case_of(lane), library)[0].setup
         kind = SOCKET_OF.get(lane, "unix")
-        pair.both("plain", kind=kind)
         # A lane that carries the block itself is compared with a socket that carries as much.
         answer_bytes = BLOCK_BYTES if lane in (STREAM, UNIX) else 64
         took: dict[str, list[float]] = {}
-        for rounds in (WARM_ROUNDS, LATENCY_ROUNDS):
-            pair.source.ask("echo", kind=kind, rounds=2 * rounds, nbytes=answer_bytes)
-            asked = {"rounds": rounds, "block_bytes": BLOCK_BYTES, "lane": lane}
-            took = pair.destination.ask("latency", **asked, kind=kind, answer_bytes=answer_bytes)
+        for _ in range(sets):
+            pair = room.pair(setup)
+            pair.both("plain", kind=kind)
+            for rounds in (WARM_ROUNDS, LATENCY_ROUNDS // sets):
+                pair.source.ask("echo", kind=kind, rounds=2 * rounds, nbytes=answer_bytes)
+                asked = {"rounds": rounds, "block_bytes": BLOCK_BYTES, "lane": lane}
+                seen = pair.destination.ask("latency", **asked, kind=kind, answer_bytes=answer_bytes)
+            for name, seconds in seen.items():
+                took.setdefault(name, []).extend(seconds)
+            room.drop(setup)
         entry: dict[str, Any] = {"who": f"kvxfer {lane}", "socket": kind}
         found.append(entry | {name: quantiles(seconds) for name, seconds in took.items()})
     options = []
