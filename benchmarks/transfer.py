@@ -2,8 +2,8 @@
 
 Each contender has two processes, the source and the destination; all have pools of the same size on the same kind of
 pages and are given the same lists of blocks. Before each transfer every byte that must arrive is set to its complement,
-and afterwards every byte is compared (neither is timed). kvxfer and one other take turns, A B then B A; a third of the
-turns are taken by a set of processes of its own each, because which pages a process gets decides about its speed too.
+and afterwards every byte is compared (neither is timed). kvxfer and one other take turns, A B then B A; a share of the
+turns is taken by a set of processes of its own each, because which pages a process gets decides about its speed too.
 
     benchmarks/transfer.py --lanes stream --sizes 4k,64k,1m --against nixl,mooncake,limits
     benchmarks/transfer.py --table            everything in benchmarks/RESULTS.md, which it writes (forty minutes)

@@ -62,17 +62,22 @@ def latency(room: Room, lanes: Sequence[str], library: str, against: Sequence[st
         # A lane that carries the block itself is compared with a socket that carries as much.
         answer_bytes = BLOCK_BYTES if lane in (STREAM, UNIX) else 64
         took: dict[str, list[float]] = {}
-        for _ in range(sets):
-            pair = room.pair(setup)
-            pair.both("plain", kind=kind)
-            for rounds in (WARM_ROUNDS, LATENCY_ROUNDS // sets):
-                pair.source.ask("echo", kind=kind, rounds=2 * rounds, nbytes=answer_bytes)
-                asked = {"rounds": rounds, "block_bytes": BLOCK_BYTES, "lane": lane}
-                seen = pair.destination.ask("latency", **asked, kind=kind, answer_bytes=answer_bytes)
-            for name, seconds in seen.items():
-                took.setdefault(name, []).extend(seconds)
-            room.drop(setup)
         entry: dict[str, Any] = {"who": f"kvxfer {lane}", "socket": kind}
+        try:
+            for _ in range(sets):
+                pair = room.pair(setup)
+                pair.both("plain", kind=kind)
+                for rounds in (WARM_ROUNDS, max(1, LATENCY_ROUNDS // sets)):
+                    pair.source.ask("echo", kind=kind, rounds=2 * rounds, nbytes=answer_bytes)
+                    asked = {"rounds": rounds, "block_bytes": BLOCK_BYTES, "lane": lane}
+                    seen = pair.destination.ask("latency", **asked, kind=kind, answer_bytes=answer_bytes)
+                for name, seconds in seen.items():
+                    took.setdefault(name, []).extend(seconds)
+                room.clear()
+        except WorkerFailed as error:
+            room.clear()
+            found.append({"who": entry["who"], "error": str(error).splitlines()[0]})
+            continue
         found.append(entry | {name: quantiles(seconds) for name, seconds in took.items()})
     options = []
     if "nixl" in against:

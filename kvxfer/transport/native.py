@@ -313,10 +313,9 @@ class NativeTransport:
     def _write_lanes(self, lanes: Sequence[Lane]) -> list[_core.Lane]:
         """As above."""
         last, written = self._last_lanes
-        if last is not lanes:
+        if last != lanes:
             written = [LANES[lane] for lane in lanes]
-            if isinstance(lanes, tuple):  # what cannot change meanwhile
-                self._last_lanes = lanes, written
+            self._last_lanes = tuple(lanes), written
         return written
 
     def cancel(self, transfer_id: TransferId) -> None:

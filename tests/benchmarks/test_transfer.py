@@ -116,9 +116,10 @@ def test_it_runs_against_the_limits(tmp_path: pathlib.Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARKS / "transfer.py"), "--pairs=2", "--bytes=1m", "--pool=8m", "--sizes=16k"]
     command += ["--lanes=mapped,cma,stream,unix", "--against=limits", "--direction=read,write", "--sets=2"]
-    command += [f"--json={figures}"]
+    command += ["--latency", "--small-lanes=stream", f"--json={figures}"]
     subprocess.run(command, check=True, timeout=120)
     found = json.loads(figures.read_text())
     assert [row["error"] for row in found["rows"]] == [""] * 8
+    assert [(entry["who"], entry["poll"]["p50_us"] > 0) for entry in found["latency"]] == [("kvxfer stream", True)]
     others = [row["others"][0] for row in found["rows"] if row["others"]]
     assert [(other["error"], other["pairs"]) for other in others] == [("", 2)] * 6

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import BlocksBusy, GrantGone, GrantRevoked
+from kvxfer.errors import BlocksBusy, GrantExpired, GrantRevoked
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED
@@ -108,10 +108,12 @@ def outlives_its_grant(p: Any, d: Any, new_id: NewId, **options: Any) -> bool:
         p.grant(transfer, ours, ttl_s=0.6, ready=1)
         d.pull(transfer, p, theirs, **options)
         time.sleep(1.3)
-        with contextlib.suppress(GrantGone):
+        with contextlib.suppress(GrantExpired):
             p.core.ready(transfer, 2, complete=True)
-        if d.wait_drained(transfer).state == COMMITTED:
+        final = d.wait_drained(transfer)
+        if final.state == COMMITTED:
             return True
+        assert final.code == native.Code.grant_expired, final.text
     return False
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import threading
 import types
 from typing import Any
@@ -212,6 +214,20 @@ def test_no_two_transfers_have_one_id(setting: Setting) -> None:
     identities = [identity for post in posts for identity in post.transfer_ids]
     assert len(set(identities)) == len(identities) == 150
     assert {len(identity) for identity in identities} == {16}
+
+
+def test_how_long_it_may_take(setting: Setting) -> None:
+    plan, poster = setting.plan(1), setting.poster
+    poster.start(plan, lanes=[Lane.STREAM])
+    poster.start(plan, lanes=[Lane.STREAM], deadline_s=0.5)
+    poster.config = dataclasses.replace(poster.config, transfer_deadline_s=7.0)
+    poster.start(plan, lanes=[Lane.STREAM])
+    assert [asked.timeout_ns for asked in setting.transport.asked] == [120 * 10**9, 5 * 10**8, 7 * 10**9]
+    posts = poster.posts
+    with pytest.raises(InvalidArgument, match="deadline_s"):
+        poster.start(plan, lanes=[Lane.STREAM], deadline_s=math.nan)
+    assert len(setting.transport.asked) == 3
+    assert poster.posts == posts
 
 
 def test_a_transport_that_broke(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
