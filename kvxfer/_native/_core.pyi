@@ -1335,6 +1335,18 @@ class Pieces:
     def ids(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]:
         """uint32, shape [n], read-only."""
 
+class PreparedPost:
+    """
+    A read or write of a peer's pieces that can be started again and again, by any thread: see Core.
+    """
+
+    def start(self, id: bytes, timeout_ns: int, notification: bytes | None = None, wants_sums: bool = False) -> None:
+        """
+        Start one transfer, called `id`, 16 bytes never used before; it ends in TransferFinal and TransferDrained, at the latest when
+        `timeout_ns` have passed. `notification` goes to the peer once it is committed; `wants_sums`: its bytes go with CRC-32Cs. Raises
+        InvalidArgument, PeerGone, LimitExceeded, LaneUnavailable.
+        """
+
 class Core:
     """
     One agent's sockets, mappings and machines, on one native thread that needs no GIL. Every method is thread-safe. Times are
@@ -1430,17 +1442,16 @@ class Core:
         is not touched any more.
         """
 
-    def fetch(self, id: bytes, peer: AgentRef, local: Pieces, remote: Pieces, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, notification: bytes | None = None, wants_sums: bool = False) -> None:
+    def prepare_fetch(self, peer: AgentRef, local: Pieces, remote: Pieces, lanes: Sequence[Lane]) -> PreparedPost:
         """
-        Read the peer's pieces `remote` into own pieces `local`, one for one, of equal lengths. `lanes`: allowed, best first.
-        `notification` goes to the peer once committed. Ends in TransferFinal and TransferDrained. Raises InvalidArgument, PeerGone,
-        LimitExceeded, LaneUnavailable.
+        Reads of the peer's pieces `remote` into own pieces `local`, one for one, of equal lengths; nothing is checked before the start.
+        `lanes`: allowed, best first.
         """
 
-    def push(self, id: bytes, peer: AgentRef, local: Pieces, remote: Pieces, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, notification: bytes | None = None, wants_sums: bool = False) -> None:
+    def prepare_push(self, peer: AgentRef, local: Pieces, remote: Pieces, lanes: Sequence[Lane]) -> PreparedPost:
         """
-        Have the peer read own pieces `local` into its `remote`; else as `fetch`. Own pieces must stay as they
-        are until TransferFinal, and their memory until TransferDrained.
+        Have the peer read own pieces `local` into its `remote`; else as `prepare_fetch`. Own pieces must stay as they are until
+        TransferFinal, and their memory until TransferDrained.
         """
 
     def set_guest_key(self, key: bytes) -> None:

@@ -196,19 +196,42 @@ void bind_region(nb::module_& m) {
 // From now, at most an hour.
 Nanos in_time(uint64_t timeout_ns) { return monotonic_now() + static_cast<Nanos>(std::min<uint64_t>(timeout_ns, 3'600'000'000'000)); }
 
+// What many posts have in common; the core outlives it.
+struct PyPreparedPost {
+  PyCore& core;
+  void (Core::*method)(PostSpec);
+  PostSpec common;
+
+  void start(const TransferId& id, Nanos timeout_ns, const std::optional<nb::bytes>& notification, bool wants_sums) const {
+    std::string text;
+    if (notification) text = view(*notification);
+    without_gil([&] {
+      PostSpec spec = common;
+      spec.id = id;
+      spec.deadline = monotonic_now() + std::min(timeout_ns, kNever / 2);
+      spec.wants_sums = wants_sums;
+      if (notification) spec.notification = std::move(text);
+      (core.core().*method)(std::move(spec));
+    });
+  }
+};
+
 template <auto Method>
-void post(PyCore& self, const TransferId& id, const AgentRef& peer, const PyPieces& local, const PyPieces& remote, std::vector<Lane> lanes,
-          Nanos deadline_ns, const std::optional<nb::bytes>& notification, bool wants_sums) {
-  PostSpec spec;
-  spec.id = id;
-  spec.peer = peer;
-  spec.local = local.list;
-  spec.remote = remote.list;
-  spec.lanes = std::move(lanes);
-  spec.deadline = deadline_ns;
-  spec.wants_sums = wants_sums;
-  if (notification) spec.notification = std::string(view(*notification));
-  without_gil([&] { (self.core().*Method)(std::move(spec)); });
+PyPreparedPost prepare(PyCore& self, const AgentRef& peer, const PyPieces& local, const PyPieces& remote, std::vector<Lane> lanes) {
+  PyPreparedPost prepared{self, Method, {}};
+  prepared.common.peer = peer;
+  prepared.common.local = local.list;
+  prepared.common.remote = remote.list;
+  prepared.common.lanes = std::move(lanes);
+  return prepared;
+}
+
+void bind_prepared_post(nb::module_& m) {
+  nb::class_<PyPreparedPost>(m, "PreparedPost", "A read or write of a peer's pieces that can be started again and again, by any thread: see Core.")
+      .def("start", &PyPreparedPost::start, nb::arg("id"), nb::arg("timeout_ns"), nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false,
+           "Start one transfer, called `id`, 16 bytes never used before; it ends in TransferFinal and TransferDrained, at the latest when\n"
+           "`timeout_ns` have passed. `notification` goes to the peer once it is committed; `wants_sums`: its bytes go with CRC-32Cs. Raises\n"
+           "InvalidArgument, PeerGone, LimitExceeded, LaneUnavailable.");
 }
 
 void bind_core_class(nb::module_& m) {
@@ -286,13 +309,12 @@ void bind_core_class(nb::module_& m) {
       .def("remove_region", &PyCore::remove_region, nb::arg("id"),
            "Ends every peer's read and write of it. Raises BlocksBusy while an own fetch may still write there. When it returns, the memory\n"
            "is not touched any more.")
-      .def("fetch", post<&Core::fetch>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("remote"), nb::arg("lanes"), nb::arg("deadline_ns") = kNever, nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false,
-           "Read the peer's pieces `remote` into own pieces `local`, one for one, of equal lengths. `lanes`: allowed, best first.\n"
-           "`notification` goes to the peer once committed. Ends in TransferFinal and TransferDrained. Raises InvalidArgument, PeerGone,\n"
-           "LimitExceeded, LaneUnavailable.")
-      .def("push", post<&Core::push>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("remote"), nb::arg("lanes"), nb::arg("deadline_ns") = kNever, nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false,
-           "Have the peer read own pieces `local` into its `remote`; else as `fetch`. Own pieces must stay as they\n"
-           "are until TransferFinal, and their memory until TransferDrained.")
+      .def("prepare_fetch", prepare<&Core::fetch>, nb::keep_alive<0, 1>(), nb::arg("peer"), nb::arg("local"), nb::arg("remote"), nb::arg("lanes"),
+           "Reads of the peer's pieces `remote` into own pieces `local`, one for one, of equal lengths; nothing is checked before the start.\n"
+           "`lanes`: allowed, best first.")
+      .def("prepare_push", prepare<&Core::push>, nb::keep_alive<0, 1>(), nb::arg("peer"), nb::arg("local"), nb::arg("remote"), nb::arg("lanes"),
+           "Have the peer read own pieces `local` into its `remote`; else as `prepare_fetch`. Own pieces must stay as they are until\n"
+           "TransferFinal, and their memory until TransferDrained.")
       .def("set_guest_key",
            [](PyCore& self, const Bytes32& key) { self.act([&](Endpoint& e, Nanos, Effects&) { e.set_guest_key(key); }); }, nb::arg("key"),
            "From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of it is up.")
@@ -388,6 +410,7 @@ void bind_core(nb::module_& m) {
   bind_statistics(m);
   bind_region(m);
   bind_pieces(m);
+  bind_prepared_post(m);
   bind_core_class(m);
   bind_lanes(m);
   bind_ucx(m);

@@ -78,20 +78,27 @@ class Region:
 
 
 class PostOrder(NamedTuple):
-    """One transfer of a post. ``lanes``: allowed, best first. ``notification`` is told to the peer once the bytes are
-    committed; ``wants_sums``: they go with CRC-32Cs.
-    """
+    """What the transfers of one part of a post have in common, however often it is started."""
 
-    transfer_id: bytes
-    """The 16 bytes of a :class:`~kvxfer.types.TransferId`."""
     peer: AgentRef
     local: _core.Pieces
     remote: _core.Pieces
     lanes: Sequence[Lane]
-    timeout_ns: int
-    """From now; see :func:`as_nanoseconds`."""
-    notification: bytes | None = None
-    wants_sums: bool = False
+    """Allowed, best first."""
+
+
+class StartPost(Protocol):
+    """Starts one transfer of a :class:`PostOrder`. TransferFinal and TransferDrained follow."""
+
+    def __call__(self, identity: bytes, timeout_ns: int, notification: bytes | None, wants_sums: bool, /) -> None:
+        """``identity``: the 16 bytes of a :class:`~kvxfer.types.TransferId`; ``timeout_ns``: from now, see
+        :func:`as_nanoseconds`. ``notification`` is told to the peer once the bytes are committed; ``wants_sums``: they
+        go with CRC-32Cs.
+
+        Raises InvalidArgument (lists that do not match, a local piece outside its region), LimitExceeded, PeerGone,
+        LaneUnavailable, Closed.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,18 +300,13 @@ class Transport(Protocol):
         """
         ...
 
-    def fetch(self, order: PostOrder) -> None:
-        """Start to read the peer's pieces into ours, one by one of equal length. TransferFinal and TransferDrained
-        follow.
-
-        Raises InvalidArgument (lists that do not match, a local piece outside its region), LimitExceeded, PeerGone,
-        LaneUnavailable.
-        """
+    def prepare_fetch(self, order: PostOrder) -> StartPost:
+        """How the peer's pieces are read into ours, one by one of equal length. Checks nothing: its start does."""
         ...
 
-    def push(self, order: PostOrder) -> None:
-        """Start to have the peer's core read our pieces into its own; otherwise as :meth:`fetch`. TransferDrained comes
-        once nothing of our memory can be under way any more.
+    def prepare_push(self, order: PostOrder) -> StartPost:
+        """How the peer's core is made to read our pieces into its own; otherwise as :meth:`prepare_fetch`.
+        TransferDrained comes once nothing of our memory can be under way any more.
         """
         ...
 

@@ -4,6 +4,7 @@ long a peer is remembered; must never measure anything itself.
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +12,7 @@ from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.policy.calibration import Calibration, LaneFigure
 from kvxfer.transport.base import LANES_BACK
+from kvxfer.transport.peer import RemotePeer
 from kvxfer.types import AgentRef, Lane
 
 PEERS_MAX = 4096
@@ -30,7 +32,7 @@ class Calibrations:
         self._is_used = is_used
         self._lock = threading.Lock()
         self._peers: dict[AgentRef, Calibration] = {}
-        self._news: list[tuple[AgentRef, str, int, tuple[Lane, float] | _core.TransferFinal]] = []
+        self._news: collections.deque[tuple[RemotePeer, int, _core.TransferFinal]] = collections.deque()
 
     def __repr__(self) -> str:
         return f"<Calibrations of {len(self._peers)} peers>"
@@ -45,17 +47,17 @@ class Calibrations:
 
     def measured(self, peer: AgentRef, host_id: str, lane: Lane, nbytes: int, seconds: float) -> None:
         """A transfer committed."""
-        self._hear(peer, host_id, nbytes, (lane, seconds))
-
-    def committed(self, peer: AgentRef, host_id: str, nbytes: int, final: _core.TransferFinal) -> None:
-        """A transfer committed, and this is what the core says of it."""
-        self._hear(peer, host_id, nbytes, final)
-
-    def _hear(self, peer: AgentRef, host_id: str, nbytes: int, seen: tuple[Lane, float] | _core.TransferFinal) -> None:
-        """What it means is found out when somebody asks: here somebody waits for the bytes."""
         with self._lock:
-            self._news.append((peer, host_id, nbytes, seen))
-            if len(self._news) >= NEWS_MAX:
+            self._learn()
+            self._of(peer, host_id).measured(lane, nbytes, seconds)
+
+    def committed(self, peer: RemotePeer, nbytes: int, final: _core.TransferFinal) -> None:
+        """A transfer committed, and this is what the core says of it. What that means is found out when somebody asks:
+        here somebody waits for the bytes."""
+        news = self._news
+        news.append((peer, nbytes, final))
+        if len(news) >= NEWS_MAX:
+            with self._lock:
                 self._learn()
 
     def figures(self) -> dict[str, Mapping[Lane, LaneFigure]]:
@@ -65,13 +67,11 @@ class Calibrations:
             return {str(peer): calibration.figures() for peer, calibration in self._peers.items()}
 
     def _learn(self) -> None:
-        for peer, host_id, nbytes, seen in self._news:
-            if isinstance(seen, tuple):
-                lane, seconds = seen
-            else:
-                lane, seconds = LANES_BACK[seen.lane], (seen.wire_ns + seen.confirm_ns) / NS_PER_S
-            self._of(peer, host_id).measured(lane, nbytes, seconds)
-        self._news.clear()
+        """The lock is held; news may come meanwhile."""
+        while self._news:
+            peer, nbytes, final = self._news.popleft()
+            seconds = (final.wire_ns + final.confirm_ns) / NS_PER_S
+            self._of(peer.ref, peer.address.host_id).measured(LANES_BACK[final.lane], nbytes, seconds)
 
     def _of(self, peer: AgentRef, host_id: str) -> Calibration:
         found = self._peers.get(peer)

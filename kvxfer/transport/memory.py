@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import os
 import select
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from kvxfer.transport.base import (
     Event,
     PostOrder,
     Region,
+    StartPost,
     TransportCounts,
     as_nanoseconds,
     counts_from,
@@ -250,32 +252,41 @@ class MemoryTransport:
                 )
             )
 
-    def fetch(self, order: PostOrder) -> None:
-        with self._open() as endpoint:
-            self._post(endpoint.fetch, order)
+    def prepare_fetch(self, order: PostOrder) -> StartPost:
+        return functools.partial(self._post, _core.Endpoint.fetch, order)
 
-    def push(self, order: PostOrder) -> None:
-        with self._open() as endpoint:
-            self._post(endpoint.push, order)
+    def prepare_push(self, order: PostOrder) -> StartPost:
+        return functools.partial(self._post, _core.Endpoint.push, order)
 
-    def _post(self, act: Callable[..., Sequence[_Effect]], order: PostOrder) -> None:
-        local, remote, now_ns = order.local, order.remote, self._network.now_ns
-        self.act(
-            act(
-                order.transfer_id,
-                write_ref(order.peer),
-                local.ranges,
-                local.ids.tolist(),
-                remote.ranges,
-                remote.ids.tolist(),
-                [LANES[lane] for lane in order.lanes],
-                now_ns + order.timeout_ns,
-                self._network.random.getrandbits(64),
-                now_ns,
-                order.notification,
-                order.wants_sums,
+    def _post(
+        self,
+        act: Callable[..., Sequence[_Effect]],
+        order: PostOrder,
+        identity: bytes,
+        timeout_ns: int,
+        notification: bytes | None,
+        wants_sums: bool,
+    ) -> None:
+        local, remote = order.local, order.remote
+        with self._open() as endpoint:
+            now_ns = self._network.now_ns
+            self.act(
+                act(
+                    endpoint,
+                    identity,
+                    write_ref(order.peer),
+                    local.ranges,
+                    local.ids.tolist(),
+                    remote.ranges,
+                    remote.ids.tolist(),
+                    [LANES[lane] for lane in order.lanes],
+                    now_ns + timeout_ns,
+                    self._network.random.getrandbits(64),
+                    now_ns,
+                    notification,
+                    wants_sums,
+                )
             )
-        )
 
     def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
         with self._open() as endpoint:

@@ -34,6 +34,7 @@ from kvxfer.transport.base import (
     Event,
     PostOrder,
     Region,
+    StartPost,
     TransportCounts,
     as_nanoseconds,
     check_segments,
@@ -134,11 +135,10 @@ class NativeTransport:
     def __init__(self, core: _core.Core, ref: AgentRef, binding: NativeBinding) -> None:
         """Takes a started core and what it is bound to over; both end with :meth:`close`."""
         self.core = core
+        self.drain: Callable[[], list[Event]] = core.drain  # polled without end: one call less each time
         self._ref = ref
         self._binding = binding
         self._is_closed = False
-        self._last_ref = ref, write_ref(ref)
-        self._last_lanes: tuple[tuple[Lane, ...], list[_core.Lane]] = (), []
 
     def __repr__(self) -> str:
         address = self._binding.address
@@ -155,9 +155,6 @@ class NativeTransport:
 
     def fileno(self) -> int:
         return self.core.fileno()
-
-    def drain(self) -> list[Event]:
-        return self.core.drain()
 
     def wait(self, timeout_s: float) -> bool:
         return self.core.wait(max(0, round(timeout_s * NS_PER_S)))
@@ -284,39 +281,11 @@ class NativeTransport:
             wants_sums=wants_sums,
         )
 
-    def fetch(self, order: PostOrder) -> None:
-        self._post(self.core.fetch, order)
+    def prepare_fetch(self, order: PostOrder) -> StartPost:
+        return self.core.prepare_fetch(*_written(order)).start
 
-    def push(self, order: PostOrder) -> None:
-        self._post(self.core.push, order)
-
-    def _post(self, act: Callable[..., None], order: PostOrder) -> None:
-        act(
-            order.transfer_id,
-            self._write_ref(order.peer),
-            order.local,
-            order.remote,
-            self._write_lanes(order.lanes),
-            time.monotonic_ns() + order.timeout_ns,
-            order.notification,
-            order.wants_sums,
-        )
-
-    def _write_ref(self, ref: AgentRef) -> _core.AgentRef:
-        """As a rule it is the same object as the last time."""
-        last, written = self._last_ref
-        if last is not ref:
-            written = write_ref(ref)
-            self._last_ref = ref, written
-        return written
-
-    def _write_lanes(self, lanes: Sequence[Lane]) -> list[_core.Lane]:
-        """As above."""
-        last, written = self._last_lanes
-        if last != lanes:
-            written = [LANES[lane] for lane in lanes]
-            self._last_lanes = tuple(lanes), written
-        return written
+    def prepare_push(self, order: PostOrder) -> StartPost:
+        return self.core.prepare_push(*_written(order)).start
 
     def cancel(self, transfer_id: TransferId) -> None:
         self.core.cancel(transfer_id.raw)
@@ -345,6 +314,10 @@ def host_id() -> str:
     """This kernel's boot id and our uid: agents with an equal one can share memory."""
     boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}:{os.geteuid()}"
+
+
+def _written(order: PostOrder) -> tuple[_core.AgentRef, _core.Pieces, _core.Pieces, list[_core.Lane]]:
+    return write_ref(order.peer), order.local, order.remote, [LANES[lane] for lane in order.lanes]
 
 
 def _device(region: Region) -> int:

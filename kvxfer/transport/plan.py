@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvxfer._native import _core
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument
-from kvxfer.transport.base import Blocks, as_blocks
+from kvxfer.transport.base import Blocks, StartPost, Transport, as_blocks
 from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Prepared, Words
 from kvxfer.transport.peer import RemotePeer
 from kvxfer.types import Lane
@@ -40,10 +40,13 @@ class Part(NamedTuple):
     remote: _core.Pieces
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Route:
     """How a plan is started: what does not change from one start to the next."""
 
+    asked: tuple[tuple[Lane, ...] | None, bool | None]
+    """By the call: lanes, and whether it wants sums."""
+    transport: Transport
     config: AgentConfig
     """As it was then."""
     lanes: tuple[Lane, ...]
@@ -53,6 +56,8 @@ class Route:
     """Of its transfers, where the call gives none."""
     checks: bool | None
     """Whether its transfers ask for checksums; ``None``: one in so many does."""
+    starts: tuple[tuple[Lane, ...], tuple[StartPost, ...]]
+    """One of each part, by these lanes."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,8 +71,8 @@ class Plan:
     parts: tuple[Part, ...]
     pieces: int
     nbytes: int
-    routes: dict[object, Route] = dataclasses.field(default_factory=dict, repr=False)
-    """What was found when it was started before, by what was asked for."""
+    routes: list[Route] = dataclasses.field(default_factory=list, repr=False)
+    """What was found when it was started before."""
 
 
 def make_plan(

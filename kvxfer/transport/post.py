@@ -78,7 +78,6 @@ class Post:
         "_finals",
         "_has_asked_sums",
         "_is_final",
-        "_is_started",
         "_live",
         "_notification",
         "_on_drained",
@@ -110,8 +109,7 @@ class Post:
         self._on_final = on_final
         self._on_drained = on_drained
         self._states = dict.fromkeys(ids, _CONNECTING)
-        self._live: set[bytes] = set()
-        self._is_started = False
+        self._live = len(ids)  # transfers that have not drained
         self._is_final = False
         self._state = _CONNECTING
         self._error: KvxferError | None = None
@@ -119,7 +117,8 @@ class Post:
         self._finals: list[_core.TransferFinal] = []
         self._failed: _core.TransferFinal | None = None
         self._has_asked_sums = has_asked_sums
-        self._begun_ns, self._post_ns, self._final_ns = begun_ns, 0, 0
+        self._begun_ns = begun_ns
+        self._post_ns = self._final_ns = 0
 
     def __repr__(self) -> str:
         drained = "" if self.is_drained or not self.is_final else ", draining"
@@ -139,7 +138,7 @@ class Post:
     @property
     def is_drained(self) -> bool:
         """Whether the transport is done with our memory."""
-        return self._is_started and not self._live
+        return not self._live
 
     @property
     def error(self) -> KvxferError | None:
@@ -225,16 +224,9 @@ class Post:
 
     # --- for the poster; its lock is held ---
 
-    def _began(self, identity: bytes) -> None:
-        self._live.add(identity)
-
-    def _posted(self) -> None:
-        self._is_started = True
-        self._post_ns = time.monotonic_ns() - self._begun_ns
-
-    def _abandon(self, error: KvxferError) -> None:
-        """A transfer of it could not be started: the call raises, and those that were are cancelled."""
-        self._is_started = True
+    def _abandon(self, error: KvxferError, unstarted: int) -> None:
+        """So many transfers of it could not be started: the call raises, and those that were are cancelled."""
+        self._live -= unstarted
         self._on_final = self._on_drained = None
         self._cancel_rest()
         self._end(TransferState.FAILED, error)
@@ -246,40 +238,43 @@ class Post:
 
     def _finished(self, identity: bytes, event: _core.TransferFinal) -> None:
         """Reads no more of the event than it must: the rest is there for whoever asks."""
-        native = event.state
-        state = self._states[identity] = _COMMITTED if native is _CORE_COMMITTED else STATES[native]
+        native, states = event.state, self._states
         self._finals.append(event)
+        if native is not _CORE_COMMITTED:
+            self._broke(identity, event)
+            return
+        states[identity] = _COMMITTED
         if self._is_final:
             return
-        if state is not _COMMITTED:
-            error = self._end_with or from_code(
-                event.code.name, f"{self.plan.op} with {self.plan.peer.ref}: {event.text}"
-            )
-            self._failed = event
-            self._cancel_rest()
-            self._end(state, error)
-        elif len(self._states) == 1 or all(other is _COMMITTED for other in self._states.values()):
-            self._commit()
+        if len(states) == 1:
+            self._poster.calibrations.committed(self.plan.peer, self.plan.nbytes, event)
+            self._end(_COMMITTED, None)
+        elif all(other is _COMMITTED for other in states.values()):
+            self._commit_all()
 
-    def _commit(self) -> None:
+    def _broke(self, identity: bytes, event: _core.TransferFinal) -> None:
+        state = self._states[identity] = STATES[event.state]
+        if self._is_final:
+            return
+        text = f"{self.plan.op} with {self.plan.peer.ref}: {event.text}"
+        self._failed = event
+        self._cancel_rest()
+        self._end(state, self._end_with or from_code(event.code.name, text))
+
+    def _commit_all(self) -> None:
+        """Of several transfers."""
         if self._notification is not None:
             try:
                 self._poster.transport.notify(self.plan.peer.ref, self._notification)
             except KvxferError as error:
                 self._end(TransferState.FAILED, error)
                 return
-        self._measure()
+        slowest, peer = self._slowest(), self.plan.peer
+        assert slowest is not None
+        seconds = (time.monotonic_ns() - self._begun_ns) / NS_PER_S
+        measured = self._poster.calibrations.measured
+        measured(peer.ref, peer.address.host_id, LANES_BACK[slowest.lane], self.plan.nbytes, seconds)
         self._end(_COMMITTED, None)
-
-    def _measure(self) -> None:
-        peer, calibrations = self.plan.peer, self._poster.calibrations
-        if len(self._finals) == 1:
-            calibrations.committed(peer.ref, peer.address.host_id, self.plan.nbytes, self._finals[0])
-        else:
-            slowest = self._slowest()
-            assert slowest is not None
-            seconds = (time.monotonic_ns() - self._begun_ns) / NS_PER_S
-            calibrations.measured(peer.ref, peer.address.host_id, LANES_BACK[slowest.lane], self.plan.nbytes, seconds)
 
     def _slowest(self) -> _core.TransferFinal | None:
         """The last of those that took longest."""
@@ -292,13 +287,13 @@ class Post:
         if self._on_final is not None:
             self._on_final(self)
 
-    def _drained(self, identity: bytes) -> None:
-        self._live.discard(identity)
-        if self.is_drained and self._on_drained is not None:
+    def _drained(self) -> None:
+        self._live -= 1
+        if not self._live and self._on_drained is not None:
             self._on_drained(self)
 
     def _broken(self, error: KvxferError) -> None:
-        self._live.clear()
+        self._live = 0
         if not self._is_final:
             is_cancel = isinstance(error, TransferCancelled)
             self._end(TransferState.CANCELLED if is_cancel else TransferState.FAILED, self._end_with or error)
@@ -307,7 +302,7 @@ class Post:
 
     def _cancel_rest(self) -> None:
         for identity, state in self._states.items():
-            if identity in self._live and not state.is_final:
+            if not state.is_final and identity in self._poster._posts:
                 with contextlib.suppress(KvxferError):  # a transport that is gone has nothing left to cancel
                     self._poster.transport.cancel(TransferId(identity))
 

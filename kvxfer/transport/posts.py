@@ -12,18 +12,19 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 import zlib
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
 from typing import Any
 
 import numpy.typing as npt
 
 from kvxfer._native import _core
+from kvxfer._native._core import TransferDrained, TransferFinal, TransferProgress
 from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, LaneUnavailable, TransportError
 from kvxfer.policy.lanes import checking_lanes, explain, is_same_host
-from kvxfer.transport.base import Event, PostOrder, Region, Transport, allocate_region, as_nanoseconds
+from kvxfer.transport.base import Event, PostOrder, Region, StartPost, Transport, allocate_region, as_nanoseconds
 from kvxfer.transport.calibrations import Calibrations
 from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared
 from kvxfer.transport.host_memory import region_of
@@ -39,6 +40,7 @@ REGION_ID_FIRST = 1 << 24
 ID_BYTES = 16
 IDS = 64
 """Drawn at a time."""
+OF_POSTS = TransferFinal, TransferDrained, TransferProgress
 SAMPLE = 16
 """One transfer of so many is checked where checks are sampled."""
 
@@ -99,7 +101,8 @@ class Poster:
         """
         region = memory if isinstance(memory, Region) else region_of(memory)
         with self._lock:
-            self._check_failure()
+            if self._failure is not None:
+                raise self._failure
             record = RegionRecord(
                 next(self._numbers),
                 region.address,
@@ -188,36 +191,56 @@ class Poster:
 
         Raises InvalidArgument, LimitExceeded, PeerGone, LaneUnavailable (names each lane's obstacle).
         """
-        begun_ns = time.monotonic_ns()
-        key = (None if lanes is None else tuple(lanes), wants_sums)
-        route = plan.routes.get(key)
-        if route is None or route.config is not self.config:
-            route = plan.routes[key] = self._route(plan, *key)
-        peer, chosen = plan.peer, route.lanes
-        if len(chosen) > 1:
-            chosen = self.calibrations.order(peer.ref, peer.address.host_id, chosen, plan.nbytes)
+        # Little is called from here, and nothing is found out twice: between two small posts a processor forgets what
+        # it ran, and to run it anew takes as long as the wire.
+        begun_ns = monotonic_ns()
+        asked = (None if lanes is None else tuple(lanes), wants_sums)
+        for route in plan.routes:
+            if route.asked == asked and route.config is self.config and route.transport is self.transport:
+                break
+        else:
+            route = self._route(plan, *asked)
         timeout_ns = route.timeout_ns if deadline_s is None else as_nanoseconds("deadline_s", deadline_s)
-        act = self.transport.fetch if plan.op is Op.READ else self.transport.push
+        starts = route.starts[1] if len(route.lanes) == 1 else self._best_starts(plan, route)
+        count = len(starts)
         with self._lock:
-            self._check_failure()
-            ids = self._new_ids(len(plan.parts))
-            sums = [_asks_for_sums(route.checks, identity) for identity in ids]
-            rides, after = (notification, None) if len(ids) == 1 else (None, notification)
-            post = Post(self, plan, ids, route.reasons, after, on_final, on_drained, begun_ns, all(sums))
-            for identity, part, has_sums in zip(ids, plan.parts, sums, strict=True):
-                self._posts[identity] = post
+            if self._failure is not None:
+                raise self._failure
+            if len(self._ids) < count:
+                self._draw_ids(count)
+            ids = self._ids[-count:]
+            del self._ids[-count:]
+            checks = route.checks
+            sums = [checks] * count if checks is not None else [_is_sampled(identity) for identity in ids]
+            rides, after = (notification, None) if count == 1 else (None, notification)
+            post = Post(self, plan, ids, route.reasons, after, on_final, on_drained, begun_ns, False not in sums)
+            for identity, start, has_sums in zip(ids, starts, sums, strict=True):
+                self._posts[identity] = post  # before anybody can hear of it
                 try:
-                    act(PostOrder(identity, peer.ref, part.local, part.remote, chosen, timeout_ns, rides, has_sums))
+                    start(identity, timeout_ns, rides, has_sums)
                 except BaseException as error:
                     del self._posts[identity]
-                    post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
+                    unstarted = count - ids.index(identity)
+                    post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)), unstarted)
                     raise
-                post._began(identity)
-            post._posted()  # before anybody else may hear that it drained
+            post._post_ns = monotonic_ns() - begun_ns  # before anybody else may hear that it drained
         return post
 
+    def _best_starts(self, plan: Plan, route: Route) -> tuple[StartPost, ...]:
+        """By those of the route's lanes first that are likely the fastest now."""
+        lanes = self.calibrations.order(plan.peer.ref, plan.peer.address.host_id, route.lanes, plan.nbytes)
+        by, starts = route.starts
+        if by != lanes:
+            starts = self._prepare_parts(plan, lanes)
+            route.starts = lanes, starts
+        return starts
+
+    def _prepare_parts(self, plan: Plan, lanes: tuple[Lane, ...]) -> tuple[StartPost, ...]:
+        prepare = self.transport.prepare_fetch if plan.op is Op.READ else self.transport.prepare_push
+        return tuple(prepare(PostOrder(plan.peer.ref, part.local, part.remote, lanes)) for part in plan.parts)
+
     def _route(self, plan: Plan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
-        """Raises LaneUnavailable."""
+        """Found, and kept with the plan. Raises LaneUnavailable."""
         config, peer, ours = self.config, plan.peer, self.transport.address
         allowed = tuple(config.lanes) if lanes is None else lanes
         chosen, reasons = peer.lanes(ours, plan.local, plan.remote, allowed, is_read=plan.op is Op.READ)
@@ -230,16 +253,18 @@ class Poster:
         is_sampled = policy == "sampled"
         checks = None if is_sampled else asks_for_sums(policy, b"", is_same_host=is_near)
         timeout_ns = as_nanoseconds("transfer_deadline_s", config.transfer_deadline_s)
-        return Route(config, chosen, reasons, timeout_ns, checks)
+        starts = chosen, self._prepare_parts(plan, chosen)
+        asked = (lanes, wants_sums)
+        route = Route(asked, self.transport, config, chosen, reasons, timeout_ns, checks, starts)
+        plan.routes[:] = [old for old in plan.routes if old.asked != asked and old.config is config] + [route]
+        return route
 
-    def _new_ids(self, count: int) -> list[bytes]:
-        """Random ones, drawn many at a time: a system call for each takes a microsecond and more. A fork of this
+    def _draw_ids(self, count: int) -> None:
+        """Until there are so many. Many at a time: a system call for each takes a microsecond and more. A fork of this
         process would draw the same, but has no use of the core."""
-        ids = self._ids
-        while len(ids) < count:
+        while len(self._ids) < count:
             drawn = os.urandom(ID_BYTES * IDS)
-            ids += [drawn[at : at + ID_BYTES] for at in range(0, len(drawn), ID_BYTES)]
-        return [ids.pop() for _ in range(count)]
+            self._ids += [drawn[at : at + ID_BYTES] for at in range(0, len(drawn), ID_BYTES)]
 
     def post(
         self,
@@ -280,18 +305,18 @@ class Poster:
 
     def handle(self, event: Event) -> bool:
         """Take one event of the transport; False where it belongs to no post here."""
-        if not isinstance(event, (_core.TransferFinal, _core.TransferDrained, _core.TransferProgress)):
+        if not isinstance(event, OF_POSTS):  # the most frequent first, which is found at once
             return False
         identity = event.id
         with self._lock:
             post = self._posts.get(identity)
             if post is None:
                 return False
-            if isinstance(event, _core.TransferFinal):
+            if isinstance(event, TransferFinal):
                 post._finished(identity, event)
-            elif isinstance(event, _core.TransferDrained):
+            elif isinstance(event, TransferDrained):
                 del self._posts[identity]
-                post._drained(identity)
+                post._drained()
             else:
                 post._moved(event)
         return True
@@ -309,17 +334,13 @@ class Poster:
             for post in posts:
                 post._broken(error)
 
-    def _check_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-
-def _asks_for_sums(checks: bool | None, identity: bytes) -> bool:
-    return asks_for_sums("sampled", identity, is_same_host=True) if checks is None else checks
-
 
 def asks_for_sums(checks: str, identity: bytes, *, is_same_host: bool) -> bool:
     """Whether checksums are asked for one transfer, by a policy of ``config.CHECKS``; of sampled ones for one in
     SAMPLE, the same one whoever asks."""
-    is_sampled = checks == "sampled" and zlib.crc32(identity) % SAMPLE == 0
+    is_sampled = checks == "sampled" and _is_sampled(identity)
     return checks == "on" or is_sampled or (checks == "auto" and not is_same_host)
+
+
+def _is_sampled(identity: bytes) -> bool:
+    return zlib.crc32(identity) % SAMPLE == 0

@@ -11,7 +11,7 @@ import pytest
 from kvxfer._native import _core
 from kvxfer.testing.lane_contract import BY_NAME
 from kvxfer.testing.lane_parties import MemoryLaneMaker
-from kvxfer.transport.base import Event, PostOrder
+from kvxfer.transport.base import Event, PostOrder, StartPost
 from kvxfer.transport.memory import MemoryTransport
 from kvxfer.transport.memory_bytes import BlockMemory, Memories
 from kvxfer.transport.post import Post
@@ -108,24 +108,30 @@ def keep_serving(patch: pytest.MonkeyPatch) -> None:
 
 
 def tell_early(patch: pytest.MonkeyPatch) -> None:
-    push = MemoryTransport.push
+    prepare_push = MemoryTransport.prepare_push
 
-    def notify_first(self: MemoryTransport, order: PostOrder) -> None:
-        if order.notification is not None:
-            self.notify(order.peer, order.notification)
-        push(self, order._replace(notification=None))
+    def notify_first(self: MemoryTransport, order: PostOrder) -> StartPost:
+        def start(identity: bytes, timeout_ns: int, notification: bytes | None, wants_sums: bool, /) -> None:
+            if notification is not None:
+                self.notify(order.peer, notification)
+            prepare_push(self, order)(identity, timeout_ns, None, wants_sums)
 
-    patch.setattr(MemoryTransport, "push", notify_first)
+        return start
+
+    patch.setattr(MemoryTransport, "prepare_push", notify_first)
 
 
 def tell_every_part(patch: pytest.MonkeyPatch) -> None:
     """The notification of a post of several transfers goes with each of them."""
-    push = MemoryTransport.push
+    prepare_push = MemoryTransport.prepare_push
 
-    def with_each(self: MemoryTransport, order: PostOrder) -> None:
-        push(self, order._replace(notification=b"all"))
+    def with_each(self: MemoryTransport, order: PostOrder) -> StartPost:
+        def start(identity: bytes, timeout_ns: int, _: bytes | None, wants_sums: bool, /) -> None:
+            prepare_push(self, order)(identity, timeout_ns, b"all", wants_sums)
 
-    patch.setattr(MemoryTransport, "push", with_each)
+        return start
+
+    patch.setattr(MemoryTransport, "prepare_push", with_each)
 
 
 def overlook_a_failure(patch: pytest.MonkeyPatch) -> None:

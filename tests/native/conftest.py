@@ -138,15 +138,13 @@ class Node:
         ours, theirs = (native.Ranges(np.array(rows, dtype=np.uint64).reshape(-1, 5)) for rows in (local, remote))
         picked = ids or (np.arange(ours.count), np.arange(theirs.count))
         own_ids, peer_ids = (np.asarray(part, dtype=np.uint32) for part in picked)
-        getattr(self.core, verb)(
-            transfer,
+        prepared = getattr(self.core, f"prepare_{verb}")(
             peer.ref if isinstance(peer, Node) else peer,
             native.Pieces(ours, own_ids),
             native.Pieces(theirs, peer_ids),
             lanes=lanes or LANES,
-            deadline_ns=time.monotonic_ns() + int(deadline_s * SECOND),
-            **options,
         )
+        prepared.start(transfer, int(deadline_s * SECOND), **options)
 
     def fetch(self, transfer: bytes, peer: Any, local: Any, remote: Any, **options: Any) -> None:
         self.post("fetch", transfer, peer, local, remote, **options)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from kvxfer.errors import (
     TransferCancelled,
     TransportError,
 )
-from kvxfer.transport.base import PostOrder
+from kvxfer.transport import posts
+from kvxfer.transport.base import PostOrder, StartPost
 from kvxfer.transport.posts import Op, Plan, Post, Poster, RemotePeer, asks_for_sums
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, RegionRecord, TransferId, TransferState
 
@@ -32,6 +34,14 @@ PEER_REF = AgentRef("b", Incarnation(2, bytes(16)))
 ADDRESS = DataAddress("127.0.0.1", 1, "/x", "host", (Lane.MAPPED, Lane.STREAM))
 MANY = 25_000
 """Scattered pieces: three transfers."""
+
+
+class Final(types.SimpleNamespace):
+    """As the core's TransferFinal."""
+
+
+class Drained(types.SimpleNamespace):
+    """As the core's TransferDrained."""
 
 
 class Recorder:
@@ -45,21 +55,29 @@ class Recorder:
         self.cancelled: list[bytes] = []
         self.notified: list[bytes] = []
         self.removed: list[int] = []
+        self.prepared = 0
         self.events: list[Any] = []
         self.refuse_after: int | None = None
         self.notify_error: Exception | None = None
+        self.on_start: Callable[[bytes], None] = lambda identity: None
 
     def add_region(self, record: RegionRecord, region: Any) -> None: ...
 
     def remove_region(self, region_id: int) -> None:
         self.removed.append(region_id)
 
-    def fetch(self, order: PostOrder) -> None:
-        if self.refuse_after is not None and len(self.asked) >= self.refuse_after:
-            raise LimitExceeded("transfers_max")
-        self.asked.append(types.SimpleNamespace(id=order.transfer_id, **order._asdict()))
+    def prepare_fetch(self, order: PostOrder) -> StartPost:
+        def start(identity: bytes, timeout_ns: int, notification: bytes | None, wants_sums: bool, /) -> None:
+            if self.refuse_after is not None and len(self.asked) >= self.refuse_after:
+                raise LimitExceeded("transfers_max")
+            how = {"id": identity, "timeout_ns": timeout_ns, "notification": notification, "wants_sums": wants_sums}
+            self.asked.append(types.SimpleNamespace(**how, **order._asdict()))
+            self.on_start(identity)
 
-    push = fetch
+        self.prepared += 1
+        return start
+
+    prepare_push = prepare_fetch
 
     def cancel(self, transfer_id: TransferId) -> None:
         self.cancelled.append(transfer_id.raw)
@@ -84,7 +102,9 @@ class Setting:
         self.memory = np.zeros(MANY * 64, np.uint8)
         self.registration = self.poster.register(self.memory)
         self.peer = RemotePeer(PEER_REF, ADDRESS, [self.registration.record])
-        patch.setattr(_core, "TransferFinal", types.SimpleNamespace)
+        patch.setattr(posts, "TransferFinal", Final)
+        patch.setattr(posts, "TransferDrained", Drained)
+        patch.setattr(posts, "OF_POSTS", (Final, Drained))
 
     def plan(self, count: int = MANY, op: Op = Op.READ) -> Plan:
         rows = np.zeros((count, 3), np.uint64)
@@ -95,9 +115,9 @@ class Setting:
 
     def finish(self, identity: bytes, state: TransferState = TransferState.COMMITTED, code: str = "ok") -> None:
         self.transport.events.append(
-            _core.TransferFinal(  # as patched
+            Final(
                 id=identity,
-                state=state,
+                state=getattr(_core.TransferState, state.name),
                 code=types.SimpleNamespace(name=code),
                 text="why",
                 lane=_core.Lane.STREAM,
@@ -114,7 +134,7 @@ class Setting:
         for identity in identities or post.transfer_ids:
             with self.poster._lock:
                 del self.poster._posts[identity]
-                post._drained(identity)
+                post._drained()
 
 
 @pytest.fixture
@@ -252,27 +272,46 @@ def test_other_events_go_on(setting: Setting) -> None:
     assert len(setting.others) == 2
 
 
-def test_drained_before_the_call_that_posted_it_is_over(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread takes the events of a post as soon as it may."""
+@pytest.mark.parametrize("who", ["another thread", "a handler of this one"])
+def test_drained_before_the_call_that_posted_it_is_over(setting: Setting, who: str) -> None:
+    """Whoever polls meanwhile loses no event of it: another thread, or what a signal runs within the call."""
     drained: list[Post] = []
-    monkeypatch.setattr(_core, "TransferDrained", type("Drained", (types.SimpleNamespace,), {}))
-    posted = Post._posted
-
-    def late(post: Post) -> None:
-        setting.finish(post.transfer_ids[0])
-        setting.transport.events.append(_core.TransferDrained(id=post.transfer_ids[0]))
-        others.append(threading.Thread(target=setting.poster.poll))
-        others[0].start()
-        others[0].join(0.1)
-        posted(post)
-
     others: list[threading.Thread] = []
-    monkeypatch.setattr(Post, "_posted", late)
-    monkeypatch.setattr(_core, "TransferFinal", type("Final", (types.SimpleNamespace,), {}))
-    post = setting.poster.start(setting.plan(10), on_drained=drained.append)
-    others[0].join(20)
+
+    def poll_at_once(identity: bytes) -> None:
+        setting.finish(identity)
+        setting.transport.events.append(Drained(id=identity))
+        if who == "another thread":
+            others.append(threading.Thread(target=setting.poster.poll))
+            others[-1].start()
+            others[-1].join(0.1)
+        else:
+            setting.poster.poll()
+
+    setting.transport.on_start = poll_at_once
+    post = setting.poster.start(setting.plan(), on_drained=drained.append, lanes=[Lane.STREAM])
+    for other in others:
+        other.join(20)
+    assert len(post.transfer_ids) == 3
+    assert post.poll() is TransferState.COMMITTED
     assert post.is_drained
     assert drained == [post]
+    assert setting.others == []
+
+
+def test_prepared_once_for_all_starts(setting: Setting) -> None:
+    plan = setting.plan()
+    for _ in range(5):
+        setting.poster.start(plan, lanes=[Lane.STREAM])
+    assert setting.transport.prepared == 3  # parts
+    setting.poster.start(plan, lanes=[Lane.STREAM], wants_sums=True)
+    setting.poster.start(plan, lanes=[Lane.STREAM])
+    assert setting.transport.prepared == 6
+    assert len(plan.routes) == 2
+    setting.poster.config = dataclasses.replace(setting.poster.config, transfer_deadline_s=7.0)
+    setting.poster.start(plan, lanes=[Lane.STREAM])
+    assert setting.transport.prepared == 9
+    assert len(plan.routes) == 1  # nothing is kept of what was configured before
 
 
 def test_lanes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint64_t kWakeKey = 0, kTcpKey = 1, kUnixKey = 2, kUcxKey = 3, kStagingKey = 4, kTimerKey = 5;
 constexpr int kRoundsMax = 4;                   // of effects before sockets are looked at again
+constexpr size_t kFewEffects = 4;
 constexpr int kAcceptsARound = 64;
 constexpr size_t kQueuedFrameBytesMax = 16 << 20;  // beside our own notifications
 constexpr Nanos kLinger = 500 * kMillisecond;
@@ -78,7 +79,12 @@ Nanos IoThread::work() {
     until = next_own_deadline();
     std::deque<Effect> effects = shared_.take_effects(until, tick_at_);
     is_quiet = effects.empty();
-    for (Effect& effect : effects) perform(effect);
+    const bool is_few = effects.size() <= kFewEffects;
+    for (Effect& effect : effects) {
+      // Who is asked wakes up while the read is begun; of many, all are asked at once.
+      if (is_few && std::holds_alternative<ReadBlocks>(effect)) flush_touched();
+      perform(effect);
+    }
     if (round == 0) withdraw(withdrawn);
     flush_touched();
   }

@@ -208,11 +208,9 @@ void Endpoint::attach(Post& post, SessionId session, Nanos now, Effects& out) {
 
 // The session that a post is on, as the post sees it. Silence is counted from the moment in which somebody waits for an
 // answer: an idle session is not a silent one.
-void Endpoint::follow_session(const Post& post, Nanos now) {
-  const TransferId id = post.id();
-  const auto known = attached_.find(id);
-  if (known != attached_.end() && known->second == post.session()) return;
-  detach(id);
+void Endpoint::follow_session(Post& post, Nanos now) {
+  if (post.listed_on == post.session()) return;
+  detach(post);
   const auto found = sessions_.find(post.session());
   if (found == sessions_.end()) return;
   Session& session = found->second;
@@ -220,30 +218,32 @@ void Endpoint::follow_session(const Post& post, Nanos now) {
     session.heard_at = now;
     session.pinged_at = 0;
   }
-  session.posts.insert(id);
+  session.posts.insert(post.id());
   watched_.insert(post.session());
-  attached_[id] = post.session();
+  post.listed_on = post.session();
 }
 
-void Endpoint::detach(const TransferId& id) {
-  const auto known = attached_.find(id);
-  if (known == attached_.end()) return;
-  if (const auto found = sessions_.find(known->second); found != sessions_.end()) {
-    found->second.posts.erase(id);
-    if (found->second.posts.empty() && found->second.is_up()) watched_.erase(known->second);
+void Endpoint::detach(Post& post) {
+  if (post.listed_on == 0) return;
+  if (const auto found = sessions_.find(post.listed_on); found != sessions_.end()) {
+    found->second.posts.erase(post.id());
+    if (found->second.posts.empty() && found->second.is_up()) watched_.erase(post.listed_on);
   }
-  attached_.erase(known);
+  post.listed_on = 0;
 }
 
-void Endpoint::wake(const TransferId& id, Nanos at) {
-  if (const auto old = wake_of_.find(id); old != wake_of_.end()) {
-    if (old->second == at) return;
-    wakes_.erase({old->second, id});
-    wake_of_.erase(old);
-  }
+void Endpoint::wake(Post& post, Nanos at) {
+  if (post.woken_at == at) return;
+  decltype(wakes_)::node_type node;
+  if (post.woken_at != kNever) node = wakes_.extract({post.woken_at, post.id()});
+  post.woken_at = at;
   if (at == kNever) return;
-  wakes_.insert({at, id});
-  wake_of_[id] = at;
+  if (node.empty()) {
+    wakes_.emplace(at, post.id());
+  } else {
+    node.value().first = at;
+    wakes_.insert(std::move(node));
+  }
 }
 
 // After every event of a post: connect it where it needs that, remember when to look again, forget it when it is over.
@@ -252,12 +252,12 @@ void Endpoint::settle(Posts::iterator it, Nanos now, Effects& out) {
   while (post.needs_session(now)) connect(post, now, out);
   if (!post.is_over()) {
     follow_session(post, now);
-    return wake(post.id(), post.wake_at());
+    return wake(post, post.wake_at());
   }
   const std::unique_ptr<Post> over = std::move(it->second);
   posts_.erase(it);
-  detach(over->id());
-  wake(over->id(), kNever);
+  detach(*over);
+  wake(*over, kNever);
   finish(*over, now, out);
 }
 
@@ -302,13 +302,12 @@ void Endpoint::tick(Nanos now, Effects& out) {
   for (const auto& [id, why] : lost) hang_up(id, Code::transport, why, now, out);
   while (!wakes_.empty() && wakes_.begin()->first <= now) {
     const TransferId id = wakes_.begin()->second;
-    wake(id, kNever);
-    const auto it = posts_.find(id);
-    if (it == posts_.end()) continue;
+    const auto it = posts_.find(id);  // there, or it would not be woken
+    wake(*it->second, kNever);
     it->second->tick(now, out);
     settle(it, now, out);
     // Whatever it wants, it has had its turn: an endpoint that asks for this very moment again would never sleep.
-    if (const auto again = wake_of_.find(id); again != wake_of_.end() && again->second <= now) wake(id, now + kMillisecond);
+    if (const auto again = posts_.find(id); again != posts_.end() && again->second->woken_at <= now) wake(*again->second, now + kMillisecond);
   }
   for (const AgentRef& peer : notifier_.overdue(now, stall)) {
     if (const SessionId session = find_up(peer)) {

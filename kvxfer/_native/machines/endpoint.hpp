@@ -235,9 +235,9 @@ class Endpoint {
   Transfer* find_transfer(const TransferId& id) const;
   void attach(Post& post, SessionId session, Nanos now, Effects& out);
   void connect(Post& post, Nanos now, Effects& out);
-  void follow_session(const Post& post, Nanos now);
-  void detach(const TransferId& id);
-  void wake(const TransferId& id, Nanos at);
+  void follow_session(Post& post, Nanos now);
+  void detach(Post& post);
+  void wake(Post& post, Nanos at);
   void settle(Posts::iterator it, Nanos now, Effects& out);
   void finish(const Post& post, Nanos now, Effects& out);
   OwedRelease owed_release(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns}; }
@@ -263,9 +263,7 @@ class Endpoint {
   std::map<AgentRef, OwedReleases> owed_;  // to be said when a session is up
 
   Posts posts_;
-  std::map<TransferId, SessionId> attached_;
-  std::set<std::pair<Nanos, TransferId>> wakes_;
-  std::map<TransferId, Nanos> wake_of_;
+  std::set<std::pair<Nanos, TransferId>> wakes_;  // Post::woken_at of those in posts_
   std::map<TransferId, TransferState> finished_;
   std::deque<TransferId> finished_order_;
 

@@ -70,6 +70,10 @@ class Post {
   void tick(Nanos now, Effects& out);
   Nanos wake_at() const;
 
+  // The owner's notes: on which session's list it is (0: on none), and when it is to be looked at again.
+  SessionId listed_on = 0;
+  Nanos woken_at = kNever;
+
  protected:
   virtual const char* peer_word() const = 0;   // in texts
   virtual bool is_reading() const { return false; }
