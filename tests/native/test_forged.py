@@ -212,6 +212,17 @@ def test_no_verdict_no_commit(met: Dial, new_id: NewId) -> None:
     assert ended.state == native.TransferState.FAILED
 
 
+def test_no_two_reads_are_confirmed_by_one_nonce(met: Dial, new_id: NewId) -> None:
+    """Their seeds are drawn many at a time."""
+    node, peer, region = met()
+    asked = []
+    for _ in range(100):
+        node.fetch(new_id(), peer.ref, [(region.id, 0, 64, 64, 1)], [(1, 0, 64, 64, 1)], lanes=[STREAM])
+        asked.append(peer.hear(native.Fetch).pull.nonce)
+    assert len(set(asked)) == 100
+    assert 0 not in asked
+
+
 def test_what_is_kept_of_maps_is_bounded(met: Dial) -> None:
     """In bytes: a peer may not fill our memory with keys that nobody ever asks for."""
     node, peer, _ = met()

@@ -104,7 +104,6 @@ class Setting:
         self.peer = RemotePeer(PEER_REF, ADDRESS, [self.registration.record])
         patch.setattr(posts, "TransferFinal", Final)
         patch.setattr(posts, "TransferDrained", Drained)
-        patch.setattr(posts, "OF_POSTS", (Final, Drained))
 
     def plan(self, count: int = MANY, op: Op = Op.READ) -> Plan:
         rows = np.zeros((count, 3), np.uint64)
