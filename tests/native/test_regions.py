@@ -225,7 +225,7 @@ def test_nobody_to_ask(nodes: Any, new_id: NewId, verb: str) -> None:
         p.post(verb, new_id(), stranger, [(own.id, 0, 64, 64, 1)], [(9, 0, 64, 64, 1)])
     pieces = native.Pieces(native.Ranges(np.array([[own.id, 0, 64, 64, 1]], np.uint64)), np.zeros(1, np.uint32))
     with pytest.raises(LaneUnavailable):
-        getattr(p.core, verb)(new_id(), d.ref, pieces, pieces, lanes=[])
+        getattr(p.core, f"prepare_{verb}")(d.ref, pieces, pieces, lanes=[]).start(new_id(), 10**9)
 
 
 @each_lane
