@@ -29,6 +29,8 @@ std::vector<Segment> to_segments(const std::vector<SegmentTuple>& tuples) {
   return segments;
 }
 
+// For what may wait, or takes long. What is asked of a peer (a post, a pull, a notification) keeps it: that is over sooner than
+// the GIL could be had again from a thread that computes, which keeps it for 5 ms, and the core waits for nobody who wants it.
 template <class F>
 auto without_gil(F&& call) {
   nb::gil_scoped_release release;
@@ -203,16 +205,12 @@ struct PyPreparedPost {
   PostSpec common;
 
   void start(const TransferId& id, Nanos timeout_ns, const std::optional<nb::bytes>& notification, bool wants_sums) const {
-    std::string text;
-    if (notification) text = view(*notification);
-    without_gil([&] {
-      PostSpec spec = common;
-      spec.id = id;
-      spec.deadline = monotonic_now() + std::min(timeout_ns, kNever / 2);
-      spec.wants_sums = wants_sums;
-      if (notification) spec.notification = std::move(text);
-      (core.core().*method)(std::move(spec));
-    });
+    PostSpec spec = common;
+    spec.id = id;
+    spec.deadline = monotonic_now() + std::min(timeout_ns, kNever / 2);
+    spec.wants_sums = wants_sums;
+    if (notification) spec.notification = std::string(view(*notification));
+    (core.core().*method)(std::move(spec));
   }
 };
 
@@ -260,7 +258,9 @@ void bind_core_class(nb::module_& m) {
       .def("drain",
            [](PyCore& self) -> std::vector<OwnerEvent> {
              self.core().shared().check_process();
-             return self.has_left() ? self.take_left() : without_gil([&] { return self.core().drain(); });
+             if (self.has_left()) return self.take_left();
+             SharedEndpoint& shared = self.core().shared();
+             return shared.has_events() ? shared.take_events() : without_gil([&] { return self.core().drain(); });
            },
            "What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. Where there is nothing, the\n"
            "sockets are looked at by the caller itself: who polls need not wait for a thread to be woken.")
@@ -373,7 +373,7 @@ void bind_core_class(nb::module_& m) {
              spec.deadline = deadline_ns;
              spec.content = content;
              spec.wants_sums = wants_sums;
-             without_gil([&] { self.core().pull(pool, std::move(spec)); });
+             self.core().pull(pool, std::move(spec));
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0, nb::arg("lanes"),
            nb::arg("deadline_ns") = kNever, nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false,
@@ -396,7 +396,7 @@ void bind_core_class(nb::module_& m) {
       .def("notify",
            [](PyCore& self, const AgentRef& to, const nb::bytes& payload) {
              std::string text(view(payload));
-             return without_gil([&] { return self.core().notify(to, std::move(text)); });
+             return self.core().notify(to, std::move(text));
            },
            nb::arg("to"), nb::arg("payload"), "Returns the notification's number, which NotifDelivered or NotifFailed will name.")
       .def("counts", [](PyCore& self) { return without_gil([&] { return self.core().shared().look([](const Endpoint& e) { return e.counts(); }); }); })

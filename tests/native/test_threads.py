@@ -380,3 +380,42 @@ def test_remove_pool_in_use(nodes: Any, new_id: NewId) -> None:
     p.core.remove_pool(7)
     d.pull(transfer, p, [1])
     assert d.wait_drained(transfer).code == native.Code.grant_released
+
+
+@pytest.mark.parametrize("ask", ["fetch", "push", "pull", "notify"])
+def test_asking_keeps_the_gil(nodes: Any, new_id: NewId, ask: str) -> None:
+    """Who only asks a peer for something does not wait until a thread that computes gives the GIL back."""
+    p, d = nodes.pair()
+    far, own = (native.Ranges(np.array([[n.register(64).id, 0, 64, 64, 1]], np.uint64)) for n in (p, d))
+    pieces = [native.Pieces(ranges, np.zeros(1, np.uint32)) for ranges in (own, far)]
+    ids, blocks = [new_id() for _ in range(d.blocks)], [np.array([i], np.uint32) for i in range(d.blocks)]
+    lanes, go, got_in = [MAPPED], threading.Event(), []
+
+    def compute() -> None:
+        go.wait()
+        got_in.append(True)  # and would go on for a whole interval
+
+    def ask_once(i: int) -> None:
+        if ask == "pull":
+            d.core.pull(ids[i], p.ref, 7, blocks[i], lanes=lanes)
+        elif ask == "notify":
+            d.core.notify(p.ref, b"hello")
+        else:
+            prepared.start(ids[i], 60 * 10**9)
+
+    prepared = (
+        d.core.prepare_push(p.ref, *pieces, lanes) if ask == "push" else d.core.prepare_fetch(p.ref, *pieces, lanes)
+    )
+    thread = threading.Thread(target=compute)
+    thread.start()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(30.0)
+    try:
+        go.set()
+        for i in range(len(ids)):
+            ask_once(i)
+        assert not got_in
+    finally:
+        sys.setswitchinterval(interval_s)
+        thread.join(30)
+    assert got_in
