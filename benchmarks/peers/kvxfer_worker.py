@@ -139,6 +139,7 @@ class KvxferWorker(Worker):
     def on_make(self, job: Job) -> None:
         if job.how.get("limit") or job.how["via"] == "pull":
             return
+        self.lanes = [Lane(job.how["lane"])]
         checks = job.how.get("checks", AgentConfig().stream_checks)
         self.poster.config = dataclasses.replace(self.poster.config, stream_checks=checks)
         for pair in job.pairs:
@@ -167,7 +168,7 @@ class KvxferWorker(Worker):
             self.post(job, finished)
 
     def post(self, job: Job, finished: Callable[[int], None]) -> None:
-        lanes = [Lane(job.how["lane"])]
+        lanes = self.lanes
         live: dict[int, Post] = {}
         if job.how["lists"] == "prepared":
             for i, plan in enumerate(job.handles):
@@ -176,8 +177,9 @@ class KvxferWorker(Worker):
             for i, (own, far) in enumerate(job.handles):
                 local, remote = self.poster.prepare(own), self.poster.prepare(far, peer=self.peer)
                 live[i] = self.poster.post(Op(job.op.upper()), local, None, remote, None, lanes=lanes)
-        if len(live) == 1:
-            live[0].wait(60.0)
+        if len(live) == 1 and live[0].wait(60.0) is TransferState.COMMITTED:
+            finished(0)
+            return
         while live:
             over = [i for i, post in live.items() if post.is_final]
             for i in over:
