@@ -120,6 +120,35 @@ def test_memory_that_went_before_the_word_of_it(nodes: Any, new_id: NewId) -> No
     assert final.lane_notes == ""
 
 
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("gone_mib", [0, 1, 3])
+def test_some_of_the_memory_is_gone(nodes: Any, new_id: NewId, threads: int, gone_mib: int) -> None:
+    """Whichever of the first calls finds it, nothing is committed; once it is back, the lane is as good as before."""
+    p, d = nodes("source"), nodes("reader", core={"copy_threads": threads})
+    nodes.join(p, d)
+    size = 8 << 20
+    memory = mmap.mmap(-1, size)
+    address = address_of(memory)
+    p.core.add_foreign_region(native.RegionInfo(901, size), address, size, memory)
+    np.frombuffer(memory, np.uint8)[:] = np.random.default_rng(4).integers(0, 256, size, dtype=np.uint8)
+    ours = d.register(size)
+    rows = [(ours.id, 0, BLOCK, BLOCK, size // BLOCK)], [(901, 0, BLOCK, BLOCK, size // BLOCK)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    gone = address + (gone_mib << 20), 1 << 20
+    assert libc.mprotect(*gone, 0) == 0
+    first, second = new_id(), new_id()
+    d.fetch(first, p, *rows, lanes=[CMA], deadline_s=20.0)
+    final = d.wait_drained(first)
+    assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.no_lane), final.text
+    assert "memory is not where it says" in final.text + final.lane_notes
+    assert libc.mprotect(*gone, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    ours.memory[:] = 0xEE
+    d.fetch(second, p, *rows, lanes=[CMA])
+    assert d.wait_drained(second).state == COMMITTED
+    assert ours.memory.tobytes() == memory[:]
+
+
 # --- sources that lie ---
 
 

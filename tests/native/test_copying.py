@@ -1,4 +1,4 @@
-"""The copies of the `mapped` lane: runs of any length and alignment, past the cache or into it, by several threads."""
+"""The copies of `mapped` and `cma`: runs of any length and alignment, past the cache or into it, by several threads."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ import pytest
 
 from kvxfer._native import _core as native
 
-MAPPED = native.Lane.MAPPED
+MAPPED, CMA = native.Lane.MAPPED, native.Lane.CMA
 MIB = 1 << 20
 POISON = 0xEE
 NewId = Callable[[], bytes]
+needs_cma = pytest.mark.skipif(native.cma_obstacle() != "", reason=f"here: {native.cma_obstacle()}")
+each_lane = pytest.mark.parametrize(
+    "lane", [pytest.param(MAPPED, id="mapped"), pytest.param(CMA, id="cma", marks=needs_cma)]
+)
 
 
+@each_lane
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("length", [1, 7, 63, 257, 4095, 4097, 12_289, 300_001])
-def test_pieces_of_any_length_and_alignment(nodes: Any, new_id: NewId, threads: int, length: int) -> None:
+def test_pieces_of_any_length_and_alignment(
+    nodes: Any, new_id: NewId, threads: int, length: int, lane: native.Lane
+) -> None:
     """Pieces far apart and pieces that touch, in any order; no byte beside them changes."""
     p, d = nodes("source"), nodes("reader", core={"copy_threads": threads})
     nodes.join(p, d)
@@ -35,24 +42,25 @@ def test_pieces_of_any_length_and_alignment(nodes: Any, new_id: NewId, threads: 
     rows = [
         [(region.id, int(at), length, length, 1) for at in starts] for region, starts in ((ours, here), (theirs, there))
     ]
-    d.fetch(transfer, p, *rows, lanes=[MAPPED])
+    d.fetch(transfer, p, *rows, lanes=[lane])
     final = d.wait_drained(transfer)
-    assert (final.state, final.lane) == (native.TransferState.COMMITTED, MAPPED), final.text
+    assert (final.state, final.lane) == (native.TransferState.COMMITTED, lane), final.text
     expected = np.full(size, POISON, np.uint8)
     for begin, origin in zip(here, there, strict=True):
         expected[begin : begin + length] = theirs.memory[origin : origin + length]
     assert np.array_equal(ours.memory, expected)
 
 
-def test_many_large_copies_by_several_threads(nodes: Any, new_id: NewId) -> None:
-    p, d = nodes.pair(blocks=4096, block_bytes=4096, reader={"core": {"copy_threads": 4}})
+@each_lane
+def test_many_large_copies_by_several_threads(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
+    p, d = nodes.pair(blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 4}})
     for seed in range(20):
         random = np.random.default_rng(seed)
         granted, filled = random.permutation(4096)[:2048], random.permutation(4096)[:2048]
         d.fill(POISON)
         transfer = new_id()
         p.grant(transfer, granted)
-        d.pull(transfer, p, filled, lanes=[MAPPED])
+        d.pull(transfer, p, filled, lanes=[lane])
         assert d.wait_drained(transfer).state == native.TransferState.COMMITTED
         theirs, ours = (node.memory.reshape(4096, 4096) for node in (p, d))
         assert np.array_equal(ours[filled], theirs[granted])

@@ -309,7 +309,7 @@ std::shared_ptr<RemoteMemory> Connection::open_remote(const Map& map, Fd descrip
   if (kind_ != SessionKind::Unix) throw Error(Code::no_lane, "memory of this host is read over a Unix socket only");
   if (map.lane == Lane::Mapped) return open_mapped(map, std::move(descriptor), tools_.copier);
   if (!cma_peer_) cma_peer_ = std::make_shared<CmaPeer>(fd_.get(), peer_nonce_);
-  return open_cma(map, cma_peer_);
+  return open_cma(map, cma_peer_, tools_.copier);
 }
 
 std::shared_ptr<RemoteMemory> Connection::take_new_remote() {

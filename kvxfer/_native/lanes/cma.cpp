@@ -8,6 +8,7 @@
 #include <sys/uio.h>
 
 #include <algorithm>
+#include <exception>
 #include <fstream>
 
 #ifndef SYS_pidfd_open
@@ -21,6 +22,7 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kCallBytes = 4 << 20;  // one call's: a thousand small blocks, and not so long that others wait
+constexpr size_t kPartBytes = 256 << 10;  // at least, of each of several calls at once
 constexpr int kCapSysPtrace = 19;
 constexpr const char* kNotToBeHad = "process_vm_readv is not to be had: a kernel without it, or a seccomp profile that has to allow it";
 constexpr const char* kYamaScope = "/proc/sys/kernel/yama/ptrace_scope";
@@ -65,7 +67,8 @@ std::string refusal_text(int pid) {
 
 class CmaMemory final : public RemoteMemory {
  public:
-  CmaMemory(const Map& map, std::shared_ptr<CmaPeer> from) : RemoteMemory(map), peer(std::move(from)) {
+  CmaMemory(const Map& map, std::shared_ptr<CmaPeer> from, std::shared_ptr<Copier> threads)
+      : RemoteMemory(map), peer(std::move(from)), copier(std::move(threads)) {
     if (map.key.size() != sizeof nonce_address) throw Error(Code::no_lane, "the source does not say where its nonce lies");
     for (size_t i = 0; i < sizeof nonce_address; ++i) nonce_address |= uint64_t{static_cast<uint8_t>(map.key[i])} << 8 * i;
     uint64_t end;
@@ -77,6 +80,7 @@ class CmaMemory final : public RemoteMemory {
   std::unique_ptr<ReadJob> open(ReadBlocks read, RemotePlace from, OwnMemory to) const override;
 
   const std::shared_ptr<CmaPeer> peer;
+  const std::shared_ptr<Copier> copier;
   uint64_t nonce_address = 0;
   mutable bool has_worked = false;  // some bytes came
 };
@@ -96,15 +100,14 @@ size_t take_runs(BlockWalk& walk, iovec* out, size_t count, size_t max, size_t& 
 class CmaRead final : public ReadJob {
  public:
   CmaRead(ReadBlocks read, RemotePlace from, OwnMemory to, const CmaMemory& memory)
-      : ReadJob(std::move(read), std::move(from), std::move(to)), memory_(memory), from_(walk_source()), to_(walk_target()),
-        from_runs_(CmaPeer::kRunsMax + 1), to_runs_(CmaPeer::kRunsMax + 1) {}
+      : ReadJob(std::move(read), std::move(from), std::move(to)), memory_(memory), from_(walk_source()), to_(walk_target()) {}
 
   bool is_done() const override { return to_.is_done(); }
 
   size_t read(size_t max) override {
     size_t done = 0;
     while (done < max && !to_.is_done()) {
-      const size_t bytes = read_once(std::min(max - done, kCallBytes));
+      const size_t bytes = read_some(max - done);
       verify(bytes);
       done += bytes;
     }
@@ -112,19 +115,34 @@ class CmaRead final : public ReadJob {
   }
 
  private:
-  size_t read_once(size_t max) {
-    const BlockWalk from_before = from_;
-    size_t bytes = 0, to_bytes = 0;
-    size_t from_count = take_runs(from_, from_runs_.data(), CmaPeer::kRunsMax, max, bytes);
-    const size_t to_count = take_runs(to_, to_runs_.data(), CmaPeer::kRunsMax, bytes, to_bytes);
-    if (to_bytes < bytes) {  // the target is cut into more runs
-      from_ = from_before;
-      bytes = 0;
-      from_count = take_runs(from_, from_runs_.data(), CmaPeer::kRunsMax, to_bytes, bytes);
+  struct Call {
+    std::unique_ptr<iovec[]> from{new iovec[CmaPeer::kRunsMax + 1]}, to{new iovec[CmaPeer::kRunsMax + 1]};  // one more, for the nonce
+    size_t from_count = 0, to_count = 0, bytes = 0;
+    std::exception_ptr error;
+  };
+
+  // By one call; by several at once where there are threads for them.
+  size_t read_some(size_t max) {
+    const size_t threads = max < Copier::kSharedBytes ? 1 : memory_.copier->threads();
+    const size_t each = std::clamp((max + threads - 1) / threads, std::min(kPartBytes, max), kCallBytes);
+    size_t used = 0, bytes = 0;
+    for (; used < threads && bytes < max && !to_.is_done(); bytes += calls_[used++].bytes) {
+      if (used == calls_.size()) calls_.emplace_back();
+      take(calls_[used], std::min(each, max - bytes));
     }
-    if (bytes == 0 || bytes != to_bytes) throw Error(Code::internal, "a read of as many bytes as it fills was due");
+    const auto make = [this](size_t i) noexcept {
+      Call& call = calls_[i];
+      try {
+        memory_.peer->read(call.to.get(), call.to_count, call.from.get(), call.from_count, call.bytes, memory_.nonce_address);
+      } catch (...) {
+        call.error = std::current_exception();
+      }
+    };
+    used == 1 ? make(0) : memory_.copier->share(used, make);
     try {
-      memory_.peer->read(to_runs_.data(), to_count, from_runs_.data(), from_count, bytes, memory_.nonce_address);
+      for (size_t i = 0; i < used; ++i) {
+        if (calls_[i].error) std::rethrow_exception(calls_[i].error);
+      }
     } catch (const Error& error) {  // what could be read is gone: the source says more, and no lane would do better
       if (error.code() == Code::no_lane && memory_.has_worked) throw Error(Code::transport, error.what());
       throw;
@@ -133,9 +151,23 @@ class CmaRead final : public ReadJob {
     return bytes;
   }
 
+  void take(Call& call, size_t max) {
+    const BlockWalk from_before = from_;
+    size_t to_bytes = 0;
+    call.bytes = 0;
+    call.from_count = take_runs(from_, call.from.get(), CmaPeer::kRunsMax, max, call.bytes);
+    call.to_count = take_runs(to_, call.to.get(), CmaPeer::kRunsMax, call.bytes, to_bytes);
+    if (to_bytes < call.bytes) {  // the target is cut into more runs
+      from_ = from_before;
+      call.bytes = 0;
+      call.from_count = take_runs(from_, call.from.get(), CmaPeer::kRunsMax, to_bytes, call.bytes);
+    }
+    if (call.bytes == 0 || call.bytes != to_bytes) throw Error(Code::internal, "a read of as many bytes as it fills was due");
+  }
+
   const CmaMemory& memory_;  // one of those that this read keeps
   BlockWalk from_, to_;
-  std::vector<iovec> from_runs_, to_runs_;
+  std::vector<Call> calls_;
 };
 
 std::unique_ptr<ReadJob> CmaMemory::open(ReadBlocks read, RemotePlace from, OwnMemory to) const {
@@ -206,8 +238,8 @@ void describe_cma(Map& map, const void* address, const Bytes16& boot_nonce) {
   for (int i = 0; i < 8; ++i) map.key += static_cast<char>(reinterpret_cast<uintptr_t>(boot_nonce.data()) >> 8 * i & 0xFF);
 }
 
-std::shared_ptr<RemoteMemory> open_cma(const Map& map, std::shared_ptr<CmaPeer> peer) {
-  return std::make_shared<CmaMemory>(map, std::move(peer));
+std::shared_ptr<RemoteMemory> open_cma(const Map& map, std::shared_ptr<CmaPeer> peer, std::shared_ptr<Copier> copier) {
+  return std::make_shared<CmaMemory>(map, std::move(peer), std::move(copier));
 }
 
 }  // namespace kvxfer

@@ -16,7 +16,6 @@ constexpr size_t kStep = 4096;               // a page: hardware looks ahead wit
 constexpr size_t kLongRun = 256 * 1024;      // from here on hardware does the better part of looking ahead
 constexpr size_t kLongAhead = 4 * kLine;
 constexpr size_t kPartBytes = 256 * 1024;    // what a thread takes at a time
-constexpr size_t kSharedBytes = 1 << 20;     // less is copied sooner than a thread wakes up
 constexpr int kSpins = 1000;                 // of one that waits, before it lets others run: some ten microseconds
 
 inline void relax() {
@@ -116,14 +115,45 @@ unsigned default_copy_threads() { return std::clamp(std::thread::hardware_concur
 
 // --- several threads ---
 
+namespace {
+
+struct CutRuns {
+  CutRuns(const Run* given, size_t count) {
+    size_t filled = kPartBytes;
+    for (size_t i = 0; i < count; ++i) {
+      for (size_t at = 0, size; at < given[i].size; at += size) {
+        size = std::min(given[i].size - at, kPartBytes);
+        if (filled + size > kPartBytes) {
+          parts.push_back({runs.size(), 0});
+          filled = 0;
+        }
+        runs.push_back({given[i].to + at, given[i].from + at, size});
+        ++parts.back().count;
+        filled += size;
+      }
+    }
+  }
+
+  struct Part {
+    size_t first = 0, count = 0;  // of runs
+  };
+  std::vector<Run> runs;
+  std::vector<Part> parts;
+};
+
+}  // namespace
+
 void Copier::copy(const Run* runs, size_t count, Stores stores) {
   size_t bytes = 0;
   for (size_t i = 0; i < count; ++i) bytes += runs[i].size;
   if (wanted_ == 0 || bytes < kSharedBytes) return copy_runs(runs, count, stores);
+  const CutRuns cut(runs, count);
+  share(cut.parts.size(), [&](size_t i) { copy_runs(cut.runs.data() + cut.parts[i].first, cut.parts[i].count, stores); });
+}
+
+void Copier::share(size_t parts, Call call, const void* context) {
   start();
-  const auto work = std::make_shared<Work>();
-  work->stores = stores;
-  work->cut(runs, count);
+  const std::shared_ptr<Work> work(new Work{call, context, parts});
   {
     std::lock_guard lock(mutex_);
     work_ = work;
@@ -131,7 +161,7 @@ void Copier::copy(const Run* runs, size_t count, Stores stores) {
   }
   has_work_.notify_all();
   work->take_parts();
-  for (int spins = 0; work->done.load(std::memory_order_acquire) != work->parts.size(); ++spins) {
+  for (int spins = 0; work->done.load(std::memory_order_acquire) != parts; ++spins) {
     spins < kSpins ? relax() : std::this_thread::yield();
   }
 }
@@ -144,25 +174,9 @@ void Copier::start() {
   }
 }
 
-void Copier::Work::cut(const Run* given, size_t count) {
-  size_t filled = kPartBytes;
-  for (size_t i = 0; i < count; ++i) {
-    for (size_t at = 0, size; at < given[i].size; at += size) {
-      size = std::min(given[i].size - at, kPartBytes);
-      if (filled + size > kPartBytes) {
-        parts.push_back({runs.size(), 0});
-        filled = 0;
-      }
-      runs.push_back({given[i].to + at, given[i].from + at, size});
-      ++parts.back().count;
-      filled += size;
-    }
-  }
-}
-
 void Copier::Work::take_parts() {
-  for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < parts.size();) {
-    copy_runs(runs.data() + parts[i].first, parts[i].count, stores);
+  for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < parts;) {
+    call(context, i);
     done.fetch_add(1, std::memory_order_release);
   }
 }

@@ -1,5 +1,6 @@
 // Copies between two address ranges of this process, thousands of scattered runs at a time. It decides how bytes move:
-// by which instructions, past the cache or into it, by one thread or several; never which bytes, nor whether they may.
+// by which instructions, past the cache or into it, by one thread or several; never which bytes, nor whether they may. The
+// threads also help with what else moves bytes and can be cut into parts (`cma`).
 //
 // The pools it was measured with are far larger than any cache. There a copy waits for memory, so each run's successor is
 // asked for while the run itself is copied, and stores go past the cache, which spares reading what is overwritten. A
@@ -42,20 +43,27 @@ class Copier {
 
   // Every byte is in place when this returns. One caller at a time.
   void copy(const Run* runs, size_t count, Stores stores);
+  // Calls part(0), part(1) ... of so many, each once, on this thread and the others; all have returned when this does. `part`
+  // must not throw. One caller at a time.
+  template <class Part>
+  void share(size_t parts, const Part& part) {
+    share(parts, [](const void* context, size_t i) { (*static_cast<const Part*>(context))(i); }, &part);
+  }
+  // With the caller's. What moves fewer than kSharedBytes is over sooner than another would be awake.
+  size_t threads() const { return wanted_ + 1; }
+  static constexpr size_t kSharedBytes = 1 << 20;
 
  private:
-  struct Part {
-    size_t first = 0, count = 0;  // of runs
-  };
+  using Call = void (*)(const void* context, size_t part);
   struct Work {
-    void cut(const Run* given, size_t count);
     void take_parts();
 
-    std::vector<Run> runs;
-    std::vector<Part> parts;
-    Stores stores = Stores::InCache;
-    std::atomic<size_t> next{0}, done{0};  // parts
+    const Call call;
+    const void* const context;  // the caller's, who is gone once all parts are done
+    const size_t parts;
+    std::atomic<size_t> next{0}, done{0};
   };
+  void share(size_t parts, Call call, const void* context);
   void start();
   void help();
 
