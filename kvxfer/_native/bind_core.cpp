@@ -1,5 +1,5 @@
-// The core as Python sees it. Every call that takes the endpoint's mutex lets go of the GIL first; the owners of foreign
-// memory are kept here, because nothing below may touch a Python object.
+// The core as Python sees it. Every call that may wait, or takes long, lets go of the GIL first; the owners of foreign memory are
+// kept here, because nothing below may touch a Python object.
 #include <nanobind/ndarray.h>
 
 #include "bind_casters.hpp"
@@ -29,8 +29,9 @@ std::vector<Segment> to_segments(const std::vector<SegmentTuple>& tuples) {
   return segments;
 }
 
-// For what may wait, or takes long. What is asked of a peer (a post, a pull, a notification) keeps it: that is over sooner than
-// the GIL could be had again from a thread that computes, which keeps it for 5 ms, and the core waits for nobody who wants it.
+constexpr Nanos kLongWait = kMillisecond;          // for the GIL: another thread computes in Python, and keeps it for 5 ms at a time ...
+constexpr Nanos kCrowded = 1'000 * kMillisecond;  // ... as it will for so long
+
 template <class F>
 auto without_gil(F&& call) {
   nb::gil_scoped_release release;
@@ -47,6 +48,20 @@ class PyCore {
   template <class F>
   auto act(F&& call) {
     return without_gil([&] { return core_.shared().act(std::forward<F>(call)); });
+  }
+
+  // What is asked of a peer (a post, a pull, a notification): `call(may_help)`. Who helps goes through the loop, where a peer's memory
+  // may have to be waited for, and gives the GIL away for it. Where that has cost a caller dear, the next ones keep it, and leave
+  // all of it to the core's thread.
+  template <class F>
+  uint64_t ask(F&& call) {
+    if (monotonic_now() < crowded_until_.load(std::memory_order_relaxed)) return call(false);
+    std::optional<nb::gil_scoped_release> away(std::in_place);
+    const uint64_t got = call(true);
+    const Nanos done = monotonic_now();
+    away.reset();
+    if (const Nanos now = monotonic_now(); now - done > kLongWait) crowded_until_.store(now + kCrowded, std::memory_order_relaxed);
+    return got;
   }
 
   void add_foreign_pool(const PoolInfo& info, uint64_t address, uint64_t bytes, nb::object owner, const std::vector<SegmentTuple>& segments,
@@ -90,6 +105,7 @@ class PyCore {
   Core core_;
   std::map<uint32_t, nb::object> owners_, region_owners_;
   std::vector<OwnerEvent> left_;  // under the GIL
+  std::atomic<Nanos> crowded_until_{0};
 };
 
 // Some pieces of ranges, in order, as they are posted again and again: copied out of Python's arrays once.
@@ -201,7 +217,7 @@ Nanos in_time(uint64_t timeout_ns) { return monotonic_now() + static_cast<Nanos>
 // What many posts have in common; the core outlives it.
 struct PyPreparedPost {
   PyCore& core;
-  void (Core::*method)(PostSpec);
+  void (Core::*method)(PostSpec, bool may_help);
   PostSpec common;
 
   void start(const TransferId& id, Nanos timeout_ns, const std::optional<nb::bytes>& notification, bool wants_sums) const {
@@ -210,7 +226,7 @@ struct PyPreparedPost {
     spec.deadline = monotonic_now() + std::min(timeout_ns, kNever / 2);
     spec.wants_sums = wants_sums;
     if (notification) spec.notification = std::string(view(*notification));
-    (core.core().*method)(std::move(spec));
+    core.ask([&](bool may_help) { return (core.core().*method)(std::move(spec), may_help), 0; });
   }
 };
 
@@ -373,7 +389,7 @@ void bind_core_class(nb::module_& m) {
              spec.deadline = deadline_ns;
              spec.content = content;
              spec.wants_sums = wants_sums;
-             self.core().pull(pool, std::move(spec));
+             self.ask([&](bool may_help) { return self.core().pull(pool, std::move(spec), may_help), 0; });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0, nb::arg("lanes"),
            nb::arg("deadline_ns") = kNever, nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false,
@@ -396,7 +412,7 @@ void bind_core_class(nb::module_& m) {
       .def("notify",
            [](PyCore& self, const AgentRef& to, const nb::bytes& payload) {
              std::string text(view(payload));
-             return self.core().notify(to, std::move(text));
+             return self.ask([&](bool may_help) { return self.core().notify(to, std::move(text), may_help); });
            },
            nb::arg("to"), nb::arg("payload"), "Returns the notification's number, which NotifDelivered or NotifFailed will name.")
       .def("counts", [](PyCore& self) { return without_gil([&] { return self.core().shared().look([](const Endpoint& e) { return e.counts(); }); }); })

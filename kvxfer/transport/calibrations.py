@@ -30,7 +30,7 @@ class Calibrations:
         """``host_id``: our own. Not ``is_used``: the order that the operator gave always rules."""
         self._host_id = host_id
         self._is_used = is_used
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._peers: dict[AgentRef, Calibration] = {}
         self._news: collections.deque[tuple[RemotePeer, int, _core.TransferFinal]] = collections.deque()
 

@@ -226,10 +226,17 @@ class Post:
 
     def _abandon(self, error: KvxferError, unstarted: int) -> None:
         """So many transfers of it could not be started: the call raises, and those that were are cancelled."""
-        self._live -= unstarted
+        self._live = max(0, self._live - unstarted)
         self._on_final = self._on_drained = None
         self._cancel_rest()
         self._end(TransferState.FAILED, error)
+
+    def _skip(self, unstarted: int) -> None:
+        """It has ended, and so many transfers of it will not be started."""
+        if self._live:
+            self._live -= unstarted
+            if not self._live and self._on_drained is not None:
+                self._on_drained(self)
 
     def _moved(self, event: _core.TransferProgress) -> None:
         if not self._is_final:

@@ -9,6 +9,7 @@ there is one, and is sent when the last has committed where there are several.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -31,7 +32,7 @@ from kvxfer.transport.host_memory import region_of
 from kvxfer.transport.peer import RemotePeer
 from kvxfer.transport.plan import Op, Plan, Route, make_plan
 from kvxfer.transport.post import Post
-from kvxfer.types import Exposure, Lane, RegionRecord
+from kvxfer.types import Exposure, Lane, RegionRecord, TransferId
 
 __all__ = ["Op", "Plan", "Post", "Poster", "Registration", "RemotePeer"]
 
@@ -40,6 +41,8 @@ REGION_ID_FIRST = 1 << 24
 ID_BYTES = 16
 IDS = 64
 """Drawn at a time."""
+ROUTES_MAX = 8
+"""Ways of asking (lanes, checksums) for which a plan keeps how it is started."""
 SAMPLE = 16
 """One transfer of so many is checked where checks are sampled."""
 
@@ -205,22 +208,27 @@ class Poster:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            if len(self._ids) < count:
-                self._draw_ids(count)
-            ids = self._ids[-count:]
-            del self._ids[-count:]
+            ids = self._new_ids(count)
             checks = route.checks
             sums = [checks] * count if checks is not None else [_is_sampled(identity) for identity in ids]
             rides, after = (notification, None) if count == 1 else (None, notification)
             post = Post(self, plan, ids, route.reasons, after, on_final, on_drained, begun_ns, False not in sums)
             for identity, start, has_sums in zip(ids, starts, sums, strict=True):
+                if post._is_final:  # a signal's handler polled, and found that one had failed
+                    post._skip(count - ids.index(identity))
+                    break
                 self._posts[identity] = post  # before anybody can hear of it
                 try:
                     start(identity, timeout_ns, rides, has_sums)
                 except BaseException as error:
-                    del self._posts[identity]
-                    unstarted = count - ids.index(identity)
-                    post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)), unstarted)
+                    begun = ids.index(identity)
+                    if isinstance(error, Exception) or not self._has_begun(identity):
+                        self._posts.pop(identity, None)
+                    else:
+                        begun += 1  # a signal's handler raised right after it
+                    post._abandon(
+                        error if isinstance(error, KvxferError) else TransportError(repr(error)), count - begun
+                    )
                     raise
             post._post_ns = monotonic_ns() - begun_ns  # before anybody else may hear that it drained
         return post
@@ -255,15 +263,26 @@ class Poster:
         starts = chosen, self._prepare_parts(plan, chosen)
         asked = (lanes, wants_sums)
         route = Route(asked, self.transport, config, chosen, reasons, timeout_ns, checks, starts)
-        plan.routes[:] = [old for old in plan.routes if old.asked != asked and old.config is config] + [route]
+        live = [old for old in plan.routes if old.config is config and old.transport is self.transport]
+        plan.routes[:] = [*(old for old in live[1 - ROUTES_MAX :] if old.asked != asked), route]
         return route
 
-    def _draw_ids(self, count: int) -> None:
-        """Until there are so many. Many at a time: a system call for each takes a microsecond and more. A fork of this
-        process would draw the same, but has no use of the core."""
-        while len(self._ids) < count:
-            drawn = os.urandom(ID_BYTES * IDS)
-            self._ids += [drawn[at : at + ID_BYTES] for at in range(0, len(drawn), ID_BYTES)]
+    def _new_ids(self, count: int) -> list[bytes]:
+        """Drawn many at a time: a system call for each takes a microsecond and more. Taken one by one, because a
+        signal's handler may post in between. A fork of this process would draw the same, but has no use of the core."""
+        ids: list[bytes] = []
+        while len(ids) < count:
+            try:
+                ids.append(self._ids.pop())
+            except IndexError:
+                drawn = os.urandom(ID_BYTES * IDS)
+                self._ids += [drawn[at : at + ID_BYTES] for at in range(0, len(drawn), ID_BYTES)]
+        return ids
+
+    def _has_begun(self, identity: bytes) -> bool:
+        with contextlib.suppress(KvxferError):  # a transport that is gone has begun nothing
+            return self.transport.transfer_state(TransferId(identity)) is not None
+        return False
 
     def post(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import threading
 import types
@@ -81,6 +82,10 @@ class Recorder:
 
     def cancel(self, transfer_id: TransferId) -> None:
         self.cancelled.append(transfer_id.raw)
+
+    def transfer_state(self, transfer_id: TransferId) -> TransferState | None:
+        is_known = any(asked.id == transfer_id.raw for asked in self.asked)
+        return TransferState.CONNECTING if is_known else None
 
     def notify(self, to: AgentRef, payload: bytes) -> int:
         if self.notify_error is not None:
@@ -228,6 +233,80 @@ def test_a_call_that_raises_leaves_nothing_running(setting: Setting) -> None:
     assert setting.poster.posts == ()
 
 
+def test_an_interrupt_right_after_a_start(setting: Setting) -> None:
+    """What has begun is cancelled, and holds the memory until it drained."""
+
+    def interrupt(identity: bytes) -> None:
+        if len(setting.transport.asked) == 2:
+            raise KeyboardInterrupt
+
+    setting.transport.on_start = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        setting.poster.start(setting.plan())
+    begun = [asked.id for asked in setting.transport.asked]
+    assert len(begun) == 2
+    assert setting.transport.cancelled == begun
+    (post,) = setting.poster.posts
+    assert post.is_final
+    assert not post.is_drained
+    setting.drained(post, *begun)
+    assert post.is_drained
+
+
+def test_an_interrupt_right_before_a_start(setting: Setting) -> None:
+    setting.transport.asked.clear()
+
+    def start(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    setting.transport.prepare_fetch = lambda order: start  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        setting.poster.start(setting.plan())
+    assert setting.transport.cancelled == []
+    assert setting.poster.posts == ()
+
+
+@pytest.mark.parametrize("fails", ["a part", "the core"])
+def test_a_post_that_ends_while_it_is_started(setting: Setting, fails: str) -> None:
+    """A signal's handler polls between two parts, and the first has failed: the others are not started."""
+    drained: list[Post] = []
+
+    def fail(identity: bytes) -> None:
+        if fails == "the core":
+            setting.poster.fail_all(TransportError("the native core failed"))
+            return
+        setting.finish(identity, TransferState.FAILED, "transport")
+        setting.transport.events.append(Drained(id=identity))
+        setting.poster.poll()
+
+    setting.transport.on_start = fail
+    post = setting.poster.start(setting.plan(), on_drained=drained.append)
+    assert len(setting.transport.asked) == 1
+    assert post.poll() is TransferState.FAILED
+    assert post.is_drained
+    assert drained == [post]
+    with pytest.raises(TransportError):
+        post.result()
+    assert setting.poster.posts == ()
+
+
+def test_a_post_amid_a_post(setting: Setting) -> None:
+    """A signal's handler posts: no id is taken twice, and none is missing."""
+    plan, inner = setting.plan(), []
+    del setting.poster._ids[:]
+
+    def post_too(identity: bytes) -> None:
+        setting.transport.on_start = lambda identity: None
+        inner.append(setting.poster.start(plan, lanes=[Lane.STREAM]))
+
+    for _ in range(40):
+        setting.transport.on_start = post_too
+        outer = setting.poster.start(plan, lanes=[Lane.STREAM])
+        assert len(outer.transfer_ids) == len(inner[-1].transfer_ids) == 3
+    begun = [asked.id for asked in setting.transport.asked]
+    assert len(set(begun)) == len(begun) == 240
+
+
 def test_no_two_transfers_have_one_id(setting: Setting) -> None:
     posts = [setting.poster.start(setting.plan(), lanes=[Lane.STREAM]) for _ in range(50)]
     identities = [identity for post in posts for identity in post.transfer_ids]
@@ -311,6 +390,9 @@ def test_prepared_once_for_all_starts(setting: Setting) -> None:
     setting.poster.start(plan, lanes=[Lane.STREAM])
     assert setting.transport.prepared == 9
     assert len(plan.routes) == 1  # nothing is kept of what was configured before
+    for lanes in itertools.permutations([Lane.STREAM, Lane.UNIX, Lane.CMA, Lane.MAPPED]):
+        setting.poster.start(plan, lanes=lanes)
+    assert len(plan.routes) == posts.ROUTES_MAX
 
 
 def test_lanes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,31 +252,31 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
   });
 }
 
-void Core::pull(uint32_t pool, TransferSpec spec) {
+void Core::pull(uint32_t pool, TransferSpec spec, bool may_help) {
   spec.nonce_seed = random_seed();
   const bool is_small = spec.blocks.size() <= kSmallPost;
   const bool must_wake = shared_.act_awake([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.pull(pool, std::move(spec), now, out); });
-  if (must_wake && !(is_small && help())) shared_.wake();
+  if (must_wake && !(may_help && is_small && help())) shared_.wake();
 }
 
-void Core::fetch(PostSpec spec) {
+void Core::fetch(PostSpec spec, bool may_help) {
   spec.nonce_seed = random_seed();
   const bool is_small = spec.local.count() <= kSmallPost;
   const bool must_wake = shared_.act_awake([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.fetch(std::move(spec), now, out); });
-  if (must_wake && !(is_small && help())) shared_.wake();
+  if (must_wake && !(may_help && is_small && help())) shared_.wake();
 }
 
-void Core::push(PostSpec spec) {
+void Core::push(PostSpec spec, bool may_help) {
   spec.nonce_seed = random_seed();
   const bool is_small = spec.local.count() <= kSmallPost;
   const bool must_wake = shared_.act_awake([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.push(std::move(spec), now, out); });
-  if (must_wake && !(is_small && help())) shared_.wake();
+  if (must_wake && !(may_help && is_small && help())) shared_.wake();
 }
 
-uint64_t Core::notify(const AgentRef& to, std::string payload) {
+uint64_t Core::notify(const AgentRef& to, std::string payload, bool may_help) {
   uint64_t seq = 0;
   const bool must_wake = shared_.act_awake([&](Endpoint& endpoint, Nanos now, Effects& out) { seq = endpoint.notify(to, std::move(payload), now, out); });
-  if (must_wake && !help()) shared_.wake();
+  if (must_wake && !(may_help && help())) shared_.wake();
   return seq;
 }
 

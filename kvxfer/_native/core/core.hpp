@@ -50,10 +50,11 @@ class Core {
   void add_region(const RegionInfo& info, std::shared_ptr<Region> region, uint8_t* address, int device = -1);
   void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,
              const Bytes32& content);
-  void pull(uint32_t pool, TransferSpec spec);
-  void fetch(PostSpec spec);
-  void push(PostSpec spec);
-  uint64_t notify(const AgentRef& to, std::string payload);
+  // `may_help`: this thread may do what is to be done for it, where it is small. Otherwise none of these waits for a socket or a peer.
+  void pull(uint32_t pool, TransferSpec spec, bool may_help = true);
+  void fetch(PostSpec spec, bool may_help = true);
+  void push(PostSpec spec, bool may_help = true);
+  uint64_t notify(const AgentRef& to, std::string payload, bool may_help = true);
   // Tells the machines how far a grant's blocks are ready, with checksums of the new ones where their pool has checks:
   // taken here, on the caller's thread.
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete);

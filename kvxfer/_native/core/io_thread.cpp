@@ -82,7 +82,7 @@ Nanos IoThread::work() {
     const bool is_few = effects.size() <= kFewEffects;
     for (Effect& effect : effects) {
       // Who is asked wakes up while the read is begun; of many, all are asked at once.
-      if (is_few && std::holds_alternative<ReadBlocks>(effect)) flush_touched();
+      if (is_few && std::holds_alternative<ReadBlocks>(effect)) flush_touched(true);
       perform(effect);
     }
     if (round == 0) withdraw(withdrawn);
@@ -326,7 +326,9 @@ bool IoThread::warm_some() {
 
 // --- rounds ---
 
-void IoThread::flush_touched() {
+// `is_amid`: effects are yet to be performed. What is found broken is left for the flush after them, or those that the end of a
+// session brings would overtake them.
+void IoThread::flush_touched(bool is_amid) {
   std::vector<Key> touched = std::exchange(touched_, {});
   std::sort(touched.begin(), touched.end());
   touched.erase(std::unique(touched.begin(), touched.end()), touched.end());
@@ -339,6 +341,10 @@ void IoThread::flush_touched() {
       watch(key, *found->second);
     } catch (const Error& error) {
       if (error.code() == Code::internal) throw;
+      if (is_amid) {
+        touch(key);
+        continue;
+      }
       on_ready(key, EPOLLIN);  // what the peer said before it closed; the end of it is found there
       if (connections_.count(key) != 0) lose(key, error);
     }

@@ -102,7 +102,7 @@ class IoThread {
 
   Connection* find(SessionId session);
   void touch(Key key) { touched_.push_back(key); }
-  void flush_touched();
+  void flush_touched(bool is_amid = false);
   void let_go();
   void watch(Key key, Connection& connection);
   void lose(Key key, const Error& error);
