@@ -213,22 +213,20 @@ class Poster:
             sums = [checks] * count if checks is not None else [_is_sampled(identity) for identity in ids]
             rides, after = (notification, None) if count == 1 else (None, notification)
             post = Post(self, plan, ids, route.reasons, after, on_final, on_drained, begun_ns, False not in sums)
-            for identity, start, has_sums in zip(ids, starts, sums, strict=True):
+            for begun, (identity, start, has_sums) in enumerate(zip(ids, starts, sums, strict=True)):
                 if post._is_final:  # a signal's handler polled, and found that one had failed
-                    post._skip(count - ids.index(identity))
+                    post._skip(count - begun)
                     break
-                self._posts[identity] = post  # before anybody can hear of it
                 try:
+                    self._posts[identity] = post  # before anybody can hear of it
                     start(identity, timeout_ns, rides, has_sums)
                 except BaseException as error:
-                    begun = ids.index(identity)
-                    if isinstance(error, Exception) or not self._has_begun(identity):
-                        self._posts.pop(identity, None)
+                    unstarted = count - begun
+                    if not isinstance(error, Exception) and self._has_begun(identity):
+                        unstarted -= 1  # a signal's handler raised right after it
                     else:
-                        begun += 1  # a signal's handler raised right after it
-                    post._abandon(
-                        error if isinstance(error, KvxferError) else TransportError(repr(error)), count - begun
-                    )
+                        self._posts.pop(identity, None)
+                    post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)), unstarted)
                     raise
             post._post_ns = monotonic_ns() - begun_ns  # before anybody else may hear that it drained
         return post

@@ -20,6 +20,7 @@ DIGEST = b"d" * 32
 POISON = 0xEE
 SECOND = 1_000_000_000
 LANES = [native.Lane.MAPPED, native.Lane.STREAM]
+needs_cma = pytest.mark.skipif(native.cma_obstacle() != "", reason=f"here: {native.cma_obstacle()}")
 _regions = itertools.count(100)
 
 

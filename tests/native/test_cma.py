@@ -20,6 +20,7 @@ import pytest
 
 from kvxfer._native import _core as native
 
+from .conftest import needs_cma
 from .test_mapping import KEY, LyingSource
 
 CMA, STREAM = native.Lane.CMA, native.Lane.STREAM
@@ -28,7 +29,7 @@ BLOCK, BLOCKS = 4096, 16
 BYTES = BLOCK * BLOCKS
 NewId = Callable[[], bytes]
 
-pytestmark = pytest.mark.skipif(native.cma_obstacle() != "", reason=f"here: {native.cma_obstacle()}")
+pytestmark = needs_cma
 
 
 # --- bytes arrive ---

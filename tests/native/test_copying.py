@@ -10,11 +10,12 @@ import pytest
 
 from kvxfer._native import _core as native
 
+from .conftest import needs_cma
+
 MAPPED, CMA = native.Lane.MAPPED, native.Lane.CMA
 MIB = 1 << 20
 POISON = 0xEE
 NewId = Callable[[], bytes]
-needs_cma = pytest.mark.skipif(native.cma_obstacle() != "", reason=f"here: {native.cma_obstacle()}")
 each_lane = pytest.mark.parametrize(
     "lane", [pytest.param(MAPPED, id="mapped"), pytest.param(CMA, id="cma", marks=needs_cma)]
 )

@@ -254,8 +254,6 @@ def test_an_interrupt_right_after_a_start(setting: Setting) -> None:
 
 
 def test_an_interrupt_right_before_a_start(setting: Setting) -> None:
-    setting.transport.asked.clear()
-
     def start(*_: Any) -> None:
         raise KeyboardInterrupt
 
