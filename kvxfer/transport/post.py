@@ -235,8 +235,7 @@ class Post:
         """It has ended, and so many transfers of it will not be started."""
         if self._live:
             self._live -= unstarted
-            if not self._live and self._on_drained is not None:
-                self._on_drained(self)
+            self._tell_drained()
 
     def _moved(self, event: _core.TransferProgress) -> None:
         if not self._is_final:
@@ -244,14 +243,17 @@ class Post:
             self._state = min(min(self._states.values()), TransferState.CONFIRMING)
 
     def _finished(self, identity: bytes, event: _core.TransferFinal) -> None:
-        """Reads no more of the event than it must: the rest is there for whoever asks."""
-        native, states = event.state, self._states
-        self._finals.append(event)
+        """Reads no more of the event than it must: the rest is there for whoever asks. Where a signal's handler raises
+        in between, it is called again with the same event."""
+        native, states, finals = event.state, self._states, self._finals
+        if not finals or finals[-1] is not event:
+            finals.append(event)
         if native is not _CORE_COMMITTED:
             self._broke(identity, event)
             return
         states[identity] = _COMMITTED
         if self._is_final:
+            self._tell_final()
             return
         if len(states) == 1:
             self._poster.calibrations.committed(self.plan.peer, self.plan.nbytes, event)
@@ -262,6 +264,7 @@ class Post:
     def _broke(self, identity: bytes, event: _core.TransferFinal) -> None:
         state = self._states[identity] = STATES[event.state]
         if self._is_final:
+            self._tell_final()
             return
         text = f"{self.plan.op} with {self.plan.peer.ref}: {event.text}"
         self._failed = event
@@ -276,6 +279,7 @@ class Post:
             except KvxferError as error:
                 self._end(TransferState.FAILED, error)
                 return
+            self._notification = None  # this may be called again
         slowest, peer = self._slowest(), self.plan.peer
         assert slowest is not None
         seconds = (time.monotonic_ns() - self._begun_ns) / NS_PER_S
@@ -290,22 +294,28 @@ class Post:
 
     def _end(self, state: TransferState, error: KvxferError | None) -> None:
         self._state, self._error, self._is_final = state, error, True
-        self._final_ns = time.monotonic_ns()
-        if self._on_final is not None:
-            self._on_final(self)
+        self._tell_final()
 
-    def _drained(self) -> None:
-        self._live -= 1
-        if not self._live and self._on_drained is not None:
-            self._on_drained(self)
+    def _tell_final(self) -> None:
+        """Once."""
+        self._final_ns = self._final_ns or time.monotonic_ns()
+        on_final, self._on_final = self._on_final, None
+        if on_final is not None:
+            on_final(self)
+
+    def _tell_drained(self) -> None:
+        """Once, and only if it did."""
+        on_drained = self._on_drained
+        if not self._live and on_drained is not None:
+            self._on_drained = None
+            on_drained(self)
 
     def _broken(self, error: KvxferError) -> None:
         self._live = 0
         if not self._is_final:
             is_cancel = isinstance(error, TransferCancelled)
             self._end(TransferState.CANCELLED if is_cancel else TransferState.FAILED, self._end_with or error)
-        if self._on_drained is not None:
-            self._on_drained(self)
+        self._tell_drained()
 
     def _cancel_rest(self) -> None:
         for identity, state in self._states.items():

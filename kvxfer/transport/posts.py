@@ -14,7 +14,9 @@ import itertools
 import os
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain, starmap
 from time import monotonic_ns
 from typing import Any
 
@@ -41,6 +43,8 @@ REGION_ID_FIRST = 1 << 24
 ID_BYTES = 16
 IDS = 64
 """Drawn at a time."""
+ONCE = ((),)
+"""The arguments of one call."""
 ROUTES_MAX = 8
 """Ways of asking (lanes, checksums) for which a plan keeps how it is started."""
 SAMPLE = 16
@@ -87,6 +91,8 @@ class Poster:
         self._posts: dict[bytes, Post] = {}
         self._ids: list[bytes] = []
         self._failure: KvxferError | None = None
+        self._left: deque[Event] = deque()  # taken from the transport, and not by a post yet
+        self._drained: dict[bytes, Post] = {}  # the last transfer that did
 
     def __repr__(self) -> str:
         return f"<Poster of {self.transport.ref}: {len(self._registrations)} regions, {len(self.posts)} posts>"
@@ -306,21 +312,39 @@ class Poster:
             return all(other is post or other.is_final for other in self._posts.values())
 
     def poll(self) -> None:
-        """Take what happened since; never waits."""
+        """Take what happened since; never waits. Raises what a callback raises (each is called once all the same), and
+        whatever a signal's handler does; the next poll goes on where that came between."""
         if self._drain is not None:
             self._drain()
             return
         with self._drain_lock:
-            for event in self.transport.drain():
-                if self.handle(event):
-                    continue
-                if isinstance(event, _core.CoreFailed):
-                    self.fail_all(TransportError(f"the native core failed: {event.text}"))
-                if self._on_event is not None:
-                    self._on_event(event)
+            left = self._left
+            # From the drain until they are kept one call of C, and no signal's handler runs in between.
+            left.extend(chain.from_iterable(starmap(self.transport.drain, ONCE)))
+            while left:
+                event = left[0]
+                if not self.handle(event):
+                    try:
+                        self._tell(event)
+                    except Exception:  # as it would again
+                        self._taken(event)
+                        raise
+                self._taken(event)
+
+    def _tell(self, event: Event) -> None:
+        if isinstance(event, _core.CoreFailed):
+            self.fail_all(TransportError(f"the native core failed: {event.text}"))
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _taken(self, event: Event) -> None:
+        """Unless a signal's handler polled, and took it before."""
+        if self._left and self._left[0] is event:
+            self._left.popleft()
 
     def handle(self, event: Any) -> bool:
-        """Take one event of the transport (an Event); False where it belongs to no post here."""
+        """Take one event of the transport (an Event); False where it belongs to no post here. If a signal's handler
+        raised before it returned, it is to be called again with the same event."""
         kind = type(event)  # isinstance() asks the metaclass wherever it says no
         if kind is not TransferFinal and kind is not TransferDrained and kind is not TransferProgress:
             return False
@@ -328,12 +352,16 @@ class Poster:
         with self._lock:
             post = self._posts.get(identity)
             if post is None:
-                return False
-            if kind is TransferFinal:
+                if kind is not TransferDrained or identity not in self._drained:
+                    return False
+                self._drained.pop(identity)._tell_drained()
+            elif kind is TransferFinal:
                 post._finished(identity, event)
             elif kind is TransferDrained:
+                self._drained = {identity: post}
+                post._live -= 1  # and without a call in between, which a signal could end:
                 del self._posts[identity]
-                post._drained()
+                post._tell_drained()
             else:
                 post._moved(event)
         return True
