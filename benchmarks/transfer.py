@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from measure import checksums, directions, small, stages, tables
+from measure import checksums, directions, small, stages, stripes, tables
 from measure import report as reports
 from measure.contenders import (
     HUGE,
@@ -179,6 +179,8 @@ class Run:
         pool = report.pool_bytes
         if options.directions:
             report.directions = self.at_both_sites("directions", directions.compare)
+        if options.stripes:
+            report.stripes = self.at_both_sites("stripes", stripes.compare)
         if options.checksums:
             report.checksums = self.at_both_sites("checksums", checksums.cost)
         if options.latency:
@@ -244,6 +246,7 @@ def parse() -> argparse.Namespace:
     add("--one-shot", dest="lists", action="append_const", const=ONE_SHOT, help="lists given while the clock runs")
     add("--netns", action="store_true", help="the ends in two network namespaces, made for this (root only)")
     add("--directions", action="store_true", help="READ and WRITE on stream in turns, here and in two namespaces")
+    add("--stripes", action="store_true", help="stream over 1, 2, 4 connections in turns, here and in two namespaces")
     add("--latency", action="store_true", help="one 4K block, and a notification")
     add("--checksums", action="store_true", help="what they cost on stream, here and in two namespaces")
     add("--post-cost", action="store_true", help="of the posting call")
@@ -260,7 +263,8 @@ def parse() -> argparse.Namespace:
     if options.fairness:
         options.at_once = "64"
     if options.table:
-        options.latency = options.post_cost = options.held_gil = options.checksums = options.directions = True
+        options.latency = options.post_cost = options.held_gil = True
+        options.checksums = options.directions = options.stripes = True
         options.idle_peers = options.idle_peers or 256
         options.plot = options.plot or str(PLOT)
     if options.table or options.plot or options.rewrite:

@@ -29,6 +29,15 @@ def check_checks(name: str, value: str) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(CHECKS)}, not {value!r}")
 
 
+COPY_THREADS_MAX = 64
+
+
+def check_copy_threads(name: str, value: int) -> None:
+    """Raise ConfigError unless ``value`` is a number of threads, or 0."""
+    if not 0 <= value <= COPY_THREADS_MAX:
+        raise ConfigError(f"{name} must be 1 to {COPY_THREADS_MAX}, or 0 for a share of the processors, not {value!r}")
+
+
 def check_address(name: str, value: str) -> None:
     """Raise ConfigError unless ``value`` is ``host:port``."""
     host, _, port = value.rpartition(":")
@@ -106,6 +115,9 @@ class AgentConfig:
     transfers_max: int = 65536
     stripes: int = 1
     """Connections to one peer over which its transfers may be spread (lanes ``stream`` and ``unix``)."""
+    copy_threads: int = 0
+    """That copy large reads (lanes ``mapped`` and ``cma``), the agent's own among them, at most COPY_THREADS_MAX. 0: one
+    for every four processors, four at most."""
     stream_checks: str = "off"
     """When posts over registered memory carry CRC-32Cs, which ``stream`` and ``unix`` alone can: one of CHECKS."""
     notifications_max: int = 1024
@@ -128,6 +140,7 @@ class AgentConfig:
             raise ConfigError(
                 f"grant_ttl_s {self.grant_ttl_s} must not exceed grant_life_max_s {self.grant_life_max_s}"
             )
+        check_copy_threads("copy_threads", self.copy_threads)
         check_checks("stream_checks", self.stream_checks)
         if not self.lanes:
             raise ConfigError("lanes must name at least one lane")

@@ -61,13 +61,13 @@ def missing_peers() -> str:
     return "" if pathlib.Path(peers_python()).exists() else f"no {PEERS_VENV.name}: run `make bench-peers` first"
 
 
-def kvxfer(case: Case, library: str, via: str = "post") -> list[Option]:
-    setup = kvxfer_setup(case.pages, library, shared=case.lane == MAPPED)
+def kvxfer(case: Case, library: str, via: str = "post", stripes: int = 1) -> list[Option]:
+    setup = kvxfer_setup(case.pages, library, shared=case.lane == MAPPED, stripes=stripes)
     return [Option(setup, (("lane", case.lane), ("lists", case.lists), ("via", via)), "")]
 
 
-def kvxfer_setup(pages: str, library: str, *, shared: bool) -> Setup:
-    settings: tuple[tuple[str, Any], ...] = (("limits", library), ("shared", shared))
+def kvxfer_setup(pages: str, library: str, *, shared: bool, stripes: int = 1) -> Setup:
+    settings: tuple[tuple[str, Any], ...] = (("limits", library), ("shared", shared), ("stripes", stripes))
     return Setup(KVXFER, "kvxfer_worker", sys.executable, pages, settings, label="shared" if shared else "")
 
 

@@ -34,6 +34,7 @@ class Report:
     idle_peers: dict[str, Any] = dataclasses.field(default_factory=dict)
     checksums: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     directions: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    stripes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     left_out: list[str] = dataclasses.field(default_factory=list)
     """What was asked for and not measured, each with why."""
     seconds: float = 0.0

@@ -30,7 +30,6 @@ from measure.contenders import (
 ONE_HOST, NAMESPACES = "one host", "two namespaces"
 K, M = 1 << 10, 1 << 20
 ALL = (4 * K, 16 * K, 64 * K, 256 * K, 1 * M, 4 * M)
-SOME = (4 * K, 16 * K, 64 * K, 1 * M)
 FEW = (4 * K, 64 * K, 1 * M)
 
 
@@ -65,7 +64,10 @@ def table() -> list[Stage]:
         stages += [Stage(Case(lane, READ, SMALL if lane == MAPPED else HUGE, PREPARED, 64), (64 * K,))]
     stages += [
         Stage(Case(STREAM, READ, HUGE, PREPARED, 8), (64 * K,)),
-        stage(STREAM, READ, SMALL, SOME),
+        stage(UCX, READ, SMALL, ALL),
+        stage(STREAM, READ, SMALL, ALL),
+        stage(STREAM, WRITE, SMALL, FEW),
+        stage(STREAM, READ, SMALL, FEW, site=NAMESPACES),
         stage(UNIX, READ, HUGE, FEW),
         stage(UCX, WRITE, HUGE, FEW),
         stage(CMA, WRITE, HUGE, FEW),

@@ -43,7 +43,7 @@ def markdown(report: Report) -> str:
     parts = [_head(report)]
     for key, group in itertools.groupby(report.rows, _key):
         parts.append(_table(key, list(group)))
-    parts += [_directions(report), _fairness(report.rows), _checksums(report)]
+    parts += [_directions(report), _stripes(report), _fairness(report.rows), _checksums(report)]
     parts += [_latency(report), _post_cost(report), _rest(report)]
     return "\n".join(part for part in parts if part) + "\n"
 
@@ -140,6 +140,22 @@ def _directions(report: Report) -> str:
         table.append([*case, _speed(read), _speed(write), f"{shown} ({ratio.low:.2f} to {ratio.high:.2f})"])
     text = "The same blocks in turns between the same two processes, huge pages; the ratio is the median of the pairs'."
     return f"## `stream`: both directions\n\n{text}\n\n{_grid(table)}\n"
+
+
+def _stripes(report: Report) -> str:
+    if not report.stripes:
+        return ""
+    table = [["where", "block", "1 connection GB/s", "2", "4", "2 / 1", "4 / 1"]]
+    for entry in report.stripes:
+        case = [entry["site"], show_size(entry["block_bytes"])]
+        if "error" in entry:
+            table.append([*case, f"did not run: {entry['error']}", *[""] * 4])
+            continue
+        speeds = [_speed(Spread(**entry["gb_s"][stripes])) for stripes in ("1", "2", "4")]
+        ratios = [Spread(**entry["ratio"][stripes]) for stripes in ("2", "4")]
+        table.append([*case, *speeds, *(f"{r.median:.2f} ({r.low:.2f} to {r.high:.2f})" for r in ratios)])
+    text = "READ, huge pages, the same blocks in turns; the ratio is the median of the pairs'."
+    return f"## `stream`: several connections\n\n{text}\n\n{_grid(table)}\n"
 
 
 def _fairness(rows: Iterable[Row]) -> str:

@@ -65,7 +65,12 @@ class KvxferWorker(Worker):
         return owner
 
     def open_transport(self, name: str) -> tuple[NativeTransport, Poster]:
-        config = AgentConfig(bind_host=self.host, insecure=self.host != "127.0.0.1", lanes=ALL_LANES)
+        config = AgentConfig(
+            bind_host=self.host,
+            insecure=self.host != "127.0.0.1",
+            lanes=ALL_LANES,
+            stripes=self.settings.get("stripes", 1),
+        )
         transport = NativeBinding(config).open(ref_of(name), config)
         return transport, Poster(transport, config=config, on_event=self.on_event)
 

@@ -108,6 +108,7 @@ class NativeBinding:
             unix_path=str(self._socket_path),
             ucx_library=self._ucx[0],
             ucx_tls=self._ucx[1],
+            copy_threads=config.copy_threads,
         )
         core.start()
         if self._held is not None:

@@ -16,6 +16,7 @@ import pytest
 
 from kvxfer.config import AgentConfig
 from kvxfer.errors import ConfigError
+from kvxfer.transport import native
 from kvxfer.transport.native import NativeBinding, host_id
 from kvxfer.transport.socket_place import OwnDirectory
 from kvxfer.types import AgentRef, Incarnation
@@ -43,6 +44,24 @@ def test_the_address_holds_from_binding_to_close(tmp_path: pathlib.Path) -> None
     transport.close()
     transport.close()
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_the_core_has_as_many_threads_to_copy_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refuse(*_: object, copy_threads: int, **__: object) -> None:
+        asked.append(copy_threads)
+        raise ConfigError("no core")
+
+    monkeypatch.setattr(native._core, "Core", refuse)
+    binding = NativeBinding(AgentConfig(copy_threads=3))
+    with pytest.raises(ConfigError, match="no core"):
+        binding.open(REF, AgentConfig(copy_threads=3))
+    binding.close()
+    assert asked == [3]
+    for wrong in (-1, 65):
+        with pytest.raises(ConfigError, match="copy_threads must be 1 to 64"):
+            AgentConfig(copy_threads=wrong)
 
 
 def test_nothing_is_left_where_nothing_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_address, check_checks, check_positive
+from kvxfer.config import AgentConfig, check_address, check_checks, check_copy_threads, check_positive
 from kvxfer.connectors.vllm.params import CARDS_MAX
 from kvxfer.errors import ConfigError
 from kvxfer.types import Lane, Role, check_agent_id
@@ -40,6 +40,7 @@ class ConnectorOptions:
     insecure: bool = False
     """Accept that lane ``stream`` does not encrypt, on a network that is trusted."""
     stripes: int = AgentConfig.stripes
+    copy_threads: int = AgentConfig.copy_threads
     checks: str = "off"
     """CRC-32Cs over pages: one of CHECKS."""
     hold_ttl_s: float = 10.0
@@ -71,6 +72,7 @@ class ConnectorOptions:
         elif self.http_url:
             raise ConfigError("http_url is for kvxfer's router, which finds engines by a coordinator")
         check_checks("checks", self.checks)
+        check_copy_threads("copy_threads", self.copy_threads)
         for name in ("hold_ttl_s", "hold_life_max_s", "load_deadline_s", "pull_wait_s", "idle_wait_s"):
             check_positive(name, getattr(self, name), maximum=86400.0)
         if not 0 <= self.staging_bytes < 1 << 48:
@@ -120,6 +122,7 @@ class ConnectorOptions:
             insecure=self.insecure,
             introductions=self.introductions,
             stripes=self.stripes,
+            copy_threads=self.copy_threads,
             grant_ttl_s=self.hold_ttl_s,
             grant_life_max_s=max(self.hold_ttl_s, self.hold_life_max_s),
             pull_wait_s=self.pull_wait_s,
