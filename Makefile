@@ -1,4 +1,4 @@
-# make demo | serve | demo-vllm | test | test-slow | test-vllm | check | fix | sim | fuzz | fuzz-corpus | test-sanitize | bench | bench-peers | stub | test-installed | clean
+# make demo | serve | demo-vllm | test | test-slow | test-nixl | test-vllm | check | fix | sim | fuzz | fuzz-corpus | test-sanitize | bench | bench-peers | stub | test-installed | clean
 #
 #   PYTHON=python3.12                     build with this Python instead of the first 3.11+ found
 #   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
@@ -27,7 +27,7 @@ BUILD_TOOLS = 'scikit-build-core' 'nanobind' 'cmake' 'ninja'
 WITH_TOOLS = PATH="$$PWD/$(VENV)/bin:$$PATH"
 CMAKE = $(WITH_TOOLS) cmake -S kvxfer/_native -G Ninja "-DPython_EXECUTABLE=$$PWD/$(PY)"
 
-.PHONY: help demo serve demo-vllm test test-slow test-vllm check fix sim fuzz fuzz-build fuzz-corpus fuzz-replay test-sanitize asan tsan bench bench-peers stub test-installed clean install native
+.PHONY: help demo serve demo-vllm test test-slow test-nixl test-vllm check fix sim fuzz fuzz-build fuzz-corpus fuzz-replay test-sanitize asan tsan bench bench-peers stub test-installed clean install native
 
 help:
 	@sed -n '1,7s/^# \{0,1\}//p' Makefile
@@ -44,6 +44,17 @@ test: install fuzz-replay
 
 test-slow: install
 	@$(PY) -m pytest -q -m slow --ignore=tests/vllm $(ARGS)
+
+# The drop-in's names, parameters and numbers beside those of NIXL's own wheel, which is looked at and never used.
+NIXL = build/nixl-wheel
+test-nixl: install $(NIXL)/.installed
+	@PYTHONPATH=$(NIXL) $(PY) -c "import nixl_cu12._api"
+	@PYTHONPATH=$(NIXL) $(PY) -m pytest -q tests/connectors/nixl/test_surface.py $(ARGS)
+
+$(NIXL)/.installed: benchmarks/peers/requirements.txt
+	@rm -rf $(NIXL)
+	@wheel=$$(grep '^nixl-cu12==' $<) && $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(NIXL) $(PIP_ARGS) "$$wheel"
+	@touch $@
 
 # The connector inside real vLLM, which has a virtual environment of its own (3 GB, minutes the first time).
 VLLM = build/vllm-venv
