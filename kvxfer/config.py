@@ -29,6 +29,7 @@ def check_checks(name: str, value: str) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(CHECKS)}, not {value!r}")
 
 
+STRIPES_MAX = 64
 COPY_THREADS_MAX = 64
 
 
@@ -114,10 +115,11 @@ class AgentConfig:
     grants_max: int = 65536
     transfers_max: int = 65536
     stripes: int = 1
-    """Connections to one peer over which its transfers may be spread (lanes ``stream`` and ``unix``)."""
+    """Connections to one peer over which its transfers may be spread (lanes ``stream`` and ``unix``), and a large post
+    is. 0: up to four, and a post over as many as were the fastest so far (:mod:`kvxfer.policy.striping`)."""
     copy_threads: int = 0
-    """That copy large reads (lanes ``mapped`` and ``cma``), the agent's own among them, at most COPY_THREADS_MAX. 0: one
-    for every four processors, four at most."""
+    """That copy large reads (lanes ``mapped`` and ``cma``), the agent's own among them, at most COPY_THREADS_MAX. 0:
+    one for every four processors, four at most."""
     stream_checks: str = "off"
     """When posts over registered memory carry CRC-32Cs, which ``stream`` and ``unix`` alone can: one of CHECKS."""
     notifications_max: int = 1024
@@ -133,13 +135,14 @@ class AgentConfig:
             "transfers_max",
             "notifications_max",
             "notification_bytes_max",
-            "stripes",
         ):
             check_positive(name, getattr(self, name), maximum=1 << 24)
         if self.grant_ttl_s > self.grant_life_max_s:
             raise ConfigError(
                 f"grant_ttl_s {self.grant_ttl_s} must not exceed grant_life_max_s {self.grant_life_max_s}"
             )
+        if not 0 <= self.stripes <= STRIPES_MAX:
+            raise ConfigError(f"stripes must be 1 to {STRIPES_MAX}, or 0 to have it measured, not {self.stripes!r}")
         check_copy_threads("copy_threads", self.copy_threads)
         check_checks("stream_checks", self.stream_checks)
         if not self.lanes:

@@ -19,6 +19,7 @@ from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument
+from kvxfer.policy import striping
 from kvxfer.types import (
     AgentRef,
     DataAddress,
@@ -146,6 +147,7 @@ class TransportCounts:
     pulls_waiting: int
     verdicts_ok: int
     verdicts_refused: int
+    requests_refused: int
     transfers_live: int
     transfers_draining: int
     sessions_up: int
@@ -441,7 +443,7 @@ def limits_from(config: AgentConfig, lanes: Sequence[Lane]) -> _core.EndpointLim
     transfers.reconnect_ns = round(config.reconnect_s * NS_PER_S)
     limits.grants, limits.transfers = grants, transfers
     limits.transfers_max = limits.finished_max = config.transfers_max
-    limits.stripes = config.stripes
+    limits.stripes = config.stripes or max(striping.CHOICES)
     limits.lanes = sum(1 << int(LANES[lane].value) for lane in set(lanes))
     limits.notifications_max = config.notifications_max
     limits.notification_bytes_max = config.notification_bytes_max
@@ -465,6 +467,7 @@ def counts_from(native: _core.EndpointCounts) -> TransportCounts:
         pulls_waiting=grants.waiting_pulls,
         verdicts_ok=grants.verdicts_ok,
         verdicts_refused=grants.verdicts_refused,
+        requests_refused=grants.refused,
         transfers_live=native.transfers_live,
         transfers_draining=native.transfers_draining,
         sessions_up=native.sessions_up,

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvxfer._native import _core
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument
+from kvxfer.policy.striping import CHOICES
 from kvxfer.transport.base import Blocks, StartPost, Transport, as_blocks
 from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Prepared, Words
 from kvxfer.transport.peer import RemotePeer
@@ -71,6 +72,8 @@ class Plan:
     parts: tuple[Part, ...]
     pieces: int
     nbytes: int
+    measured_shares: int = 0
+    """How fast it is says over how many connections such a post had better go; 0: it says nothing."""
     routes: list[Route] = dataclasses.field(default_factory=list, repr=False)
     """What was found when it was started before."""
 
@@ -83,9 +86,10 @@ def make_plan(
     remote_ids: npt.ArrayLike | None,
     *,
     shares: int = 1,
+    is_measured: bool = False,
 ) -> Plan:
     """Descriptor ``local_ids[i]`` of ours and ``remote_ids[i]`` of the peer's are one move; ``None``: all of a list, in
-    order. ``shares``: over how many connections a large post is spread.
+    order. ``shares``: over how many connections a large post is spread; ``is_measured``: that it is so many is a try.
 
     Raises InvalidArgument: lists of unequal length, an index outside its list, a pair of unequal lengths, a local list
     that is remote or the reverse.
@@ -102,6 +106,8 @@ def make_plan(
         nbytes = local.length_bytes * count
     else:
         nbytes = _compare(local.lengths(mine), remote.lengths(theirs), count)
+    is_measured = is_measured and nbytes >= SHARE_BYTES_MIN * max(CHOICES)
+    measured_shares = shares if is_measured else 0
     shares = max(1, min(shares, nbytes // SHARE_BYTES_MIN))
     size = -(-len(mine) // shares)
     on_wire = (remote,) if op is Op.READ else (local, remote)
@@ -113,7 +119,7 @@ def make_plan(
         )
         for begin in range(0, len(mine), size)
     )
-    return Plan(op, local, remote, remote.peer, parts, count, nbytes)
+    return Plan(op, local, remote, remote.peer, parts, count, nbytes, measured_shares)
 
 
 def _compare(mine: Words, theirs: Words, count: int) -> int:

@@ -5,6 +5,7 @@
 ``KVXFER_NIXL_INSECURE=1``  allow an address that is not loopback: sessions authenticate, and do not encrypt
 ``KVXFER_NIXL_DEADLINE_S``  the most one transfer may take (600)
 ``KVXFER_NIXL_CHECKS``      CRC-32C over posts: off, auto (from another host), on or sampled (off)
+``KVXFER_NIXL_STRIPES``     connections to one peer over which transfers are spread (1); 0: as many as are the fastest
 ``KVXFER_NIXL_COPY_THREADS``
                             threads that copy large reads on one host (a quarter of the processors, at most 4)
 ``KVXFER_NIXL_BAD_INPUT``   ``none``: the ``get_*_descs`` calls log and return None for bad input, as NIXL does; they
@@ -38,6 +39,7 @@ class Settings:
     insecure: bool = False
     deadline_s: float = 600.0
     checks: str = "off"
+    stripes: int = 1
     copy_threads: int = 0
     none_for_bad_input: bool = False
     telemetry: bool | None = None
@@ -56,16 +58,14 @@ class Settings:
             deadline_s = float(deadline)
         except ValueError:
             raise ConfigError(f"KVXFER_NIXL_DEADLINE_S must be a number of seconds, not {deadline!r}") from None
-        threads = environ.get("KVXFER_NIXL_COPY_THREADS") or "0"
-        if not (threads.isascii() and threads.isdecimal() and len(threads) < 8):
-            raise ConfigError(f"KVXFER_NIXL_COPY_THREADS must be a number of threads, not {threads!r}")
         return cls(
             host=environ.get("KVXFER_NIXL_HOST") or "127.0.0.1",
             advertise=environ.get("KVXFER_NIXL_ADVERTISE", ""),
             insecure=bool(_switch(environ, "KVXFER_NIXL_INSECURE")),
             deadline_s=deadline_s,
             checks=environ.get("KVXFER_NIXL_CHECKS") or "off",
-            copy_threads=int(threads),
+            stripes=_number(environ, "KVXFER_NIXL_STRIPES", 1),
+            copy_threads=_number(environ, "KVXFER_NIXL_COPY_THREADS", 0),
             none_for_bad_input=bad_input == "none",
             telemetry=_switch(environ, "NIXL_TELEMETRY_ENABLE"),
             etcd_endpoints=environ.get("NIXL_ETCD_ENDPOINTS", ""),
@@ -81,10 +81,18 @@ class Settings:
             lanes=allowed_lanes(DEFAULT_LANES, environ),
             transfer_deadline_s=self.deadline_s,
             stream_checks=self.checks,
+            stripes=self.stripes,
             copy_threads=self.copy_threads,
             notifications_max=65536,
             notification_bytes_max=NOTIFICATION_BYTES_MAX,
         )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "").strip() or str(default)
+    if not (text.isascii() and text.isdecimal() and len(text) < 8):
+        raise ConfigError(f"{name} must be a number, not {text!r}")
+    return int(text)
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool | None:

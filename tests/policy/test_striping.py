@@ -1,0 +1,61 @@
+"""Over how many connections: each number is tried, the fastest is kept, and what has changed is found out."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxfer.policy.striping import CHOICES, EVERY, GAIN, KEPT, TRIES, Striping
+
+NBYTES = 64 << 20
+
+
+def use(striping: Striping, speeds: dict[int, float], posts: int) -> list[int]:
+    """So many posts over a network of such speeds (bytes/s by connections); what each was spread over."""
+    used = []
+    for _ in range(posts):
+        used.append(striping.choose())
+        striping.measured(used[-1], NBYTES, NBYTES / speeds[used[-1]])
+    return used
+
+
+@pytest.mark.parametrize(
+    ("speeds", "best"),
+    [
+        ({1: 1e9, 2: 2e9, 4: 3.9e9}, 4),
+        ({1: 4e9, 2: 3e9, 4: 2e9}, 1),
+        ({1: 2e9, 2: 4e9, 4: 4.1e9}, 2),
+        ({1: 4e9, 2: 4e9 * (GAIN - 0.01), 4: 4e9}, 1),
+    ],
+)
+def test_the_fastest_is_kept(speeds: dict[int, float], best: int) -> None:
+    striping = Striping()
+    tries = len(CHOICES) * TRIES
+    assert use(striping, speeds, tries) == [count for count in CHOICES for _ in range(TRIES)]
+    assert striping.best == best
+    later = use(striping, speeds, 4 * EVERY)
+    assert later.count(best) == 4 * EVERY - 4
+    assert set(later) == set(CHOICES), "the others are tried again"
+
+
+def test_a_network_that_changes() -> None:
+    striping = Striping()
+    use(striping, {1: 5e9, 2: 5e9, 4: 5e9}, 40)
+    assert striping.best == 1
+    use(striping, {1: 1e9, 2: 2e9, 4: 4e9}, 2 * KEPT * EVERY)
+    assert striping.best == 4
+
+
+def test_one_lucky_post_does_not_decide() -> None:
+    striping = Striping()
+    speeds = {1: 4e9, 2: 4e9, 4: 4e9}
+    use(striping, speeds, len(CHOICES) * TRIES)
+    striping.measured(4, NBYTES, NBYTES / 50e9)
+    assert striping.best == 1
+
+
+@pytest.mark.parametrize("wrong", [(1, 0, 1.0), (1, NBYTES, 0.0), (1, NBYTES, float("inf")), (3, NBYTES, 1.0)])
+def test_what_cannot_be_says_nothing(wrong: tuple[int, int, float]) -> None:
+    striping = Striping()
+    striping.measured(*wrong)
+    assert striping.choose() == striping.best == 1
+    assert repr(striping) == "<Striping nothing seen>"
