@@ -926,6 +926,12 @@ class EndpointLimits:
     def sessions_max(self, arg: int, /) -> None: ...
 
     @property
+    def refusals_max(self) -> int: ...
+
+    @refusals_max.setter
+    def refusals_max(self, arg: int, /) -> None: ...
+
+    @property
     def notifications_max(self) -> int: ...
 
     @notifications_max.setter
@@ -1278,6 +1284,12 @@ class CoreStatistics:
 
     @property
     def sessions_refused(self) -> int: ...
+
+    @property
+    def sessions_ended(self) -> int:
+        """
+        That were up, for what one side did: sent what is no frame, asked too often for what it may not have.
+        """
 
     @property
     def dials(self) -> int: ...

@@ -150,7 +150,7 @@ void bind_events(nb::module_& m) {
 struct CoreStatistics {
   uint64_t bytes_mapped, bytes_cma, bytes_ucx, bytes_streamed_in, bytes_streamed_out, bytes_spliced_out, bytes_discarded;
   uint64_t frames_in, frames_out, wakeups, moves_over;
-  uint64_t connections, sessions_tcp, sessions_unix, sessions_refused, dials, dials_failed;
+  uint64_t connections, sessions_tcp, sessions_unix, sessions_refused, sessions_ended, dials, dials_failed;
   uint64_t mappings, mappings_refused, checksum_failures;
 };
 
@@ -172,6 +172,7 @@ void bind_statistics(nb::module_& m) {
       .def_ro("sessions_tcp", &S::sessions_tcp)
       .def_ro("sessions_unix", &S::sessions_unix)
       .def_ro("sessions_refused", &S::sessions_refused)
+      .def_ro("sessions_ended", &S::sessions_ended, "That were up, for what one side did: sent what is no frame, asked too often for what it may not have.")
       .def_ro("dials", &S::dials)
       .def_ro("dials_failed", &S::dials_failed)
       .def_ro("mappings", &S::mappings, "Pools and regions that peers let this agent read by a one-sided lane.")
@@ -183,7 +184,7 @@ CoreStatistics snapshot(PyCore& self) {
   const Statistics& s = self.core().statistics();
   return {s.bytes_mapped.get(),      s.bytes_cma.get(),   s.bytes_ucx.get(),     s.bytes_streamed_in.get(), s.bytes_streamed_out.get(),
           s.bytes_spliced_out.get(), s.bytes_discarded.get(),   s.frames_in.get(),   s.frames_out.get(),    s.wakeups.get(),           s.moves_over.get(),
-          s.connections.get(),       s.sessions_tcp.get(),      s.sessions_unix.get(), s.sessions_refused.get(), s.dials.get(),         s.dials_failed.get(),
+          s.connections.get(),       s.sessions_tcp.get(),      s.sessions_unix.get(), s.sessions_refused.get(), s.sessions_ended.get(), s.dials.get(),         s.dials_failed.get(),
           s.mappings.get(),          s.mappings_refused.get(), s.checksum_failures.get()};
 }
 

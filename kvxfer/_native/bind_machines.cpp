@@ -160,6 +160,7 @@ void bind_tables(nb::module_& m) {
   nb::class_<EndpointLimits>(m, "EndpointLimits").def(nb::init<>())
       .def_rw("grants", &EndpointLimits::grants).def_rw("transfers", &EndpointLimits::transfers).def_rw("transfers_max", &EndpointLimits::transfers_max)
       .def_rw("finished_max", &EndpointLimits::finished_max).def_rw("sessions_max", &EndpointLimits::sessions_max)
+      .def_rw("refusals_max", &EndpointLimits::refusals_max)
       .def_rw("notifications_max", &EndpointLimits::notifications_max).def_rw("notification_bytes_max", &EndpointLimits::notification_bytes_max)
       .def_rw("handshake_ns", &EndpointLimits::handshake_ns).def_rw("stripes", &EndpointLimits::stripes)
       .def_rw("lanes", &EndpointLimits::lanes, "What this agent reads by and serves: bit `1 << lane` each.");

@@ -106,6 +106,7 @@ class Books:
                 pulls_waiting=counts.pulls_waiting,
                 verdicts_ok=counts.verdicts_ok,
                 verdicts_refused=counts.verdicts_refused,
+                requests_refused=counts.requests_refused,
             )
             sessions = SessionStatistics(counts.sessions_up, counts.sessions_opening, self._refused)
             live, draining, peers = counts.transfers_live, counts.transfers_draining, counts.peers

@@ -100,6 +100,8 @@ class _StatisticsCollector(Collector):
         verdicts.add_metric(("ok",), now.grants.verdicts_ok)
         verdicts.add_metric(("refused",), now.grants.verdicts_refused)
         yield verdicts
+        what = "Reads and writes that peers asked for and may not have"
+        yield CounterMetricFamily("kvxfer_peer_requests_refused", what, value=now.grants.requests_refused)
         notifications = CounterMetricFamily(
             "kvxfer_notifications", "Notifications by what became of them", labels=("event",)
         )

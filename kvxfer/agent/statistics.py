@@ -48,6 +48,8 @@ class GrantStatistics:
     """Pulls of peers that came before their grant."""
     verdicts_ok: int = 0
     verdicts_refused: int = 0
+    requests_refused: int = 0
+    """Reads and writes that peers asked for and may not have: another's grant, blocks or bytes outside it."""
 
     def by_state(self) -> dict[GrantState, int]:
         return {state: int(getattr(self, state.name.lower())) for state in GrantState}

@@ -187,6 +187,26 @@ def test_a_replayed_read(scene: Scene) -> None:
     scene.expect_unharmed()
 
 
+def test_one_that_tries_on_is_hung_up_on(scene: Scene) -> None:
+    """What an honest reader may be refused too leaves the session as it is; a search through memory does not. Meanwhile
+    the honest reader, who is refused as well, goes on."""
+    limit = native.EndpointLimits().refusals_max
+    row = row_of(scene, "past-the-end")
+    refused, ended = scene.refused(), scene.victim.statistics()["sessions_ended"]
+    for _ in range(limit):
+        transfer = os.urandom(16)
+        scene.stranger.say(scene.stranger.fetch(transfer, [row]))
+        assert scene.stranger.answer(transfer).code == native.Code.refused
+    assert scene.stranger.is_hung_up()
+    assert scene.refused() == refused + limit
+    assert scene.victim.statistics()["sessions_ended"] == ended + 1
+    scene.stranger.dial(scene.victim)
+    transfer = os.urandom(16)
+    scene.stranger.say(scene.stranger.fetch(transfer, [row]))
+    assert scene.stranger.answer(transfer).code == native.Code.refused
+    scene.expect_unharmed()
+
+
 def test_a_confirm_for_a_removed_region(scene: Scene) -> None:
     """It read while it might, and its memory was taken back before it asked for the verdict."""
     index = scene.victim.allocate(SIZE)
@@ -215,8 +235,10 @@ def test_a_confirm_for_a_removed_region(scene: Scene) -> None:
     ids=["oversized", "huge", "no-frame", "version", "kind", "body"],
 )
 def test_noise_ends_the_session(scene: Scene, noise: bytes) -> None:
+    before = scene.victim.statistics()["sessions_ended"]
     scene.stranger.shout(noise)
     assert scene.stranger.is_hung_up()
+    assert scene.victim.statistics()["sessions_ended"] == before + 1
     scene.expect_unharmed()
 
 

@@ -218,6 +218,8 @@ void IoThread::close(Key key, Code code, const std::string& text) {
   if (!connection.is_up()) {
     statistics_.sessions_refused.add();
     shared_.tell(SessionRefused{connection.dialed, connection.kind(), code, text});
+  } else if (code == Code::protocol || code == Code::refused) {
+    statistics_.sessions_ended.add();
   }
   connection.begin_close(monotonic_now() + kLinger);
   ++closing_;

@@ -19,7 +19,7 @@ class Counter {
 struct Statistics {
   Counter bytes_mapped, bytes_cma, bytes_ucx, bytes_streamed_in, bytes_streamed_out, bytes_spliced_out, bytes_discarded;
   Counter frames_in, frames_out, wakeups, moves_over;
-  Counter connections, sessions_tcp, sessions_unix, sessions_refused, dials, dials_failed;
+  Counter connections, sessions_tcp, sessions_unix, sessions_refused, sessions_ended, dials, dials_failed;
   Counter mappings, mappings_refused, checksum_failures;
 };
 

@@ -30,6 +30,7 @@ struct EndpointLimits {
   size_t transfers_max = 65536;
   size_t finished_max = 65536;  // final states that can still be asked for
   size_t sessions_max = 4096;
+  size_t refusals_max = 64;  // of what one session's peer asked for: it ends with the last of them, at the earliest with the second
   size_t notifications_max = 1024;
   size_t notification_bytes_max = 65536;
   Nanos handshake_ns = 1'500 * kMillisecond;
@@ -178,6 +179,7 @@ class Endpoint {
     bool is_by_guest_key = false;                  // its name is only what it says of itself
     OwedReleases released{};                       // over it
     Bytes32 derived_key{};                         // of a peer that nobody named, under the root
+    uint64_t refusals = 0;                         // of what it asked for
     bool is_up() const { return handshake.state() == SessionState::Up; }
   };
   struct OfferShare {
@@ -207,6 +209,7 @@ class Endpoint {
   void hang_up(SessionId id, Code code, const std::string& text, Nanos now, Effects& out);
   void remove(Sessions::iterator session);
   void on_proven(SessionId id, Session& session, const Frame& frame, Nanos now, Effects& out);
+  void on_refusals(SessionId id, uint64_t count);
   void on_map(Session& session, const Map& map);
   static bool has_maps(const Session& session, const Post& post);
 

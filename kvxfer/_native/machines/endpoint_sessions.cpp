@@ -228,7 +228,11 @@ void Endpoint::on_frame(SessionId id, const Frame& frame, Nanos now, Effects& ou
     if (const auto* error = std::get_if<ErrorFrame>(&frame); error != nullptr && error->id == TransferId{}) {
       return hang_up(id, error->code, printable(error->text), now, out);
     }
-    if (session.is_up()) return on_proven(id, session, frame, now, out);
+    if (session.is_up()) {
+      const uint64_t before = grants_.refusals();
+      on_proven(id, session, frame, now, out);
+      return on_refusals(id, grants_.refusals() - before);
+    }
     const auto* hello = std::get_if<Hello>(&frame);
     if (hello == nullptr) throw Error(Code::protocol, std::string(kind_name(frame)) + " before the session was proven");
     const auto answer = session.handshake.on_hello(*hello, [&](const AgentRef& peer) { return key_of(peer, session); });
@@ -239,6 +243,15 @@ void Endpoint::on_frame(SessionId id, const Frame& frame, Nanos now, Effects& ou
     out.push_back(SendFrame{id, ErrorFrame{{}, 0, error.code(), error.what()}});
     hang_up(id, error.code(), error.what(), now, out);
   }
+}
+
+// An honest peer is refused now and then: what it asks for was taken back a moment ago. Who only tries what it may get has to
+// prove itself again each time, and is counted. Where the answer is lost with the session, it is asked for again in the next one:
+// no session ends with its first.
+void Endpoint::on_refusals(SessionId id, uint64_t count) {
+  const auto found = count != 0 ? sessions_.find(id) : sessions_.end();
+  if (found == sessions_.end() || (found->second.refusals += count) < std::max<size_t>(limits_.refusals_max, 2)) return;
+  throw Error(Code::refused, "refusals_max (" + std::to_string(limits_.refusals_max) + ") is reached on this session");
 }
 
 void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nanos now, Effects& out) {

@@ -102,6 +102,7 @@ class GrantTable {
   // Ends every grant over the region.
   void revoke_over(uint32_t region, Nanos now, Effects& out);
   void count_refusal() { ++counts_.refused; }
+  uint64_t refusals() const { return counts_.refused; }
 
   // --- from a session whose peer is proven ---
   void on_pull(SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out);
