@@ -6,7 +6,7 @@ and afterwards every byte is compared (neither is timed). kvxfer and one other t
 turns is taken by a set of processes of its own each, because which pages a process gets decides about its speed too.
 
     benchmarks/transfer.py --lanes stream --sizes 4k,64k,1m --against nixl,mooncake,limits
-    benchmarks/transfer.py --table            everything in benchmarks/RESULTS.md, which it writes (forty minutes)
+    benchmarks/transfer.py --table            everything in benchmarks/RESULTS.md, which it writes (half an hour)
 """
 
 from __future__ import annotations

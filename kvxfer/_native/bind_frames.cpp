@@ -88,14 +88,14 @@ void bind_frames(nb::module_& m) {
       .def_ro("pull", &Fetch::pull).def_ro("pieces", &Fetch::pieces);
   nb::class_<Push>(m, "Push")
       .def("__init__",
-           [](Push* f, TransferId id, Lane lane, WireList from, WireList to, uint32_t deadline_ms, bool wants_sums, std::optional<nb::bytes> notification) {
+           [](Push* f, TransferId id, Lane lane, WireList from, WireList to, uint32_t deadline_ms, bool wants_sums, std::optional<nb::bytes> notification, uint8_t turn) {
              new (f) Push{id, lane, wants_sums, deadline_ms, std::move(from), std::move(to), notification.has_value(),
-                          notification ? std::string(view(*notification)) : std::string()};
+                          notification ? std::string(view(*notification)) : std::string(), turn};
            },
            nb::arg("id"), nb::arg("lane"), nb::arg("source"), nb::arg("to"), nb::arg("deadline_ms") = 0, nb::arg("wants_sums") = false,
-           nb::arg("notification") = nb::none())
+           nb::arg("notification") = nb::none(), nb::arg("turn") = 0)
       .def_ro("id", &Push::id).def_ro("lane", &Push::lane).def_ro("source", &Push::from).def_ro("to", &Push::to)
-      .def_ro("deadline_ms", &Push::deadline_ms).def_ro("wants_sums", &Push::wants_sums)
+      .def_ro("deadline_ms", &Push::deadline_ms).def_ro("wants_sums", &Push::wants_sums).def_ro("turn", &Push::turn)
       .def_prop_ro("notification", [](const Push& f) { return f.has_notification ? std::optional(to_bytes(f.notification)) : std::nullopt; });
   nb::class_<Done>(m, "Done")
       .def("__init__", [](Done* f, TransferId id, Code code, nb::bytes text) { new (f) Done{id, code, std::string(view(text))}; }, nb::arg("id"),

@@ -89,6 +89,7 @@ class FrameMaker {
         push.to = in.flag() ? push.from : list(in);
         lists_[push.id] = push.from;
         if (push.has_notification) push.notification = in.some_bytes();
+        push.turn = static_cast<uint8_t>(in.below(kLaneMax));
         return push;
       }
       case 3: {

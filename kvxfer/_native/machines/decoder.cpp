@@ -40,6 +40,11 @@ class Reader {
     if (value < 1 || value > last) fail(what);
     return static_cast<T>(value);
   }
+  uint8_t turn() {
+    const auto value = number<uint8_t>();
+    if (value >= kLaneMax) fail("more turns than there are lanes");
+    return value;
+  }
   std::string text(size_t max, const char* what) {
     const auto size = number<uint32_t>();
     if (size > max) fail(what);
@@ -134,6 +139,7 @@ Frame read_body(uint8_t kind, Reader& r) {
       f.notification = r.text(f.has_notification ? kNotificationMax : 0, "notification is too long");
       f.from = r.list();
       f.to = r.list();
+      f.turn = r.turn();
       return f;
     }
     case 4: {

@@ -185,11 +185,13 @@ class Endpoint {
   struct OfferShare {
     AgentRef of;
     uint64_t weight = 0;
+    uint8_t turn = 0;  // of its PUSH
   };
   struct EndedOffer {
     AgentRef from;
     Code code = Code::ok;
     std::string text;
+    uint8_t turn = 0;
   };
   using Sessions = std::map<SessionId, Session>;
   using Posts = std::map<TransferId, std::unique_ptr<Post>>;
@@ -221,6 +223,7 @@ class Endpoint {
   void on_fetch(SessionId session, const AgentRef& peer, const Fetch& fetch, Nanos now, Effects& out);
   void on_push(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
   void on_done(const AgentRef& peer, const Done& done, Nanos now, Effects& out);
+  bool takes_turn(const AgentRef& peer, const Push& push, Nanos now, Effects& out);
   void take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
   void end_offer(const Transfer& transfer, Effects& out);
   void remember(const TransferId& id, const AgentRef& share, EndedOffer ended);

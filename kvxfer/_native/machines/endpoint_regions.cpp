@@ -6,6 +6,7 @@
 namespace kvxfer {
 namespace {
 
+constexpr uint8_t kTurnIds = 8;  // of one post: by any two of its lanes they differ in less
 constexpr size_t kPushOverhead = 1024;  // of a PUSH beside its lists and its notification
 constexpr const char* kOtherKind = "that lane does not run on this kind of session";
 
@@ -175,6 +176,7 @@ void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push
   }
   if (!serves(push.lane)) return answer(Code::no_lane, "the destination does not read by this lane");
   try {
+    if (!takes_turn(peer, push, now, out)) return;
     take_offer(session, peer, push, now, out);
   } catch (const Error& error) {
     if (error.code() == Code::internal) throw;
@@ -183,11 +185,33 @@ void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push
   }
 }
 
+// A post that goes on by its next lane comes under another id, and a read that was begun by the last one could land behind what is
+// committed under the new. So that one is ended first, and the PUSH is not heard before it has drained: it comes again. One of an
+// earlier lane that comes late is refused.
+bool Endpoint::takes_turn(const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
+  bool has_drained = true;
+  for (uint8_t differs = 1; differs < kTurnIds; ++differs) {
+    TransferId id = push.id;
+    id.raw.back() ^= differs;
+    const auto ended = offers_ended_.find(id);
+    const bool is_late = ended != offers_ended_.end() && ended->second.from == peer && ended->second.turn > push.turn;
+    const auto live = posts_.find(id);
+    const bool is_other = live == posts_.end() || !live->second->is_offered() || live->second->peer() != peer;
+    const uint8_t turn = is_other ? push.turn : offer_shares_.at(id).turn;
+    if (is_late || turn > push.turn) throw Error(Code::refused, "the post has gone on by another lane");
+    if (turn == push.turn) continue;  // nothing there, or of another post
+    live->second->end(TransferState::Failed, Code::cancelled, "the post went on by another lane", now, out);
+    settle(live, now, out);
+    has_drained = has_drained && posts_.count(id) == 0;
+  }
+  return has_drained;
+}
+
 // Everything that can be refused is, before anything is kept.
 void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
   if (finished_.count(push.id) != 0) throw Error(Code::refused, "this id was used by another");
   if (session_kind(push.lane) != sessions_.at(session).kind) throw Error(Code::refused, kOtherKind);
-  const OfferShare share{share_of(peer), weight_of(push.from) + weight_of(push.to) + push.notification.size()};
+  const OfferShare share{share_of(peer), weight_of(push.from) + weight_of(push.to) + push.notification.size(), push.turn};
   if (posts_.size() >= limits_.transfers_max || !offers_.has_room(share.of, share.weight)) {
     throw Error(Code::overloaded, "too many pushes of this peer are under way");
   }
@@ -228,7 +252,7 @@ void Endpoint::end_offer(const Transfer& transfer, Effects& out) {
   const OfferShare share = offer_shares_.at(id);
   offer_shares_.erase(id);
   offers_.give_back(share.of, share.weight);
-  remember(id, share.of, EndedOffer{peer, outcome.code, outcome.text});
+  remember(id, share.of, EndedOffer{peer, outcome.code, outcome.text, share.turn});
   // Where it cannot be said now, it is when the peer asks again.
   SessionId session = transfer.session();
   if (sessions_.count(session) == 0) {

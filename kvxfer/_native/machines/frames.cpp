@@ -92,6 +92,7 @@ struct BodyWriter {
     w.text(f.notification, f.has_notification ? kNotificationMax : 0, "notification");
     w.list(f.from);
     w.list(f.to);
+    w.number(f.turn);
   }
   void operator()(const Done& f) {
     w.id(f.id);

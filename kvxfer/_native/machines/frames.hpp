@@ -85,6 +85,7 @@ struct Push {
   WireList from, to;
   bool has_notification = false;
   std::string notification;  // told to the destination's owner once the bytes are committed there
+  uint8_t turn = 0;          // how many lanes this post was on before, each under an id that differs in the last byte
 };
 // Destination to source: the transfer that your PUSH asked for is final.
 struct Done {

@@ -56,7 +56,8 @@ void PushPost::ask(Nanos now, Effects& out) {
   if (first_asked_at_ == 0) first_asked_at_ = now;
   const Nanos left = way_.deadline == kNever ? 0 : std::max<Nanos>((way_.deadline - now) / kMillisecond, 1);
   send(Push{wire_id(), lane(), spec_.wants_sums, static_cast<uint32_t>(std::min<Nanos>(left, UINT32_MAX)), to_wire(spec_.local),
-                 to_wire(spec_.remote), spec_.notification.has_value(), spec_.notification.value_or(std::string())},
+                 to_wire(spec_.remote), spec_.notification.has_value(), spec_.notification.value_or(std::string()),
+                 static_cast<uint8_t>(lane_)},
        out);
 }
 

@@ -69,7 +69,8 @@ void Transfer::on_session(Nanos now, Effects& out) {
   if (done_ == total()) {
     move(TransferEvent::SessionUpLanded);
     // Read before the source said that it knows of the fetch: it may never have.
-    if (is_fetch() && !is_granted_) ask(0, now, out);
+    // A source that sends has to send something for that.
+    if (is_fetch() && !is_granted_) ask(is_one_sided(lane()) ? 0 : total() - 1, now, out);
     return ask_verdict(false, now, out);
   }
   move(TransferEvent::SessionUp);
