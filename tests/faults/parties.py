@@ -331,6 +331,10 @@ class Party:
         is_idle = self._wait(lambda: self.transport.counts().is_idle and not self.poster.posts, timeout_s)
         return "" if is_idle else repr(self.transport.counts())
 
+    def wait_hung_up(self, left: int = 0, timeout_s: float = SOON_S) -> bool:
+        """Until so many sessions are up at most."""
+        return self._wait(lambda: self.transport.counts().sessions_up <= left, timeout_s)
+
     def offer(self, peer: str, timeout_s: float = SOON_S) -> str:
         """How the first write of that peer into our memory ended; "" where none did."""
 
