@@ -100,6 +100,7 @@ void bind_effects(nb::module_& m) {
       .def_prop_ro("from_blocks", [](const ReadBlocks& e) { return ids_of(e.from); })
       .def_prop_ro("pool", [](const ReadBlocks& e) { return e.to.pool; })
       .def_prop_ro("to_blocks", [](const ReadBlocks& e) { return ids_of(e.to); });
+  nb::class_<StopRead>(m, "StopRead").def_ro("id", &StopRead::id);
   nb::class_<GrantEnded>(m, "GrantEnded").def_ro("id", &GrantEnded::id).def_ro("state", &GrantEnded::state);
   nb::class_<TransferProgress>(m, "TransferProgress").def_ro("id", &TransferProgress::id).def_ro("state", &TransferProgress::state)
       .def_ro("done", &TransferProgress::done).def_ro("total", &TransferProgress::total);

@@ -228,6 +228,9 @@ class Process:
         self.world.checkers.drained(self.life, effect.id)
         self.owner.drained(effect.id)
 
+    def _stop_read(self, effect: Any) -> None:
+        self.world.log(f"{self!r} transfer {effect.id.hex()[:6]} reads for nothing")
+
     def _offer_ended(self, effect: Any) -> None:
         state = effect.state.name
         self.world.log(f"{self!r} offered {effect.id.hex()[:6]} {state} {effect.code.name}")
@@ -271,6 +274,7 @@ class Process:
         "SendMap": _send_map,
         "SendData": _send_data,
         "ReadBlocks": _read_blocks,
+        "StopRead": _stop_read,
         "GrantEnded": _grant_ended,
         "TransferProgress": _progress,
         "TransferFinal": _final,

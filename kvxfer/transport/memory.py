@@ -49,7 +49,8 @@ from kvxfer.types import (
 MEMORY = _core.SessionKind.MEMORY
 
 _Effect: TypeAlias = """(
-    Event | _core.Dial | _core.Hangup | _core.SendFrame | _core.SendMap | _core.SendData | _core.ReadBlocks
+    Event | _core.Dial | _core.Hangup | _core.SendFrame | _core.SendMap | _core.SendData
+    | _core.ReadBlocks | _core.StopRead
 )"""
 
 
@@ -353,6 +354,8 @@ class MemoryTransport:
                 self._start_dial(effect)
             elif isinstance(effect, _core.Hangup):
                 self.unlink(effect.session)
+            elif isinstance(effect, _core.StopRead):
+                continue  # what arrives asks first whether it may land
             elif isinstance(effect, (_core.SendData, _core.SendMap)):
                 raise KvxferError(f"the memory lane was asked for {type(effect).__name__}")
             else:

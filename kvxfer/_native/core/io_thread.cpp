@@ -254,8 +254,7 @@ void IoThread::perform(Effect& effect) {
   if (auto* e = std::get_if<SendMap>(&effect)) return perform(*e);
   if (auto* e = std::get_if<SendData>(&effect)) return perform(*e);
   if (auto* e = std::get_if<ReadBlocks>(&effect)) return perform(*e);
-  if (auto* e = std::get_if<TransferFinal>(&effect)) return stop_reads(e->id);
-  if (auto* e = std::get_if<OfferEnded>(&effect)) return stop_reads(e->id);
+  if (auto* e = std::get_if<StopRead>(&effect)) return stop_reads(e->id);
   if (auto* e = std::get_if<SendFrame>(&effect)) {
     Connection* connection = find(e->session);
     if (connection == nullptr) return;

@@ -38,11 +38,9 @@ constexpr bool is_alternative = false;
 template <class T, class... All>
 constexpr bool is_alternative<T, std::variant<All...>> = (std::is_same_v<T, All> || ...);
 
-// What is for the owner is told already; but where a transfer broke off, what still fills its blocks is to be stopped before it
-// can drain.
+// What is for the owner is told already.
 template <class E>
 bool is_pressing(const E& effect) {
-  if constexpr (std::is_same_v<E, TransferFinal> || std::is_same_v<E, OfferEnded>) return effect.state != TransferState::Committed;
   if constexpr (is_alternative<E, OwnerEvent>) return false;
   if constexpr (std::is_same_v<E, SendFrame>) return !effect.is_leisurely;
   return true;
@@ -64,8 +62,7 @@ void SharedEndpoint::check_open() const {
   if (is_shut_) throw Error(Code::closed, "the native core is closed");
 }
 
-// Owner's events to the owner, the rest to the IO thread; it also learns which transfers are final, to stop what still
-// fills their blocks, and which sessions are up. Only what gives back memory that is being sent from is told later, after
+// Owner's events to the owner, the rest to the IO thread; it also learns which sessions are up. Only what gives back memory that is being sent from is told later, after
 // the send: the end of a grant, the drain of a push. The IO thread goes on meanwhile, and what it then tells of a transfer
 // must not overtake what is told here.
 void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
@@ -76,8 +73,7 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
         [&](auto& e) {
           using E = std::decay_t<decltype(e)>;
           if constexpr (is_alternative<E, OwnerEvent>) {
-            constexpr bool ends_reads = std::is_same_v<E, TransferFinal> || std::is_same_v<E, OfferEnded>;
-            if constexpr (ends_reads || std::is_same_v<E, SessionUp>) effects_.push_back(e);
+            if constexpr (std::is_same_v<E, SessionUp>) effects_.push_back(e);
             if constexpr (std::is_same_v<E, GrantEnded> || std::is_same_v<E, TransferDrained>) {
               if (!is_io && sending_ && is_same_post(*sending_, e.id)) return told_after_send.emplace_back(std::move(e)), void();
             }

@@ -48,6 +48,11 @@ struct ReadBlocks {
   std::vector<uint32_t> sums;
 };
 
+// The transfer that a read was begun for is over: its bytes are not wanted any more. It is answered as it would be, only sooner.
+struct StopRead {
+  TransferId id;
+};
+
 // --- towards the owner ---
 struct GrantEnded {  // exactly once a grant
   TransferId id;
@@ -103,8 +108,8 @@ struct SessionUp {
   SessionKind kind;
 };
 
-using Effect = std::variant<Dial, Hangup, SendFrame, SendMap, SendData, ReadBlocks, GrantEnded, TransferProgress, TransferFinal,
-                            TransferDrained, OfferEnded, NotifReceived, NotifDelivered, NotifFailed, SessionUp>;
+using Effect = std::variant<Dial, Hangup, SendFrame, SendMap, SendData, ReadBlocks, StopRead, GrantEnded, TransferProgress,
+                            TransferFinal, TransferDrained, OfferEnded, NotifReceived, NotifDelivered, NotifFailed, SessionUp>;
 using Effects = std::vector<Effect>;
 
 }  // namespace kvxfer

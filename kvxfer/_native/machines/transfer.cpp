@@ -274,6 +274,7 @@ void Transfer::finish(TransferState state, Code code, const std::string& text, N
   }
   // A fetch reads what stays granted: its release ends bookkeeping alone.
   if (session_ != 0) out.push_back(SendFrame{session_, Release{spec_.id}, is_fetch()});
+  if (reading_ != 0) out.push_back(StopRead{spec_.id});
   into_->quarantine();
   const Nanos first = first_read_at_ == 0 ? now : first_read_at_;
   const Nanos last = last_landed_at_ == 0 ? first : last_landed_at_;
