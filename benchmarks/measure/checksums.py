@@ -10,8 +10,8 @@ import statistics
 from typing import Any
 
 from measure.contenders import HUGE, PREPARED, READ, STREAM, WRITE, Case, kvxfer
-from measure.ends import Moved, WorkerFailed
-from measure.rows import SEEDS, Room, Spread, Turns
+from measure.ends import Moved
+from measure.rows import SEEDS, Room, Spread, Turns, each_case
 
 SIZES = (4 << 10, 64 << 10, 1 << 20)
 OFF, ON = "off", "on"
@@ -22,17 +22,12 @@ WARM_UP = 2
 def cost(room: Room, site: str, library: str, nbytes: int, pairs: int) -> list[dict[str, Any]]:
     """For each direction and size GB/s and processor seconds a GB without and with checksums, and what part of the
     speed they take (quartiles of the pairs; ``median`` is of the two medians)."""
-    found = []
-    for op in (READ, WRITE):
-        case = Case(STREAM, op, HUGE, PREPARED, 1)
-        for block_bytes in SIZES:
-            row: dict[str, Any] = {"site": site, "op": op, "block_bytes": block_bytes}
-            try:
-                row |= _compare(Turns(room, case, nbytes), library, block_bytes, pairs)
-            except WorkerFailed as error:
-                row["error"] = str(error).splitlines()[0]
-            found.append(row)
-    return found
+    cases = ({"site": site, "op": op, "block_bytes": block_bytes} for op in (READ, WRITE) for block_bytes in SIZES)
+
+    def compare(site: str, op: str, block_bytes: int) -> dict[str, Any]:
+        return _compare(Turns(room, Case(STREAM, op, HUGE, PREPARED, 1), nbytes), library, block_bytes, pairs)
+
+    return each_case(cases, compare)
 
 
 def _compare(turns: Turns, library: str, block_bytes: int, pairs: int) -> dict[str, Any]:

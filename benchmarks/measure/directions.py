@@ -9,8 +9,7 @@ import dataclasses
 from typing import Any
 
 from measure.contenders import HUGE, PREPARED, READ, STREAM, WRITE, Case, kvxfer
-from measure.ends import WorkerFailed
-from measure.rows import SEEDS, Room, Spread, Turns
+from measure.rows import SEEDS, Room, Spread, Turns, each_case
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 WARM_UP = 2
@@ -19,15 +18,8 @@ WARM_UP = 2
 
 def compare(room: Room, site: str, library: str, nbytes: int, pairs: int) -> list[dict[str, Any]]:
     """For each size GB/s of both directions, and WRITE's speed over READ's (quartiles of the pairs)."""
-    found = []
-    for block_bytes in SIZES:
-        row: dict[str, Any] = {"site": site, "block_bytes": block_bytes}
-        try:
-            row |= _compare(room, library, block_bytes, nbytes, pairs)
-        except WorkerFailed as error:
-            row["error"] = str(error).splitlines()[0]
-        found.append(row)
-    return found
+    cases = ({"site": site, "block_bytes": block_bytes} for block_bytes in SIZES)
+    return each_case(cases, lambda site, block_bytes: _compare(room, library, block_bytes, nbytes, pairs))
 
 
 def _compare(room: Room, library: str, block_bytes: int, nbytes: int, pairs: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from peers.memory import Pages, Scraps
 
@@ -279,3 +280,14 @@ class GrowingRow:
             Spread.of([ours.gb_s / theirs.gb_s for ours, theirs in pairs]),
             len(pairs),
         )
+
+
+def each_case(cases: Iterable[dict[str, Any]], compare: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
+    """What ``compare`` finds in each case, beside the case's own words; ``error``: why it could not run."""
+    found = []
+    for case in cases:
+        try:
+            found.append(case | compare(**case))
+        except WorkerFailed as error:
+            found.append(case | {"error": str(error).splitlines()[0]})
+    return found

@@ -106,8 +106,7 @@ def make_plan(
         nbytes = local.length_bytes * count
     else:
         nbytes = _compare(local.lengths(mine), remote.lengths(theirs), count)
-    is_measured = is_measured and nbytes >= SHARE_BYTES_MIN * max(CHOICES)
-    measured_shares = shares if is_measured else 0
+    tried = shares if is_measured and nbytes >= SHARE_BYTES_MIN * max(CHOICES) else 0
     shares = max(1, min(shares, nbytes // SHARE_BYTES_MIN))
     size = -(-len(mine) // shares)
     on_wire = (remote,) if op is Op.READ else (local, remote)
@@ -119,7 +118,8 @@ def make_plan(
         )
         for begin in range(0, len(mine), size)
     )
-    return Plan(op, local, remote, remote.peer, parts, count, nbytes, measured_shares)
+    # Lists too long for one frame are cut further, and go over more connections than were to be tried.
+    return Plan(op, local, remote, remote.peer, parts, count, nbytes, tried if len(parts) == tried else 0)
 
 
 def _compare(mine: Words, theirs: Words, count: int) -> int:

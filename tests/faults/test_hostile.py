@@ -188,8 +188,7 @@ def test_a_replayed_read(scene: Scene) -> None:
 
 
 def test_one_that_tries_on_is_hung_up_on(scene: Scene) -> None:
-    """What an honest reader may be refused too leaves the session as it is; a search through memory does not. Meanwhile
-    the honest reader, who is refused as well, goes on."""
+    """What an honest reader may be refused too leaves the session as it is; a search through memory does not."""
     limit = native.EndpointLimits().refusals_max
     row = row_of(scene, "past-the-end")
     refused, ended = scene.refused(), scene.victim.statistics()["sessions_ended"]

@@ -1,4 +1,5 @@
-"""A lane lost in the middle: the next one is asked for what is missing, and for nothing that has landed."""
+"""A lane lost in the middle: a read asks the next one for what is missing, and for nothing that has landed; a write
+starts anew, and nothing of its last lane lands behind it."""
 
 from __future__ import annotations
 
@@ -228,29 +229,30 @@ def test_a_grant_that_ended_between_two_lanes_confirms_nothing(verb: str) -> Non
     assert pair.finals("b") == [("FAILED", "grant_revoked")]
 
 
-def overtaken(notification: bytes = b"n") -> tuple[LanePair, Any]:
-    """A push whose first lane is gone, and whose second was asked for, while a read by the first is under way."""
+def pushing() -> LanePair:
+    """``a`` has posted a write, and nothing has arrived yet."""
     pair = LanePair()
     pair.add_region("a", SOURCE, DATA, is_shareable=True)
     pair.add_region("b", TARGET, bytes(128), is_shareable=True)
     pieces = ([(SOURCE, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)])
-    pair.post("a", "push", ID, *pieces, lanes=[Lane.CMA, Lane.STREAM], notification=notification)
-    pair.pump()
-    (read,) = pair.take("b", _core.ReadBlocks)
-    pair.closed.add(SessionKind.UNIX)
-    cut(pair)
-    return pair, read
+    pair.post("a", "push", ID, *pieces, lanes=[Lane.CMA, Lane.STREAM], notification=b"n")
+    return pair
 
 
 def test_no_read_of_an_earlier_lane_lands_behind_a_commit() -> None:
     """The next lane's PUSH is not heard before the read by the last one has drained."""
-    pair, read = overtaken()
+    pair = pushing()
+    pair.pump()
+    (read,) = pair.take("b", _core.ReadBlocks)  # under way
+    pair.closed.add(SessionKind.UNIX)
+    cut(pair)
     for _ in range(3):
         pair.advance(2 * S)
         pair.run()
     assert pair.finals("a") == []
     assert pair.take("b", _core.NotifReceived) == []
     assert not pair.ends["b"].is_landing(read.id, read.token), "whose bytes nobody wants"
+    assert [stopped.id for stopped in pair.take("b", _core.StopRead)] == [read.id]
     assert pair.ends["b"].counts().transfers_draining == 1
     pair.arrive("b", read.id, read.token, read.to, [], [])
     pair.advance(8 * S)
@@ -266,11 +268,7 @@ def test_no_read_of_an_earlier_lane_lands_behind_a_commit() -> None:
 @pytest.mark.parametrize("is_over", [False, True], ids=["live", "ended"])
 def test_an_earlier_lane_that_comes_late_is_refused(is_over: bool) -> None:
     """The PUSH of the first lane lay in its socket while that of the second was served."""
-    pair = LanePair()
-    pair.add_region("a", SOURCE, DATA, is_shareable=True)
-    pair.add_region("b", TARGET, bytes(128), is_shareable=True)
-    pieces = ([(SOURCE, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)])
-    pair.post("a", "push", ID, *pieces, lanes=[Lane.CMA, Lane.STREAM])
+    pair = pushing()
     late: list[Any] = []
     while not late:
         late = [frame for _, _, frame in pair.wire if isinstance(frame, _core.Push)]

@@ -93,17 +93,17 @@ class Setting:
         self.others: list[object] = []
         settings = AgentConfig(**config)
         self.poster = Poster(self.transport, config=settings, on_event=self.others.append)  # type: ignore[arg-type]
-        self.memory = np.zeros(MANY * 64, np.uint8)
+        self.memory = np.zeros(MANY * 64, np.uint8)  # longer than what most tests name
         self.registration = self.poster.register(self.memory)
         self.peer = RemotePeer(PEER_REF, ADDRESS, [self.registration.record])
         patch.setattr(posts, "TransferFinal", Final)
         patch.setattr(posts, "TransferDrained", Drained)
 
-    def plan(self, count: int = MANY, op: Op = Op.READ) -> Plan:
+    def plan(self, count: int = MANY, op: Op = Op.READ, length: int = 16) -> Plan:
         rows = np.zeros((count, 3), np.uint64)
         rows[:, 0] = self.registration.record.address + np.arange(count) * 50
         rows[:, 0] += np.random.default_rng(1).integers(0, 20, count).astype(np.uint64)
-        rows[:, 1] = 16
+        rows[:, 1] = length
         return self.poster.plan(op, self.poster.prepare(rows), None, self.poster.prepare(rows, peer=self.peer), None)
 
     def finish(self, identity: bytes, state: TransferState = TransferState.COMMITTED, code: str = "ok") -> None:

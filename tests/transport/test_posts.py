@@ -355,6 +355,14 @@ def test_how_many_connections_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert parts == [1] * TRIES + [2] * TRIES + [4] * TRIES + [2]
 
 
+def test_a_list_that_is_cut_further_says_nothing_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting(monkeypatch, stripes=0)
+    plan = setting.plan(MANY, length=2048)
+    assert plan.nbytes >= 32 << 20
+    assert len(plan.parts) == 3
+    assert plan.measured_shares == 0
+
+
 def test_registrations(setting: Setting) -> None:
     record = setting.registration.record
     assert record.length_bytes == len(setting.memory)
