@@ -88,19 +88,22 @@ void bind_frames(nb::module_& m) {
       .def_ro("pull", &Fetch::pull).def_ro("pieces", &Fetch::pieces);
   nb::class_<Push>(m, "Push")
       .def("__init__",
-           [](Push* f, TransferId id, Lane lane, WireList from, WireList to, uint32_t deadline_ms, bool wants_sums, std::optional<nb::bytes> notification, uint8_t turn) {
+           [](Push* f, TransferId id, Lane lane, WireList from, WireList to, uint32_t deadline_ms, bool wants_sums, std::optional<nb::bytes> notification, uint8_t turn,
+              bool is_last) {
              new (f) Push{id, lane, wants_sums, deadline_ms, std::move(from), std::move(to), notification.has_value(),
-                          notification ? std::string(view(*notification)) : std::string(), turn};
+                          notification ? std::string(view(*notification)) : std::string(), turn, is_last};
            },
            nb::arg("id"), nb::arg("lane"), nb::arg("source"), nb::arg("to"), nb::arg("deadline_ms") = 0, nb::arg("wants_sums") = false,
-           nb::arg("notification") = nb::none(), nb::arg("turn") = 0)
+           nb::arg("notification") = nb::none(), nb::arg("turn") = 0, nb::arg("is_last") = true)
       .def_ro("id", &Push::id).def_ro("lane", &Push::lane).def_ro("source", &Push::from).def_ro("to", &Push::to)
       .def_ro("deadline_ms", &Push::deadline_ms).def_ro("wants_sums", &Push::wants_sums).def_ro("turn", &Push::turn)
+      .def_ro("is_last", &Push::is_last)
       .def_prop_ro("notification", [](const Push& f) { return f.has_notification ? std::optional(to_bytes(f.notification)) : std::nullopt; });
   nb::class_<Done>(m, "Done")
-      .def("__init__", [](Done* f, TransferId id, Code code, nb::bytes text) { new (f) Done{id, code, std::string(view(text))}; }, nb::arg("id"),
-           nb::arg("code"), nb::arg("text"))
-      .def_ro("id", &Done::id).def_ro("code", &Done::code)
+      .def("__init__",
+           [](Done* f, TransferId id, Code code, nb::bytes text, uint8_t turn, uint32_t checked) { new (f) Done{id, code, std::string(view(text)), turn, checked}; },
+           nb::arg("id"), nb::arg("code"), nb::arg("text"), nb::arg("turn") = 0, nb::arg("checked") = 0)
+      .def_ro("id", &Done::id).def_ro("code", &Done::code).def_ro("turn", &Done::turn).def_ro("checked", &Done::checked)
       .def_prop_ro("text", [](const Done& f) { return to_bytes(f.text); }, "Bytes: a peer may send anything.");
   nb::class_<Ready>(m, "Ready")
       .def("__init__",

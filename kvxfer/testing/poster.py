@@ -69,24 +69,11 @@ class Poster:
             process.later(self._rng.randrange(0, 100 * MS), self._give_back, process, post)
 
     def offer_ended(self, process: Process, effect: Any) -> None:
-        """The target of a push may give its cells to another one; of an id of a lane that was given up, it may not."""
+        """The target of a push may give its cells to another one."""
         for post in self._posts.values():
-            if post.is_push and post.target == process.life and post.id[:15] == effect.id[:15]:
-                if effect.code.name != "no_lane":
-                    over = self._give_back if effect.code.name == "ok" else self._give_back_once_over
-                    process.later(self._rng.randrange(0, 100 * MS), over, process, post)
+            if post.is_push and (post.target, post.id) == (process.life, effect.id):
+                process.later(self._rng.randrange(0, 100 * MS), self._give_back, process, post)
                 return
-
-    def _give_back_once_over(self, process: Process, post: Post) -> None:
-        """A push that failed here may have gone on by its next lane: until its poster knows of no more, and no push is
-        under way to that region, its cells may still be filled.
-        """
-        is_posting = not post.final and any(other.life == post.poster for other in self._world.living())
-        regions = {region.region: region.transfers for region in process.endpoint.counts().regions}
-        if is_posting or regions.get(post.cells[0].region):
-            process.later(20 * MS, self._give_back_once_over, process, post)
-        else:
-            self._give_back(process, post)
 
     def _give_back(self, process: Process, post: Post) -> None:
         if process.registered.ids[IN] == post.cells[0].region:
@@ -172,7 +159,7 @@ class Poster:
         verb = "pushes" if plan.is_push else "fetches"
         world.log(f"{process!r} {verb} {plan.id.hex()[:6]}, {plan.count} pieces, {plan.peer!r}")
         target.registered.free -= set(to)
-        world.book.posted(post, len(plan.lanes))
+        world.book.posted(post)
         self._posts[process.life, plan.id] = post
         world.report.posted += 1
         if plan.is_push:

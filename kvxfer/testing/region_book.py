@@ -1,8 +1,8 @@
 """The judge's book of registered memory: which regions are offered, what was posted, what landed where and when, and
 who was told what. Like the other book it shares no code with what it judges.
 
-A post is a fetch or a push. On the wire a push goes by another id for each lane that is tried, so what lands, is
-confirmed and ends is kept by *way*: one id on the wire between one source and one target.
+A post is a fetch or a push. What lands, is confirmed and ends is kept by *way*: the post's id between its source and
+its target, whichever of the two posted it and by however many lanes it goes.
 """
 
 from __future__ import annotations
@@ -84,12 +84,9 @@ class RegionBook:
 
     # --- posts ---
 
-    def posted(self, post: Post, lanes: int) -> None:
+    def posted(self, post: Post) -> None:
         self._posts[post.poster, post.id] = post
-        for lane in range(lanes if post.is_push else 1):
-            way = _Way(post)
-            wire_id = post.id[:-1] + bytes([post.id[-1] ^ lane])
-            self._from[post.source, wire_id] = self._to[post.target, wire_id] = way
+        self._from[post.source, post.id] = self._to[post.target, post.id] = _Way(post)
 
     def landed(self, life: int, id_: bytes, cell: Cell, data: bytes, sample: Sample) -> None:
         """Bytes reached a cell of registered memory: there must be a live hold of this very transfer on it."""
@@ -168,11 +165,10 @@ class RegionBook:
             )
         if post.is_notified:
             raise Violation(Invariant.NOTIFICATION, f"life {receiver} was told of push {post.id.hex()} twice")
-        ways = [way for way in self._to.values() if way.post is post]
-        if all(self._flaw(way) is not None for way in ways):
-            flaws = "; ".join(str(self._flaw(way)) for way in ways)
+        flaw = self._flaw(self._to[receiver, post.id])
+        if flaw is not None:
             raise Violation(
-                Invariant.NOTIFICATION, f"life {receiver} was told of push {post.id.hex()} before its commit: {flaws}"
+                Invariant.NOTIFICATION, f"life {receiver} was told of push {post.id.hex()} before its commit: {flaw}"
             )
         post.is_notified = True
 

@@ -1,5 +1,5 @@
-"""A lane lost in the middle: a read asks the next one for what is missing, and for nothing that has landed; a write
-starts anew, and nothing of its last lane lands behind it."""
+"""A lane lost in the middle: the next one is asked for what is missing, and for nothing that has landed. Of a write it
+is the writer who says which comes next, by PUSH; the reader keeps what it has, and what is still under way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ ways = pytest.mark.parametrize(
         ("unreachable", Lane.UNIX, Lane.STREAM),
     ],
 )
-each_verb = pytest.mark.parametrize("verb", ["pull", "fetch"])
+each_verb = pytest.mark.parametrize("verb", ["pull", "fetch", "push"])
+each_read = pytest.mark.parametrize("verb", ["pull", "fetch"])
 
 
 class LanePair(RegionPair):
@@ -87,6 +88,7 @@ class LanePair(RegionPair):
         return type(frame) not in self.lost
 
     def start(self, verb: str, lanes: list[Any]) -> None:
+        self.poster = "a" if verb == "push" else "b"
         if verb == "pull":
             # Neither side's blocks are in the order of the positions.
             promised = [60, 61, 62, *range(20, 20 - COUNT, -1)]
@@ -101,7 +103,9 @@ class LanePair(RegionPair):
         else:
             self.add_region("a", SOURCE, DATA, is_shareable=True)
             self.add_region("b", TARGET, bytes(128), is_shareable=True)
-            self.post("b", "fetch", ID, [(TARGET, 0, 16, 16, COUNT)], [(SOURCE, 0, 16, 16, COUNT)], lanes=lanes)
+            source, target = [(SOURCE, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)]
+            own, peer = (source, target) if verb == "push" else (target, source)
+            self.post(self.poster, verb, ID, own, peer, lanes=lanes)
             self.into, self.at = self.memory["b"][TARGET], 0
 
     def land_one(self) -> None:
@@ -165,14 +169,17 @@ def test_only_what_is_missing_is_asked_for(verb: str, how: str, first: Any, seco
     assert pair.filled == len(DATA)
 
     # All of it is there, by two lanes, and it is worth nothing until the source has confirmed.
-    assert pair.finals("b") == []
-    assert pair.ends["b"].transfer_state(ID) == _core.TransferState.CONFIRMING
+    assert pair.finals(pair.poster) == []
+    if verb != "push":
+        assert pair.ends["b"].transfer_state(ID) == _core.TransferState.CONFIRMING
     pair.lost.clear()
     pair.advance(2 * S)
-    (final,) = pair.take("b", _core.TransferFinal)
+    (final,) = pair.take(pair.poster, _core.TransferFinal)
     assert (final.state.name, final.lane, final.blocks_done) == ("COMMITTED", second, COUNT)
-    assert (final.attempts, final.lane_notes == "") == (len(pair.asked), False)
-    assert len(pair.take("b", _core.TransferDrained)) == 1
+    assert final.lane_notes != ""
+    assert verb == "push" or final.attempts == len(pair.asked)
+    assert len(pair.take(pair.poster, _core.TransferDrained)) == 1
+    assert [e.bytes for e in pair.take("b", _core.OfferEnded)] == ([len(DATA)] if verb == "push" else [])
     assert len(pair.asked) == 2 + len(again)
     assert pair.filled == len(DATA)
     for name in "ab":
@@ -195,7 +202,7 @@ def test_a_read_outlives_its_lane_and_counts(verb: str, first: Any) -> None:
     pair.run()
     assert asked(pair, verb)[1:] == [(Lane.STREAM, 2 * LANDED, COUNT - 2 * LANDED)]
     assert bytes(pair.into[pair.at : pair.at + 128]) == MARK + DATA[32:]
-    assert (pair.finals("b"), pair.filled) == ([("COMMITTED", "ok")], len(DATA))
+    assert (pair.finals(pair.poster), pair.filled) == ([("COMMITTED", "ok")], len(DATA))
 
 
 @each_verb
@@ -207,12 +214,12 @@ def test_what_landed_whole_is_confirmed_by_the_next_lane(verb: str) -> None:
     assert cut(pair) == []
     pair.lost.clear()
     pair.run()
-    assert pair.finals("b") == [("COMMITTED", "ok")]
+    assert pair.finals(pair.poster) == [("COMMITTED", "ok")]
     assert asked(pair, verb) == [(Lane.CMA, 0, COUNT)]
     assert (bytes(pair.into[pair.at : pair.at + 128]), pair.filled) == (MARK + DATA[32:], len(DATA))
 
 
-@each_verb
+@each_read
 def test_a_grant_that_ended_between_two_lanes_confirms_nothing(verb: str) -> None:
     """What landed by the first one is as good as its grant, and that is over."""
     pair = prefix_landed(verb, [Lane.CMA, Lane.STREAM])
@@ -229,68 +236,171 @@ def test_a_grant_that_ended_between_two_lanes_confirms_nothing(verb: str) -> Non
     assert pair.finals("b") == [("FAILED", "grant_revoked")]
 
 
-def pushing() -> LanePair:
+def pushing(lanes: list[Any], **options: Any) -> LanePair:
     """``a`` has posted a write, and nothing has arrived yet."""
     pair = LanePair()
     pair.add_region("a", SOURCE, DATA, is_shareable=True)
     pair.add_region("b", TARGET, bytes(128), is_shareable=True)
     pieces = ([(SOURCE, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)])
-    pair.post("a", "push", ID, *pieces, lanes=[Lane.CMA, Lane.STREAM], notification=b"n")
+    pair.post("a", "push", ID, *pieces, lanes=lanes, notification=b"n", **options)
+    pair.poster, pair.into, pair.at = "a", pair.memory["b"][TARGET], 0
     return pair
 
 
-def test_no_read_of_an_earlier_lane_lands_behind_a_commit() -> None:
-    """The next lane's PUSH is not heard before the read by the last one has drained."""
-    pair = pushing()
+def is_written_once(pair: LanePair) -> bool:
+    """All of it arrived, was told once at both ends, and neither holds anything of it."""
+    assert pair.finals("a") == [("COMMITTED", "ok")]
+    assert [e.payload for e in pair.take("b", _core.NotifReceived)] == [b"n"]
+    assert [e.state.name for e in pair.take("b", _core.OfferEnded)] == ["COMMITTED"]
+    counts = [pair.ends[name].counts() for name in "ab"]
+    assert [(c.grants.alive, c.transfers_live, c.transfers_draining) for c in counts] == [(0, 0, 0)] * 2
+    return bytes(pair.into) == DATA
+
+
+@pytest.mark.parametrize("is_read_whole", [True, False], ids=["landed", "stopped"])
+def test_a_write_waits_for_the_read_of_its_last_lane(is_read_whole: bool) -> None:
+    """Its next PUSH comes while that one is under way. Nothing else is read before it is over, and it counts."""
+    pair = pushing([Lane.CMA, Lane.STREAM])
     pair.pump()
-    (read,) = pair.take("b", _core.ReadBlocks)  # under way
+    (read,) = pair.take("b", _core.ReadBlocks)
     pair.closed.add(SessionKind.UNIX)
     cut(pair)
     for _ in range(3):
         pair.advance(2 * S)
         pair.run()
-    assert pair.finals("a") == []
+    assert (pair.finals("a"), pair.filled) == ([], 0)
     assert pair.take("b", _core.NotifReceived) == []
-    assert not pair.ends["b"].is_landing(read.id, read.token), "whose bytes nobody wants"
-    assert [stopped.id for stopped in pair.take("b", _core.StopRead)] == [read.id]
-    assert pair.ends["b"].counts().transfers_draining == 1
-    pair.arrive("b", read.id, read.token, read.to, [], [])
-    pair.advance(8 * S)
+    assert pair.ends["b"].is_landing(read.id, read.token)
+    if is_read_whole:
+        pair.arrive("b", read.id, read.token, read.to, pair.bytes_of("a", read.source), [])
+    else:
+        pair.do("b", pair.ends["b"].read_stopped(read.id, read.token, Code.transport, "cut", pair.now))
     pair.run()
-    assert pair.finals("a") == [("COMMITTED", "ok")]
-    assert [e.payload for e in pair.take("b", _core.NotifReceived)] == [b"n"]
-    assert [e.state.name for e in pair.take("b", _core.OfferEnded)] == ["FAILED", "COMMITTED"]
-    assert pair.memory["b"][TARGET] == DATA
-    counts = pair.ends["b"].counts()
-    assert (counts.transfers_live, counts.transfers_draining) == (0, 0)
+    landed = LANDED if is_read_whole else 0
+    assert asked(pair, "push") == [(Lane.CMA, 0, COUNT), (Lane.STREAM, landed, COUNT - landed)]
+    assert is_written_once(pair)
+    assert pair.filled == len(DATA)
+
+
+def test_a_write_whose_last_read_lands_after_its_next_lane_was_named() -> None:
+    """All of it is there then, by the old lane: only the word for it is asked for over the new one."""
+    pair = prefix_landed("push", [Lane.CMA, Lane.STREAM])
+    for _ in range(2):
+        pair.land_one()
+    pair.pump()
+    (read,) = pair.take("b", _core.ReadBlocks)
+    session = next(session for name, session in pair.peer_session if name == "a")
+    pair.do("a", pair.ends["a"].on_frame(session, _core.Done(ID, Code.no_lane, b"", 0), pair.now))
+    pair.pump()
+    assert pair.filled == len(DATA) - 32
+    pair.arrive("b", read.id, read.token, read.to, pair.bytes_of("a", read.source), [])
+    pair.run()
+    assert asked(pair, "push") == [(Lane.CMA, 0, COUNT)]
+    assert (pair.finals("a"), pair.filled) == ([("COMMITTED", "ok")], len(DATA))
 
 
 @pytest.mark.parametrize("is_over", [False, True], ids=["live", "ended"])
-def test_an_earlier_lane_that_comes_late_is_refused(is_over: bool) -> None:
-    """The PUSH of the first lane lay in its socket while that of the second was served."""
-    pair = pushing()
-    late: list[Any] = []
-    while not late:
-        late = [frame for _, _, frame in pair.wire if isinstance(frame, _core.Push)]
-        if not late:
-            name, session, frame = pair.wire.pop(0)
-            other, theirs = pair.peer_session[name, session]
-            pair.do(other, pair.ends[other].on_frame(theirs, frame, pair.now))
+def test_an_earlier_lane_of_a_write_that_comes_late_is_nothing_new(is_over: bool) -> None:
+    """The PUSH of the first lane lay in its socket while that of the second was served: ``b`` has not heard that the
+    session of it went.
+    """
+    pair = pushing([Lane.CMA, Lane.STREAM])
+    while not any(isinstance(frame, _core.Push) for _, _, frame in pair.wire):
+        name, session, frame = pair.wire.pop(0)
+        other, theirs = pair.peer_session[name, session]
+        pair.do(other, pair.ends[other].on_frame(theirs, frame, pair.now))
+    late = [frame for name, _, frame in pair.wire if name == "a"]  # what proves the session, and PUSH
     pair.closed.add(SessionKind.UNIX)
-    cut(pair)
+    pair.wire.clear()
+    (_, mine), (_, unix) = sorted(pair.peer_session)
+    pair.peer_session.clear()
+    pair.do("a", pair.ends["a"].closed(mine, pair.now))
     pair.pump()
     if is_over:
         pair.run()
-        assert pair.finals("a") == [("COMMITTED", "ok")]
-    session = next(session for name, session in pair.peer_session if name == "b")
-    effects = pair.ends["b"].on_frame(session, late[0], pair.now)
-    (said,) = [effect.frame for effect in effects]
-    assert (type(said), said.code, said.id) == (_core.Done, Code.refused, late[0].id)
-    pair.do("b", effects)
+        assert is_written_once(pair)
+    effects = [effect for frame in late for effect in pair.ends["b"].on_frame(unix, frame, pair.now)]
+    said = [effect.frame for effect in effects if isinstance(effect, _core.SendFrame)]
+    assert [(type(frame), frame.code, frame.turn) for frame in said] == ([(_core.Done, Code.ok, 1)] if is_over else [])
     pair.run()
-    if not is_over:
-        assert pair.finals("a") == [("COMMITTED", "ok")]
-    assert pair.memory["b"][TARGET] == DATA
+    assert is_over or is_written_once(pair)
+    assert asked(pair, "push") == [(Lane.STREAM, 0, COUNT)]
+
+
+def test_a_lane_that_is_refused_twice_costs_one_lane() -> None:
+    """PUSH was said again before its answer came: the second DONE is of a lane that was left with the first."""
+    pair = pushing([Lane.UCX, Lane.STREAM])
+    pair.unmappable.add(Lane.UCX)
+    pair.lost.add(_core.Done)
+    pair.run()
+    pair.lost.clear()
+    assert pair.finals("a") == []
+    answers: list[Any] = []
+
+    def twice(frame: Any) -> int:
+        if isinstance(frame, _core.Done) and frame.code == Code.no_lane:
+            answers.append(frame)
+            return 2
+        return pair.fate(frame)
+
+    pair.now += 2 * S
+    for name in "ab":
+        pair.do(name, pair.ends[name].tick(pair.now))
+    super(LanePair, pair).pump(twice)
+    pair.run()
+    assert [(answer.code, answer.turn) for answer in answers] == [(Code.no_lane, 0)]
+    assert is_written_once(pair)
+
+
+def test_a_write_whose_last_lane_is_refused_ends_at_once() -> None:
+    """Nobody waits for another that will not come, and what had landed is worth nothing."""
+    pair = prefix_landed("push", [Lane.MAPPED, Lane.CMA])
+    pair.unmappable |= {Lane.MAPPED, Lane.CMA}
+    pair.run()
+    assert pair.finals("a") == [("FAILED", "no_lane")]
+    assert [(e.state.name, e.code.name) for e in pair.take("b", _core.OfferEnded)] == [("FAILED", "no_lane")]
+    assert pair.remove_region("b", TARGET)
+
+
+def test_a_write_that_never_names_another_lane_ends() -> None:
+    pair = prefix_landed("push", [Lane.CMA, Lane.STREAM])
+    pair.unmappable.add(Lane.CMA)
+    pair.land_one()
+    pair.lost.add(_core.Push)
+    pair.pump()
+    cut(pair)
+    pair.reachable = False
+    pair.closed |= {SessionKind.UNIX, SessionKind.TCP}
+    for _ in range(8):
+        pair.advance(S)
+    assert pair.finals("a") == [("FAILED", "peer_gone")]
+    assert [(e.state.name, e.code.name) for e in pair.take("b", _core.OfferEnded)] == [("FAILED", "peer_gone")]
+    assert pair.remove_region("b", TARGET)
+
+
+def test_a_grant_that_ended_between_two_lanes_of_a_write_confirms_nothing() -> None:
+    pair = prefix_landed("push", [Lane.CMA, Lane.STREAM])
+    lose(pair, "stopped", Lane.CMA)
+    pair.lost |= {_core.Revoke, _core.ErrorFrame}
+    while pair.filled < len(DATA):
+        pair.land_one()
+    assert pair.remove_region("a", SOURCE)
+    pair.wire.clear()  # the trailer of the second lane among it, whatever it said
+    pair.advance(4 * S)
+    assert pair.finals("a") == [("FAILED", "grant_revoked")]
+    assert [e.code.name for e in pair.take("b", _core.OfferEnded)] == ["grant_revoked"]
+    assert pair.take("b", _core.NotifReceived) == []
+
+
+def test_what_was_compared_is_what_the_reader_says() -> None:
+    """The lane that served in the end may check, and the one before did not."""
+    pair = pushing([Lane.CMA, Lane.STREAM], wants_sums=True)
+    pair.pump()
+    pair.perform("b")
+    lose(pair, "stopped", Lane.CMA)
+    pair.run()
+    (final,) = pair.take("a", _core.TransferFinal)
+    assert (final.state.name, final.blocks_done, final.blocks_checked) == ("COMMITTED", COUNT, COUNT - LANDED)
 
 
 def test_posts_with_neighbouring_ids_are_not_taken_for_one() -> None:

@@ -38,7 +38,18 @@ def readies(draw: st.DrawFn) -> Any:
 frames = st.one_of(
     st.builds(native.Hello, st.sampled_from(list(native.HelloStep)), agents, agents, nonces, nonces),
     pulls,
-    st.builds(native.Push, ids, lanes, lists, lists, u32, st.booleans(), st.none() | st.binary(max_size=100)),
+    st.builds(
+        native.Push,
+        ids,
+        lanes,
+        lists,
+        lists,
+        u32,
+        st.booleans(),
+        st.none() | st.binary(max_size=100),
+        st.integers(0, 5),
+        st.booleans(),
+    ),
     readies(),
     st.builds(native.Data, ids, u32, u32, u32, st.booleans(), st.integers(0, 100), st.booleans()),
     st.builds(native.Confirm, ids, u64),
@@ -52,7 +63,7 @@ frames = st.one_of(
     st.builds(native.ErrorFrame, ids, u32, codes, st.binary(max_size=512)),
     st.builds(native.Map, u32, u64, u32, triples, lanes, u64, st.binary(max_size=100)),
     st.builds(native.Fetch, pulls, lists),
-    st.builds(native.Done, ids, codes, st.binary(max_size=512)),
+    st.builds(native.Done, ids, codes, st.binary(max_size=512), st.integers(0, 5), u32),
 )
 KINDS = [
     "hello",

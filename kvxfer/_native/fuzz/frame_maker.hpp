@@ -90,6 +90,7 @@ class FrameMaker {
         lists_[push.id] = push.from;
         if (push.has_notification) push.notification = in.some_bytes();
         push.turn = static_cast<uint8_t>(in.below(kLaneMax));
+        push.is_last = in.flag();
         return push;
       }
       case 3: {
@@ -131,7 +132,7 @@ class FrameMaker {
       }
       case 15: return map(in);
       case 16: return Fetch{pull(in), list(in)};
-      default: return Done{id(in), code(in), in.bytes(in.below(40))};
+      default: return Done{id(in), code(in), in.bytes(in.below(40)), static_cast<uint8_t>(in.below(kLaneMax)), in.u32()};
     }
   }
 

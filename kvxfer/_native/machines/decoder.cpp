@@ -140,6 +140,7 @@ Frame read_body(uint8_t kind, Reader& r) {
       f.from = r.list();
       f.to = r.list();
       f.turn = r.turn();
+      f.is_last = r.flag();
       return f;
     }
     case 4: {
@@ -258,6 +259,8 @@ Frame read_body(uint8_t kind, Reader& r) {
       f.id = r.id();
       f.code = r.code();
       f.text = r.text(kTextMax, "error text is too long");
+      f.turn = r.turn();
+      f.checked = r.number<uint32_t>();
       return f;
     }
     default: Reader::fail("unknown kind");

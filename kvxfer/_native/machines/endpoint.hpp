@@ -185,13 +185,10 @@ class Endpoint {
   struct OfferShare {
     AgentRef of;
     uint64_t weight = 0;
-    uint8_t turn = 0;  // of its PUSH
   };
   struct EndedOffer {
     AgentRef from;
-    Code code = Code::ok;
-    std::string text;
-    uint8_t turn = 0;
+    Done done;
   };
   using Sessions = std::map<SessionId, Session>;
   using Posts = std::map<TransferId, std::unique_ptr<Post>>;
@@ -223,14 +220,14 @@ class Endpoint {
   void on_fetch(SessionId session, const AgentRef& peer, const Fetch& fetch, Nanos now, Effects& out);
   void on_push(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
   void on_done(const AgentRef& peer, const Done& done, Nanos now, Effects& out);
-  bool takes_turn(const AgentRef& peer, const Push& push, Nanos now, Effects& out);
+  void go_on_with(Posts::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out);
   void take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
   void end_offer(const Transfer& transfer, Effects& out);
   void remember(const TransferId& id, const AgentRef& share, EndedOffer ended);
   std::optional<Error> refusal_of(Lane lane, SessionId session) const;
   bool may_read(SessionId session, const AgentRef& peer, const TransferId& id) const;
   void notify_committed(const Transfer& transfer, Nanos now, Effects& out);
-  PushPost* push_of(const AgentRef& peer, const TransferId& wire_id);
+  PushPost* push_of(const AgentRef& peer, const TransferId& id);
 
   // posts
   Ledger& ledger(uint32_t pool);

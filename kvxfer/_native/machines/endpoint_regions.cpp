@@ -6,7 +6,6 @@
 namespace kvxfer {
 namespace {
 
-constexpr uint8_t kTurnIds = 8;  // of one post: by any two of its lanes they differ in less
 constexpr size_t kPushOverhead = 1024;  // of a PUSH beside its lists and its notification
 constexpr const char* kOtherKind = "that lane does not run on this kind of session";
 
@@ -89,24 +88,17 @@ void Endpoint::fetch(PostSpec spec, Nanos now, Effects& out) {
 void Endpoint::push(PostSpec spec, Nanos now, Effects& out) {
   check_post(spec);
   drop_unserved(spec.lanes);
-  regions_.check(spec.local, RegionUse::Own);
-  const auto make_hold = [this, local = spec.local] { return std::make_unique<PiecesHold>(regions_, local, RegionUse::Own, false); };
+  auto hold = std::make_unique<PiecesHold>(regions_, spec.local, RegionUse::Own, false);
   PushSpec push{{spec.id, std::move(spec.peer), std::move(spec.lanes), spec.deadline, false}, std::move(spec.local), std::move(spec.remote),
                 spec.wants_sums, std::move(spec.notification)};
-  post(std::make_unique<PushPost>(std::move(push), limits_.transfers, grants_, make_hold, now), now, out);
+  post(std::make_unique<PushPost>(std::move(push), limits_.transfers, grants_, std::move(hold), now), now, out);
 }
 
 // --- a peer reads ---
 
-PushPost* Endpoint::push_of(const AgentRef& peer, const TransferId& wire_id) {
-  TransferId id = wire_id;
-  for (uint8_t lane = 0; lane < kLaneMax; ++lane) {
-    id.raw.back() = wire_id.raw.back() ^ lane;
-    const auto it = posts_.find(id);
-    PushPost* push = it != posts_.end() && it->second->peer() == peer ? it->second->as_push() : nullptr;
-    if (push != nullptr && push->wire_id() == wire_id) return push;
-  }
-  return nullptr;
+PushPost* Endpoint::push_of(const AgentRef& peer, const TransferId& id) {
+  const auto it = posts_.find(id);
+  return it != posts_.end() && it->second->peer() == peer ? it->second->as_push() : nullptr;
 }
 
 // Whether a PULL or a RELEASE on this session may be of that grant.
@@ -163,21 +155,19 @@ void Endpoint::on_fetch(SessionId session, const AgentRef& peer, const Fetch& fe
 // --- a peer writes ---
 
 void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
-  const auto answer = [&](Code code, const std::string& text) { out.push_back(SendFrame{session, Done{push.id, code, text}}); };
+  const auto answer = [&](Code code, const std::string& text) { out.push_back(SendFrame{session, Done{push.id, code, text, push.turn}}); };
   if (const auto ended = offers_ended_.find(push.id); ended != offers_ended_.end()) {
     if (ended->second.from != peer) return answer(Code::refused, "this id was used by another");
-    return answer(ended->second.code, ended->second.text);
-  }
-  if (const auto live = posts_.find(push.id); live != posts_.end()) {
-    Post& post = *live->second;
-    if (!post.is_offered() || post.peer() != peer) return answer(Code::refused, "this id is used by another");
-    if (post.can_attach() && session_kind(post.lane()) == sessions_.at(session).kind) attach(post, session, now, out);
-    return settle(live, now, out);
+    out.push_back(SendFrame{session, ended->second.done});
+    return;
   }
   if (!serves(push.lane)) return answer(Code::no_lane, "the destination does not read by this lane");
   try {
-    if (!takes_turn(peer, push, now, out)) return;
-    take_offer(session, peer, push, now, out);
+    if (session_kind(push.lane) != sessions_.at(session).kind) throw Error(Code::refused, kOtherKind);
+    const auto live = posts_.find(push.id);
+    if (live == posts_.end()) return take_offer(session, peer, push, now, out);
+    if (!live->second->is_offered() || live->second->peer() != peer) throw Error(Code::refused, "this id is used by another");
+    go_on_with(live, session, push, now, out);
   } catch (const Error& error) {
     if (error.code() == Code::internal) throw;
     grants_.count_refusal();
@@ -185,33 +175,20 @@ void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push
   }
 }
 
-// A post that goes on by its next lane comes under another id, and a read that was begun by the last one could land behind what is
-// committed under the new. So that one is ended first, and the PUSH is not heard before it has drained: it comes again. One of an
-// earlier lane that comes late is refused.
-bool Endpoint::takes_turn(const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
-  bool has_drained = true;
-  for (uint8_t differs = 1; differs < kTurnIds; ++differs) {
-    TransferId id = push.id;
-    id.raw.back() ^= differs;
-    const auto ended = offers_ended_.find(id);
-    const bool is_late = ended != offers_ended_.end() && ended->second.from == peer && ended->second.turn > push.turn;
-    const auto live = posts_.find(id);
-    const bool is_other = live == posts_.end() || !live->second->is_offered() || live->second->peer() != peer;
-    const uint8_t turn = is_other ? push.turn : offer_shares_.at(id).turn;
-    if (is_late || turn > push.turn) throw Error(Code::refused, "the post has gone on by another lane");
-    if (turn == push.turn) continue;  // nothing there, or of another post
-    live->second->end(TransferState::Failed, Code::cancelled, "the post went on by another lane", now, out);
-    settle(live, now, out);
-    has_drained = has_drained && posts_.count(id) == 0;
-  }
-  return has_drained;
+// A PUSH of a transfer that is live: said again, of its next lane, or of an earlier one and late.
+void Endpoint::go_on_with(Posts::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out) {
+  Transfer& transfer = *offered->second->as_transfer();
+  if (push.turn < transfer.turn()) return;
+  if (push.turn > transfer.turn()) transfer.take_turn(push.turn, push.lane, push.is_last, now, out);
+  if (!transfer.has_lane()) out.push_back(SendFrame{session, Done{push.id, Code::no_lane, transfer.lane_notes(), push.turn}});
+  if (transfer.can_attach() && session_kind(transfer.lane()) == sessions_.at(session).kind) attach(transfer, session, now, out);
+  settle(offered, now, out);
 }
 
 // Everything that can be refused is, before anything is kept.
 void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
   if (finished_.count(push.id) != 0) throw Error(Code::refused, "this id was used by another");
-  if (session_kind(push.lane) != sessions_.at(session).kind) throw Error(Code::refused, kOtherKind);
-  const OfferShare share{share_of(peer), weight_of(push.from) + weight_of(push.to) + push.notification.size(), push.turn};
+  const OfferShare share{share_of(peer), weight_of(push.from) + weight_of(push.to) + push.notification.size()};
   if (posts_.size() >= limits_.transfers_max || !offers_.has_room(share.of, share.weight)) {
     throw Error(Code::overloaded, "too many pushes of this peer are under way");
   }
@@ -231,6 +208,8 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   spec.wants_sums = push.wants_sums;
   spec.remote = std::move(from);
   spec.is_offered = true;
+  spec.turn = push.turn;
+  spec.is_last = push.is_last;
   if (push.has_notification) spec.notification = push.notification;
   auto transfer = std::make_unique<Transfer>(std::move(spec), limits_.transfers, std::move(hold), now);
   offers_.take(share.of, share.weight);
@@ -252,14 +231,15 @@ void Endpoint::end_offer(const Transfer& transfer, Effects& out) {
   const OfferShare share = offer_shares_.at(id);
   offer_shares_.erase(id);
   offers_.give_back(share.of, share.weight);
-  remember(id, share.of, EndedOffer{peer, outcome.code, outcome.text, share.turn});
+  const Done done{id, outcome.code, outcome.text, transfer.turn(), outcome.blocks_checked};
+  remember(id, share.of, EndedOffer{peer, done});
   // Where it cannot be said now, it is when the peer asks again.
   SessionId session = transfer.session();
   if (sessions_.count(session) == 0) {
     const auto up = up_.find(peer);
     session = up != up_.end() ? up->second.front() : 0;
   }
-  if (session != 0) out.push_back(SendFrame{session, Done{id, outcome.code, outcome.text}});
+  if (session != 0) out.push_back(SendFrame{session, done});
 }
 
 // A push that comes again after it was forgotten here would be taken for a new one: so a peer whose pushes end by the thousand

@@ -93,11 +93,14 @@ struct BodyWriter {
     w.list(f.from);
     w.list(f.to);
     w.number(f.turn);
+    w.flag(f.is_last);
   }
   void operator()(const Done& f) {
     w.id(f.id);
     w.code(f.code);
     w.text(std::string_view(f.text).substr(0, kTextMax), kTextMax, "error text");
+    w.number(f.turn);
+    w.number(f.checked);
   }
   void operator()(const Ready& f) {
     w.id(f.id);

@@ -85,13 +85,17 @@ struct Push {
   WireList from, to;
   bool has_notification = false;
   std::string notification;  // told to the destination's owner once the bytes are committed there
-  uint8_t turn = 0;          // how many lanes this post was on before, each under an id that differs in the last byte
+  uint8_t turn = 0;          // how many lanes this post was on before; what it brought by them is not asked for again
+  bool is_last = true;       // there is no other lane after this one
 };
-// Destination to source: the transfer that your PUSH asked for is final.
+// Destination to source: the transfer that your PUSH asked for is final; or, where its code is no_lane and there are other
+// lanes, it waits for the next one.
 struct Done {
   TransferId id;
   Code code = Code::ok;  // ok: committed
   std::string text;
+  uint8_t turn = 0;      // the latest that was heard
+  uint32_t checked = 0;  // pieces that were compared with checksums of the source
 };
 // The grant's cumulative state, told whole at each new attempt. `ids` are the source's block ids of the positions from
 // `ids_first` on (one-sided lanes only; positions are never told twice in one attempt).

@@ -129,6 +129,11 @@ bool GrantTable::is_bound_to(const TransferId& id, const AgentRef& peer) const {
   return found != grants_.end() && found->second.reader && *found->second.reader == peer;
 }
 
+const char* GrantTable::obstacle(const TransferId& id, Lane lane) const {
+  const auto found = grants_.find(id);
+  return found != grants_.end() && found->second.hold ? found->second.hold->obstacle(lane) : nullptr;
+}
+
 bool GrantTable::has_confirmed(const TransferId& id) const {
   const auto found = grants_.find(id);
   if (found == grants_.end()) return true;

@@ -42,7 +42,7 @@ void Post::session_lost(Nanos now) {
 void Post::dial_failed(Code code, const std::string& text, Nanos now, Effects& out) {
   if (is_final(state_) || session_ != 0) return;
   // A Unix socket that is not there for us stays away; an owner that does not know us yet will hear of us.
-  const bool is_closed_to_us = session_kind(lane()) == SessionKind::Unix && code != Code::unauthenticated && can_change_lane();
+  const bool is_closed_to_us = session_kind(lane()) == SessionKind::Unix && code != Code::unauthenticated;
   if (is_closed_to_us && (code == Code::no_lane || lane_ + 1 < way_.lanes.size())) return next_lane(text, now, out);
   unreachable_code_ = code == Code::unauthenticated ? code : Code::peer_gone;
   unreachable_text_ = ": " + text;
@@ -52,18 +52,26 @@ void Post::dial_failed(Code code, const std::string& text, Nanos now, Effects& o
   dial_at_ = now + std::min(kDialBackoff << std::min(dials_failed_++, 16u), kDialBackoffMax);
 }
 
-void Post::next_lane(const std::string& why, Nanos now, Effects& out) {
+void Post::note_lane(const std::string& why) {
   if (!lane_notes_.empty()) lane_notes_ += "; ";
   lane_notes_ += why;
-  if (lane_ + 1 == way_.lanes.size()) return fail(Code::no_lane, "no lane joins this pair: " + lane_notes_, now, out);
+}
+
+void Post::leave_lane(Nanos now, Effects& out) {
   if (session_ != 0) {
     leave(out);
     on_session_lost();
     session_ = 0;
   }
-  ++lane_;
   dial_at_ = now;
   unreachable_since_ = now;
+}
+
+void Post::next_lane(const std::string& why, Nanos now, Effects& out) {
+  note_lane(why);
+  if (lane_ + 1 == way_.lanes.size()) return fail(Code::no_lane, "no lane joins this pair: " + lane_notes_, now, out);
+  leave_lane(now, out);
+  ++lane_;
 }
 
 void Post::tick(Nanos now, Effects& out) {

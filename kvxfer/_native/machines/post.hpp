@@ -54,7 +54,7 @@ class Post {
   const TransferFinal& outcome() const { return outcome_; }
 
   // Not connected, nothing under way, and the back-off has passed.
-  bool can_attach() const { return state_ == TransferState::Connecting && session_ == 0 && !is_reading(); }
+  bool can_attach() const { return state_ == TransferState::Connecting && session_ == 0 && has_lane_ && !is_reading(); }
   bool needs_session(Nanos now) const { return can_attach() && now >= dial_at_; }
 
   void dialing() { dial_at_ = kNever; }  // somebody is on it: do not ask again before it failed
@@ -90,8 +90,9 @@ class Post {
   void tell(Effect effect, Effects& out) const {
     if (!way_.is_offered) out.push_back(std::move(effect));
   }
-  virtual bool can_change_lane() const { return true; }
   virtual void next_lane(const std::string& why, Nanos now, Effects& out);
+  void note_lane(const std::string& why);
+  void leave_lane(Nanos now, Effects& out);
   Nanos patience() const;
 
   Way way_;
@@ -100,6 +101,7 @@ class Post {
   size_t lane_ = 0;
   std::string lane_notes_;
   SessionId session_ = 0;
+  bool has_lane_ = true;  // false: a peer whose push this is has yet to name another
   bool is_mapped_ = false;
   bool is_drained_ = false;
   uint32_t silences_ = 0;  // questions in a row that brought nothing

@@ -25,25 +25,18 @@ TransferState next_state(TransferState state, PushEvent event) {
   throw Error(Code::internal, "impossible push event " + std::to_string(static_cast<int>(event)) + " in state " + std::to_string(static_cast<int>(state)));
 }
 
-PushPost::PushPost(PushSpec spec, TransferLimits limits, GrantTable& grants, MakeHold make_hold, Nanos now)
-    : Post(spec.way, limits, now), spec_(std::move(spec)), grants_(&grants), make_hold_(std::move(make_hold)) {}
-
-TransferId PushPost::wire_id() const {
-  TransferId id = way_.id;
-  id.raw.back() ^= static_cast<uint8_t>(lane_);
-  return id;
-}
+PushPost::PushPost(PushSpec spec, TransferLimits limits, GrantTable& grants, std::unique_ptr<Hold> hold, Nanos now)
+    : Post(spec.way, limits, now), spec_(std::move(spec)), grants_(&grants), hold_(std::move(hold)) {}
 
 void PushPost::on_session(Nanos now, Effects& out) {
   try {
     if (!has_grant_) {
-      auto hold = make_hold_();
-      if (const char* why = hold->obstacle(lane())) return next_lane(why, now, out);
-      grant_end_ = grants_->grant_pieces(wire_id(), std::move(hold), way_.peer, way_.peer, kNever, 0, now);
+      grant_end_ = grants_->grant_pieces(way_.id, std::move(hold_), way_.peer, way_.peer, kNever, 0, now);
       has_grant_ = true;
     }
     if (now >= grant_end_) return keep(now, out);
-  } catch (const Error& error) {  // the region went, or grants_max is reached: no fault of this session
+    if (const char* why = grants_->obstacle(way_.id, lane())) return next_lane(why, now, out);
+  } catch (const Error& error) {  // grants_max is reached: no fault of this session
     return fail(error.code(), error.what(), now, out);
   }
   state_ = next_state(state_, PushEvent::SessionUp);
@@ -55,9 +48,9 @@ void PushPost::ask(Nanos now, Effects& out) {
   heard_at_ = now;
   if (first_asked_at_ == 0) first_asked_at_ = now;
   const Nanos left = way_.deadline == kNever ? 0 : std::max<Nanos>((way_.deadline - now) / kMillisecond, 1);
-  send(Push{wire_id(), lane(), spec_.wants_sums, static_cast<uint32_t>(std::min<Nanos>(left, UINT32_MAX)), to_wire(spec_.local),
+  send(Push{way_.id, lane(), spec_.wants_sums, static_cast<uint32_t>(std::min<Nanos>(left, UINT32_MAX)), to_wire(spec_.local),
                  to_wire(spec_.remote), spec_.notification.has_value(), spec_.notification.value_or(std::string()),
-                 static_cast<uint8_t>(lane_)},
+                 static_cast<uint8_t>(lane_), lane_ + 1 == way_.lanes.size()},
        out);
 }
 
@@ -65,29 +58,28 @@ void PushPost::ask_again(Nanos now, Effects& out) { ask(now, out); }
 
 // Nothing is confirmed any more under a grant whose life is over, so there is nothing to ask for.
 void PushPost::keep(Nanos now, Effects& out) {
-  const GrantState state = grants_->state(wire_id(), now).value_or(GrantState::Expired);
-  const std::string may_be_done = grants_->has_confirmed(wire_id()) ? "; the destination may have committed" : "";
+  const GrantState state = grants_->state(way_.id, now).value_or(GrantState::Expired);
+  const std::string may_be_done = grants_->has_confirmed(way_.id) ? "; the destination may have committed" : "";
   fail(code_of(state), "the life of the push's grant is over" + may_be_done, now, out);
 }
 
 void PushPost::on_done(const Done& done, Nanos now, Effects& out) {
   if (is_final(state_) || state_ != TransferState::Waiting) return;
   heard_at_ = now;
-  if (done.code == Code::no_lane) return next_lane(printable(done.text), now, out);
+  if (done.code == Code::no_lane) {  // perhaps said twice, and the second time of a lane that was left with the first
+    if (done.turn == lane_) next_lane(printable(done.text), now, out);
+    return;
+  }
   if (done.code != Code::ok) return fail(done.code, printable(done.text), now, out);
-  if (!grants_->has_confirmed(wire_id())) return fail(Code::protocol, "the destination calls done what it never had confirmed", now, out);
+  if (!grants_->has_confirmed(way_.id)) return fail(Code::protocol, "the destination calls done what it never had confirmed", now, out);
+  if (done.turn < lane_) lane_ = done.turn;  // it was done before it heard of the next
+  checked_ = std::min(done.checked, spec_.local.count());
   end(TransferState::Committed, Code::ok, "", now, out);
 }
 
 void PushPost::end_grant(Nanos now, Effects& out) {
-  if (has_grant_ && grants_->knows(wire_id())) grants_->end(wire_id(), GrantEvent::Revoke, now, out);
+  if (has_grant_ && grants_->knows(way_.id)) grants_->end(way_.id, GrantEvent::Revoke, now, out);
   has_grant_ = false;
-}
-
-void PushPost::next_lane(const std::string& why, Nanos now, Effects& out) {
-  if (!can_change_lane()) return fail(Code::peer_gone, "the destination may have committed, and cannot be asked: " + why, now, out);
-  end_grant(now, out);
-  Post::next_lane(why, now, out);
 }
 
 void PushPost::finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) {
@@ -95,8 +87,7 @@ void PushPost::finish(TransferState state, Code code, const std::string& text, N
   state_ = next_state(state_, state == TransferState::Committed ? PushEvent::Done : state == TransferState::Cancelled ? PushEvent::Cancel : PushEvent::Fail);
   const Nanos asked = first_asked_at_ == 0 ? now : first_asked_at_;
   const uint32_t done = state_ == TransferState::Committed ? spec_.local.count() : 0;
-  const bool is_checked = spec_.wants_sums && !is_one_sided(lane());  // or the destination would not have taken it
-  outcome_ = TransferFinal{way_.id, state_, code, text, lane(), lane_notes_, asked_, done, 0, asked - posted_at_, now - asked, 0, is_checked ? done : 0};
+  outcome_ = TransferFinal{way_.id, state_, code, text, lane(), lane_notes_, asked_, done, 0, asked - posted_at_, now - asked, 0, checked_};
   tell(outcome_, out);
   is_drained_ = true;
   tell(TransferDrained{way_.id}, out);

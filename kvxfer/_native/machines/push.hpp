@@ -10,15 +10,16 @@
 // PUSH is asked again where no answer came, and the destination takes it once: to a transfer that is live it does nothing,
 // to one that is final it answers DONE again. COMMITTED is believed of a destination that was given a verdict ok.
 //
-// Every lane that is tried has a grant of its own, under an id of its own (the push's, its last byte xor the lane's index),
-// so that no id is ever used twice on the wire. Two ids are two transfers to the destination: so the next lane is taken only
-// where no verdict ok was given under the one before, whose grant ends with that. Whatever ends the push ends the grant first: a confirm that comes later
-// finds it ended, so a push that was cancelled or failed here is never committed there afterwards without a verdict that
-// was given before. Where the destination neither pulls nor says how it ended, the end of the grant's life ends the push.
-// The pieces are held as every grant holds them; once it has ended no send may take another byte of them.
+// One id and one grant for all lanes: what landed by the one before stays good, and only the rest is pulled by the next. It is
+// the initiator who says which lane comes next, because the destination cannot dial it: PUSH says how many there were before
+// (its turn), and whether there is another. DONE no_lane, where there is, ends the turn alone.
+//
+// Whatever ends the push ends the grant first: a confirm that comes later finds it ended, so a push that was cancelled or
+// failed here is never committed there afterwards without a verdict that was given before. Where the destination neither
+// pulls nor says how it ended, the end of the grant's life ends the push. The pieces are held as every grant holds them;
+// once it has ended no send may take another byte of them.
 #pragma once
 
-#include <functional>
 #include <memory>
 
 #include "grant.hpp"
@@ -40,13 +41,11 @@ struct PushSpec {
 
 class PushPost final : public Post {
  public:
-  // `make_hold` gives a new hold of the local pieces, to be taken by the grant of a lane. Throws Error(no_lane, invalid_argument).
-  using MakeHold = std::function<std::unique_ptr<Hold>()>;
-  PushPost(PushSpec spec, TransferLimits limits, GrantTable& grants, MakeHold make_hold, Nanos now);
+  // `hold` of the local pieces is taken by the grant, which is made once the destination was reached. Throws
+  // Error(no_lane, invalid_argument).
+  PushPost(PushSpec spec, TransferLimits limits, GrantTable& grants, std::unique_ptr<Hold> hold, Nanos now);
 
   PushPost* as_push() override { return this; }
-  // The id of this push on the wire, of the lane that is tried now.
-  TransferId wire_id() const;
   void on_done(const Done& done, Nanos now, Effects& out);
   // The destination is at it.
   void heard(Nanos now) { heard_at_ = now; }
@@ -59,9 +58,6 @@ class PushPost final : public Post {
   void ask_again(Nanos now, Effects& out) override;
   void keep(Nanos now, Effects& out) override;
   Nanos keep_at() const override { return has_grant_ ? grant_end_ : kNever; }
-  // Once the destination was given its word it may have committed, and must not be asked for the same under another id.
-  bool can_change_lane() const override { return !has_grant_ || !grants_->has_confirmed(wire_id()); }
-  void next_lane(const std::string& why, Nanos now, Effects& out) override;
   void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) override;
 
  private:
@@ -70,10 +66,10 @@ class PushPost final : public Post {
 
   PushSpec spec_;
   GrantTable* grants_;
-  MakeHold make_hold_;
-  bool has_grant_ = false;  // of this lane
+  std::unique_ptr<Hold> hold_;  // until there is a grant
+  bool has_grant_ = false;
   Nanos grant_end_ = kNever;
-  uint32_t asked_ = 0;
+  uint32_t asked_ = 0, checked_ = 0;
   Nanos first_asked_at_ = 0;
 };
 

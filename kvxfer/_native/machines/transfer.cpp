@@ -1,6 +1,7 @@
 #include "transfer.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvxfer {
 namespace {
@@ -210,16 +211,41 @@ void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
     state_ = TransferState::Confirming;
     return finish(TransferState::Committed, Code::ok, "", now, out);
   }
+  if (turn_lane_) return change_turn(now, out);
   if (state_ == TransferState::Confirming && (is_one_sided(lane()) || has_lent_)) return ask_verdict(true, now, out);
   read_on(now, out);
+}
+
+void Transfer::take_turn(uint8_t turn, Lane lane, bool is_last, Nanos now, Effects& out) {
+  if (is_final(state_)) return;
+  spec_.turn = turn;
+  spec_.is_last = is_last;
+  turn_lane_ = lane;
+  if (reading_ == 0) change_turn(now, out);
+}
+
+void Transfer::change_turn(Nanos now, Effects& out) {
+  if (has_lane_) note_lane("the writer went on by another lane");
+  leave_lane(now, out);
+  way_.lanes[lane_] = *std::exchange(turn_lane_, std::nullopt);
+  has_lane_ = true;
+}
+
+void Transfer::next_lane(const std::string& why, Nanos now, Effects& out) {
+  if (!is_offered() || spec_.is_last) return Post::next_lane(why, now, out);
+  note_lane(why);
+  if (session_ != 0) send(Done{spec_.id, Code::no_lane, why, spec_.turn}, out);  // else when it is asked again
+  leave_lane(now, out);
+  has_lane_ = false;
 }
 
 void Transfer::stopped(uint64_t token, Code code, const std::string& text, Nanos now, Effects& out) {
   if (reading_ == 0 || token != token_) throw Error(Code::internal, "a read stopped that was not under way");
   end_read(now);
   if (is_final(state_)) return drain(out);
-  if (code == Code::no_lane) return next_lane(text, now, out);
   if (code == Code::checksum) return fail(code, text, now, out);
+  if (turn_lane_) return change_turn(now, out);
+  if (code == Code::no_lane) return next_lane(text, now, out);
   heard_at_ = now;
   if (session_ == 0) dial_at_ = now;
   // The session is gone or about to go; the attempt after it asks for these blocks again.

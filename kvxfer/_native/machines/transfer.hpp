@@ -24,6 +24,9 @@
 // verdict or the verdict is not ok. What was asked and what was read then cross on the wire, and the verdict may come before
 // the announcement, or say that nobody knows the grant because the question was lost: then it is asked anew.
 //
+// Which lane comes next is the reader's own choice, but for a peer's push: who reads for that cannot dial, so it says that a lane
+// does not serve, and waits (CONNECTING, without a lane) until the pusher has named another.
+//
 // Only a verdict `ok` for a nonce of this transfer, taken while every block has landed, commits.
 #pragma once
 
@@ -51,6 +54,8 @@ struct TransferSpec {
   bool wants_sums = false;  // where the source can give them; what lands in a pool with checks must have them
   PieceList remote;         // what is read, where that is known: of a fetch, of a peer's push
   bool is_offered = false;  // a peer's push asked for it: the source has the grant, and knows the pieces
+  uint8_t turn = 0;         // of that push: how many lanes it was asked by before
+  bool is_last = true;      // and whether it will be asked by another
   std::optional<std::string> notification;  // after the commit: of a fetch to the source's owner, of a push to our own
 };
 
@@ -74,6 +79,12 @@ class Transfer final : public Post {
   void on_error(const ErrorFrame& error, Nanos now, Effects& out);
   void on_revoke(const Revoke& revoke, Nanos now, Effects& out);
 
+  // Of a peer's push, which goes on by `lane`: once the read under way, if there is one, is over. What has landed stays.
+  void take_turn(uint8_t turn, Lane lane, bool is_last, Nanos now, Effects& out);
+  uint8_t turn() const { return spec_.turn; }
+  bool has_lane() const { return has_lane_; }
+  const std::string& lane_notes() const { return lane_notes_; }
+
   // The read named by `token` is over: its bytes are in place, or it stopped and will write no more.
   void landed(uint64_t token, Nanos now, Effects& out);
   void stopped(uint64_t token, Code code, const std::string& text, Nanos now, Effects& out);
@@ -87,6 +98,7 @@ class Transfer final : public Post {
   void leave(Effects& out) override { send(Cancel{spec_.id, attempt_}, out); }
   void ask_again(Nanos now, Effects& out) override;
   void keep(Nanos now, Effects& out) override;
+  void next_lane(const std::string& why, Nanos now, Effects& out) override;
   Nanos keep_at() const override { return is_granted_ ? renew_at_ : kNever; }
   void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) override;
 
@@ -100,11 +112,13 @@ class Transfer final : public Post {
   void read_on(Nanos now, Effects& out);
   Extent begin_read(uint32_t count, bool is_checked, Nanos now);
   uint32_t end_read(Nanos now);
+  void change_turn(Nanos now, Effects& out);
   void drain(Effects& out);
   uint64_t draw_nonce();
 
   TransferSpec spec_;
   std::unique_ptr<Hold> into_;
+  std::optional<Lane> turn_lane_;   // to go on by after the read under way
   uint32_t attempt_ = 0;
   uint64_t attempt_nonce_ = 0;
   uint64_t nonce_state_;
