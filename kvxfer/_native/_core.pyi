@@ -99,13 +99,11 @@ class PushEvent(enum.Enum):
 
     SESSION_LOST = 1
 
-    NEXT_LANE = 2
+    DONE = 2
 
-    DONE = 3
+    FAIL = 3
 
-    FAIL = 4
-
-    CANCEL = 5
+    CANCEL = 4
 
 class HelloStep(enum.Enum):
     DIAL = 1

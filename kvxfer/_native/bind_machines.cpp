@@ -59,7 +59,6 @@ void bind_values(nb::module_& m) {
   nb::enum_<PushEvent>(m, "PushEvent")
       .value("SESSION_UP", PushEvent::SessionUp)
       .value("SESSION_LOST", PushEvent::SessionLost)
-      .value("NEXT_LANE", PushEvent::NextLane)
       .value("DONE", PushEvent::Done)
       .value("FAIL", PushEvent::Fail)
       .value("CANCEL", PushEvent::Cancel);
@@ -285,7 +284,7 @@ void bind_endpoint(nb::module_& m) {
            [](Endpoint& e, TransferId id, const AgentRef& source, uint32_t pool, std::vector<uint32_t> blocks, uint32_t first, std::vector<Lane> lanes,
               Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content, bool wants_sums) {
              return effects_of([&](Effects& out) {
-               TransferSpec spec{id, source, std::move(blocks), first, std::move(lanes), deadline_ns, nonce_seed, content, wants_sums, {}, false, {}};
+               TransferSpec spec{id, source, std::move(blocks), first, std::move(lanes), deadline_ns, nonce_seed, content, wants_sums, {}};
                e.pull(pool, std::move(spec), now_ns, out);
              });
            },

@@ -12,14 +12,15 @@ KEY = b"k" * 32
 
 
 class Pair:
-    """Endpoints ``a`` and ``b`` that know each other. Frames lie on ``wire`` until :meth:`pump` delivers them; other
-    effects are collected per endpoint in ``told``.
+    """Endpoints ``a`` and ``b`` that know each other; ``limits`` of both, or by name. Frames lie on ``wire`` until
+    :meth:`pump` delivers them; other effects are collected per endpoint in ``told``.
     """
 
     def __init__(self, limits: Any = None, *, block_bytes: int = 16) -> None:
         self.now = 10 * MS
         self.refs = {name: _core.AgentRef(name, 1, name.encode() * 16) for name in "ab"}
-        self.ends = {name: _core.Endpoint(ref, limits or _core.EndpointLimits()) for name, ref in self.refs.items()}
+        each = limits if isinstance(limits, dict) else dict.fromkeys("ab", limits or _core.EndpointLimits())
+        self.ends = {name: _core.Endpoint(ref, each[name]) for name, ref in self.refs.items()}
         self.told: dict[str, list[Any]] = {"a": [], "b": []}
         self.wire: list[tuple[str, int, Any]] = []
         self.peer_session: dict[tuple[str, int], tuple[str, int]] = {}

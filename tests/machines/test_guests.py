@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane
+from kvxfer.errors import PeerGone
 from kvxfer.testing.clock import MS, S
 from kvxfer.testing.region_pair import RegionPair
 
@@ -71,7 +74,7 @@ def test_a_lane_of_another_kind_of_session_is_passed_over() -> None:
     assert "guest" in final.lane_notes
 
 
-def test_a_guest_is_forgotten_with_its_last_session() -> None:
+def test_an_idle_guest_is_forgotten_with_its_last_session() -> None:
     pair = ready_pair()
     session = arrive(pair)
     pair.do("a", pair.ends["a"].accepted(_core.SessionKind.MEMORY, b"3" * 32, pair.now)[1])
@@ -80,6 +83,73 @@ def test_a_guest_is_forgotten_with_its_last_session() -> None:
     assert not pair.ends["a"].knows(pair.refs["b"])
     assert pair.finals("a") == [("FAILED", "peer_gone")]
     assert pair.ends["a"].counts().peers == 0
+
+
+def amid(op: str) -> GuestPair:
+    """The guest reads or writes eight pieces; two of them are in place."""
+    limits, transfers, grants = _core.EndpointLimits(), _core.TransferLimits(), _core.GrantLimits()
+    transfers.read_bytes_max = grants.data_bytes_max = 32
+    limits.transfers, limits.grants = transfers, grants
+    pair = GuestPair(limits)
+    pair.add_region("a", 7, DATA)
+    pair.add_region("b", 9, DATA[::-1])
+    pair.post("b", op, ID, [(9, 0, 16, 16, 8)], [(7, 0, 16, 16, 8)], lanes=[Lane.STREAM], notification=b"n")
+    pair.pump()
+    assert pair.perform("a") ^ pair.perform("b")
+    return pair
+
+
+@pytest.mark.parametrize("op", ["fetch", "push"])
+def test_what_a_guest_has_begun_outlives_its_session(op: str) -> None:
+    """Flaw: its grants and its writes ended with the session, and it had to begin anew."""
+    pair = amid(op)
+    pair.cut_all()
+    pulls: list[Any] = []
+
+    def note(frame: Any) -> int:
+        pull = frame.pull if isinstance(frame, _core.Fetch) else frame
+        if isinstance(pull, _core.Pull):
+            pulls.append((pull.first, pull.count))
+        return 1
+
+    pair.advance(500 * MS, note)
+    pair.pump(note)
+    pair.run()
+    assert pair.finals("b") == [("COMMITTED", "ok")]
+    assert pulls == [(2, 6)]
+    assert [e.payload for e in pair.take("a", _core.NotifReceived)] == [b"n"]
+    assert pair.memory["a"][7][:128] == pair.memory["b"][9][:128]
+    pair.cut_all()
+    assert pair.ends["a"].counts().peers == 0
+
+
+@pytest.mark.parametrize("op", ["fetch", "push"])
+def test_a_guest_that_stays_away_is_forgotten(op: str) -> None:
+    pair = amid(op)
+    a = pair.ends["a"]
+    pair.do("a", a.notify(pair.refs["b"], b"are you there", pair.now)[1])
+    pair.reachable = False
+    pair.cut_all()
+    with pytest.raises(PeerGone):
+        pair.post("a", "push", b"u" * 16, [(7, 64, 16, 16, 1)], [(9, 0, 16, 16, 1)])
+    pair.advance(4 * S)
+    assert a.knows(pair.refs["b"])
+    assert pair.finals("b") == [("FAILED", "peer_gone")]
+    pair.advance(2 * S)
+    counts = a.counts()
+    assert (counts.peers, counts.grants.alive, counts.transfers_live, counts.notifications_pending) == (0, 0, 0, 0)
+    assert [e.code for e in pair.take("a", _core.NotifFailed)] == [Code.peer_gone]
+    assert [e.code for e in pair.take("a", _core.OfferEnded)] == ([Code.peer_gone] if op == "push" else [])
+    assert pair.remove_region("a", 7)
+
+
+def test_a_guest_that_is_named_while_it_is_away_stays() -> None:
+    pair = amid("fetch")
+    pair.reachable = False
+    pair.cut_all()
+    pair.ends["a"].set_peer(pair.refs["b"], OWN_KEY, _core.SessionKind.MEMORY)
+    pair.advance(60 * S)
+    assert pair.ends["a"].knows(pair.refs["b"])
 
 
 def test_a_wrong_key_is_no_guest() -> None:

@@ -62,7 +62,7 @@ def test_only_a_verdict_commits_and_only_when_everything_landed() -> None:
 PUSH_LISTED = {
     (TS.CONNECTING, PE.SESSION_UP): TS.WAITING,
     (TS.WAITING, PE.DONE): TS.COMMITTED,
-    **{(state, event): TS.CONNECTING for state in LIVE[:2] for event in (PE.SESSION_LOST, PE.NEXT_LANE)},
+    **{(state, PE.SESSION_LOST): TS.CONNECTING for state in LIVE[:2]},
     **{(state, PE.FAIL): TS.FAILED for state in LIVE[:2]},
     **{(state, PE.CANCEL): TS.CANCELLED for state in LIVE[:2]},
     **{(state, event): state for state in FINAL for event in PE},

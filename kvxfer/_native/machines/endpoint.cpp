@@ -8,6 +8,7 @@ namespace kvxfer {
 
 void Endpoint::set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control) {
   if (peer == self_) return;
+  keep_guest(peer);
   peers_[peer] = Peer{key, control, false};
 }
 
@@ -24,15 +25,21 @@ void Endpoint::forget(const AgentRef& peer, Nanos now, Effects& out) {
   const bool has_other_life = has_bug(Bug::mix_two_sources) &&
                               std::any_of(peers_.begin(), peers_.end(), [&](const auto& p) { return p.first != peer && p.first.agent_id == peer.agent_id; });
   peers_.erase(peer);
-  for (auto it = posts_.begin(); it != posts_.end();) {
-    const auto current = it++;
-    if (current->second->peer() != peer || has_other_life) continue;
-    current->second->end(TransferState::Failed, Code::peer_gone, "the peer is gone", now, out);
-    settle(current, now, out);
-  }
+  keep_guest(peer);
+  if (!has_other_life) end_posts(peer, true, now, out);
   owed_.erase(peer);
   grants_.reader_dead(peer, now, out);
   notifier_.peer_dead(peer, out);
+}
+
+void Endpoint::end_posts(const AgentRef& peer, bool is_offered_too, Nanos now, Effects& out) {
+  for (auto it = posts_.begin(); it != posts_.end();) {
+    const auto current = it++;
+    const Post& post = *current->second;
+    if (post.peer() != peer || (post.is_offered() && !is_offered_too)) continue;
+    current->second->end(TransferState::Failed, Code::peer_gone, "the peer is gone", now, out);
+    settle(current, now, out);
+  }
 }
 
 // --- the owner ---
@@ -82,7 +89,9 @@ void Endpoint::check_room(const TransferId& id, const AgentRef& peer) const {
     throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
   }
   if (peer == self_) throw Error(Code::invalid_argument, "an agent does not pull from itself");
-  if (!knows(peer)) throw Error(Code::peer_gone, "agent " + peer.agent_id + " is not known in that life");
+  if (!knows(peer) || (is_guest(peer) && !is_connected(peer))) {
+    throw Error(Code::peer_gone, "agent " + peer.agent_id + " is not known in that life");
+  }
 }
 
 void Endpoint::pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out) {
@@ -286,6 +295,7 @@ bool Endpoint::is_peer(const AgentRef& peer, const Post& post) const {
 
 void Endpoint::tick(Nanos now, Effects& out) {
   grants_.tick(now, out);
+  while (!leaving_.empty() && leaving_.front().first <= now) forget(AgentRef(leaving_.front().second), now, out);
   const Nanos stall = limits_.transfers.stall_ns;
   std::vector<std::pair<SessionId, const char*>> lost;
   for (const SessionId id : watched_) {
@@ -323,6 +333,7 @@ Nanos Endpoint::next_deadline() const {
   const Nanos stall = limits_.transfers.stall_ns;
   Nanos next = std::min(grants_.next_deadline(), notifier_.next_deadline(stall));
   if (!wakes_.empty()) next = std::min(next, wakes_.begin()->first);
+  if (!leaving_.empty()) next = std::min(next, leaving_.front().first);
   for (const SessionId id : watched_) {
     const Session& session = sessions_.at(id);
     next = std::min(next, !session.is_up() ? session.deadline : session.heard_at + (session.pinged_at <= session.heard_at ? stall : 2 * stall));

@@ -88,8 +88,8 @@ class Endpoint {
   // `control` is the kind of session dialed for notifications where none is up.
   void set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control);
   // From now on a peer that nobody named may open a session if it proves this key: it holds our metadata. It is known while
-  // a session of it is up, reached over that session only, and forgotten (peer_dead) after the last one. Peers that were
-  // named prove it too where they dial; their own key is what we prove where we dial them.
+  // a session of it is up, reached over that session only, and forgotten (peer_dead) after the last one: as soon as it would
+  // have given us up itself, where it reads, writes or has notifications to come, else at once. Peers that were named prove it too where they dial; their own key is what we prove where we dial them.
   // Whoever holds our metadata can come under any name. So on a session that was opened with this key, PULL and RELEASE reach
   // only grants of regions that were made to that very name by a FETCH or an own push, and what we have for a peer that was
   // named (posts, notifications) never goes over it: for that we dial, and the peer proves its own key. What a peer's PUSH
@@ -196,6 +196,8 @@ class Endpoint {
   // sessions (endpoint_sessions.cpp)
   const Bytes32* key_of(const AgentRef& peer, Session& session) const;
   bool is_guest(const AgentRef& peer) const;
+  void on_guest_gone(const AgentRef& guest, Nanos now, Effects& out);
+  void keep_guest(const AgentRef& guest);
   bool carries_ours(const Session& session) const;
   bool carries(const Session& session, const Post& post) const;
   // Guests choose their names: all together are one peer where something is shared out.
@@ -220,6 +222,7 @@ class Endpoint {
   void on_fetch(SessionId session, const AgentRef& peer, const Fetch& fetch, Nanos now, Effects& out);
   void on_push(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
   void on_done(const AgentRef& peer, const Done& done, Nanos now, Effects& out);
+  void on_revoke(SessionId session, const AgentRef& peer, const Revoke& revoke, Nanos now, Effects& out);
   void go_on_with(Posts::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out);
   void take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
   void end_offer(const Transfer& transfer, Effects& out);
@@ -233,6 +236,7 @@ class Endpoint {
   Ledger& ledger(uint32_t pool);
   void check_room(const TransferId& id, const AgentRef& peer) const;
   void forget(const AgentRef& peer, Nanos now, Effects& out);
+  void end_posts(const AgentRef& peer, bool is_offered_too, Nanos now, Effects& out);
   void post(std::unique_ptr<Post> post, Nanos now, Effects& out);
   Transfer* transfer_of(SessionId session, const TransferId& id);
   Transfer* find_transfer(const TransferId& id) const;
@@ -256,6 +260,7 @@ class Endpoint {
   Notifier notifier_;
   std::map<AgentRef, Peer> peers_;
   std::optional<Bytes32> guest_key_, root_;
+  std::deque<std::pair<Nanos, AgentRef>> leaving_;  // guests that have no session: when each is forgotten
 
   Sessions sessions_;
   SessionId next_session_ = 1;

@@ -161,10 +161,10 @@ void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push
     out.push_back(SendFrame{session, ended->second.done});
     return;
   }
-  if (!serves(push.lane)) return answer(Code::no_lane, "the destination does not read by this lane");
   try {
-    if (session_kind(push.lane) != sessions_.at(session).kind) throw Error(Code::refused, kOtherKind);
     const auto live = posts_.find(push.id);
+    if (live == posts_.end() && !serves(push.lane)) return answer(Code::no_lane, "the destination does not read by this lane");
+    if (session_kind(push.lane) != sessions_.at(session).kind) throw Error(Code::refused, kOtherKind);
     if (live == posts_.end()) return take_offer(session, peer, push, now, out);
     if (!live->second->is_offered() || live->second->peer() != peer) throw Error(Code::refused, "this id is used by another");
     go_on_with(live, session, push, now, out);
@@ -179,8 +179,13 @@ void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push
 void Endpoint::go_on_with(Posts::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out) {
   Transfer& transfer = *offered->second->as_transfer();
   if (push.turn < transfer.turn()) return;
-  if (push.turn > transfer.turn()) transfer.take_turn(push.turn, push.lane, push.is_last, now, out);
-  if (!transfer.has_lane()) out.push_back(SendFrame{session, Done{push.id, Code::no_lane, transfer.lane_notes(), push.turn}});
+  transfer.asked_on = session;
+  if (push.turn > transfer.turn()) {
+    transfer.take_turn(push.turn, serves(push.lane) ? std::optional(push.lane) : std::nullopt, push.is_last, now, out);
+  }
+  if (!transfer.has_lane() && !is_final(transfer.state())) {
+    out.push_back(SendFrame{session, Done{push.id, Code::no_lane, transfer.no_lane_text(), push.turn}});
+  }
   if (transfer.can_attach() && session_kind(transfer.lane()) == sessions_.at(session).kind) attach(transfer, session, now, out);
   settle(offered, now, out);
 }
@@ -215,6 +220,7 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   offers_.take(share.of, share.weight);
   offer_shares_[push.id] = share;
   if (has_bug(Bug::notify_before_commit) && push.has_notification) out.push_back(NotifReceived{peer, 0, push.notification});
+  transfer->asked_on = session;
   const auto it = posts_.emplace(push.id, std::move(transfer)).first;
   attach(*it->second, session, now, out);
   settle(it, now, out);
@@ -263,6 +269,15 @@ void Endpoint::on_done(const AgentRef& peer, const Done& done, Nanos now, Effect
   if (push == nullptr) return;
   push->on_done(done, now, out);
   settle(posts_.find(push->id()), now, out);
+}
+
+// By whoever serves the transfer; of a push also where it waits for its next lane, and is on no session.
+void Endpoint::on_revoke(SessionId session, const AgentRef& peer, const Revoke& revoke, Nanos now, Effects& out) {
+  Transfer* transfer = find_transfer(revoke.id);
+  if (transfer == nullptr || transfer->peer() != peer) return;
+  if (transfer->session() != session && (transfer->session() != 0 || !transfer->is_offered())) return;
+  transfer->on_revoke(revoke, now, out);
+  settle(posts_.find(revoke.id), now, out);
 }
 
 // A fetch says that it is done by a notification of its own; one that cannot be posted is told as failed, under number 0.

@@ -37,6 +37,20 @@ bool Endpoint::is_guest(const AgentRef& peer) const {
   return it != peers_.end() && it->second.is_guest;
 }
 
+// Of a guest whose last session ended. A lost session alone ends no grant and no offer: it may come back, and shows by the id that
+// it is the same. Who has nothing under way is not waited for, so that names cost whoever makes them up something that is bounded.
+void Endpoint::on_guest_gone(const AgentRef& guest, Nanos now, Effects& out) {
+  end_posts(guest, false, now, out);  // nobody could dial it
+  const bool writes = std::any_of(posts_.begin(), posts_.end(), [&](const auto& post) { return post.second->peer() == guest; });
+  if (!writes && !grants_.has_reader(guest) && !notifier_.has_pending(guest)) return forget(guest, now, out);
+  leaving_.emplace_back(now + 2 * limits_.transfers.stall_ns + limits_.transfers.reconnect_ns, guest);
+}
+
+// It came back, or is known otherwise.
+void Endpoint::keep_guest(const AgentRef& guest) {
+  leaving_.erase(std::remove_if(leaving_.begin(), leaving_.end(), [&](const auto& leaving) { return leaving.second == guest; }), leaving_.end());
+}
+
 // Whether what this agent's owner has for the session's peer may go over it: to a named peer only where that peer's own key
 // was proven, to a guest over what there is.
 bool Endpoint::carries_ours(const Session& session) const { return !session.is_by_guest_key || is_guest(session.handshake.peer()); }
@@ -59,6 +73,7 @@ SessionId Endpoint::find_up(const AgentRef& peer) const {
 // another is dialed where none is idle.
 SessionId Endpoint::find_session(const AgentRef& peer, const Post& post, Effects& out) {
   const SessionKind kind = session_kind(post.lane());
+  if (const auto asked = sessions_.find(post.asked_on); asked != sessions_.end() && asked->second.kind == kind) return post.asked_on;
   const auto found = up_.find(peer);
   if (found == up_.end()) return 0;
   SessionId best = 0;
@@ -73,7 +88,7 @@ SessionId Endpoint::find_session(const AgentRef& peer, const Post& post, Effects
       least = session.posts.size();
     }
   }
-  if (best != 0 && least != 0 && count < limits_.stripes) dial(peer, kind, out);
+  if (best != 0 && least != 0 && count < limits_.stripes && !post.is_offered()) dial(peer, kind, out);
   return best;
 }
 
@@ -150,7 +165,7 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
     const auto it = posts_.find(post);
     if (it != posts_.end() && it->second->session() == id) it->second->session_lost(now);
   }
-  if (is_guest(peer) && up_.count(peer) == 0) return forget(peer, now, out);
+  if (is_guest(peer) && up_.count(peer) == 0) on_guest_gone(peer, now, out);
   for (const OwedRelease& again : released.take()) release(peer, again, now, out);
   for (const TransferId& post : posts) {
     const auto it = posts_.find(post);
@@ -186,6 +201,7 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
       throw Error(Code::overloaded, "this peer has its share of sessions_max");
     }
   }
+  keep_guest(peer);
   if (!knows(peer)) peers_[peer] = session.is_by_guest_key ? Peer{*guest_key_, kind, true} : Peer{session.derived_key, kind, false};
   up_[peer].push_back(id);
   watched_.erase(id);
@@ -277,7 +293,7 @@ void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nan
     return;
   }
   if (const auto* f = std::get_if<Renew>(&frame)) return grants_.on_renew(peer, *f, now);
-  if (const auto* f = std::get_if<Revoke>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_revoke(*f, now, out); });
+  if (const auto* f = std::get_if<Revoke>(&frame)) return on_revoke(id, peer, *f, now, out);
   if (const auto* f = std::get_if<Cancel>(&frame)) return grants_.on_cancel(id, *f);
   if (const auto* f = std::get_if<Notif>(&frame)) {
     if (f->kind == NotifKind::Ack && !carries_ours(session)) return;  // of nothing that was sent here

@@ -76,7 +76,8 @@ struct Fetch {
   WireList pieces;
 };
 // Source to destination: please pull my pieces `from` into your pieces `to`, under the open-ended offer of your registered
-// regions, by `lane`, on this session. Sent again where the answer did not come; answered by DONE once final.
+// regions, by `lane`, on this session. Sent again where the answer did not come, and of each lane that it goes on by; answered by
+// DONE once final, or where the lane does not serve.
 struct Push {
   TransferId id;
   Lane lane = Lane::Stream;
@@ -94,7 +95,7 @@ struct Done {
   TransferId id;
   Code code = Code::ok;  // ok: committed
   std::string text;
-  uint8_t turn = 0;      // the latest that was heard
+  uint8_t turn = 0;      // of no_lane: which lane that is; else the latest that was taken
   uint32_t checked = 0;  // pieces that were compared with checksums of the source
 };
 // The grant's cumulative state, told whole at each new attempt. `ids` are the source's block ids of the positions from

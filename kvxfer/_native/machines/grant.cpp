@@ -129,9 +129,10 @@ bool GrantTable::is_bound_to(const TransferId& id, const AgentRef& peer) const {
   return found != grants_.end() && found->second.reader && *found->second.reader == peer;
 }
 
-const char* GrantTable::obstacle(const TransferId& id, Lane lane) const {
-  const auto found = grants_.find(id);
-  return found != grants_.end() && found->second.hold ? found->second.hold->obstacle(lane) : nullptr;
+bool GrantTable::has_reader(const AgentRef& reader) const {
+  return std::any_of(grants_.begin(), grants_.end(), [&](const auto& grant) {
+    return grant.second.state == GrantState::Alive && grant.second.reader && *grant.second.reader == reader;
+  });
 }
 
 bool GrantTable::has_confirmed(const TransferId& id) const {

@@ -96,7 +96,7 @@ class GrantTable {
   void check_room(const AgentRef& share, uint64_t weight) const;
   bool knows(const TransferId& id) const { return grants_.count(id) != 0; }  // live, or ended not long ago
   bool is_of_pieces(const TransferId& id) const;
-  const char* obstacle(const TransferId& id, Lane lane) const;  // why `lane` cannot read what a live grant promises, or null
+  bool has_reader(const AgentRef& reader) const;  // of a grant that is alive
   bool is_bound_to(const TransferId& id, const AgentRef& peer) const;
   // False where the grant is known and never had a verdict ok.
   bool has_confirmed(const TransferId& id) const;

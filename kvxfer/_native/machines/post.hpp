@@ -72,6 +72,7 @@ class Post {
 
   // The owner's notes: on which session's list it is (0: on none), and when it is to be looked at again.
   SessionId listed_on = 0;
+  SessionId asked_on = 0;  // of a peer's push: where its PUSH came last
   Nanos woken_at = kNever;
 
  protected:

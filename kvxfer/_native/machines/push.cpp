@@ -10,8 +10,7 @@ TransferState next_state(TransferState state, PushEvent event) {
   if (is_final(state)) return state;
   if (state == S::Connecting || state == S::Waiting) {
     switch (event) {
-      case E::SessionLost:
-      case E::NextLane: return S::Connecting;
+      case E::SessionLost: return S::Connecting;
       case E::Fail: return S::Failed;
       case E::Cancel: return S::Cancelled;
       case E::SessionUp:
@@ -26,7 +25,9 @@ TransferState next_state(TransferState state, PushEvent event) {
 }
 
 PushPost::PushPost(PushSpec spec, TransferLimits limits, GrantTable& grants, std::unique_ptr<Hold> hold, Nanos now)
-    : Post(spec.way, limits, now), spec_(std::move(spec)), grants_(&grants), hold_(std::move(hold)) {}
+    : Post(spec.way, limits, now), spec_(std::move(spec)), grants_(&grants), hold_(std::move(hold)) {
+  for (const Lane lane : way_.lanes) obstacles_.push_back(hold_->obstacle(lane));
+}
 
 void PushPost::on_session(Nanos now, Effects& out) {
   try {
@@ -35,12 +36,18 @@ void PushPost::on_session(Nanos now, Effects& out) {
       has_grant_ = true;
     }
     if (now >= grant_end_) return keep(now, out);
-    if (const char* why = grants_->obstacle(way_.id, lane())) return next_lane(why, now, out);
+    const char* why = obstacles_[lane_];
+    if (why != nullptr && !may_be_committed()) return next_lane(why, now, out);
   } catch (const Error& error) {  // grants_max is reached: no fault of this session
     return fail(error.code(), error.what(), now, out);
   }
   state_ = next_state(state_, PushEvent::SessionUp);
   ask(now, out);
+}
+
+// No lane that is left could serve.
+bool PushPost::is_last() const {
+  return std::all_of(obstacles_.begin() + static_cast<std::ptrdiff_t>(lane_) + 1, obstacles_.end(), [](const char* why) { return why != nullptr; });
 }
 
 void PushPost::ask(Nanos now, Effects& out) {
@@ -50,7 +57,7 @@ void PushPost::ask(Nanos now, Effects& out) {
   const Nanos left = way_.deadline == kNever ? 0 : std::max<Nanos>((way_.deadline - now) / kMillisecond, 1);
   send(Push{way_.id, lane(), spec_.wants_sums, static_cast<uint32_t>(std::min<Nanos>(left, UINT32_MAX)), to_wire(spec_.local),
                  to_wire(spec_.remote), spec_.notification.has_value(), spec_.notification.value_or(std::string()),
-                 static_cast<uint8_t>(lane_), lane_ + 1 == way_.lanes.size()},
+                 static_cast<uint8_t>(lane_), is_last()},
        out);
 }
 
@@ -59,18 +66,16 @@ void PushPost::ask_again(Nanos now, Effects& out) { ask(now, out); }
 // Nothing is confirmed any more under a grant whose life is over, so there is nothing to ask for.
 void PushPost::keep(Nanos now, Effects& out) {
   const GrantState state = grants_->state(way_.id, now).value_or(GrantState::Expired);
-  const std::string may_be_done = grants_->has_confirmed(way_.id) ? "; the destination may have committed" : "";
-  fail(code_of(state), "the life of the push's grant is over" + may_be_done, now, out);
+  fail(code_of(state), "the life of the push's grant is over", now, out);
 }
 
 void PushPost::on_done(const Done& done, Nanos now, Effects& out) {
   if (is_final(state_) || state_ != TransferState::Waiting) return;
+  if (done.code == Code::no_lane && done.turn < lane_) return;  // said twice, and left with the first
   heard_at_ = now;
-  if (done.code == Code::no_lane) {  // perhaps said twice, and the second time of a lane that was left with the first
-    if (done.turn == lane_) next_lane(printable(done.text), now, out);
-    return;
-  }
-  if (done.code != Code::ok) return fail(done.code, printable(done.text), now, out);
+  if (done.code == Code::no_lane) return next_lane(printable(done.text), now, out);
+  is_told_ = done.code != Code::ok;
+  if (is_told_) return fail(done.code, printable(done.text), now, out);
   if (!grants_->has_confirmed(way_.id)) return fail(Code::protocol, "the destination calls done what it never had confirmed", now, out);
   if (done.turn < lane_) lane_ = done.turn;  // it was done before it heard of the next
   checked_ = std::min(done.checked, spec_.local.count());
@@ -82,12 +87,20 @@ void PushPost::end_grant(Nanos now, Effects& out) {
   has_grant_ = false;
 }
 
+void PushPost::next_lane(const std::string& why, Nanos now, Effects& out) {
+  if (lane_ + 1 != way_.lanes.size() || !may_be_committed()) return Post::next_lane(why, now, out);
+  fail(Code::peer_gone, "the destination cannot be asked: " + why, now, out);
+}
+
 void PushPost::finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) {
+  const bool is_unknown = state != TransferState::Committed && !is_told_ && may_be_committed();
   end_grant(now, out);
+  // Who waits for the next lane reads nothing that the grant's end would have stopped.
+  if (session_ != 0 && state != TransferState::Committed) send(Revoke{way_.id, Code::grant_revoked}, out);
   state_ = next_state(state_, state == TransferState::Committed ? PushEvent::Done : state == TransferState::Cancelled ? PushEvent::Cancel : PushEvent::Fail);
   const Nanos asked = first_asked_at_ == 0 ? now : first_asked_at_;
   const uint32_t done = state_ == TransferState::Committed ? spec_.local.count() : 0;
-  outcome_ = TransferFinal{way_.id, state_, code, text, lane(), lane_notes_, asked_, done, 0, asked - posted_at_, now - asked, 0, checked_};
+  outcome_ = TransferFinal{way_.id, state_, code, is_unknown ? text + "; the destination may have committed" : text, lane(), lane_notes_, asked_, done, 0, asked - posted_at_, now - asked, 0, checked_};
   tell(outcome_, out);
   is_drained_ = true;
   tell(TransferDrained{way_.id}, out);

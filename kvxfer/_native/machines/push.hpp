@@ -1,9 +1,9 @@
 // One push: the initiator's side of a write. It owns the bytes and never sends one on its own account: it grants its pieces
 // to exactly one reader, asks that reader to pull them into its registered memory, and waits to be told how that ended.
 //
-//                 session_up  session_lost  next_lane   done        fail    cancel
-//   CONNECTING    WAITING     CONNECTING    CONNECTING  -           FAILED  CANCELLED
-//   WAITING       -           CONNECTING    CONNECTING  COMMITTED   FAILED  CANCELLED
+//                 session_up  session_lost  done        fail    cancel
+//   CONNECTING    WAITING     CONNECTING    -           FAILED  CANCELLED
+//   WAITING       -           CONNECTING    COMMITTED   FAILED  CANCELLED
 //   COMMITTED, FAILED, CANCELLED: nothing moves them.       ("-": impossible, an error)
 //
 // What the destination does under the grant (pull, read, confirm) goes through the grant table like every other reader's.
@@ -12,7 +12,8 @@
 //
 // One id and one grant for all lanes: what landed by the one before stays good, and only the rest is pulled by the next. It is
 // the initiator who says which lane comes next, because the destination cannot dial it: PUSH says how many there were before
-// (its turn), and whether there is another. DONE no_lane, where there is, ends the turn alone.
+// (its turn), and whether there is another. DONE no_lane, where there is, ends the turn alone. Once it was given a verdict ok the
+// destination may have committed: then it is asked by whatever lane is left, and where none is, the outcome is not known.
 //
 // Whatever ends the push ends the grant first: a confirm that comes later finds it ended, so a push that was cancelled or
 // failed here is never committed there afterwards without a verdict that was given before. Where the destination neither
@@ -27,7 +28,7 @@
 
 namespace kvxfer {
 
-enum class PushEvent : uint8_t { SessionUp, SessionLost, NextLane, Done, Fail, Cancel };
+enum class PushEvent : uint8_t { SessionUp, SessionLost, Done, Fail, Cancel };
 
 // The table above. Throws Error(internal) for an impossible pair.
 TransferState next_state(TransferState state, PushEvent event);
@@ -58,16 +59,21 @@ class PushPost final : public Post {
   void ask_again(Nanos now, Effects& out) override;
   void keep(Nanos now, Effects& out) override;
   Nanos keep_at() const override { return has_grant_ ? grant_end_ : kNever; }
+  void next_lane(const std::string& why, Nanos now, Effects& out) override;
   void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) override;
 
  private:
+  bool may_be_committed() const { return has_grant_ && grants_->has_confirmed(way_.id); }
+  bool is_last() const;
   void ask(Nanos now, Effects& out);
   void end_grant(Nanos now, Effects& out);
 
   PushSpec spec_;
   GrantTable* grants_;
   std::unique_ptr<Hold> hold_;  // until there is a grant
+  std::vector<const char*> obstacles_;  // why a lane cannot read it, or null: of each lane
   bool has_grant_ = false;
+  bool is_told_ = false;  // by the destination, that it failed there
   Nanos grant_end_ = kNever;
   uint32_t asked_ = 0, checked_ = 0;
   Nanos first_asked_at_ = 0;

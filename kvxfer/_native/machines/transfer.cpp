@@ -1,7 +1,6 @@
 #include "transfer.hpp"
 
 #include <algorithm>
-#include <utility>
 
 namespace kvxfer {
 namespace {
@@ -211,32 +210,38 @@ void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
     state_ = TransferState::Confirming;
     return finish(TransferState::Committed, Code::ok, "", now, out);
   }
-  if (turn_lane_) return change_turn(now, out);
+  if (has_turn_) return change_turn(now, out);
   if (state_ == TransferState::Confirming && (is_one_sided(lane()) || has_lent_)) return ask_verdict(true, now, out);
   read_on(now, out);
 }
 
-void Transfer::take_turn(uint8_t turn, Lane lane, bool is_last, Nanos now, Effects& out) {
+void Transfer::take_turn(uint8_t turn, std::optional<Lane> lane, bool is_last, Nanos now, Effects& out) {
   if (is_final(state_)) return;
   spec_.turn = turn;
   spec_.is_last = is_last;
+  has_turn_ = true;
   turn_lane_ = lane;
   if (reading_ == 0) change_turn(now, out);
 }
 
 void Transfer::change_turn(Nanos now, Effects& out) {
+  has_turn_ = false;
   if (has_lane_) note_lane("the writer went on by another lane");
   leave_lane(now, out);
-  way_.lanes[lane_] = *std::exchange(turn_lane_, std::nullopt);
+  if (!turn_lane_) return next_lane("the destination does not read by this lane", now, out);
+  way_.lanes[lane_] = *turn_lane_;
   has_lane_ = true;
 }
 
 void Transfer::next_lane(const std::string& why, Nanos now, Effects& out) {
-  if (!is_offered() || spec_.is_last) return Post::next_lane(why, now, out);
+  if (!is_offered()) return Post::next_lane(why, now, out);
   note_lane(why);
+  if (spec_.is_last) return fail(Code::no_lane, why, now, out);
   if (session_ != 0) send(Done{spec_.id, Code::no_lane, why, spec_.turn}, out);  // else when it is asked again
   leave_lane(now, out);
   has_lane_ = false;
+  dial_at_ = kNever;
+  no_lane_text_ = why;
 }
 
 void Transfer::stopped(uint64_t token, Code code, const std::string& text, Nanos now, Effects& out) {
@@ -244,7 +249,7 @@ void Transfer::stopped(uint64_t token, Code code, const std::string& text, Nanos
   end_read(now);
   if (is_final(state_)) return drain(out);
   if (code == Code::checksum) return fail(code, text, now, out);
-  if (turn_lane_) return change_turn(now, out);
+  if (has_turn_) return change_turn(now, out);
   if (code == Code::no_lane) return next_lane(text, now, out);
   heard_at_ = now;
   if (session_ == 0) dial_at_ = now;
@@ -281,7 +286,8 @@ void Transfer::on_verdict(const Verdict& verdict, Nanos now, Effects& out) {
 void Transfer::on_error(const ErrorFrame& error, Nanos now, Effects& out) {
   if (is_final(state_) || state_ == TransferState::Connecting || error.attempt != attempt_) return;
   if (error.code == Code::no_lane && reading_ == 0) return next_lane(printable(error.text), now, out);
-  fail(error.code == Code::ok ? Code::protocol : error.code, printable(error.text), now, out);
+  const bool is_nonsense = error.code == Code::ok || error.code == Code::no_lane;  // of what is being read by it
+  fail(is_nonsense ? Code::protocol : error.code, printable(error.text), now, out);
 }
 
 void Transfer::on_revoke(const Revoke& revoke, Nanos now, Effects& out) {

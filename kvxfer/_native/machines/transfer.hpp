@@ -79,11 +79,12 @@ class Transfer final : public Post {
   void on_error(const ErrorFrame& error, Nanos now, Effects& out);
   void on_revoke(const Revoke& revoke, Nanos now, Effects& out);
 
-  // Of a peer's push, which goes on by `lane`: once the read under way, if there is one, is over. What has landed stays.
-  void take_turn(uint8_t turn, Lane lane, bool is_last, Nanos now, Effects& out);
+  // Of a peer's push, which goes on by `lane` (none: one that this agent does not read by), once the read under way, if there
+  // is one, is over. What has landed stays.
+  void take_turn(uint8_t turn, std::optional<Lane> lane, bool is_last, Nanos now, Effects& out);
   uint8_t turn() const { return spec_.turn; }
   bool has_lane() const { return has_lane_; }
-  const std::string& lane_notes() const { return lane_notes_; }
+  const std::string& no_lane_text() const { return no_lane_text_; }
 
   // The read named by `token` is over: its bytes are in place, or it stopped and will write no more.
   void landed(uint64_t token, Nanos now, Effects& out);
@@ -118,7 +119,9 @@ class Transfer final : public Post {
 
   TransferSpec spec_;
   std::unique_ptr<Hold> into_;
-  std::optional<Lane> turn_lane_;   // to go on by after the read under way
+  bool has_turn_ = false;           // to be taken after the read under way: by turn_lane_
+  std::optional<Lane> turn_lane_;
+  std::string no_lane_text_;        // why there is no lane in this turn
   uint32_t attempt_ = 0;
   uint64_t attempt_nonce_ = 0;
   uint64_t nonce_state_;
