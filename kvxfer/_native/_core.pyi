@@ -1482,7 +1482,8 @@ class Core:
 
     def set_guest_key(self, key: bytes) -> None:
         """
-        From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of it is up.
+        From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of
+        it is up, and a little longer where it has reads or writes under way.
         """
 
     def set_root(self, root: bytes) -> None:

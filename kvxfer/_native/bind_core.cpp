@@ -334,7 +334,8 @@ void bind_core_class(nb::module_& m) {
            "TransferFinal, and their memory until TransferDrained.")
       .def("set_guest_key",
            [](PyCore& self, const Bytes32& key) { self.act([&](Endpoint& e, Nanos, Effects&) { e.set_guest_key(key); }); }, nb::arg("key"),
-           "From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of it is up.")
+           "From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of\n"
+           "it is up, and a little longer where it has reads or writes under way.")
       .def("set_root",
            [](PyCore& self, const Bytes32& root) { self.act([&](Endpoint& e, Nanos, Effects&) { e.set_root(root); }); }, nb::arg("root"),
            "From now on an agent that nobody named may open a session if it proves its session key with this one under `root` (32 bytes); it is\n"

@@ -219,7 +219,8 @@ class Transport(Protocol):
         ...
 
     def set_guest_key(self, key: bytes) -> None:
-        """Let in whoever proves these 32 bytes, under the name that it gives itself, as long as its session lasts."""
+        """Let in whoever proves these 32 bytes, under the name that it gives itself, until it has no session and
+        nothing under way."""
         ...
 
     def set_root(self, root: bytes) -> None:

@@ -130,17 +130,65 @@ def test_a_guest_that_stays_away_is_forgotten(op: str) -> None:
     pair.do("a", a.notify(pair.refs["b"], b"are you there", pair.now)[1])
     pair.reachable = False
     pair.cut_all()
+    assert [e.code for e in pair.take("a", _core.NotifFailed)] == [Code.peer_gone]
     with pytest.raises(PeerGone):
         pair.post("a", "push", b"u" * 16, [(7, 64, 16, 16, 1)], [(9, 0, 16, 16, 1)])
+    with pytest.raises(PeerGone):
+        a.notify(pair.refs["b"], b"and now", pair.now)
     pair.advance(4 * S)
     assert a.knows(pair.refs["b"])
     assert pair.finals("b") == [("FAILED", "peer_gone")]
-    pair.advance(2 * S)
+    pair.advance(7 * S)
     counts = a.counts()
     assert (counts.peers, counts.grants.alive, counts.transfers_live, counts.notifications_pending) == (0, 0, 0, 0)
-    assert [e.code for e in pair.take("a", _core.NotifFailed)] == [Code.peer_gone]
     assert [e.code for e in pair.take("a", _core.OfferEnded)] == ([Code.peer_gone] if op == "push" else [])
     assert pair.remove_region("a", 7)
+
+
+def test_who_comes_under_the_name_of_a_guest_learns_nothing_of_it() -> None:
+    """An answer that has the id of a guest's write goes where that write was asked for, or nowhere."""
+    pair = amid("push")
+    pair.reachable = False
+    pair.cut_all()
+    pair.do("b", pair.ends["b"].cancel(ID, pair.now))
+    pair.reachable = True
+    pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"another", pair.now)[1])
+    pair.pump(lambda frame: not isinstance(frame, _core.Revoke))
+    assert pair.ends["a"].is_connected(pair.refs["b"])
+    is_gone, effects = pair.ends["a"].remove_region(7, pair.now)
+    assert is_gone
+    assert not any(isinstance(effect, _core.SendFrame) for effect in effects)
+    pair.do("a", effects)
+    assert [e.code for e in pair.take("a", _core.OfferEnded)] == [Code.grant_revoked]
+
+
+def test_many_guests_that_left_are_not_kept() -> None:
+    """Each had something under way; the first that left goes first, and all of them once their time is over."""
+    limits = _core.EndpointLimits()
+    limits.sessions_max = 64
+    pair = GuestPair(limits)
+    pair.add_region("a", 7, DATA)
+    a, count = pair.ends["a"], 40
+    for i in range(count):
+        guest = _core.AgentRef(f"g{i}", 1, bytes([i]) * 16)
+        end = _core.Endpoint(guest, _core.EndpointLimits())
+        end.set_peer(pair.refs["a"], GUEST_KEY, _core.SessionKind.MEMORY)
+        theirs, hello = end.dialed(pair.refs["a"], _core.SessionKind.MEMORY, b"1" * 32, pair.now)
+        mine, _ = a.accepted(_core.SessionKind.MEMORY, b"2" * 32, pair.now)
+        said = [effect.frame for effect in hello]
+        while said:
+            answers = [e.frame for frame in said for e in a.on_frame(mine, frame, pair.now) if hasattr(e, "frame")]
+            said = [e.frame for frame in answers for e in end.on_frame(theirs, frame, pair.now) if hasattr(e, "frame")]
+        pull = _core.Pull(bytes([i]) * 16, 1, 5, Lane.MEMORY, 0, 1, 16, b"d" * 32, 0)
+        pair.do("a", a.on_frame(mine, _core.Fetch(pull, _core.WireList([(7, 0, 16, 16, 1)])), pair.now))
+        pair.do("a", a.closed(mine, pair.now))
+    kept = a.counts().peers
+    assert 0 < kept < count
+    assert not a.knows(_core.AgentRef("g0", 1, bytes(16)))
+    assert a.knows(guest)
+    assert a.counts().grants.alive == kept
+    pair.advance(11 * S)
+    assert (a.counts().peers, a.counts().grants.alive) == (0, 0)
 
 
 def test_a_guest_that_is_named_while_it_is_away_stays() -> None:

@@ -302,6 +302,61 @@ def test_what_was_compared_is_what_the_reader_says() -> None:
     assert (final.state.name, final.blocks_done, final.blocks_checked) == ("COMMITTED", COUNT, COUNT - LANDED)
 
 
+def pushing_the_next(pair: LanePair) -> None:
+    """``a`` writes something else to the same place."""
+    pair.add_region("a", SOURCE + 1, DATA[::-1], is_shareable=True)
+    pieces = ([(SOURCE + 1, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)])
+    pair.post("a", "push", b"u" * 16, *pieces, lanes=[Lane.CMA, Lane.STREAM], notification=b"n")
+
+
+def test_a_write_that_was_cancelled_does_not_land_behind_the_next() -> None:
+    """Flaw: its session was cut, so nobody said that it was over, and its read went on beside that of the next one."""
+    pair = pushing([Lane.CMA, Lane.STREAM])
+    pair.pump()
+    (read,) = pair.take("b", _core.ReadBlocks)
+    cut(pair)
+    pair.do("a", pair.ends["a"].cancel(ID, pair.now))
+    assert pair.finals("a") == [("CANCELLED", "cancelled")]
+    pushing_the_next(pair)
+    pair.run()
+    assert not pair.ends["b"].is_landing(read.id, read.token)
+    assert [effect.id for effect in pair.take("b", _core.StopRead)] == [ID]
+    assert [pull.id for pull in pair.asked] == [ID], "no other read beside one that may still land"
+    pair.fill("b", read.to, b"".join(pair.bytes_of("a", read.source)))  # it could not be stopped
+    pair.do("b", pair.ends["b"].read_landed(read.id, read.token, pair.now))
+    pair.advance(3 * S)
+    pair.run()
+    assert pair.finals("a") == [("COMMITTED", "ok")]
+    assert bytes(pair.into) == DATA[::-1]
+    assert [e.state.name for e in pair.take("b", _core.OfferEnded)] == ["FAILED", "COMMITTED"]
+
+
+def test_a_write_is_ended_over_whichever_session_there_is() -> None:
+    """Flaw: its reader had not heard that the session which it read on was gone, and took no word by another."""
+    pair = pushing([Lane.CMA])
+    pair.pump()
+    (read,) = pair.take("b", _core.ReadBlocks)
+    (_, mine), _ = sorted(pair.peer_session)
+    pair.peer_session.clear()
+    pair.do("a", pair.ends["a"].closed(mine, pair.now))
+    pair.run()
+    assert pair.ends["b"].is_landing(read.id, read.token)
+    pair.do("a", pair.ends["a"].cancel(ID, pair.now))
+    pair.run()
+    assert not pair.ends["b"].is_landing(read.id, read.token)
+
+
+def test_the_end_of_a_write_that_went_with_its_session_is_said_again() -> None:
+    pair = pushing([Lane.CMA])
+    pair.pump()
+    (read,) = pair.take("b", _core.ReadBlocks)
+    pair.do("a", pair.ends["a"].cancel(ID, pair.now))
+    cut(pair)
+    pair.do("a", pair.ends["a"].notify(pair.refs["b"], b"hello", pair.now)[1])
+    pair.run()
+    assert not pair.ends["b"].is_landing(read.id, read.token)
+
+
 class GuestLanes(LanePair):
     """``b`` knows ``a`` as a guest, by whatever name it comes."""
 

@@ -17,11 +17,6 @@ bool is_confirmation(const Frame& frame) {
   return verdict != nullptr && verdict->code == Code::ok;
 }
 
-// A push has another id on the wire for each of its lanes; they differ in the last byte.
-bool is_same_post(const TransferId& one, const TransferId& other) {
-  return std::equal(one.raw.begin(), one.raw.end() - 1, other.raw.begin());
-}
-
 // The first device that some of the pieces lie on. Copies by its context reach those of other devices and the host's too.
 std::shared_ptr<cuda::Context> device_of(const RegionTable& table, const Extent& extent) {
   const std::vector<Grid>& grids = extent.ranges->grids();
@@ -75,7 +70,7 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
           if constexpr (is_alternative<E, OwnerEvent>) {
             if constexpr (std::is_same_v<E, SessionUp>) effects_.push_back(e);
             if constexpr (std::is_same_v<E, GrantEnded> || std::is_same_v<E, TransferDrained>) {
-              if (!is_io && sending_ && is_same_post(*sending_, e.id)) return told_after_send.emplace_back(std::move(e)), void();
+              if (!is_io && sending_ && *sending_ == e.id) return told_after_send.emplace_back(std::move(e)), void();
             }
             push_event(turn, std::move(e), now, is_io);
           } else {

@@ -24,8 +24,8 @@ void Endpoint::peer_dead(const AgentRef& peer, Nanos now, Effects& out) {
 void Endpoint::forget(const AgentRef& peer, Nanos now, Effects& out) {
   const bool has_other_life = has_bug(Bug::mix_two_sources) &&
                               std::any_of(peers_.begin(), peers_.end(), [&](const auto& p) { return p.first != peer && p.first.agent_id == peer.agent_id; });
-  peers_.erase(peer);
   keep_guest(peer);
+  peers_.erase(peer);
   if (!has_other_life) end_posts(peer, true, now, out);
   owed_.erase(peer);
   grants_.reader_dead(peer, now, out);
@@ -89,7 +89,7 @@ void Endpoint::check_room(const TransferId& id, const AgentRef& peer) const {
     throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
   }
   if (peer == self_) throw Error(Code::invalid_argument, "an agent does not pull from itself");
-  if (!knows(peer) || (is_guest(peer) && !is_connected(peer))) {
+  if (!knows(peer) || is_away(peer)) {
     throw Error(Code::peer_gone, "agent " + peer.agent_id + " is not known in that life");
   }
 }
@@ -117,7 +117,7 @@ void Endpoint::give_up(const TransferId& id, const AgentRef& source, Nanos now, 
 
 // By a session that is up, or as soon as one is.
 void Endpoint::release(const AgentRef& source, const OwedRelease& owed, Nanos now, Effects& out) {
-  if (!knows(source)) return;
+  if (!knows(source) || is_away(source)) return;
   if (const SessionId session = find_up(source)) {
     release_over(session, sessions_.at(session), owed, now, out);
   } else {
@@ -127,7 +127,7 @@ void Endpoint::release(const AgentRef& source, const OwedRelease& owed, Nanos no
 
 void Endpoint::release_over(SessionId id, Session& session, const OwedRelease& owed, Nanos now, Effects& out) {
   if (now >= owed.until) return;
-  out.push_back(SendFrame{id, Release{owed.id}});
+  out.push_back(SendFrame{id, owed.is_of_push ? Frame(Revoke{owed.id, Code::grant_revoked}) : Frame(Release{owed.id})});
   session.released.add(owed);
 }
 
@@ -139,7 +139,7 @@ std::optional<TransferState> Endpoint::transfer_state(const TransferId& id) cons
 
 uint64_t Endpoint::notify(const AgentRef& to, std::string payload, Nanos now, Effects& out) {
   const auto peer = peers_.find(to);
-  if (peer == peers_.end()) throw Error(Code::peer_gone, "agent " + to.agent_id + " is not known in that life");
+  if (peer == peers_.end() || is_away(to)) throw Error(Code::peer_gone, "agent " + to.agent_id + " is not known in that life");
   const uint64_t seq = notifier_.post(to, std::move(payload), now);
   if (const SessionId session = find_up(to)) {
     notifier_.flush(to, session, false, now, out);
@@ -260,6 +260,7 @@ void Endpoint::settle(Posts::iterator it, Nanos now, Effects& out) {
   Post& post = *it->second;
   while (post.needs_session(now)) connect(post, now, out);
   if (!post.is_over()) {
+    if (post.is_offered() && is_final(post.state())) offers_draining_.insert(post.id());
     follow_session(post, now);
     return wake(post, post.wake_at());
   }
@@ -280,7 +281,7 @@ void Endpoint::finish(const Post& post, Nanos now, Effects& out) {
     finished_.erase(finished_order_.front());
     finished_order_.pop_front();
   }
-  if (transfer == nullptr) return;
+  if (transfer == nullptr) return stop_reader(*const_cast<Post&>(post).as_push(), now, out);
   if (const auto session = sessions_.find(post.session()); session != sessions_.end()) {
     session->second.released.add(owed_release(id, now));  // it said so itself
   } else {
@@ -295,7 +296,7 @@ bool Endpoint::is_peer(const AgentRef& peer, const Post& post) const {
 
 void Endpoint::tick(Nanos now, Effects& out) {
   grants_.tick(now, out);
-  while (!leaving_.empty() && leaving_.front().first <= now) forget(AgentRef(leaving_.front().second), now, out);
+  forget_leaving(now, out);
   const Nanos stall = limits_.transfers.stall_ns;
   std::vector<std::pair<SessionId, const char*>> lost;
   for (const SessionId id : watched_) {
@@ -333,7 +334,7 @@ Nanos Endpoint::next_deadline() const {
   const Nanos stall = limits_.transfers.stall_ns;
   Nanos next = std::min(grants_.next_deadline(), notifier_.next_deadline(stall));
   if (!wakes_.empty()) next = std::min(next, wakes_.begin()->first);
-  if (!leaving_.empty()) next = std::min(next, leaving_.front().first);
+  if (!leaving_.empty()) next = std::min(next, leaving_.begin()->first);
   for (const SessionId id : watched_) {
     const Session& session = sessions_.at(id);
     next = std::min(next, !session.is_up() ? session.deadline : session.heard_at + (session.pinged_at <= session.heard_at ? stall : 2 * stall));

@@ -89,7 +89,7 @@ class Endpoint {
   void set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control);
   // From now on a peer that nobody named may open a session if it proves this key: it holds our metadata. It is known while
   // a session of it is up, reached over that session only, and forgotten (peer_dead) after the last one: as soon as it would
-  // have given us up itself, where it reads, writes or has notifications to come, else at once. Peers that were named prove it too where they dial; their own key is what we prove where we dial them.
+  // have given us up itself, where it reads or writes, else at once; what is ours for it ends with that session. Peers that were named prove it too where they dial; their own key is what we prove where we dial them.
   // Whoever holds our metadata can come under any name. So on a session that was opened with this key, PULL and RELEASE reach
   // only grants of regions that were made to that very name by a FETCH or an own push, and what we have for a peer that was
   // named (posts, notifications) never goes over it: for that we dial, and the peer proves its own key. What a peer's PUSH
@@ -167,6 +167,7 @@ class Endpoint {
     Bytes32 key{};
     SessionKind control = SessionKind::Tcp;
     bool is_guest = false;
+    Nanos leaves_at = kNever;  // a guest without a session: when it is forgotten
   };
   struct Session {
     SessionKind kind = SessionKind::Tcp;
@@ -198,6 +199,8 @@ class Endpoint {
   bool is_guest(const AgentRef& peer) const;
   void on_guest_gone(const AgentRef& guest, Nanos now, Effects& out);
   void keep_guest(const AgentRef& guest);
+  void forget_leaving(Nanos now, Effects& out);
+  bool is_away(const AgentRef& peer) const { return is_guest(peer) && !is_connected(peer); }
   bool carries_ours(const Session& session) const;
   bool carries(const Session& session, const Post& post) const;
   // Guests choose their names: all together are one peer where something is shared out.
@@ -221,10 +224,12 @@ class Endpoint {
   void on_pull(SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out);
   void on_fetch(SessionId session, const AgentRef& peer, const Fetch& fetch, Nanos now, Effects& out);
   void on_push(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
-  void on_done(const AgentRef& peer, const Done& done, Nanos now, Effects& out);
+  void on_done(SessionId session, const AgentRef& peer, const Done& done, Nanos now, Effects& out);
   void on_revoke(SessionId session, const AgentRef& peer, const Revoke& revoke, Nanos now, Effects& out);
+  void stop_reader(const PushPost& push, Nanos now, Effects& out);
   void go_on_with(Posts::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out);
   void take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
+  bool is_draining_into(const std::vector<uint32_t>& regions, const AgentRef& peer) const;
   void end_offer(const Transfer& transfer, Effects& out);
   void remember(const TransferId& id, const AgentRef& share, EndedOffer ended);
   std::optional<Error> refusal_of(Lane lane, SessionId session) const;
@@ -247,7 +252,7 @@ class Endpoint {
   void wake(Post& post, Nanos at);
   void settle(Posts::iterator it, Nanos now, Effects& out);
   void finish(const Post& post, Nanos now, Effects& out);
-  OwedRelease owed_release(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns}; }
+  OwedRelease owed_release(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns, false}; }
   void release(const AgentRef& source, const OwedRelease& owed, Nanos now, Effects& out);
   void release_over(SessionId id, Session& session, const OwedRelease& owed, Nanos now, Effects& out);
   bool is_peer(const AgentRef& peer, const Post& post) const;
@@ -260,7 +265,7 @@ class Endpoint {
   Notifier notifier_;
   std::map<AgentRef, Peer> peers_;
   std::optional<Bytes32> guest_key_, root_;
-  std::deque<std::pair<Nanos, AgentRef>> leaving_;  // guests that have no session: when each is forgotten
+  std::set<std::pair<Nanos, AgentRef>> leaving_;  // Peer::leaves_at of those in peers_
 
   Sessions sessions_;
   SessionId next_session_ = 1;
@@ -277,6 +282,7 @@ class Endpoint {
 
   Shares offers_;
   std::map<TransferId, OfferShare> offer_shares_;  // live
+  std::set<TransferId> offers_draining_;           // final, and a read may still land
   std::map<TransferId, EndedOffer> offers_ended_;
   std::map<AgentRef, std::deque<TransferId>> offers_ended_order_;  // by share, oldest first
 };

@@ -200,6 +200,7 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   PieceList from = from_wire(push.from), to = from_wire(push.to);
   check_alike(to, from);
   auto hold = std::make_unique<PiecesHold>(regions_, std::move(to), RegionUse::PeerWrites, true);
+  if (is_draining_into(hold->maps(), peer)) return;
 
   TransferSpec spec;
   spec.id = push.id;
@@ -226,6 +227,17 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   settle(it, now, out);
 }
 
+// Whether a write of this peer that is over there may still land beside one that it makes now: that one is not heard yet, and
+// comes again.
+bool Endpoint::is_draining_into(const std::vector<uint32_t>& regions, const AgentRef& peer) const {
+  return std::any_of(offers_draining_.begin(), offers_draining_.end(), [&](const TransferId& id) {
+    const Transfer& transfer = *find_transfer(id);
+    if (transfer.peer() != peer) return false;
+    const std::vector<uint32_t> filled = transfer.into().maps();
+    return std::any_of(filled.begin(), filled.end(), [&](uint32_t region) { return std::binary_search(regions.begin(), regions.end(), region); });
+  });
+}
+
 void Endpoint::end_offer(const Transfer& transfer, Effects& out) {
   const TransferFinal& outcome = transfer.outcome();
   const TransferId& id = transfer.id();
@@ -236,14 +248,18 @@ void Endpoint::end_offer(const Transfer& transfer, Effects& out) {
   out.push_back(OfferEnded{id, peer, outcome.state, outcome.code, outcome.lane, transfer.into().bytes(0, transfer.done())});
   const OfferShare share = offer_shares_.at(id);
   offer_shares_.erase(id);
+  offers_draining_.erase(id);
   offers_.give_back(share.of, share.weight);
   const Done done{id, outcome.code, outcome.text, transfer.turn(), outcome.blocks_checked};
   remember(id, share.of, EndedOffer{peer, done});
-  // Where it cannot be said now, it is when the peer asks again.
+  // Where it cannot be said now, it is when the peer asks again. Not to whoever came since under a guest's name: the id is its secret.
   SessionId session = transfer.session();
+  if (sessions_.count(session) == 0) session = transfer.asked_on;
   if (sessions_.count(session) == 0) {
     const auto up = up_.find(peer);
-    session = up != up_.end() ? up->second.front() : 0;
+    if (up == up_.end()) return;
+    const auto proven = std::find_if(up->second.begin(), up->second.end(), [this](SessionId each) { return !sessions_.at(each).is_by_guest_key; });
+    session = proven != up->second.end() ? *proven : 0;
   }
   if (session != 0) out.push_back(SendFrame{session, done});
 }
@@ -264,20 +280,39 @@ void Endpoint::remember(const TransferId& id, const AgentRef& share, EndedOffer 
   if (most->second.empty()) offers_ended_order_.erase(most);
 }
 
-void Endpoint::on_done(const AgentRef& peer, const Done& done, Nanos now, Effects& out) {
+void Endpoint::on_done(SessionId session, const AgentRef& peer, const Done& done, Nanos now, Effects& out) {
   PushPost* push = push_of(peer, done.id);
-  if (push == nullptr) return;
+  if (push == nullptr || !carries(sessions_.at(session), *push)) return;
   push->on_done(done, now, out);
   settle(posts_.find(push->id()), now, out);
 }
 
-// By whoever serves the transfer; of a push also where it waits for its next lane, and is on no session.
+// By whoever serves the transfer; of a push by any session of its writer, which may have left the one that this is read on.
 void Endpoint::on_revoke(SessionId session, const AgentRef& peer, const Revoke& revoke, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(revoke.id);
   if (transfer == nullptr || transfer->peer() != peer) return;
-  if (transfer->session() != session && (transfer->session() != 0 || !transfer->is_offered())) return;
+  if (!transfer->is_offered() && transfer->session() != session) return;
   transfer->on_revoke(revoke, now, out);
   settle(posts_.find(revoke.id), now, out);
+}
+
+// Of an own push that ended here. Whoever reads for it is to stop before it hears of the next write, which may be of the same memory
+// and come by any session: so it is told over each, and once more where that goes, or as soon as there is one.
+void Endpoint::stop_reader(const PushPost& push, Nanos now, Effects& out) {
+  if (!push.may_be_read()) return;
+  OwedRelease word = owed_release(push.id(), now);
+  word.is_of_push = true;
+  const auto up = up_.find(push.peer());
+  bool is_said = false;
+  if (up != up_.end()) {
+    for (const SessionId id : up->second) {
+      Session& session = sessions_.at(id);
+      if (!carries_ours(session)) continue;
+      release_over(id, session, word, now, out);
+      is_said = true;
+    }
+  }
+  if (!is_said) release(push.peer(), word, now, out);
 }
 
 // A fetch says that it is done by a notification of its own; one that cannot be posted is told as failed, under number 0.

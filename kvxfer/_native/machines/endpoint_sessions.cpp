@@ -7,6 +7,7 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kMapsMax = 16384;  // of what one session let us read
+constexpr size_t kForgottenAtOnce = 16;  // guests
 
 }  // namespace
 
@@ -38,17 +39,41 @@ bool Endpoint::is_guest(const AgentRef& peer) const {
 }
 
 // Of a guest whose last session ended. A lost session alone ends no grant and no offer: it may come back, and shows by the id that
-// it is the same. Who has nothing under way is not waited for, so that names cost whoever makes them up something that is bounded.
+// it is the same. What our owner had for it ends, because whoever came next under that name would get it.
 void Endpoint::on_guest_gone(const AgentRef& guest, Nanos now, Effects& out) {
-  end_posts(guest, false, now, out);  // nobody could dial it
+  end_posts(guest, false, now, out);
+  owed_.erase(guest);
+  notifier_.peer_dead(guest, out);
   const bool writes = std::any_of(posts_.begin(), posts_.end(), [&](const auto& post) { return post.second->peer() == guest; });
-  if (!writes && !grants_.has_reader(guest) && !notifier_.has_pending(guest)) return forget(guest, now, out);
-  leaving_.emplace_back(now + 2 * limits_.transfers.stall_ns + limits_.transfers.reconnect_ns, guest);
+  if (!writes && !grants_.has_reader(guest)) return forget(guest, now, out);
+  const TransferLimits& limits = limits_.transfers;
+  const Nanos leaves_at = now + std::max(2 * limits.stall_ns + limits.reconnect_ns, limits_.grants.ttl_ns);
+  peers_.at(guest).leaves_at = leaves_at;
+  leaving_.emplace(leaves_at, guest);
+  // Who makes up names by the thousand, each with something under way, pushes out those that left before.
+  if (leaving_.size() > share_of_one(limits_.sessions_max)) forget(AgentRef(leaving_.begin()->second), now, out);
 }
 
-// It came back, or is known otherwise.
+// It came back, or is known otherwise, or not at all.
 void Endpoint::keep_guest(const AgentRef& guest) {
-  leaving_.erase(std::remove_if(leaving_.begin(), leaving_.end(), [&](const auto& leaving) { return leaving.second == guest; }), leaving_.end());
+  const auto known = peers_.find(guest);
+  if (known == peers_.end() || known->second.leaves_at == kNever) return;
+  leaving_.erase({known->second.leaves_at, guest});
+  known->second.leaves_at = kNever;
+}
+
+// Each costs a look at everything that is under way: not many at once.
+void Endpoint::forget_leaving(Nanos now, Effects& out) {
+  for (size_t n = 0; !leaving_.empty() && leaving_.begin()->first <= now; ++n) {
+    const AgentRef guest = leaving_.begin()->second;
+    if (n < kForgottenAtOnce) {
+      forget(guest, now, out);
+      continue;
+    }
+    keep_guest(guest);
+    peers_.at(guest).leaves_at = now + kMillisecond;
+    leaving_.emplace(now + kMillisecond, guest);
+  }
 }
 
 // Whether what this agent's owner has for the session's peer may go over it: to a named peer only where that peer's own key
@@ -206,6 +231,10 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
   up_[peer].push_back(id);
   watched_.erase(id);
   out.push_back(SessionUp{id, peer, kind});
+  if (const auto owed = owed_.find(peer); owed != owed_.end() && carries_ours(session)) {
+    for (const OwedRelease& again : owed->second.take()) release_over(id, session, again, now, out);
+    owed_.erase(owed);
+  }
   for (auto it = posts_.begin(); it != posts_.end();) {
     const auto current = it++;
     Post& post = *current->second;
@@ -213,12 +242,7 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
     attach(post, id, now, out);
     settle(current, now, out);
   }
-  if (!carries_ours(session)) return;
-  if (const auto owed = owed_.find(peer); owed != owed_.end()) {
-    for (const OwedRelease& again : owed->second.take()) release_over(id, session, again, now, out);
-    owed_.erase(owed);
-  }
-  notifier_.flush(peer, id, true, now, out);
+  if (carries_ours(session)) notifier_.flush(peer, id, true, now, out);
 }
 
 bool Endpoint::has_maps(const Session& session, const Post& post) {
@@ -306,7 +330,7 @@ void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nan
   }
   if (const auto* f = std::get_if<Fetch>(&frame)) return on_fetch(id, peer, *f, now, out);
   if (const auto* f = std::get_if<Push>(&frame)) return on_push(id, peer, *f, now, out);
-  if (const auto* f = std::get_if<Done>(&frame)) return on_done(peer, *f, now, out);
+  if (const auto* f = std::get_if<Done>(&frame)) return on_done(id, peer, *f, now, out);
   if (const auto* f = std::get_if<Map>(&frame)) return on_map(session, *f);
   if (std::holds_alternative<Data>(frame)) return;  // the shell's: payload
   throw Error(Code::protocol, std::string(kind_name(frame)) + " in a session that is up");

@@ -95,8 +95,6 @@ void PushPost::next_lane(const std::string& why, Nanos now, Effects& out) {
 void PushPost::finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) {
   const bool is_unknown = state != TransferState::Committed && !is_told_ && may_be_committed();
   end_grant(now, out);
-  // Who waits for the next lane reads nothing that the grant's end would have stopped.
-  if (session_ != 0 && state != TransferState::Committed) send(Revoke{way_.id, Code::grant_revoked}, out);
   state_ = next_state(state_, state == TransferState::Committed ? PushEvent::Done : state == TransferState::Cancelled ? PushEvent::Cancel : PushEvent::Fail);
   const Nanos asked = first_asked_at_ == 0 ? now : first_asked_at_;
   const uint32_t done = state_ == TransferState::Committed ? spec_.local.count() : 0;

@@ -51,6 +51,8 @@ class PushPost final : public Post {
   // The destination is at it.
   void heard(Nanos now) { heard_at_ = now; }
   bool leans_on(uint32_t region) const;
+  // It is over, and the destination was neither told nor said so itself.
+  bool may_be_read() const { return asked_ != 0 && !is_told_ && state_ != TransferState::Committed; }
 
  protected:
   const char* peer_word() const override { return "destination"; }

@@ -1,6 +1,8 @@
-// RELEASEs that may not have come. A reader says once that it needs a grant no more; where the connection was cut behind that
-// word, or there was none to say it over, the source would keep its promise to the expiry. So the word is said again over the
-// next session to the same life, whoever opens it. Nobody dials for it: the expiry is there for the rest.
+// Last words that may not have come. A reader says once that it needs a grant no more (RELEASE), a writer that nobody is to read for
+// it any more (REVOKE); where the connection was cut behind that word, or there was none to say it over, the source would keep
+// its promise to the expiry, and the destination would go on filling what the writer takes for its own again. So the word is
+// said again over the next session to the same life, whoever opens it, and before anything else. Nobody dials for it: expiry and
+// deadline are there for the rest.
 #pragma once
 
 #include <deque>
@@ -13,6 +15,7 @@ namespace kvxfer {
 struct OwedRelease {
   TransferId id;
   Nanos until = 0;  // no grant lives longer
+  bool is_of_push = false;
 };
 
 // Oldest first; of too many the oldest are forgotten.
