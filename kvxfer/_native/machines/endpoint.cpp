@@ -112,23 +112,23 @@ void Endpoint::cancel(const TransferId& id, Nanos now, Effects& out) {
 void Endpoint::give_up(const TransferId& id, const AgentRef& source, Nanos now, Effects& out) {
   if (posts_.count(id) != 0 || finished_.count(id) != 0) throw Error(Code::invalid_argument, "this transfer has begun: cancel it");
   if (const auto peer = peers_.find(source); peer != peers_.end() && find_up(source) == 0) dial(source, peer->second.control, out);
-  release(source, owed_release(id, now), now, out);
+  say_last(source, last_word(id, now), now, out);
 }
 
 // By a session that is up, or as soon as one is.
-void Endpoint::release(const AgentRef& source, const OwedRelease& owed, Nanos now, Effects& out) {
+void Endpoint::say_last(const AgentRef& source, const LastWord& owed, Nanos now, Effects& out) {
   if (!knows(source) || is_away(source)) return;
   if (const SessionId session = find_up(source)) {
-    release_over(session, sessions_.at(session), owed, now, out);
+    say_last_over(session, sessions_.at(session), owed, now, out);
   } else {
     owed_[source].add(owed);
   }
 }
 
-void Endpoint::release_over(SessionId id, Session& session, const OwedRelease& owed, Nanos now, Effects& out) {
+void Endpoint::say_last_over(SessionId id, Session& session, const LastWord& owed, Nanos now, Effects& out) {
   if (now >= owed.until) return;
   out.push_back(SendFrame{id, owed.is_of_push ? Frame(Revoke{owed.id, Code::grant_revoked}) : Frame(Release{owed.id})});
-  session.released.add(owed);
+  session.last_words.add(owed);
 }
 
 std::optional<TransferState> Endpoint::transfer_state(const TransferId& id) const {
@@ -283,9 +283,9 @@ void Endpoint::finish(const Post& post, Nanos now, Effects& out) {
   }
   if (transfer == nullptr) return stop_reader(*const_cast<Post&>(post).as_push(), now, out);
   if (const auto session = sessions_.find(post.session()); session != sessions_.end()) {
-    session->second.released.add(owed_release(id, now));  // it said so itself
+    session->second.last_words.add(last_word(id, now));  // it said so itself
   } else {
-    release(post.peer(), owed_release(id, now), now, out);
+    say_last(post.peer(), last_word(id, now), now, out);
   }
   if (post.state() == TransferState::Committed) notify_committed(*transfer, now, out);
 }

@@ -18,7 +18,7 @@
 #include "grant.hpp"
 #include "notifier.hpp"
 #include "push.hpp"
-#include "releases.hpp"
+#include "last_words.hpp"
 #include "session.hpp"
 #include "transfer.hpp"
 
@@ -89,7 +89,8 @@ class Endpoint {
   void set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control);
   // From now on a peer that nobody named may open a session if it proves this key: it holds our metadata. It is known while
   // a session of it is up, reached over that session only, and forgotten (peer_dead) after the last one: as soon as it would
-  // have given us up itself, where it reads or writes, else at once; what is ours for it ends with that session. Peers that were named prove it too where they dial; their own key is what we prove where we dial them.
+  // have given us up itself, where it reads or writes, else at once; what is ours for it ends with that session. Peers that
+  // were named prove it too where they dial; their own key is what we prove where we dial them.
   // Whoever holds our metadata can come under any name. So on a session that was opened with this key, PULL and RELEASE reach
   // only grants of regions that were made to that very name by a FETCH or an own push, and what we have for a peer that was
   // named (posts, notifications) never goes over it: for that we dial, and the peer proves its own key. What a peer's PUSH
@@ -178,7 +179,7 @@ class Endpoint {
     std::set<TransferId> posts;                    // attached
     std::set<std::pair<uint32_t, Lane>> maps;      // what the peer let us read by it
     bool is_by_guest_key = false;                  // its name is only what it says of itself
-    OwedReleases released{};                       // over it
+    LastWords last_words{};                       // over it
     Bytes32 derived_key{};                         // of a peer that nobody named, under the root
     uint64_t refusals = 0;                         // of what it asked for
     bool is_up() const { return handshake.state() == SessionState::Up; }
@@ -229,7 +230,7 @@ class Endpoint {
   void stop_reader(const PushPost& push, Nanos now, Effects& out);
   void go_on_with(Posts::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out);
   void take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
-  bool is_draining_into(const std::vector<uint32_t>& regions, const AgentRef& peer) const;
+  bool is_draining_into(const Hold& into, const AgentRef& peer) const;
   void end_offer(const Transfer& transfer, Effects& out);
   void remember(const TransferId& id, const AgentRef& share, EndedOffer ended);
   std::optional<Error> refusal_of(Lane lane, SessionId session) const;
@@ -252,9 +253,9 @@ class Endpoint {
   void wake(Post& post, Nanos at);
   void settle(Posts::iterator it, Nanos now, Effects& out);
   void finish(const Post& post, Nanos now, Effects& out);
-  OwedRelease owed_release(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns, false}; }
-  void release(const AgentRef& source, const OwedRelease& owed, Nanos now, Effects& out);
-  void release_over(SessionId id, Session& session, const OwedRelease& owed, Nanos now, Effects& out);
+  LastWord last_word(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns, false}; }
+  void say_last(const AgentRef& source, const LastWord& owed, Nanos now, Effects& out);
+  void say_last_over(SessionId id, Session& session, const LastWord& owed, Nanos now, Effects& out);
   bool is_peer(const AgentRef& peer, const Post& post) const;
 
   AgentRef self_;
@@ -273,7 +274,7 @@ class Endpoint {
   std::set<SessionId> watched_;                    // opening, or with posts attached: those whose silence says something
   size_t unproven_ = 0;                            // accepted
   std::set<std::pair<AgentRef, SessionKind>> dialing_;
-  std::map<AgentRef, OwedReleases> owed_;  // to be said when a session is up
+  std::map<AgentRef, LastWords> owed_;  // to be said when a session is up
 
   Posts posts_;
   std::set<std::pair<Nanos, TransferId>> wakes_;  // Post::woken_at of those in posts_

@@ -200,7 +200,7 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   PieceList from = from_wire(push.from), to = from_wire(push.to);
   check_alike(to, from);
   auto hold = std::make_unique<PiecesHold>(regions_, std::move(to), RegionUse::PeerWrites, true);
-  if (is_draining_into(hold->maps(), peer)) return;
+  if (is_draining_into(*hold, peer)) return;
 
   TransferSpec spec;
   spec.id = push.id;
@@ -229,7 +229,9 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
 
 // Whether a write of this peer that is over there may still land beside one that it makes now: that one is not heard yet, and
 // comes again.
-bool Endpoint::is_draining_into(const std::vector<uint32_t>& regions, const AgentRef& peer) const {
+bool Endpoint::is_draining_into(const Hold& into, const AgentRef& peer) const {
+  if (offers_draining_.empty()) return false;
+  const std::vector<uint32_t> regions = into.maps();
   return std::any_of(offers_draining_.begin(), offers_draining_.end(), [&](const TransferId& id) {
     const Transfer& transfer = *find_transfer(id);
     if (transfer.peer() != peer) return false;
@@ -300,7 +302,7 @@ void Endpoint::on_revoke(SessionId session, const AgentRef& peer, const Revoke& 
 // and come by any session: so it is told over each, and once more where that goes, or as soon as there is one.
 void Endpoint::stop_reader(const PushPost& push, Nanos now, Effects& out) {
   if (!push.may_be_read()) return;
-  OwedRelease word = owed_release(push.id(), now);
+  LastWord word = last_word(push.id(), now);
   word.is_of_push = true;
   const auto up = up_.find(push.peer());
   bool is_said = false;
@@ -308,11 +310,11 @@ void Endpoint::stop_reader(const PushPost& push, Nanos now, Effects& out) {
     for (const SessionId id : up->second) {
       Session& session = sessions_.at(id);
       if (!carries_ours(session)) continue;
-      release_over(id, session, word, now, out);
+      say_last_over(id, session, word, now, out);
       is_said = true;
     }
   }
-  if (!is_said) release(push.peer(), word, now, out);
+  if (!is_said) say_last(push.peer(), word, now, out);
 }
 
 // A fetch says that it is done by a notification of its own; one that cannot be posted is told as failed, under number 0.

@@ -179,7 +179,7 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
   const AgentRef peer = found->second.handshake.peer();
   const SessionKind kind = found->second.kind;
   const std::set<TransferId> posts = std::move(found->second.posts);
-  OwedReleases released = std::move(found->second.released);
+  LastWords last_words = std::move(found->second.last_words);
   remove(found);
   if (!is_up) {
     if (is_dialed) dial_failed(peer, kind, Code::transport, "the connection closed in the handshake", now, out);
@@ -191,7 +191,7 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
     if (it != posts_.end() && it->second->session() == id) it->second->session_lost(now);
   }
   if (is_guest(peer) && up_.count(peer) == 0) on_guest_gone(peer, now, out);
-  for (const OwedRelease& again : released.take()) release(peer, again, now, out);
+  for (const LastWord& again : last_words.take()) say_last(peer, again, now, out);
   for (const TransferId& post : posts) {
     const auto it = posts_.find(post);
     if (it != posts_.end() && it->second->session() == 0) settle(it, now, out);
@@ -232,7 +232,7 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
   watched_.erase(id);
   out.push_back(SessionUp{id, peer, kind});
   if (const auto owed = owed_.find(peer); owed != owed_.end() && carries_ours(session)) {
-    for (const OwedRelease& again : owed->second.take()) release_over(id, session, again, now, out);
+    for (const LastWord& again : owed->second.take()) say_last_over(id, session, again, now, out);
     owed_.erase(owed);
   }
   for (auto it = posts_.begin(); it != posts_.end();) {

@@ -98,7 +98,8 @@ void PushPost::finish(TransferState state, Code code, const std::string& text, N
   state_ = next_state(state_, state == TransferState::Committed ? PushEvent::Done : state == TransferState::Cancelled ? PushEvent::Cancel : PushEvent::Fail);
   const Nanos asked = first_asked_at_ == 0 ? now : first_asked_at_;
   const uint32_t done = state_ == TransferState::Committed ? spec_.local.count() : 0;
-  outcome_ = TransferFinal{way_.id, state_, code, is_unknown ? text + "; the destination may have committed" : text, lane(), lane_notes_, asked_, done, 0, asked - posted_at_, now - asked, 0, checked_};
+  const std::string said = is_unknown ? text + "; the destination may have committed" : text;
+  outcome_ = TransferFinal{way_.id, state_, code, said, lane(), lane_notes_, asked_, done, 0, asked - posted_at_, now - asked, 0, checked_};
   tell(outcome_, out);
   is_drained_ = true;
   tell(TransferDrained{way_.id}, out);

@@ -12,26 +12,26 @@
 
 namespace kvxfer {
 
-struct OwedRelease {
+struct LastWord {
   TransferId id;
   Nanos until = 0;  // no grant lives longer
-  bool is_of_push = false;
+  bool is_of_push = false;  // REVOKE, else RELEASE
 };
 
 // Oldest first; of too many the oldest are forgotten.
-class OwedReleases {
+class LastWords {
  public:
   static constexpr size_t kMax = 1024;
 
-  void add(const OwedRelease& release) {
-    if (releases_.size() == kMax) releases_.pop_front();
-    releases_.push_back(release);
+  void add(const LastWord& word) {
+    if (words_.size() == kMax) words_.pop_front();
+    words_.push_back(word);
   }
   // All of them; those that are still of use are to be said.
-  std::deque<OwedRelease> take() { return std::exchange(releases_, {}); }
+  std::deque<LastWord> take() { return std::exchange(words_, {}); }
 
  private:
-  std::deque<OwedRelease> releases_;
+  std::deque<LastWord> words_;
 };
 
 }  // namespace kvxfer
