@@ -122,7 +122,7 @@ class Run:
         ours = kvxfer(case, self.library, stage.via)[0]
         growing: list[GrowingRow] = []
         what = f"`{case.lane}` {case.op} {case.pages} {stage.site} x{case.at_once} {case.lists} {stage.via}"
-        first, *later = parts_of(self.report.pairs, self.report.sets)
+        first, *later = parts_of(self.report.pairs * stage.rounds, self.report.sets * stage.rounds)
         for i, size in enumerate(stage.sizes):
             if self.elapsed_s > self.options.budget_s:
                 sizes = ", ".join(show_size(one) for one in stage.sizes[i:])

@@ -42,7 +42,7 @@ def markdown(report: Report) -> str:
     """All of benchmarks/RESULTS.md."""
     parts = [_head(report)]
     for key, group in itertools.groupby(report.rows, _key):
-        parts.append(_table(key, list(group)))
+        parts.append(_table(key, list(group), report))
     parts += [_directions(report), _stripes(report), _fairness(report.rows), _checksums(report)]
     parts += [_latency(report), _post_cost(report), _rest(report)]
     return "\n".join(part for part in parts if part) + "\n"
@@ -58,7 +58,7 @@ Written by `benchmarks/transfer.py`, never by hand. How to read and repeat it: [
 - commit {report.commit}, {report.date}; the run took {report.seconds:.0f} s, load before it {m["load_before"]:.1f}
 - command: `{report.command}`
 - random blocks of {report.pool_bytes >> 20} MiB pools, {report.nbytes >> 20} MiB a transfer, {report.pairs} pairs
-  of {report.sets} sets of processes a row
+  of {report.sets} sets of processes a row, if the table does not say otherwise
 
 GB/s are medians, in brackets the quartiles. A ratio is the median of the pairs' ratios: kvxfer's speed over theirs.
 CPU is seconds of processor time a GB, of both processes together. Bold: below the bar.
@@ -69,7 +69,7 @@ def _key(row: Row) -> tuple[Any, ...]:
     return (row.site, row.lane, row.op, row.pages, row.lists, row.at_once, row.via)
 
 
-def _table(key: tuple[Any, ...], rows: list[Row]) -> str:
+def _table(key: tuple[Any, ...], rows: list[Row], report: Report) -> str:
     site, lane, op, pages, lists, at_once, via = key
     title = f"## `{lane}`, {op.upper()}, {pages} pages"
     more = [
@@ -99,7 +99,11 @@ def _table(key: tuple[Any, ...], rows: list[Row]) -> str:
         table.append(cells)
     chosen = "; ".join(f"{settings}: {', '.join(sizes)}" for settings, sizes in notes.items())
     errors = dict.fromkeys(f"{o.name} did not run: {o.error}" for row in rows for o in row.others if o.error)
-    text = [title, "", f"{LANE_TEXT[lane]}.", "", _grid(table)]
+    about = f"{LANE_TEXT[lane]}."
+    most = max((other.pairs for row in rows for other in row.others), default=0)
+    if most > report.pairs:
+        about += f" {most} pairs a row, of {report.sets * most // report.pairs} sets of processes."
+    text = [title, "", about, "", _grid(table)]
     if chosen:
         text += ["", f"Fastest settings, by size of blocks: {chosen}."]
     text += [f"\n{error}." for error in errors]
