@@ -17,6 +17,7 @@ import pytest
 from kvxfer.config import AgentConfig
 from kvxfer.errors import ConfigError
 from kvxfer.transport import native
+from kvxfer.transport.base import limits_from
 from kvxfer.transport.native import NativeBinding, host_id
 from kvxfer.transport.socket_place import OwnDirectory
 from kvxfer.types import AgentRef, Incarnation
@@ -62,6 +63,14 @@ def test_the_core_has_as_many_threads_to_copy_as_configured(monkeypatch: pytest.
     for wrong in (-1, 65):
         with pytest.raises(ConfigError, match="copy_threads must be 1 to 64"):
             AgentConfig(copy_threads=wrong)
+
+
+def test_how_many_refusals_a_session_survives_is_configured() -> None:
+    assert limits_from(AgentConfig(), ()).refusals_max == native._core.EndpointLimits().refusals_max == 64
+    assert limits_from(AgentConfig(refusals_max=2), ()).refusals_max == 2
+    for wrong in (0, 1, (1 << 24) + 1):
+        with pytest.raises(ConfigError, match="refusals_max must be 2 to 16777216, not"):
+            AgentConfig(refusals_max=wrong)
 
 
 def test_nothing_is_left_where_nothing_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
