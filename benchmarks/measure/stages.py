@@ -46,7 +46,7 @@ class Stage:
 
 
 UCX_ROUNDS = 2
-"""Both ends of that comparison make the same system calls: which pages a process got outweighs all else there."""
+"""Both contenders make the same system calls there: which pages a process got outweighs all else."""
 
 
 def stage(lane: str, op: str, pages: str, sizes: tuple[int, ...], site: str = ONE_HOST, via: str = "post") -> Stage:

@@ -104,6 +104,19 @@ def test_a_report_says_the_same_after_it_was_written_and_read(parts: Any, tmp_pa
     assert "no library" in text
 
 
+def test_a_table_of_more_pairs_than_the_run_says_so(parts: Any) -> None:
+    report, tables = parts["measure.report"], parts["measure.tables"]
+    machine = {"cpu": "x", "cores": 2, "memory_gib": 1, "kernel": "6", "python": "3", "load_before": 0.1}
+    usual = row_of(parts, "cma", {"NIXL": 5.0})
+    more = row_of(parts, "ucx", {"NIXL": 1.0})
+    more = dataclasses.replace(more, others=[dataclasses.replace(one, pairs=18) for one in more.others])
+    made = report.Report(machine, "command", "abc", "2026-01-01", 9, 1 << 28, 1 << 26, sets=3)
+    made.rows = [usual, more]
+    text = tables.markdown(made)
+    assert text.count("pairs a row") == 1
+    assert "18 pairs a row, of 6 sets of processes." in text[text.index("## `ucx`") :]
+
+
 @pytest.mark.parametrize(("pairs", "sets"), [(9, 3), (10, 3), (2, 3), (1, 3), (9, 1), (9, 0)])
 def test_every_round_is_in_one_part(parts: Any, pairs: int, sets: int) -> None:
     found = parts["measure.rows"].parts_of(pairs, sets)

@@ -91,7 +91,7 @@ class FakeGrant:
         self.state = GrantState.ALIVE
         self.ready_blocks = 0
         self.ready_early = 0
-        """How many blocks were announced before the last announcement."""
+        """How many blocks were announced before all of them were."""
         self.is_complete = False
         self.seen: list[str] = []
         self.callbacks: list[Callable[[GrantState], None]] = []
@@ -103,7 +103,8 @@ class FakeGrant:
             assert self.ready_blocks <= blocks <= len(self.blocks), "ready is cumulative and bounded"
             assert not complete or blocks == len(self.blocks)
             self.seen += [self.pool.digest([block]) for block in self.blocks[self.ready_blocks : blocks]]
-            self.ready_early = self.ready_early if complete else blocks
+            if not complete:
+                self.ready_early = blocks
             self.ready_blocks = blocks
             self.is_complete = complete
         self.world.touch()
