@@ -206,13 +206,17 @@ class Run:
         if self.options.json:
             self.report.write(pathlib.Path(self.options.json))
         if self.options.table:
-            RESULTS.write_text(tables.markdown(self.report))
-            print(f"wrote {RESULTS}")
+            write_table(self.report, pathlib.Path(self.options.results))
         if self.options.plot:
             plot(pathlib.Path(self.options.json), pathlib.Path(self.options.plot))
 
     def close(self) -> None:
         shutil.rmtree(pathlib.Path(self.library).parent, ignore_errors=True)
+
+
+def write_table(report: reports.Report, path: pathlib.Path) -> None:
+    path.write_text(tables.markdown(report))
+    print(f"wrote {path}")
 
 
 def plot(figures: pathlib.Path, picture: pathlib.Path) -> None:
@@ -230,7 +234,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--table", action="store_true", help="measure all of benchmarks/RESULTS.md and write it")
-    add("--rewrite", action="store_true", help="write benchmarks/RESULTS.md and the plot anew from --json")
+    add("--rewrite", action="store_true", help="write the table (and the plot) anew from --json")
+    add("--results", default="", metavar="FILE.md", help="another machine's table: there, not to benchmarks/RESULTS.md")
     add("--against", help="of nixl, mooncake, limits; empty: nobody; not given: all that are here")
     add("--lanes", default="mapped,cma,stream", help="of mapped, cma, stream, unix, ucx")
     add("--sizes", default="4k,16k,64k,256k,1m,4m", help="of a block")
@@ -266,9 +271,12 @@ def parse() -> argparse.Namespace:
         options.latency = options.post_cost = options.held_gil = True
         options.checksums = options.directions = options.stripes = True
         options.idle_peers = options.idle_peers or 256
-        options.plot = options.plot or str(PLOT)
-    if options.table or options.plot or options.rewrite:
+    # Figures and picture lie with the table that they are of. README speaks of the one that has no name of its own.
+    if (options.table or options.rewrite) and not options.results:
+        options.results, options.plot = str(RESULTS), options.plot or str(PLOT)
         options.json = options.json or str(HERE / "results.json")
+    if beside := options.results or options.plot:
+        options.json = options.json or str(pathlib.Path(beside).with_suffix(".json"))
     if options.netns and (why := netns_obstacle()):
         parser.error(why)
     if options.against is None:
@@ -281,8 +289,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if options.rewrite:
-        RESULTS.write_text(tables.markdown(reports.Report.read(pathlib.Path(options.json))))
-        return plot(pathlib.Path(options.json), pathlib.Path(options.plot or PLOT))
+        figures = pathlib.Path(options.json)
+        write_table(reports.Report.read(figures), pathlib.Path(options.results))
+        return plot(figures, pathlib.Path(options.plot)) if options.plot else None
     # Ended from outside, it still takes away what it made: processes, namespaces, a host setting.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     command = shlex.join(["benchmarks/transfer.py", *sys.argv[1:]])

@@ -117,6 +117,21 @@ def test_a_table_of_more_pairs_than_the_run_says_so(parts: Any) -> None:
     assert "18 pairs a row, of 6 sets of processes." in text[text.index("## `ucx`") :]
 
 
+def test_another_machines_table_touches_nothing_else(tmp_path: pathlib.Path) -> None:
+    """README's figures come from RESULTS.md, its picture from the same figures."""
+    kept = [
+        BENCHMARKS / "RESULTS.md",
+        BENCHMARKS / "results.json",
+        BENCHMARKS.parent / "docs/benchmarks/throughput.png",
+    ]
+    before = [path.read_bytes() for path in kept]
+    (tmp_path / "other.json").write_bytes(before[1])
+    command = [sys.executable, str(BENCHMARKS / "transfer.py"), "--rewrite", f"--results={tmp_path / 'other.md'}"]
+    subprocess.run(command, check=True, timeout=60)
+    assert [path.read_bytes() for path in kept] == before
+    assert (tmp_path / "other.md").read_text().startswith("# Results\n")
+
+
 @pytest.mark.parametrize(("pairs", "sets"), [(9, 3), (10, 3), (2, 3), (1, 3), (9, 1), (9, 0)])
 def test_every_round_is_in_one_part(parts: Any, pairs: int, sets: int) -> None:
     found = parts["measure.rows"].parts_of(pairs, sets)
