@@ -29,6 +29,7 @@ from kvxfer.errors import (
     TransferCancelled,
     UsageError,
 )
+from kvxfer.policy.calibration import Order
 from kvxfer.policy.lanes import LaneEnd, choose_lanes, explain, is_same_host
 from kvxfer.protocol.handshake import check, compare
 from kvxfer.transport.base import DURATION_MAX_S, NO_CONTENT, Blocks, Transport
@@ -194,7 +195,7 @@ class Pulls:
 
     def _begin(self, transfer: Transfer, order: PullOrder, member: Member) -> None:
         try:
-            lanes, reasons = self._join(order, member)
+            ranked, reasons = self._join(order, member)
         except KvxferError:
             self._transport.give_up(order.transfer_id, member.ref)
             raise
@@ -202,21 +203,21 @@ class Pulls:
         is_near = is_same_host(self._transport.address, member.address)
         sums = asks_for_sums(order.checks, order.transfer_id.raw, is_same_host=is_near)
         # Before the transport has it: another thread may hear of its end at once.
-        transfer._begin(member.ref, lanes, reasons, planned_s, has_asked_sums=sums)
+        transfer._begin(member.ref, ranked, reasons, planned_s, has_asked_sums=sums)
         self._transport.pull(
             order.transfer_id,
             member.ref,
             order.pool.pool_id,
             order.blocks,
             first=order.first,
-            lanes=lanes,
+            lanes=ranked.lanes,
             deadline_s=max(order.deadline_s - planned_s, 0.001),
             content=order.content,
             wants_sums=sums,
         )
 
-    def _join(self, order: PullOrder, member: Member) -> tuple[tuple[Lane, ...], Mapping[Lane, str]]:
-        """The lanes that join the two pools, best first, and why not the others."""
+    def _join(self, order: PullOrder, member: Member) -> tuple[Order, Mapping[Lane, str]]:
+        """The lanes that join the two pools, best first, and of each that is allowed why it does or does not."""
         theirs = choose_pool(order.pool, member)
         ours = LaneEnd(self._transport.address, order.pool)
         lanes, reasons = choose_lanes(ours, LaneEnd(member.address, theirs), order.lanes)

@@ -12,6 +12,7 @@ from typing import Any
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled, from_code
+from kvxfer.policy.calibration import Order
 from kvxfer.policy.lanes import explain
 from kvxfer.transport.base import LANES_BACK
 from kvxfer.types import AgentRef, Lane, TransferId, TransferState
@@ -36,7 +37,7 @@ class TransferResult:
     source: AgentRef
     lane: Lane
     lane_reason: str
-    """Why this lane, and why not the better ones."""
+    """Why this lane, and why not those that were allowed before it."""
     blocks: int
     bytes: int
     seconds: Mapping[str, float]
@@ -95,7 +96,7 @@ class Transfer:
         self._state = TransferState.CONNECTING
         self._done = 0
         self._lane: Lane | None = None
-        self._lanes: tuple[Lane, ...] = ()
+        self._order: Order | None = None
         self._reasons: Mapping[Lane, str] = {}
         self._plan_s = 0.0
         self._has_asked_sums = False
@@ -165,15 +166,15 @@ class Transfer:
     def _begin(
         self,
         source: AgentRef,
-        lanes: tuple[Lane, ...],
+        order: Order,
         reasons: Mapping[Lane, str],
         plan_s: float,
         *,
         has_asked_sums: bool = False,
     ) -> None:
-        self._source, self._lanes, self._reasons, self._plan_s = source, lanes, reasons, plan_s
+        self._source, self._order, self._reasons, self._plan_s = source, order, reasons, plan_s
         self._has_asked_sums = has_asked_sums
-        self._lane = lanes[0]
+        self._lane = order.lanes[0]
 
     def _moved(self, event: _core.TransferProgress) -> None:
         if not self._state.is_final:
@@ -189,11 +190,13 @@ class Transfer:
             error = self._end_with or from_code(event.code.name, f"transfer {self._transfer_id}: {event.text}")
             return self._fail(error, self._state)
         is_checked = event.blocks_checked == self._blocks if self._has_asked_sums or event.blocks_checked else None
+        passed_over = self._order.passed_over(self._lane) if self._order else None
+        notes = event.lane_notes
         self._outcome = result = TransferResult(
             transfer_id=self._transfer_id,
             source=self._source,
             lane=self._lane,
-            lane_reason=explain(self._lane, self._reasons, event.lane_notes, is_checked=is_checked),
+            lane_reason=explain(self._lane, self._reasons, notes, passed_over=passed_over, is_checked=is_checked),
             blocks=self._blocks,
             bytes=self._blocks * self._block_bytes,
             seconds={

@@ -70,15 +70,30 @@ def checking_lanes(lanes: Sequence[Lane], reasons: Mapping[Lane, str]) -> tuple[
     return found, {lane: left_out.get(lane, reason) for lane, reason in reasons.items()}
 
 
-def explain(lane: Lane | None, reasons: Mapping[Lane, str], notes: str = "", *, is_checked: bool | None = None) -> str:
-    """One sentence for people: why ``lane`` (``None``: nothing) was used, and why the better ones were not.
+def explain(
+    lane: Lane | None,
+    reasons: Mapping[Lane, str],
+    notes: str = "",
+    *,
+    passed_over: Mapping[Lane, str] | None = None,
+    is_checked: bool | None = None,
+) -> str:
+    """One sentence for people: why ``lane`` (``None``: nothing) was used, and why those before it in ``reasons`` were
+    not.
 
-    ``notes`` are the native core's, about lanes that looked possible and were given up. ``is_checked``: whether every
-    byte had its checksum; ``None``: nobody asked.
+    ``notes`` are the native core's, about lanes that looked possible and were given up. ``passed_over``: of lanes that
+    were possible and would have come later, why (:meth:`kvxfer.policy.calibration.Order.passed_over`). ``is_checked``:
+    whether every byte had its checksum; ``None``: nobody asked.
     """
     names = list(reasons)
     better = names if lane is None else names[: names.index(lane)] if lane in reasons else []
-    rejected = [f"{other.value}: {reasons[other]}" for other in better if not notes or reasons[other] != _MERITS[other]]
+    rejected = []
+    for other in better:
+        why = reasons[other]
+        if why == _MERITS[other]:  # no reason against it
+            why = (passed_over or {}).get(other, "" if notes else "possible")
+        if why:
+            rejected.append(f"{other.value}: {why}")
     if notes:
         rejected.append(notes)
     if lane is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
-from kvxfer.policy.calibration import Calibration, LaneFigure
+from kvxfer.policy.calibration import Calibration, LaneFigure, Order
 from kvxfer.policy.striping import Striping
 from kvxfer.transport.base import LANES_BACK
 from kvxfer.transport.peer import RemotePeer
@@ -40,10 +40,10 @@ class Calibrations:
     def __repr__(self) -> str:
         return f"<Calibrations of {len(self._peers)} peers>"
 
-    def order(self, peer: AgentRef, host_id: str, lanes: Sequence[Lane], nbytes: int) -> tuple[Lane, ...]:
+    def order(self, peer: AgentRef, host_id: str, lanes: Sequence[Lane], nbytes: int) -> Order:
         """``lanes``, likely the fastest for ``nbytes`` first."""
         if not self._is_used or len(lanes) < 2:
-            return tuple(lanes)
+            return Order(tuple(lanes), nbytes, host_id == self._host_id, {})
         with self._lock:
             self._learn()
             return self._of(peer, host_id).order(lanes, nbytes)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled, from_code
+from kvxfer.policy.calibration import Order
 from kvxfer.policy.lanes import explain
 from kvxfer.transport.base import LANES_BACK, STATES
 from kvxfer.transport.plan import Plan
@@ -53,15 +54,18 @@ class PostStatistics(NamedTuple):
     seconds: Mapping[str, float]
     reasons: Mapping[Lane, str]
     lane_notes: str
+    order: Order | None
+    """In which its lanes were to be tried, and why; ``None``: there was one alone."""
 
     def __repr__(self) -> str:
-        shown = (f"{name}={value!r}" for name, value in zip(self._fields[:-2], self, strict=False))
+        shown = (f"{name}={value!r}" for name, value in zip(self._fields[:-3], self, strict=False))
         return f"PostStatistics({', '.join(shown)})"
 
     @property
     def lane_reason(self) -> str:
-        """Why this lane, and why not the better ones."""
-        return explain(self.lane, self.reasons, self.lane_notes, is_checked=self.is_checked)
+        """Why this lane, and why not those that were allowed before it. Found out when it is asked for."""
+        passed_over = self.order.passed_over(self.lane) if self.order and self.lane else None
+        return explain(self.lane, self.reasons, self.lane_notes, passed_over=passed_over, is_checked=self.is_checked)
 
 
 class Post:
@@ -83,6 +87,7 @@ class Post:
         "_notification",
         "_on_drained",
         "_on_final",
+        "_order",
         "_post_ns",
         "_poster",
         "_reasons",
@@ -97,6 +102,7 @@ class Post:
         plan: Plan,
         ids: Sequence[bytes],
         reasons: Mapping[Lane, str],
+        order: Order | None,
         notification: bytes | None,
         on_final: Callable[[Post], None] | None,
         on_drained: Callable[[Post], None] | None,
@@ -106,6 +112,7 @@ class Post:
         self.plan = plan
         self._poster = poster
         self._reasons = reasons
+        self._order = order
         self._notification = notification
         self._on_final = on_final
         self._on_drained = on_drained
@@ -209,6 +216,7 @@ class Post:
             seconds={"queue": queue_ns / NS_PER_S, "wire": wire_ns / NS_PER_S, "confirm": confirm_ns / NS_PER_S},
             reasons=self._reasons,
             lane_notes=notes,
+            order=self._order,
         )
 
     def _wait(self, until: Callable[[], bool], timeout_s: float) -> bool:

@@ -26,6 +26,7 @@ from kvxfer._native import _core
 from kvxfer._native._core import TransferDrained, TransferFinal, TransferProgress
 from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, LaneUnavailable, TransportError
+from kvxfer.policy.calibration import Order
 from kvxfer.policy.lanes import checking_lanes, explain, is_same_host
 from kvxfer.transport.base import Event, PostOrder, Region, StartPost, Transport, allocate_region, as_nanoseconds
 from kvxfer.transport.calibrations import Calibrations
@@ -213,7 +214,7 @@ class Poster:
         else:
             route = self._route(plan, *asked)
         timeout_ns = route.timeout_ns if deadline_s is None else as_nanoseconds("deadline_s", deadline_s)
-        starts = route.starts[1] if len(route.lanes) == 1 else self._best_starts(plan, route)
+        starts, order = (route.starts[1], None) if len(route.lanes) == 1 else self._best_starts(plan, route)
         count = len(starts)
         with self._lock:
             if self._failure is not None:
@@ -222,7 +223,7 @@ class Poster:
             checks = route.checks
             sums = [checks] * count if checks is not None else [_is_sampled(identity) for identity in ids]
             rides, after = (notification, None) if count == 1 else (None, notification)
-            post = Post(self, plan, ids, route.reasons, after, on_final, on_drained, begun_ns, False not in sums)
+            post = Post(self, plan, ids, route.reasons, order, after, on_final, on_drained, begun_ns, False not in sums)
             for begun, (identity, start, has_sums) in enumerate(zip(ids, starts, sums, strict=True)):
                 if post._is_final:  # a signal's handler polled, and found that one had failed
                     post._skip(count - begun)
@@ -241,14 +242,14 @@ class Poster:
             post._post_ns = monotonic_ns() - begun_ns  # before anybody else may hear that it drained
         return post
 
-    def _best_starts(self, plan: Plan, route: Route) -> tuple[StartPost, ...]:
+    def _best_starts(self, plan: Plan, route: Route) -> tuple[tuple[StartPost, ...], Order]:
         """By those of the route's lanes first that are likely the fastest now."""
-        lanes = self.calibrations.order(plan.peer.ref, plan.peer.address.host_id, route.lanes, plan.nbytes)
+        order = self.calibrations.order(plan.peer.ref, plan.peer.address.host_id, route.lanes, plan.nbytes)
         by, starts = route.starts
-        if by != lanes:
-            starts = self._prepare_parts(plan, lanes)
-            route.starts = lanes, starts
-        return starts
+        if by != order.lanes:
+            starts = self._prepare_parts(plan, order.lanes)
+            route.starts = order.lanes, starts
+        return starts, order
 
     def _prepare_parts(self, plan: Plan, lanes: tuple[Lane, ...]) -> tuple[StartPost, ...]:
         prepare = self.transport.prepare_fetch if plan.op is Op.READ else self.transport.prepare_push
