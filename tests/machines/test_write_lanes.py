@@ -331,6 +331,33 @@ def test_a_write_that_was_cancelled_does_not_land_behind_the_next() -> None:
     assert [e.state.name for e in pair.take("b", _core.OfferEnded)] == ["FAILED", "COMMITTED"]
 
 
+def test_a_write_that_is_heard_of_after_its_end_is_not_read() -> None:
+    """Flaw: its PUSH waited in one session, its REVOKE came by another, to nobody. The next write was committed, and
+    then it was taken for a new one, and read over that."""
+    pair = pushing([Lane.CMA])
+    late: list[Any] = []
+
+    def hold_back(frame: Any) -> int:
+        if isinstance(frame, _core.Push) and frame.id == ID:
+            late.append(frame)
+            return 0
+        return pair.fate(frame)
+
+    super(LanePair, pair).pump(hold_back)
+    assert late
+    pair.do("a", pair.ends["a"].cancel(ID, pair.now))
+    pushing_the_next(pair)
+    pair.run()
+    assert pair.finals("a") == [("CANCELLED", "cancelled"), ("COMMITTED", "ok")]
+    session = next(session for name, session in pair.peer_session if name == "b")
+    effects = pair.ends["b"].on_frame(session, late[0], pair.now)
+    assert [(type(effect), effect.frame.code) for effect in effects] == [(_core.SendFrame, Code.grant_revoked)]
+    pair.do("b", effects)
+    pair.run()
+    assert [pull.id for pull in pair.asked] == [b"u" * 16]
+    assert bytes(pair.into) == DATA[::-1]
+
+
 def test_a_write_is_ended_over_whichever_session_there_is() -> None:
     """Flaw: its reader had not heard that the session which it read on was gone, and took no word by another."""
     pair = pushing([Lane.CMA])

@@ -290,8 +290,11 @@ void Endpoint::on_done(SessionId session, const AgentRef& peer, const Done& done
 }
 
 // By whoever serves the transfer; of a push by any session of its writer, which may have left the one that this is read on.
+// Where it overtook its PUSH, which waits in another session: that is nothing to be read by any more, beside what came since.
 void Endpoint::on_revoke(SessionId session, const AgentRef& peer, const Revoke& revoke, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(revoke.id);
+  const bool is_heard = transfer != nullptr || finished_.count(revoke.id) != 0 || has_met(revoke.id);
+  if (!is_heard) return remember(revoke.id, share_of(peer), EndedOffer{peer, Done{revoke.id, revoke.code, "ended before it was heard"}});
   if (transfer == nullptr || transfer->peer() != peer) return;
   if (!transfer->is_offered() && transfer->session() != session) return;
   transfer->on_revoke(revoke, now, out);
