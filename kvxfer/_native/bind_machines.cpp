@@ -90,7 +90,7 @@ void bind_effects(nb::module_& m) {
   nb::class_<SendFrame>(m, "SendFrame").def_ro("session", &SendFrame::session).def_ro("frame", &SendFrame::frame);
   nb::class_<SendMap>(m, "SendMap").def_ro("session", &SendMap::session).def_ro("pool", &SendMap::pool).def_ro("lane", &SendMap::lane);
   nb::class_<SendData>(m, "SendData").def_ro("session", &SendData::session).def_ro("frame", &SendData::frame).def_ro("source", &SendData::from)
-      .def_ro("sums", &SendData::sums)
+      .def_ro("sums", &SendData::sums).def_ro("serial", &SendData::serial)
       .def_prop_ro("pool", [](const SendData& e) { return e.from.pool; })
       .def_prop_ro("blocks", [](const SendData& e) { return ids_of(e.from); });
   nb::class_<ReadBlocks>(m, "ReadBlocks").def_ro("id", &ReadBlocks::id).def_ro("token", &ReadBlocks::token).def_ro("session", &ReadBlocks::session)
@@ -280,6 +280,7 @@ void bind_endpoint(nb::module_& m) {
            },
            nb::arg("id"), nb::arg("event"), nb::arg("now_ns"))
       .def("grant_state", &Endpoint::grant_state, nb::arg("id"), nb::arg("now_ns"))
+      .def("is_granted", &Endpoint::is_granted, nb::arg("id"), nb::arg("serial"), nb::arg("now_ns"))
       .def("pull",
            [](Endpoint& e, TransferId id, const AgentRef& source, uint32_t pool, std::vector<uint32_t> blocks, uint32_t first, std::vector<Lane> lanes,
               Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content, bool wants_sums) {
@@ -345,10 +346,11 @@ void bind_endpoint(nb::module_& m) {
            },
            nb::arg("session"), nb::arg("frame"), nb::arg("now_ns"))
       .def("data_sent",
-           [](Endpoint& e, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns, bool is_lent) {
-             return effects_of([&](Effects& out) { e.data_sent(session, id, attempt, count, is_lent, now_ns, out); });
+           [](Endpoint& e, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns, bool is_lent, uint64_t serial) {
+             return effects_of([&](Effects& out) { e.data_sent(session, id, attempt, count, is_lent, now_ns, out, serial); });
            },
-           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_lent") = false)
+           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_lent") = false,
+           nb::arg("serial") = 0)
       .def("data_arrives", &Endpoint::data_arrives, nb::arg("session"), nb::arg("data"), nb::arg("now_ns"))
       .def("is_landing", &Endpoint::is_landing, nb::arg("id"), nb::arg("token"))
       .def("read_landed",

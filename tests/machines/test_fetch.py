@@ -425,3 +425,26 @@ def test_a_source_that_never_knows_of_the_fetch_is_left() -> None:
     pair.pump(lose_fetches)
     assert pair.finals("b") == [("FAILED", "grant_unknown")]
     assert len(fetches) == 5
+
+
+def test_a_grant_that_has_the_id_of_a_forgotten_one_is_another() -> None:
+    """Flaw: what was still queued for the first was looked at, and counted as sent, under the second."""
+    limits = _core.EndpointLimits()
+    limits.grants.tombstones_max = 4  # a quarter of them for what peers ask for
+    pair = ready_pair(limits)
+    first, other = _core.WireList([(7, 0, 16, 16, 2)]), _core.WireList([(7, 64, 16, 16, 1)])
+    effects = ask(pair, first, count=2)
+    (queued,) = (effect for effect in effects if isinstance(effect, _core.SendData))
+    a, session, id_ = pair.ends["a"], queued.session, queued.frame.id
+    a.on_frame(session, _core.Release(id_), pair.now)
+    for number in range(4):
+        ask(pair, other, id_=bytes([number]) * 16)
+        a.on_frame(session, _core.Release(bytes([number]) * 16), pair.now)
+    assert a.grant_state(id_, pair.now) is None, "it is forgotten"
+    (now_queued,) = (effect for effect in ask(pair, other) if isinstance(effect, _core.SendData))
+    assert now_queued.frame.id == id_
+    assert not a.is_granted(id_, queued.serial, pair.now)
+    assert a.is_granted(id_, now_queued.serial, pair.now)
+    assert a.data_sent(session, id_, 1, 2, pair.now, serial=queued.serial) == []
+    sent = a.data_sent(session, id_, 1, 1, pair.now, serial=now_queued.serial)
+    assert [type(effect.frame) for effect in sent] == [_core.Verdict]

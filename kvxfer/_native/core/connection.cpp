@@ -438,12 +438,12 @@ Map Connection::describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region
 }
 
 void Connection::flush(size_t budget) {
-  std::vector<Data> finished;
+  std::vector<Sent> finished;
   while (budget != 0) {
     const bool can_more = outbox_.send(fd_.get(), shared_, finished, kind_ == SessionKind::Tcp);
     if (!finished.empty() && session != 0) {
       shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) {
-        for (const Data& data : finished) endpoint.data_sent(session, data.id, data.attempt, data.count, data.is_lent, now, out);
+        for (const auto& [data, serial] : finished) endpoint.data_sent(session, data.id, data.attempt, data.count, data.is_lent, now, out, serial);
       });
       finished.clear();
     }

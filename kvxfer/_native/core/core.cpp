@@ -237,7 +237,7 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
     SharedEndpoint& shared;
     const uint64_t number;
   };
-  if (const Looking looking{shared_, list.empty() ? 0 : shared_.begin_gather(id)}; looking.number != 0) {
+  if (const Looking looking{shared_, list.empty() ? 0 : shared_.begin_gather(id, 0)}; looking.number != 0) {
     const auto count = static_cast<uint32_t>(list.size());
     const Extent extent{pool, nullptr, std::make_shared<const std::vector<uint32_t>>(std::move(list)), 0, count};
     if (const OwnMemory memory = shared_.find(extent); memory && !memory.device) {  // a device's: as they are sent

@@ -64,12 +64,12 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
   uint64_t left = payload.left;
   std::pair<const uint8_t*, size_t> staged{nullptr, 0};
   if (payload.gather && left != 0) {
-    payload.gather->fill([&] { return sending.shared().begin_gather(payload.frame.id); });
+    payload.gather->fill([&] { return sending.shared().begin_gather(payload.frame.id, payload.serial); });
     is_waiting_ = payload.gather->is_waiting();
     if (is_waiting_) return;
     staged = payload.gather->front();
   }
-  const bool is_looking = left != 0 && sending.begin(payload.frame.id);
+  const bool is_looking = left != 0 && sending.begin(payload.frame.id, payload.serial);
   if (is_looking && payload.is_staged) {
     const auto [data, size] = staged;
     const size_t looked = payload.frame.has_sums ? std::min(size, kReadBytesMax) : size;
@@ -111,10 +111,10 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
 
 // As send(), of the first item's payload. Where its grant has ended, or its pages are not to be had, what is left goes out as
 // that of others does.
-bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Data>& finished, bool may_hold) {
+bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_hold) {
   OutgoingBlocks& payload = *items_.front().payload;
   Sending sending(shared);
-  const bool is_looking = sending.begin(payload.frame.id);
+  const bool is_looking = sending.begin(payload.frame.id, payload.serial);
   if (!is_looking || !(pipe_ || fill_pipe(payload))) {
     payload.is_lent = false;
     pipe_.reset();  // and what is held for a grant that has ended
@@ -130,7 +130,7 @@ bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Data>& fin
   return took(sent, error, bytes, false, finished);
 }
 
-bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, bool may_hold) {
+bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_hold) {
   sent_last_ = 0;
   is_waiting_ = is_timed_ = false;
   if (items_.empty()) return false;
@@ -184,7 +184,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, b
 }
 
 // After a system call that was to send `bytes`. Returns whether the kernel may take more now.
-bool Outbox::took(ssize_t sent, int error, size_t bytes, bool is_held, std::vector<Data>& finished) {
+bool Outbox::took(ssize_t sent, int error, size_t bytes, bool is_held, std::vector<Sent>& finished) {
   if (sent < 0) {
     if (error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS) return false;
     if (error == EINTR) return true;
@@ -196,7 +196,7 @@ bool Outbox::took(ssize_t sent, int error, size_t bytes, bool is_held, std::vect
   return sent_last_ == bytes && !items_.empty();
 }
 
-void Outbox::consume(size_t bytes, std::vector<Data>& finished) {
+void Outbox::consume(size_t bytes, std::vector<Sent>& finished) {
   while (!items_.empty()) {
     Item& item = items_.front();
     const size_t frame_part = std::min(bytes, item.bytes.size() - item.begin);
@@ -214,7 +214,7 @@ void Outbox::consume(size_t bytes, std::vector<Data>& finished) {
       payload.trailer_left -= sums;
       bytes -= sums;
       if (!payload.is_done()) return;
-      finished.push_back(payload.frame);
+      finished.push_back({payload.frame, payload.serial});
     }
     items_.pop_front();
   }

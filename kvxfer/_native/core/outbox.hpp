@@ -17,6 +17,12 @@
 
 namespace kvxfer {
 
+// The kernel took the last byte of it.
+struct Sent {
+  Data frame;
+  uint64_t serial;  // of the grant
+};
+
 class Outbox {
  public:
   Outbox(Statistics& statistics, SplicePipes& pipes) : statistics_(statistics), pipes_(pipes) {}
@@ -39,7 +45,7 @@ class Outbox {
   // One system call. Returns whether the kernel may take more now; what it took the last byte of is appended to `finished`.
   // `may_hold`: over TCP, the end of a payload may wait in the kernel for what is sent next: the verdict, as a rule. See
   // is_held(). Throws Error(transport).
-  bool send(int fd, SharedEndpoint& shared, std::vector<Data>& finished, bool may_hold);
+  bool send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_hold);
   size_t sent_last() const { return sent_last_; }
   bool is_held() const { return is_held_; }  // the kernel has all, and waits for more of it
   void let_go() { is_held_ = false; }        // it was told not to wait
@@ -54,10 +60,10 @@ class Outbox {
 
   bool is_spliced(const OutgoingBlocks& payload) const;
   bool fill_pipe(const OutgoingBlocks& payload);
-  bool send_spliced(int fd, SharedEndpoint& shared, std::vector<Data>& finished, bool may_hold);
-  bool took(ssize_t sent, int error, size_t bytes, bool is_held, std::vector<Data>& finished);
+  bool send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_hold);
+  bool took(ssize_t sent, int error, size_t bytes, bool is_held, std::vector<Sent>& finished);
   void gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes);
-  void consume(size_t bytes, std::vector<Data>& finished);
+  void consume(size_t bytes, std::vector<Sent>& finished);
 
   Statistics& statistics_;
   std::deque<Item> items_;

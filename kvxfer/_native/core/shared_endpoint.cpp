@@ -350,9 +350,9 @@ std::optional<PeerAddress> SharedEndpoint::address(const AgentRef& peer) const {
   return found->second;
 }
 
-bool SharedEndpoint::begin_send(const TransferId& id) {
+bool SharedEndpoint::begin_send(const TransferId& id, uint64_t serial) {
   std::lock_guard lock(mutex_);
-  if (is_shut_ || endpoint_.grant_state(id, monotonic_now()) != GrantState::Alive) return false;
+  if (is_shut_ || !endpoint_.is_granted(id, serial, monotonic_now())) return false;
   sending_ = id;
   ++sends_;
   return true;
@@ -364,9 +364,9 @@ void SharedEndpoint::end_send() {
   endings_->sends.notify_all();
 }
 
-uint64_t SharedEndpoint::begin_gather(const TransferId& id) {
+uint64_t SharedEndpoint::begin_gather(const TransferId& id, uint64_t serial) {
   std::lock_guard lock(mutex_);
-  if (is_shut_ || endpoint_.grant_state(id, monotonic_now()) != GrantState::Alive) return 0;
+  if (is_shut_ || !endpoint_.is_granted(id, serial, monotonic_now())) return 0;
   gathers_.insert(next_gather_);
   return next_gather_++;
 }

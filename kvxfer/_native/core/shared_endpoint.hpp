@@ -139,12 +139,12 @@ class SharedEndpoint {
   OwnMemory find(const Extent& extent) const;
   const Bytes16& boot_nonce() const { return endpoint_.self().boot_nonce; }  // stays where it is, never changes
   std::optional<PeerAddress> address(const AgentRef& peer) const;
-  // True where the grant is alive now: its blocks may be read until end_send().
-  bool begin_send(const TransferId& id);
+  // True where that very grant is alive now: its blocks may be read until end_send(). `serial` 0: whichever has the id.
+  bool begin_send(const TransferId& id, uint64_t serial);
   void end_send();
   // The number of a copy out of the memory of `id`'s blocks that takes its time, 0 where the grant is not alive. What it
   // gives may be looked at between begin_send() and end_send(): the grant was alive all the while, then.
-  uint64_t begin_gather(const TransferId& id);
+  uint64_t begin_gather(const TransferId& id, uint64_t serial);
   void gathers_ended(const std::vector<uint64_t>& numbers);
   // True where the read still holds its blocks: they may be filled until its end is reported. Also: bytes came.
   bool may_land(SessionId session, const TransferId& id, uint64_t token);
@@ -224,7 +224,7 @@ class Sending {
   Sending(const Sending&) = delete;
   Sending& operator=(const Sending&) = delete;
   ~Sending() { end(); }
-  bool begin(const TransferId& id) { return is_under_way_ = shared_.begin_send(id); }
+  bool begin(const TransferId& id, uint64_t serial) { return is_under_way_ = shared_.begin_send(id, serial); }
   void end() {
     if (std::exchange(is_under_way_, false)) shared_.end_send();
   }

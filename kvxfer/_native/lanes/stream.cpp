@@ -64,7 +64,7 @@ void RunningSums::add(const uint8_t* data, size_t bytes, const uint8_t* ahead) {
 }
 
 OutgoingBlocks::OutgoingBlocks(SendData send, OwnMemory from, Staging& staging)
-    : frame(send.frame), extent(std::move(send.from)), memory(std::move(from)), left(frame.payload_bytes - trailer_bytes(frame)),
+    : frame(send.frame), serial(send.serial), extent(std::move(send.from)), memory(std::move(from)), left(frame.payload_bytes - trailer_bytes(frame)),
       trailer_left(trailer_bytes(frame)), walk(*memory.layout, extent), is_staged(memory.device != nullptr),
       is_lent(frame.is_lent), known_(std::move(send.sums)) {
   if (frame.payload_bytes < trailer_bytes(frame) || frame.count != extent.count) {

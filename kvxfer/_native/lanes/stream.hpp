@@ -65,6 +65,7 @@ struct OutgoingBlocks {
   bool is_done() const { return left == 0 && trailer_left == 0; }
 
   const Data frame;
+  const uint64_t serial;  // of the grant
   const Extent extent;
   const OwnMemory memory;
   uint64_t left;          // of the blocks

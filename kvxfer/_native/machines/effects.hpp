@@ -36,6 +36,7 @@ struct SendData {
   Data frame;
   Extent from;
   std::vector<uint32_t> sums;
+  uint64_t serial = 0;  // of its grant: a peer may give a later one the same id, once this one is forgotten
 };
 // Read the peer's `from` into own `to`, of as many bytes piece by piece; answer with Endpoint::read_landed or read_stopped.
 // `sums`, where not empty: CRC-32Cs that the bytes of each must have, else read_stopped(checksum).

@@ -118,6 +118,7 @@ class Endpoint {
   std::pair<uint32_t, std::vector<uint32_t>> becoming_ready(const TransferId& id, uint32_t blocks) const { return grants_.becoming_ready(id, blocks); }
   GrantState end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out);
   std::optional<GrantState> grant_state(const TransferId& id, Nanos now) const { return grants_.state(id, now); }
+  bool is_granted(const TransferId& id, uint64_t serial, Nanos now) const { return grants_.is_alive(id, serial, now); }
   void pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out);
   // Open-ended grants and offers; see RegionInfo. Throws invalid_argument: the id is or was taken, no bytes.
   void add_region(const RegionInfo& info);
@@ -149,7 +150,8 @@ class Endpoint {
   void heard(SessionId session, Nanos now);  // bytes came, a whole frame perhaps not yet
   void on_frame(SessionId session, const Frame& frame, Nanos now, Effects& out);
 
-  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out);
+  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
+                 uint64_t serial = 0);
   Landing data_arrives(SessionId session, const Data& data, Nanos now);
   bool is_landing(const TransferId& id, uint64_t token) const;
   // Whether a PUSH of this id would be taken for one that came before.

@@ -84,6 +84,7 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
 
   Grant& grant = grants_[id];
   grant.id = id;
+  grant.serial = next_serial_++;
   grant.hold = std::move(hold);
   grant.reader_id = reader;
   grant.content = content;
@@ -105,6 +106,7 @@ Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold,
 
   Grant& grant = grants_[id];
   grant.id = id;
+  grant.serial = next_serial_++;
   grant.is_of_pieces = true;
   grant.share = share;
   grant.weight = weight;
@@ -212,6 +214,11 @@ std::optional<GrantState> GrantTable::state(const TransferId& id, Nanos now) con
   return grant.state;
 }
 
+bool GrantTable::is_alive(const TransferId& id, uint64_t serial, Nanos now) const {
+  const auto found = grants_.find(id);
+  return found != grants_.end() && (serial == 0 || serial == found->second.serial) && is_alive(found->second, now);
+}
+
 void GrantTable::refuse(SessionId session, const Pull& pull, Code code, const std::string& text, Effects& out) {
   if (code == Code::refused) count_refusal();
   out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, code, text}});
@@ -297,7 +304,7 @@ void GrantTable::send_next(Grant& grant, Reading& reading, uint32_t can_read, Ef
   const bool has_sums = pull.wants_sums || (hold.pool() != nullptr && hold.pool()->checks);
   const uint64_t bytes = hold.bytes(first, count) + (has_sums ? uint64_t{count} * 4 : 0);
   out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, has_sums, false, bytes}, hold.part(first, count),
-                         has_sums ? sums_of(grant, first, count) : std::vector<uint32_t>{}});
+                         has_sums ? sums_of(grant, first, count) : std::vector<uint32_t>{}, grant.serial});
 }
 
 // Tells the reader what is new and, on stream, sends what may be sent; one SendData under way at a time keeps what lies in
@@ -329,9 +336,10 @@ void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
   }
 }
 
-void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out) {
+void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
+                           uint64_t serial) {
   const auto found = grants_.find(id);
-  if (found == grants_.end() || !found->second.reading) return;
+  if (found == grants_.end() || !found->second.reading || (serial != 0 && serial != found->second.serial)) return;
   Grant& grant = found->second;
   Reading& reading = *grant.reading;
   if (reading.session != session || reading.pull.attempt != attempt) return;  // of an attempt that was given up
@@ -488,11 +496,5 @@ void GrantTable::tick(Nanos now, Effects& out) {
 }
 
 Nanos GrantTable::next_deadline() const { return std::min(expiries_.empty() ? kNever : expiries_.begin()->first, waiting_.next_deadline()); }
-
-GrantCounts GrantTable::counts() const {
-  GrantCounts counts = counts_;
-  counts.waiting_pulls = waiting_.size();
-  return counts;
-}
 
 }  // namespace kvxfer

@@ -85,6 +85,8 @@ class GrantTable {
   // `event` is Revoke or Release; returns the state the grant is in afterwards, which is never Alive.
   GrantState end(const TransferId& id, GrantEvent event, Nanos now, Effects& out);
   std::optional<GrantState> state(const TransferId& id, Nanos now) const;
+  // Whether that very grant is alive; `serial` 0: whichever has the id.
+  bool is_alive(const TransferId& id, uint64_t serial, Nanos now) const;
 
   // --- registered memory ---
   // A grant to exactly `reader`, all of it ready; returns when it ends whoever renews it. `weight`: bytes of memory that the
@@ -112,13 +114,19 @@ class GrantTable {
   void on_renew(const AgentRef& peer, const Renew& renew, Nanos now);
   void on_cancel(SessionId session, const Cancel& cancel);
   // The kernel accepted the whole of the last SendData of this attempt. `is_lent`: it will read the blocks when the reader does.
-  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out);
+  // `serial`: of that SendData; 0: of whichever grant has the id.
+  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
+                 uint64_t serial = 0);
   void session_closed(SessionId session);
   void reader_dead(const AgentRef& reader, Nanos now, Effects& out);
 
   void tick(Nanos now, Effects& out);
   Nanos next_deadline() const;
-  GrantCounts counts() const;
+  GrantCounts counts() const {
+    GrantCounts counts = counts_;
+    counts.waiting_pulls = waiting_.size();
+    return counts;
+  }
 
  private:
   struct Reading {  // what the reader of a grant is doing now: one attempt on one session
@@ -134,6 +142,7 @@ class GrantTable {
   };
   struct Grant {
     TransferId id;
+    uint64_t serial = 0;                 // no other grant has it, ever
     GrantState state = GrantState::Alive;
     std::unique_ptr<Hold> hold;          // while alive
     std::vector<std::optional<uint32_t>> sums;  // of the ready blocks, where the owner gave them
@@ -168,6 +177,7 @@ class GrantTable {
   void refuse(SessionId session, const Pull& pull, Code code, const std::string& text, Effects& out);
 
   GrantLimits limits_;
+  uint64_t next_serial_ = 1;
   std::unordered_map<TransferId, Grant, TransferIdHash> grants_;  // live ones and tombstones
   std::deque<TransferId> tombstones_;  // oldest first
   // Of grants that never were, and of pieces: any peer can make those, so they push out only each other.
