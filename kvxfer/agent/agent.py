@@ -241,10 +241,10 @@ class Agent:
         checks: str = "off",
         is_published: bool = True,
     ) -> Pool:
-        """A pool in memory that is there already: a contiguous CPU tensor, array, buffer, ``(address, length)``, or a
-        Region. It is kept alive as long as the pool. Without ``segments``, block ``b`` is the ``b``-th of equal parts.
+        """A pool in memory that is there already: a contiguous tensor (CPU, CUDA), array, buffer, ``(address, length)``
+        or Region. It is kept alive as long as the pool. Without ``segments``, block ``b`` is ``b``-th of equal parts.
 
-        Raises InvalidArgument for memory with gaps or segments that do not fit, LaneUnavailable for memory of a GPU.
+        Raises InvalidArgument for memory with gaps or segments that do not fit, LaneUnavailable for an unusable device.
         """
         return self._pools.register(PoolSpec(record, block_count, exposure, checks, is_published), memory, segments)
 
@@ -344,10 +344,11 @@ class Agent:
     # --- registered memory ---
 
     def register(self, memory: Any, *, can_read: bool = True, can_write: bool = True) -> Registration:
-        """Let every proven peer read and write ``memory`` (contiguous CPU tensor, array, buffer, ``(address, length)``
-        or a Region) at any time until :meth:`deregister`: an open-ended grant and offer. It is kept alive so long.
+        """Let every proven peer read and write ``memory`` (contiguous tensor (CPU, CUDA), array, buffer,
+        ``(address, length)`` or Region) at any time until :meth:`deregister`: an open-ended grant and offer. It is kept
+        alive so long.
 
-        Raises InvalidArgument for memory with gaps, LaneUnavailable for memory of a GPU.
+        Raises InvalidArgument for memory with gaps, LaneUnavailable for an unusable device.
         """
         return self._open().posts.poster.register(memory, can_read=can_read, can_write=can_write)
 

@@ -1,4 +1,5 @@
-"""``kvxfer doctor``: which lanes this machine has, why not the others, and what limits it sets.
+"""``kvxfer doctor``: which lanes this machine has, why not the others, and what limits it sets; of one process, whether
+it can be read from here.
 
 Decides by trying: each check does the thing that the lane would do, on a throw-away object. Changes nothing.
 """
@@ -33,6 +34,8 @@ from kvxfer.types import Lane
 F_ADD_SEALS = 1033
 SEALS = 0x0002 | 0x0004 | 0x0010
 """SHRINK, GROW and FUTURE_WRITE: what the ``mapped`` lane puts on a pool."""
+PID_MAX = 1 << 22
+"""The kernel's own bound."""
 PACKAGES = ("numpy", "grpcio", "protobuf", "prometheus-client", "fastapi", "httpx", "torch", "transformers", "gguf")
 
 
@@ -48,22 +51,30 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--pid", type=int, metavar="PID", help="also say whether cma could read this process from here")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="also try to reach this coordinator")
     parser.add_argument("--timeout-s", type=float, default=3.0, metavar="SECONDS", help="for reaching it (default: 3)")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the report; 1 where something that was asked for by name, the core, or every lane is not there.
+
+    Raises ConfigError for a flag's value that cannot be, a process that is not there among them.
+    """
     check_positive("timeout_s", args.timeout_s, maximum=86400)
     if args.coordinator:
         check_address("coordinator", args.coordinator)
-    findings = [*lanes(), *host(), *versions()]
+    if args.pid is not None:
+        check_positive("pid", args.pid, maximum=PID_MAX)
+    asked = [] if args.pid is None else [process(args.pid)]
+    findings = [*lanes(), *asked, *host(), *versions()]
     if args.coordinator:
         findings.append(asyncio.run(_coordinator(args.coordinator, args.timeout_s)))
     if args.json:
         print_json_line({"kvxfer": __version__, "findings": [dataclasses.asdict(finding) for finding in findings]})
     else:
         print(_report(findings))
-    broken = [f for f in findings if f.is_ok is False and f.section in ("core", "coordinator")]
+    broken = [f for f in findings if f.is_ok is False and f.section in ("core", "process", "coordinator")]
     return 1 if broken or not any(f.is_ok for f in findings if f.section == "lanes") else 0
 
 
@@ -146,6 +157,41 @@ def _cma() -> str:
     if obstacle:
         raise ConfigError(obstacle)
     return "the kernel copies between processes: same host and user, any memory"
+
+
+def process(pid: int) -> Finding:
+    """Whether ``cma`` could read that process from this one, and why not. Raises ConfigError where there is no such
+    process (any more)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        raise ConfigError(f"there is no process {pid}") from None
+    except PermissionError:
+        pass  # it is there, and another user's
+    if _status(pid, "State").startswith("Z"):
+        raise ConfigError(f"process {pid} has ended, and its parent has not noticed yet")
+    return _tried("process", f"cma from {pid}", lambda: _cma_from(pid))
+
+
+def _cma_from(pid: int) -> str:
+    obstacle = importlib.import_module("kvxfer._native._core").cma_obstacle(pid)
+    if obstacle:
+        raise ConfigError(obstacle)
+    users = _status(pid, "Uid").split()  # real, effective, saved, of files
+    if users and int(users[1]) != os.geteuid():
+        raise ConfigError(
+            f"it is user {users[1]}'s, and cma joins agents of one user: this is {os.geteuid()}'s process"
+        )
+    return "this process can read its memory"
+
+
+def _status(pid: int, field: str) -> str:
+    """What the kernel says of a process; empty where it says nothing (``hidepid``, or it has just ended)."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{field}:")), "")
 
 
 def _ucx() -> str:

@@ -368,6 +368,106 @@ def test_under_another_user_the_next_lane_serves(open_nodes: Any, new_id: NewId)
     assert "user" in notes
 
 
+OBSTACLES = textwrap.dedent(
+    """
+    import ctypes, json, os, pathlib, sys
+    from kvxfer._native import _core as native
+
+    yama, drop, *pids = sys.argv[1:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if yama:  # a file that says so, in a mount namespace of our own
+        path = pathlib.Path("/proc/sys/kernel/yama/ptrace_scope")
+        root, over = b"/", b"/proc/sys/kernel"
+        is_private = libc.unshare(0x20000) == 0 and libc.mount(None, root, None, 0x44000, None) == 0
+        if not is_private or libc.mount(b"tmpfs", over, b"tmpfs", 0, None) != 0:
+            sys.exit(77)
+        path.parent.mkdir()
+        path.write_text(yama)
+    if drop:
+        none = (ctypes.c_uint32 * 6)()
+        version = (ctypes.c_uint32 * 2)(0x20080522, 0)
+        assert libc.capset(version, none) == 0
+    print(json.dumps([native.cma_obstacle(*map(int, pid)) for pid in ([], *([pid] for pid in pids))]))
+    """
+)
+HIDDEN = textwrap.dedent(
+    """
+    import ctypes, os, sys
+
+    if os.geteuid() == 0:
+        os.setresgid(65534, 65534, 65534)
+        os.setresuid(65534, 65534, 65534)
+    assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE
+    print(flush=True)
+    sys.stdin.read()
+    """
+)
+
+
+def obstacles(yama: str, drop: str, *pids: int) -> list[str]:
+    """Of a process that met that setting of Yama's, and gave its capabilities up where ``drop`` says something."""
+    command = [sys.executable, "-c", OBSTACLES, yama, drop, *map(str, pids)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode == 77:
+        pytest.skip("no file of the kernel's can be hidden here: no mount namespaces")
+    assert done.returncode == 0, done.stderr
+    told: list[str] = json.loads(done.stdout)
+    return told
+
+
+@pytest.fixture
+def hidden() -> Iterator[int]:
+    """A process that is not dumpable; as root, another user's."""
+    with subprocess.Popen([sys.executable, "-c", HIDDEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        yield process.pid
+        process.communicate()
+
+
+YAMA = "ptrace is not allowed: /proc/sys/kernel/yama/ptrace_scope is "
+
+
+@needs_root
+def test_what_yama_forbids_is_told_as_such(hidden: int) -> None:
+    how = "(as root: sysctl kernel.yama.ptrace_scope=0, or give it CAP_SYS_PTRACE)"
+    assert obstacles("1", "capabilities", hidden) == [f"{YAMA}1 {how}"] * 2
+    assert obstacles("2", "capabilities", hidden) == [f"{YAMA}2 {how}"] * 2
+    assert obstacles("2", "", hidden) == ["", ""]
+    own, _ = obstacles("3", "", hidden)  # the kernel itself has no Yama of this scope, and lets it read the other one
+    assert own == f"{YAMA}3 (which nothing but a reboot with another setting lifts)"
+    assert obstacles("0", "capabilities", hidden)[0] == ""
+
+
+def from_a_hidden_process(pid: int) -> list[str]:
+    """What a process that is not dumpable hears of itself, and of that one of the same user."""
+    told = "print(native.cma_obstacle()); print(native.cma_obstacle(int(sys.argv[1])))"
+    reads = HIDDEN.replace("print(flush=True)", told).replace("import ctypes", f"{IMPORT}; import ctypes")
+    command = [sys.executable, "-c", reads, str(pid)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+IMPORT = "from kvxfer._native import _core as native"
+
+
+def test_who_is_not_dumpable_knows_that_nobody_can_read_it(hidden: int) -> None:
+    own, _ = from_a_hidden_process(hidden)
+    assert own == (
+        "this process is not dumpable, so no other can read it (do not start it setuid or with file capabilities)"
+    )
+
+
+def test_a_source_that_is_not_dumpable_is_told_as_such(hidden: int) -> None:
+    _, other = from_a_hidden_process(hidden)
+    assert other.startswith("ptrace is not allowed: the source is root's, or not dumpable")
+
+
+def test_a_source_that_is_not_dumpable_is_not_read(hidden: int) -> None:
+    assert from_a_hidden_process(hidden)[1].startswith("ptrace is not allowed: the source ")
+
+
 def test_an_obstacle_is_told_of_a_process_that_is_not_there() -> None:
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     assert "cannot be read" in native.cma_obstacle(int(done.stdout))

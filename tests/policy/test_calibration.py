@@ -47,6 +47,25 @@ def test_small_transfers_say_nothing_about_large_ones() -> None:
     assert (figure.large_count, figure.small_count, figure.small_s) == (0, 10, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("slow", "fast", "why"),
+    [
+        (120e-6, 99.8e-6, "measured at 120 us where stream is measured at 100 us"),
+        (120e-6, 119.6e-6, "measured at 120 us where stream is measured at 119.6 us"),
+        (0.25, 45e-6, "measured at 250 ms where stream is measured at 45 us"),
+        (1e-3 + 1e-12, 1e-3, "measured at 1 ms where stream is measured at 1 ms"),
+    ],
+)
+def test_figures_are_told_as_exactly_as_they_differ(slow: float, fast: float, why: str) -> None:
+    calibration = Calibration(is_same_host=True)
+    for _ in range(ENOUGH):
+        calibration.measured(Lane.MAPPED, 4096, slow)
+        calibration.measured(Lane.STREAM, 4096, fast)
+    order = calibration.order((Lane.MAPPED, Lane.STREAM), 4096)
+    assert order.passed_over(Lane.STREAM) == {Lane.MAPPED: f"possible, {why}"}
+    assert order.passed_over(Lane.MAPPED) == order.passed_over(Lane.UCX) == {}
+
+
 @pytest.mark.parametrize(("nbytes", "seconds"), [(0, 1.0), (4096, 0.0), (4096, -1.0), (4096, float("nan"))])
 def test_impossible_figures_are_left_out(nbytes: int, seconds: float) -> None:
     calibration = Calibration(is_same_host=True)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from kvxfer.policy.calibration import ENOUGH, Calibration
 from kvxfer.policy.lanes import LaneEnd, choose_lanes, explain
 from kvxfer.types import CompatibilityRecord, DataAddress, Exposure, Lane, MemoryKind, PoolRecord
 
@@ -84,6 +85,70 @@ def test_memory_of_an_engine_is_reached_without_a_mapping() -> None:
     assert choose_lanes(END, end(is_shareable=False), EVERY)[0] == EVERY[1:]
     assert choose_lanes(END, end(exposure=Exposure.GRANT), EVERY)[0] == (Lane.UNIX, Lane.STREAM)
     assert choose_lanes(END, end(host_id="host:1"), EVERY)[0] == (Lane.UCX, Lane.STREAM)
+
+
+NUMPYS = end(is_shareable=False)
+MIB = 1 << 20
+
+
+def test_a_lane_that_is_expected_to_be_slower_says_so() -> None:
+    lanes, reasons = choose_lanes(END, NUMPYS, EVERY)
+    order = Calibration(is_same_host=True).order(lanes, 4096)
+    assert order.lanes == (Lane.UNIX, Lane.CMA, Lane.UCX, Lane.STREAM)
+    assert explain(Lane.UNIX, reasons, passed_over=order.passed_over(Lane.UNIX)) == (
+        "unix: same host, sent over its Unix socket (not mapped: the source pool's memory was not allocated by kvxfer; "
+        "cma: possible, expected at 50 us where unix is expected at 45 us; "
+        "ucx: possible, expected at 55 us where unix is expected at 45 us)"
+    )
+
+
+def test_a_lane_that_was_measured_to_be_slower_says_so() -> None:
+    """The figures are those of the moment when the order was made."""
+    calibration = Calibration(is_same_host=True)
+    for lane, gb_per_s in ((Lane.CMA, 3.1), (Lane.STREAM, 4.25)) * ENOUGH:
+        calibration.measured(lane, 64 * MIB, 64 * MIB / (gb_per_s * 1e9))
+    lanes, reasons = choose_lanes(END, END, (Lane.CMA, Lane.UNIX, Lane.STREAM))
+    order = calibration.order(lanes, 64 * MIB)
+    assert order.lanes == (Lane.STREAM, Lane.UNIX, Lane.CMA)
+    for _ in range(20):
+        calibration.measured(Lane.STREAM, 64 * MIB, 60.0)
+    assert explain(Lane.STREAM, reasons, passed_over=order.passed_over(Lane.STREAM)) == (
+        "stream: the source is reached over TCP (not cma: possible, measured at 3.1 GB/s where stream is measured at "
+        "4.2 GB/s; unix: possible, expected at 4 GB/s where stream is measured at 4.2 GB/s)"
+    )
+
+
+def test_what_was_passed_over_is_told_beside_what_was_given_up() -> None:
+    lanes, reasons = choose_lanes(END, END, (Lane.CMA, Lane.STREAM, Lane.UNIX))
+    order = Calibration(is_same_host=True).order(lanes, 4096)
+    assert order.lanes == (Lane.UNIX, Lane.CMA, Lane.STREAM)
+    used, notes = Lane.STREAM, "connect: No such file; ptrace is not allowed"  # of unix, then of cma
+    assert explain(used, reasons, notes, passed_over=order.passed_over(used)) == (
+        "stream: the source is reached over TCP (not connect: No such file; ptrace is not allowed)"
+    )
+    lanes, reasons = choose_lanes(END, END, (Lane.UCX, Lane.CMA, Lane.STREAM, Lane.UNIX))
+    order = Calibration(is_same_host=True).order(lanes, 4096)
+    used, notes = Lane.CMA, "connect: No such file"  # of unix
+    assert explain(used, reasons, notes, passed_over=order.passed_over(used)) == (
+        "cma: same host and user, read out of the source process "
+        "(not ucx: possible, expected at 55 us where cma is expected at 50 us; connect: No such file)"
+    )
+
+
+def test_in_the_operators_order_nothing_was_passed_over() -> None:
+    lanes, reasons = choose_lanes(END, END, (Lane.UNIX, Lane.CMA, Lane.STREAM))
+    order = Calibration(is_same_host=True).order(lanes, 4096)
+    assert explain(Lane.UNIX, reasons, passed_over=order.passed_over(Lane.UNIX)) == (
+        "unix: same host, sent over its Unix socket"
+    )
+
+
+def test_a_merit_is_no_reason_against_a_lane() -> None:
+    """Where nothing is used yet, and where there are no figures."""
+    _, reasons = choose_lanes(END, NUMPYS, (Lane.MAPPED, Lane.CMA))
+    assert explain(None, reasons) == "mapped: the source pool's memory was not allocated by kvxfer; cma: possible"
+    _, reasons = choose_lanes(END, END, ALL)
+    assert explain(Lane.STREAM, reasons) == "stream: the source is reached over TCP (not mapped: possible)"
 
 
 @pytest.mark.parametrize("side", ["ours", "theirs"])

@@ -307,6 +307,31 @@ def test_what_was_slow_is_tried_later(monkeypatch: pytest.MonkeyPatch) -> None:
         assert setting.transport.asked[-1].lanes[0] is best
 
 
+def test_why_a_lane_was_passed_over(setting: Setting) -> None:
+    """By the figures with which the post was started; where the operator's order rules, nothing is."""
+    given = setting.poster.allocate(1 << 20)
+    peer = RemotePeer(PEER_REF, ADDRESS, [given.record])
+    row = [(given.record.address, 1 << 20, 0)]
+    plan = setting.poster.plan(Op.READ, setting.poster.prepare(row), None, setting.poster.prepare(row, peer=peer), None)
+    calibrations = setting.poster.calibrations
+    for _ in range(3):
+        calibrations.measured(PEER_REF, ADDRESS.host_id, Lane.MAPPED, 1 << 20, (1 << 20) / 1.5e9)
+    post = setting.poster.start(plan, lanes=[Lane.MAPPED, Lane.STREAM])
+    assert post.statistics().lane_reason == "mapped: possible; stream: possible"
+    setting.finish(post.transfer_ids[0])
+    assert post.poll() is TransferState.COMMITTED
+    for _ in range(30):
+        calibrations.measured(PEER_REF, ADDRESS.host_id, Lane.MAPPED, 1 << 20, 1.0)
+    assert post.result().lane_reason == (
+        "stream: the source is reached over TCP "
+        "(not mapped: possible, measured at 1.5 GB/s where stream is expected at 3.9 GB/s)"
+    )
+    post = setting.poster.start(plan, lanes=[Lane.STREAM, Lane.MAPPED])
+    setting.finish(post.transfer_ids[0])
+    assert post.poll() is TransferState.COMMITTED
+    assert post.result().lane_reason == "stream: the source is reached over TCP"
+
+
 def test_sums_are_wanted_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     for checks, wanted in (("off", False), ("on", True)):
         setting = Setting(monkeypatch, stream_checks=checks)

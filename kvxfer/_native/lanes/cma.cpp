@@ -53,7 +53,7 @@ std::string refusal_text(int pid) {
   std::string text = "ptrace is not allowed: ";
   const int scope = yama_scope();
   struct stat status {};
-  const bool is_found = ::stat(("/proc/" + std::to_string(pid)).c_str(), &status) == 0;
+  const bool is_found = ::stat(("/proc/" + std::to_string(pid) + "/stat").c_str(), &status) == 0;  // its directory stays the user's
   if (scope != 0 && (scope >= 3 || !can_trace_anybody())) return text + yama_text(scope);
   if (is_found && status.st_uid == ::geteuid()) {
     return text + "the source has more capabilities or another group than this process, or a filter of system calls forbids it (run both alike)";
