@@ -50,7 +50,8 @@ MSS_AT, SLOW_START_THRESHOLD_AT, WINDOW_AT, RETRANSMITTED_AT, MIN_RTT_AT, REORDE
 
 class Party:
     """``lanes``: by name, best first; ``remembered``: how many grants and transfers at most, and how many of those that
-    are over. Transfers and posts go by a name of the test's choice: 32 hex digits, or "p1"."""
+    are over; ``stripes``: connections to one peer, 0 has it find out. Transfers and posts go by a name of the test's
+    choice: 32 hex digits, or "p1"."""
 
     def __init__(
         self,
@@ -64,10 +65,11 @@ class Party:
         grant_ttl_s: float = 30.0,
         bind_host: str = "127.0.0.1",
         remembered: int = AgentConfig.transfers_max,
+        stripes: int = AgentConfig.stripes,
     ) -> None:
         self.config = AgentConfig(
             lanes=tuple(Lane(lane) for lane in lanes),
-            calibrate=False,
+            calibrate=stripes == 0,
             stall_s=stall_s,
             reconnect_s=reconnect_s,
             grant_ttl_s=grant_ttl_s,
@@ -75,6 +77,7 @@ class Party:
             insecure=True,
             grants_max=remembered,
             transfers_max=remembered,
+            stripes=stripes,
         )
         binding = NativeBinding(self.config)
         self.ref = AgentRef(name, Incarnation(1, secrets.token_bytes(16)))
@@ -321,6 +324,10 @@ class Party:
         is_committed = TransferState(int(final.state)) is TransferState.COMMITTED
         return "committed" if is_committed else str(final.code.name)
 
+    def why(self, post: str) -> str:
+        """The error that it ended with, for a message."""
+        return repr(self.posts[post].error)
+
     def wait_ended(self, transfer: str, timeout_s: float = SOON_S) -> str:
         """How a grant ended."""
         self._wait(lambda: transfer in self.ended, timeout_s)
@@ -335,14 +342,14 @@ class Party:
         """Until so many sessions are up at most."""
         return self._wait(lambda: self.transport.counts().sessions_up <= left, timeout_s)
 
-    def offer(self, peer: str, timeout_s: float = SOON_S) -> str:
-        """How the first write of that peer into our memory ended; "" where none did."""
+    def offer(self, peer: str, timeout_s: float = SOON_S, number: int = 0) -> str:
+        """How a write of that peer into our memory ended, the first (0) or a later one; "" where it did not."""
 
         def mine() -> list[Any]:
             return [event for event in self.offers if event.sender.agent_id == peer]
 
-        self._wait(lambda: bool(mine()), timeout_s)
-        return str(mine()[0].state.name) if mine() else ""
+        self._wait(lambda: len(mine()) > number, timeout_s)
+        return str(mine()[number].state.name) if len(mine()) > number else ""
 
     def wait_received(self, payload: str, timeout_s: float = SOON_S) -> bool:
         return self._wait(lambda: payload.encode() in self.received, timeout_s)
