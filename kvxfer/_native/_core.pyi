@@ -742,6 +742,9 @@ class TransferFinal:
     @property
     def blocks_checked(self) -> int: ...
 
+    @property
+    def session(self) -> int: ...
+
 class TransferDrained:
     @property
     def id(self) -> bytes: ...

@@ -107,7 +107,8 @@ void bind_effects(nb::module_& m) {
       .def_ro("text", &TransferFinal::text).def_ro("lane", &TransferFinal::lane).def_ro("lane_notes", &TransferFinal::lane_notes)
       .def_ro("attempts", &TransferFinal::attempts).def_ro("blocks_done", &TransferFinal::blocks_done)
       .def_ro("blocks_before_complete", &TransferFinal::blocks_before_complete).def_ro("queue_ns", &TransferFinal::queue_ns)
-      .def_ro("wire_ns", &TransferFinal::wire_ns).def_ro("confirm_ns", &TransferFinal::confirm_ns).def_ro("blocks_checked", &TransferFinal::blocks_checked);
+      .def_ro("wire_ns", &TransferFinal::wire_ns).def_ro("confirm_ns", &TransferFinal::confirm_ns).def_ro("blocks_checked", &TransferFinal::blocks_checked)
+      .def_ro("session", &TransferFinal::session);
   nb::class_<TransferDrained>(m, "TransferDrained").def_ro("id", &TransferDrained::id);
   nb::class_<OfferEnded>(m, "OfferEnded").def_ro("id", &OfferEnded::id).def_ro("sender", &OfferEnded::from).def_ro("state", &OfferEnded::state)
       .def_ro("code", &OfferEnded::code).def_ro("lane", &OfferEnded::lane).def_ro("bytes", &OfferEnded::bytes);

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from kvxfer._native import _core
 from kvxfer.errors import InvalidArgument, LimitExceeded
 from kvxfer.testing.clock import MS, S
-from kvxfer.testing.pair import Pair
+from kvxfer.testing.pair import KEY, Pair
 
 
 def test_delivered_once_in_order() -> None:
@@ -59,6 +59,36 @@ def test_a_life_that_comes_back_is_not_answered_for_the_old(mourner: str) -> Non
     assert [e.seq for e in pair.take("a", _core.NotifFailed)] == ([3] if mourner == "a" else [])
     assert [e.seq for e in pair.take("a", _core.NotifDelivered)] == [seq for seq, _ in received]
     assert b.counts().peers == 1
+
+
+DEATHS_KEPT = 4096
+"""Of how many lives the numbers are kept that were called dead, and not dealt with since."""
+
+
+@pytest.mark.parametrize("mourner", ["a", "b"])
+def test_a_life_that_came_back_is_not_forgotten_for_others(mourner: str) -> None:
+    """Nor does what is said to it, or by it, begin at 1 again when many others have died meanwhile."""
+    pair = Pair()
+    a = pair.ends["a"]
+    mourning = pair.ends[mourner]
+    for payload in (b"1", b"2"):
+        pair.do("a", a.notify(pair.refs["b"], payload, pair.now)[1])
+    pair.pump()
+    pair.do(mourner, mourning.peer_dead(pair.refs[pair.other(mourner)], pair.now))
+    pair.introduce(mourner)
+    pair.do("a", a.notify(pair.refs["b"], b"3", pair.now)[1])
+    pair.pump()
+    for number in range(DEATHS_KEPT + 1):
+        other = _core.AgentRef(f"other-{number}", 1, bytes(16))
+        mourning.set_peer(other, KEY, _core.SessionKind.MEMORY)
+        mourning.notify(other, b"x", pair.now)
+        mourning.peer_dead(other, pair.now)
+    seq, effects = a.notify(pair.refs["b"], b"4", pair.now)
+    pair.do("a", effects)
+    pair.advance(3 * S)
+    assert seq == 4
+    assert [e.payload for e in pair.take("b", _core.NotifReceived)] == [b"1", b"2", b"3", b"4"]
+    assert [e.seq for e in pair.take("a", _core.NotifDelivered)] == [1, 2, 3, 4]
 
 
 def test_bounds() -> None:

@@ -164,12 +164,12 @@ bool Connection::refuses(const Frame& frame) {
   }
   const auto* push = std::get_if<Push>(&frame);
   if (push == nullptr || !push->has_notification || !is_up_ || shared_.can_take_notification(push->notification.size())) return false;
-  const bool is_known = shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects&) {
+  return shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) {
     endpoint.heard(session, now);
-    return endpoint.has_met(push->id);
+    const bool is_known = endpoint.has_met(push->id);
+    if (!is_known) out.push_back(SendFrame{session, Done{push->id, Code::overloaded, why}});
+    return !is_known;
   });
-  if (!is_known) outbox_.push(Done{push->id, Code::overloaded, why});
-  return !is_known;
 }
 
 bool Connection::may_land() {
@@ -359,6 +359,7 @@ void Connection::send_data(SendData data, OwnMemory memory) {
 
 void Connection::withdraw(const Withdrawn& gone) {
   may_land();
+  outbox_.withdraw(shared_);
   for (auto it = maps_sent_.lower_bound({gone.id, Lane{}}); it != maps_sent_.end() && it->first.first == gone.id;) {
     const auto [sent_lane, sent_serial] = std::pair(it->first.second, it->second);
     if (sent_serial > gone.serial) {

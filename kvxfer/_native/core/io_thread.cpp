@@ -15,6 +15,7 @@ constexpr uint64_t kWakeKey = 0, kTcpKey = 1, kUnixKey = 2, kUcxKey = 3, kStagin
 constexpr int kRoundsMax = 4;                   // of effects before sockets are looked at again
 constexpr size_t kFewEffects = 4;
 constexpr int kAcceptsARound = 64;
+constexpr size_t kWarmingMax = 1024;  // what is over is read as well, the first time more slowly
 constexpr size_t kQueuedFrameBytesMax = 16 << 20;  // beside our own notifications
 constexpr Nanos kLinger = 500 * kMillisecond;
 constexpr Nanos kCloseMax = 5'000 * kMillisecond;  // for what is in flight to end
@@ -114,7 +115,9 @@ void IoThread::on_ready(Key key, uint32_t events) {
   try {
     found->second->receive(portion_);
     if (found->second->is_landing_from_near()) landing_ = key;
-    while (const std::shared_ptr<RemoteMemory> memory = found->second->take_new_remote()) warming_.push_back(memory);
+    while (const std::shared_ptr<RemoteMemory> memory = found->second->take_new_remote()) {
+      if (warming_.size() < kWarmingMax) warming_.push_back(memory);
+    }
   } catch (const Error& error) {
     perform_now();  // its last frames may have said why it ends
     if (connections_.count(key) != 0) lose(key, error);
@@ -178,13 +181,13 @@ void IoThread::start_dial(const Dial& dial) {
 void IoThread::finish_dial(Key key) {
   Dialing dialing = std::move(dialing_.at(key));
   dialing_.erase(key);
+  poller_.remove(dialing.fd.get());
   if (const int error = connect_error(dialing.fd.get()); error != 0) {
     return dial_failed(dialing.peer, dialing.kind, Code::transport, errno_text("cannot connect", error));
   }
   if (dialing.kind == SessionKind::Unix && !is_same_user(dialing.fd.get())) {
     return dial_failed(dialing.peer, dialing.kind, Code::no_lane, "the Unix socket belongs to another user's process");
   }
-  poller_.remove(dialing.fd.get());
   open(std::move(dialing.fd), dialing.kind, std::move(dialing.peer));
 }
 
@@ -230,7 +233,8 @@ void IoThread::remove(Key key) {
   const auto found = connections_.find(key);
   if (found == connections_.end()) return;
   if (found->second->is_closing()) --closing_;
-  connections_.erase(found);  // closing the descriptor takes it out of epoll
+  poller_.remove(found->second->fd());  // closing it would not do where a forked child has it too
+  connections_.erase(found);
 }
 
 // --- effects ---
@@ -381,6 +385,7 @@ void IoThread::tick_own(Nanos now) {
   for (const Key key : late) {
     const Dialing dialing = std::move(dialing_.at(key));
     dialing_.erase(key);
+    poller_.remove(dialing.fd.get());
     dial_failed(dialing.peer, dialing.kind, Code::transport, "connecting took too long");
   }
   if (closing_ == 0) return;

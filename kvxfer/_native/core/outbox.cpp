@@ -46,6 +46,19 @@ void Outbox::abandon_data() {
   items_.erase(std::remove_if(items_.begin(), items_.end(), is_unsent), items_.end());
 }
 
+// Of what waits here nothing keeps memory there whose grant has ended.
+void Outbox::withdraw(SharedEndpoint& shared) {
+  for (Item& item : items_) {
+    if (!item.payload || item.payload->has_ended) continue;
+    Sending sending(shared);
+    const bool is_alive = sending.begin(item.payload->frame.id, item.payload->serial);
+    sending.end();
+    if (is_alive) continue;
+    item.payload->end();
+    if (&item == &items_.front()) pipe_.reset();
+  }
+}
+
 bool Outbox::is_spliced(const OutgoingBlocks& payload) const { return payload.is_lent && payload.left != 0; }
 
 // Puts what comes next of the payload into the pipe. False where it is not to go that way.
@@ -63,13 +76,13 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
   OutgoingBlocks& payload = *item.payload;
   uint64_t left = payload.left;
   std::pair<const uint8_t*, size_t> staged{nullptr, 0};
-  if (payload.gather && left != 0) {
+  if (payload.gather && left != 0 && !payload.has_ended) {
     payload.gather->fill([&] { return sending.shared().begin_gather(payload.frame.id, payload.serial); });
     is_waiting_ = payload.gather->is_waiting();
     if (is_waiting_) return;
     staged = payload.gather->front();
   }
-  const bool is_looking = left != 0 && sending.begin(payload.frame.id, payload.serial);
+  const bool is_looking = left != 0 && !payload.has_ended && sending.begin(payload.frame.id, payload.serial);
   if (is_looking && payload.is_staged) {
     const auto [data, size] = staged;
     const size_t looked = payload.frame.has_sums ? std::min(size, kReadBytesMax) : size;
@@ -95,8 +108,7 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
     bytes += looked;
     left -= looked;
   } else if (left != 0) {
-    payload.void_sums();
-    payload.gather.reset();
+    payload.end();
     const size_t zero_bytes = static_cast<size_t>(std::min<uint64_t>(left, kZerosBytes));
     vectors[count++] = {zeros(), zero_bytes};
     bytes += zero_bytes;

@@ -42,6 +42,8 @@ class Outbox {
   // reader may have it confirmed over another session, and takes what came for what was there.
   void abandon_data();
 
+  void withdraw(SharedEndpoint& shared);  // some memory is not registered any more
+
   // One system call. Returns whether the kernel may take more now; what it took the last byte of is appended to `finished`.
   // `may_hold`: over TCP, the end of a payload may wait in the kernel for what is sent next: the verdict, as a rule. See
   // is_held(). Throws Error(transport).

@@ -31,14 +31,18 @@ class Bases {
  public:
   void add(uint32_t region, uint8_t* base);  // replaces what was said of the same region
   uint8_t* find(uint32_t region) const {     // null: not known
-    for (size_t i = hash(region) & mask_; !slots_.empty(); i = (i + 1) & mask_) {
-      if (slots_[i].base == nullptr) break;
-      if (slots_[i].region == region) return slots_[i].base;
-    }
-    return nullptr;
+    const size_t slot = slot_of(region);
+    return slot == kNoSlot ? nullptr : slots_[slot].base;
   }
-  // Whether every region that `extent` names is known.
-  bool has_all(const Extent& extent) const;
+  static constexpr size_t kNoSlot = ~size_t{0};
+  // Where it stands, below slot_count(), until another is added; kNoSlot: not known.
+  size_t slot_of(uint32_t region) const {
+    for (size_t i = hash(region) & mask_; !slots_.empty() && slots_[i].base != nullptr; i = (i + 1) & mask_) {
+      if (slots_[i].region == region) return i;
+    }
+    return kNoSlot;
+  }
+  size_t slot_count() const { return slots_.size(); }
 
  private:
   struct Slot {
@@ -88,17 +92,21 @@ struct Withdrawn {
 
 // All of them at one moment.
 struct RegionTable {
-  Bases bases;
-  std::map<uint32_t, std::shared_ptr<const OwnRegion>> regions;
-  bool has_devices = false;  // some of them is not the host's
-  bool is_exposed = true;    // one-sided lanes may read each of them
+  explicit RegionTable(const std::map<uint32_t, std::shared_ptr<const OwnRegion>>& regions);
+  // Those that `extent` names, each once; empty where one of them is not known.
+  std::vector<std::shared_ptr<const OwnRegion>> of(const Extent& extent) const;
+
+  std::shared_ptr<const Bases> bases;  // keeps no region there
+
+ private:
+  std::vector<std::shared_ptr<const OwnRegion>> regions_;  // as they stand in `bases`
 };
 
 // Own memory that an extent names, found, and what keeps it there while it is used. Whether it may be used is another question.
 struct OwnMemory {
   std::shared_ptr<const Layout> layout;
-  std::shared_ptr<const Pool> pool;            // of blocks
-  std::shared_ptr<const RegionTable> regions;  // of pieces
+  std::shared_ptr<const Pool> pool;                        // of blocks
+  std::vector<std::shared_ptr<const OwnRegion>> regions;  // of pieces, and no other
   std::shared_ptr<cuda::Context> device;       // some of it is there: nobody else may touch it
   bool is_exposed = false;                     // one-sided lanes may read it
   explicit operator bool() const { return layout != nullptr; }

@@ -17,17 +17,6 @@ bool is_confirmation(const Frame& frame) {
   return verdict != nullptr && verdict->code == Code::ok;
 }
 
-// The first device that some of the pieces lie on. Copies by its context reach those of other devices and the host's too.
-std::shared_ptr<cuda::Context> device_of(const RegionTable& table, const Extent& extent) {
-  const std::vector<Grid>& grids = extent.ranges->grids();
-  const bool is_table = extent.ranges->is_table();
-  for (uint32_t i = 0; i < extent.count; ++i) {
-    const OwnRegion& region = *table.regions.at(grids[is_table ? extent[i] : extent.ranges->grid_of(extent[i])].region);
-    if (region.device) return region.device;
-  }
-  return nullptr;
-}
-
 template <class T, class Variant>
 constexpr bool is_alternative = false;
 template <class T, class... All>
@@ -311,16 +300,7 @@ std::shared_ptr<const OwnRegion> SharedEndpoint::region(uint32_t id) const {
 
 std::shared_ptr<const RegionTable> SharedEndpoint::region_table() const {
   std::lock_guard lock(mutex_);
-  if (!region_table_) {
-    auto table = std::make_shared<RegionTable>();
-    table->regions = regions_;
-    for (const auto& [id, region] : regions_) {
-      table->bases.add(id, region->base);
-      table->has_devices |= region->device != nullptr;
-      table->is_exposed &= region->info.is_exposed && region->info.can_read;
-    }
-    region_table_ = std::move(table);
-  }
+  if (!region_table_) region_table_ = std::make_shared<RegionTable>(regions_);
   return region_table_;
 }
 
@@ -334,12 +314,16 @@ OwnMemory SharedEndpoint::find(const Extent& extent) const {
     memory.is_exposed = memory.pool->info.is_exposed;
     return memory;
   }
-  memory.regions = region_table();
-  if (!memory.regions->bases.has_all(extent)) return {};
-  if (memory.regions->has_devices) memory.device = device_of(*memory.regions, extent);
-  memory.is_exposed = memory.regions->is_exposed;
-  memory.layout = std::make_shared<const Layout>(
-      Layout{nullptr, {}, extent.ranges, std::shared_ptr<const Bases>(memory.regions, &memory.regions->bases)});
+  const std::shared_ptr<const RegionTable> table = region_table();
+  memory.regions = table->of(extent);
+  if (memory.regions.empty()) return {};
+  memory.is_exposed = true;
+  for (const auto& region : memory.regions) {
+    memory.is_exposed &= region->info.is_exposed && region->info.can_read;
+    // Copies by the context of one device reach those of others and the host's too.
+    if (!memory.device) memory.device = region->device;
+  }
+  memory.layout = std::make_shared<const Layout>(Layout{nullptr, {}, extent.ranges, table->bases});
   return memory;
 }
 

@@ -98,11 +98,10 @@ struct Target {
     return memory;
   }
   OwnMemory pieces(const std::shared_ptr<const Ranges>& ranges) {
-    auto table = std::make_shared<RegionTable>();
-    for (uint32_t i = 0; i < kRegionCount; ++i) table->bases.add(kRegionFirst + i, bytes.data() + kRegionBytes * i);
+    auto bases = std::make_shared<Bases>();
+    for (uint32_t i = 0; i < kRegionCount; ++i) bases->add(kRegionFirst + i, bytes.data() + kRegionBytes * i);
     OwnMemory memory;
-    memory.layout = std::make_shared<const Layout>(Layout{nullptr, {}, ranges, std::shared_ptr<const Bases>(table, &table->bases)});
-    memory.regions = std::move(table);
+    memory.layout = std::make_shared<const Layout>(Layout{nullptr, {}, ranges, std::move(bases)});
     return memory;
   }
 

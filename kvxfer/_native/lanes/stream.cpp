@@ -95,6 +95,21 @@ std::pair<const char*, size_t> OutgoingBlocks::trailer() {
   return {trailer_.data() + trailer_.size() - trailer_left, trailer_left};
 }
 
+void OutgoingBlocks::end() {
+  if (std::exchange(has_ended, true)) return;
+  if (left != 0) {
+    has_no_sums_ = true;
+    trailer_.clear();  // not a byte of it is out before the blocks
+  } else if (trailer_left != 0) {
+    trailer();  // of what went out as it was
+  }
+  is_lent = false;
+  gather.reset();
+  running_.reset();
+  walk = {};
+  memory = {};
+}
+
 IncomingBlocks::IncomingBlocks(const Data& data, Landing landing, OwnMemory to, Staging& staging)
     : id(data.id), token(landing.token), extent(std::move(landing.to)), memory(std::move(to)), left(data.payload_bytes - trailer_bytes(data)),
       trailer(trailer_bytes(data), '\0'), walk(*memory.layout, extent) {

@@ -52,28 +52,27 @@ struct OutgoingBlocks {
   void sum(const uint8_t* data, size_t bytes);
   void sent(size_t bytes) {
     left -= bytes;
+    if (has_ended) return;
     if (!is_staged) return walk.advance(bytes);
     if (gather) gather->sent(bytes);
   }
   // Checksums as they go over the wire, once `left` is 0; begins at what is still to be sent of them.
   std::pair<const char*, size_t> trailer();
-  // Zeros go out from here on.
-  void void_sums() {
-    has_no_sums_ = true;
-    trailer_.clear();  // not a byte of it is out before the blocks
-  }
+  // Its grant has: zeros go out from here on, and the memory may go.
+  void end();
   bool is_done() const { return left == 0 && trailer_left == 0; }
 
   const Data frame;
   const uint64_t serial;  // of the grant
   const Extent extent;
-  const OwnMemory memory;
+  OwnMemory memory;
   uint64_t left;          // of the blocks
   size_t trailer_left;    // of their checksums
   BlockWalk walk;
   const bool is_staged;   // the blocks are on a device
-  std::unique_ptr<Gather> gather;  // null, too, once the grant has ended
+  std::unique_ptr<Gather> gather;
   bool is_lent;           // the kernel is to have references to their pages, no copy
+  bool has_ended = false;
 
  private:
   std::optional<RunningSums> running_;

@@ -89,17 +89,8 @@ void UcxRead::find_memories() {
     if (target().pool->ucx) memories.push_back(target().pool->ucx);
     return;
   }
-  const Extent& extent = filled();
-  const std::vector<Grid>& grids = extent.ranges->grids();
-  std::vector<uint32_t> regions;
-  for (uint32_t i = 0; i < extent.count; ++i) {
-    const uint32_t region = grids[extent.ranges->grid_of(extent[i])].region;
-    if (regions.empty() || regions.back() != region) regions.push_back(region);
-  }
-  std::sort(regions.begin(), regions.end());
-  regions.erase(std::unique(regions.begin(), regions.end()), regions.end());
-  for (const uint32_t region : regions) {
-    if (const auto& memory = target().regions->regions.at(region)->ucx) memories.push_back(memory);
+  for (const auto& region : target().regions) {
+    if (region->ucx) memories.push_back(region->ucx);
   }
 }
 

@@ -77,6 +77,7 @@ struct TransferFinal {  // exactly once a transfer
   uint32_t blocks_before_complete;  // landed before the source had announced everything
   Nanos queue_ns, wire_ns, confirm_ns;  // posted to first read; sum of the reads; last byte to verdict
   uint32_t blocks_checked;  // had the CRC-32C that their source told
+  SessionId session;        // the last word came over it; 0: over none
 };
 struct TransferDrained {  // exactly once, never before TransferFinal: the destination blocks are the owner's again
   TransferId id;

@@ -308,7 +308,7 @@ void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nan
   if (const auto* f = std::get_if<Verdict>(&frame); f != nullptr && has_bug(Bug::commit_twice)) {
     const auto over = finished_.find(f->id);
     if (f->code == Code::ok && over != finished_.end() && over->second == TransferState::Committed) {
-      out.push_back(TransferFinal{f->id, over->second, Code::ok, "", Lane::Stream, "", 0, 0, 0, 0, 0, 0, 0});
+      out.push_back(TransferFinal{f->id, over->second, Code::ok, "", Lane::Stream, "", 0, 0, 0, 0, 0, 0, 0, id});
     }
   }
   if (const auto* f = std::get_if<Verdict>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_verdict(*f, now, out); });

@@ -1,6 +1,7 @@
 #include "notifier.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvxfer {
 namespace {
@@ -11,7 +12,7 @@ constexpr size_t kDeadMax = 4096;
 
 uint64_t Notifier::post(const AgentRef& to, std::string payload, Nanos now) {
   if (payload.size() > bytes_max_) throw Error(Code::invalid_argument, "notification is over notification_bytes_max (" + std::to_string(bytes_max_) + ")");
-  Outbox& box = outboxes_[to];
+  Peer& box = alive(to);
   if (box.pending.size() >= pending_max_) {
     throw Error(Code::limit_exceeded, "notifications_max (" + std::to_string(pending_max_) + ") wait for " + to.agent_id);
   }
@@ -21,14 +22,14 @@ uint64_t Notifier::post(const AgentRef& to, std::string payload, Nanos now) {
 }
 
 bool Notifier::has_pending(const AgentRef& to) const {
-  const auto found = outboxes_.find(to);
-  return found != outboxes_.end() && !found->second.pending.empty();
+  const auto found = peers_.find(to);
+  return found != peers_.end() && !found->second.pending.empty();
 }
 
 void Notifier::flush(const AgentRef& to, SessionId session, bool is_again, Nanos now, Effects& out) {
-  const auto found = outboxes_.find(to);
-  if (found == outboxes_.end()) return;
-  Outbox& box = found->second;
+  const auto found = peers_.find(to);
+  if (found == peers_.end()) return;
+  Peer& box = found->second;
   for (const auto& [seq, payload] : box.pending) {
     if (!is_again && seq < box.unsent_seq) continue;
     out.push_back(SendFrame{session, Notif{NotifKind::Deliver, seq, box.pending.front().first, payload}});
@@ -39,9 +40,9 @@ void Notifier::flush(const AgentRef& to, SessionId session, bool is_again, Nanos
 
 void Notifier::on_notif(SessionId session, const AgentRef& from, const Notif& notif, Nanos now, Effects& out) {
   if (notif.kind == NotifKind::Ack) {
-    const auto found = outboxes_.find(from);
-    if (found == outboxes_.end()) return;
-    Outbox& box = found->second;
+    const auto found = peers_.find(from);
+    if (found == peers_.end()) return;
+    Peer& box = found->second;
     while (!box.pending.empty() && box.pending.front().first <= notif.seq) {
       out.push_back(NotifDelivered{from, box.pending.front().first});
       box.pending.pop_front();
@@ -49,7 +50,7 @@ void Notifier::on_notif(SessionId session, const AgentRef& from, const Notif& no
     }
     return;
   }
-  uint64_t& last = delivered_[from];
+  uint64_t& last = alive(from).delivered;
   if (notif.oldest <= notif.seq && notif.oldest > last + 1) last = notif.oldest - 1;
   if (notif.seq == last + 1) {
     last = notif.seq;
@@ -59,37 +60,41 @@ void Notifier::on_notif(SessionId session, const AgentRef& from, const Notif& no
 }
 
 void Notifier::peer_dead(const AgentRef& peer, Effects& out) {
-  if (const auto found = outboxes_.find(peer); found != outboxes_.end()) {
-    for (const auto& [seq, _] : found->second.pending) out.push_back(NotifFailed{peer, seq, Code::peer_gone});
-    found->second.pending.clear();
-    found->second.unsent_seq = found->second.next_seq;
-  }
-  dead_.erase(std::remove(dead_.begin(), dead_.end(), peer), dead_.end());
-  if (outboxes_.count(peer) == 0 && delivered_.count(peer) == 0) return;
-  dead_.push_back(peer);
+  const auto found = peers_.find(peer);
+  if (found == peers_.end()) return;
+  Peer& box = found->second;
+  for (const auto& [seq, _] : box.pending) out.push_back(NotifFailed{peer, seq, Code::peer_gone});
+  box.pending.clear();
+  box.unsent_seq = box.next_seq;
+  dead_.erase(box.death);
+  dead_.emplace(box.death = ++deaths_, peer);
   if (dead_.size() <= kDeadMax) return;
-  const AgentRef forgotten = dead_.front();
-  dead_.pop_front();
-  delivered_.erase(forgotten);
-  const auto box = outboxes_.find(forgotten);
-  if (box != outboxes_.end() && box->second.pending.empty()) outboxes_.erase(box);
+  peers_.erase(dead_.begin()->second);
+  dead_.erase(dead_.begin());
+}
+
+// Who deals with us again is not forgotten for others' deaths.
+Notifier::Peer& Notifier::alive(const AgentRef& peer) {
+  Peer& found = peers_[peer];
+  dead_.erase(std::exchange(found.death, 0));
+  return found;
 }
 
 std::vector<AgentRef> Notifier::overdue(Nanos now, Nanos patience_ns) const {
   std::vector<AgentRef> peers;
-  for (const auto& [peer, box] : outboxes_) {
+  for (const auto& [peer, box] : peers_) {
     if (!box.pending.empty() && now - box.sent_at >= patience_ns) peers.push_back(peer);
   }
   return peers;
 }
 
 void Notifier::postpone(const AgentRef& to, Nanos now) {
-  if (const auto found = outboxes_.find(to); found != outboxes_.end()) found->second.sent_at = now;
+  if (const auto found = peers_.find(to); found != peers_.end()) found->second.sent_at = now;
 }
 
 Nanos Notifier::next_deadline(Nanos patience_ns) const {
   Nanos next = kNever;
-  for (const auto& [_, box] : outboxes_) {
+  for (const auto& [_, box] : peers_) {
     if (!box.pending.empty()) next = std::min(next, box.sent_at + patience_ns);
   }
   return next;
@@ -97,7 +102,7 @@ Nanos Notifier::next_deadline(Nanos patience_ns) const {
 
 size_t Notifier::pending_count() const {
   size_t count = 0;
-  for (const auto& [_, box] : outboxes_) count += box.pending.size();
+  for (const auto& [_, box] : peers_) count += box.pending.size();
   return count;
 }
 

@@ -35,15 +35,19 @@ class Notifier {
   size_t pending_count() const;
 
  private:
-  struct Outbox {
+  struct Peer {
     uint64_t next_seq = 1, unsent_seq = 1;
-    std::deque<std::pair<uint64_t, std::string>> pending;
+    std::deque<std::pair<uint64_t, std::string>> pending;  // to it
     Nanos sent_at = 0;
+    uint64_t delivered = 0;  // last number delivered from it
+    uint64_t death = 0;      // which in a row; 0: it lives, as far as is known
   };
+  Peer& alive(const AgentRef& peer);
+
   size_t pending_max_, bytes_max_;
-  std::map<AgentRef, Outbox> outboxes_;
-  std::map<AgentRef, uint64_t> delivered_;  // last number delivered from a sender
-  std::deque<AgentRef> dead_;               // oldest first; their numbers are kept
+  std::map<AgentRef, Peer> peers_;
+  std::map<uint64_t, AgentRef> dead_;  // by death; their numbers are kept
+  uint64_t deaths_ = 0;
 };
 
 }  // namespace kvxfer

@@ -99,7 +99,7 @@ void PushPost::finish(TransferState state, Code code, const std::string& text, N
   const Nanos asked = first_asked_at_ == 0 ? now : first_asked_at_;
   const uint32_t done = state_ == TransferState::Committed ? spec_.local.count() : 0;
   const std::string said = is_unknown ? text + "; the destination may have committed" : text;
-  outcome_ = TransferFinal{way_.id, state_, code, said, lane(), lane_notes_, asked_, done, 0, asked - posted_at_, now - asked, 0, checked_};
+  outcome_ = TransferFinal{way_.id, state_, code, said, lane(), lane_notes_, asked_, done, 0, asked - posted_at_, now - asked, 0, checked_, session_};
   tell(outcome_, out);
   is_drained_ = true;
   tell(TransferDrained{way_.id}, out);

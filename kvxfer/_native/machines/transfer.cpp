@@ -311,7 +311,7 @@ void Transfer::finish(TransferState state, Code code, const std::string& text, N
   const Nanos first = first_read_at_ == 0 ? now : first_read_at_;
   const Nanos last = last_landed_at_ == 0 ? first : last_landed_at_;
   outcome_ = TransferFinal{spec_.id, state_, code, text, lane(), lane_notes_, attempt_, done_, before_complete_, first - posted_at_,
-                           reading_ns_, now - last, checked_};
+                           reading_ns_, now - last, checked_, session_};
   tell(outcome_, out);
   if (reading_ == 0 || has_bug(Bug::free_before_drain)) drain(out);
 }
