@@ -21,6 +21,9 @@ KEPT: Final = 5
 """Measurements of each, the newest; their median is what counts."""
 EVERY: Final = 32
 """One post in so many tries one that is not the fastest."""
+SHORT_MAX: Final = 8
+"""Posts in a row that went over fewer connections than they were to, until those are done without: a post has one more
+dialed, and does not wait for it."""
 GAIN: Final = 1.05
 """So much faster must more connections be than fewer: each takes sockets and buffers at both ends."""
 
@@ -30,6 +33,7 @@ class Striping:
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[float]] = {count: deque(maxlen=KEPT) for count in CHOICES}
+        self._short = dict.fromkeys(CHOICES, 0)
         self._posts = 0
 
     def __repr__(self) -> str:
@@ -40,7 +44,7 @@ class Striping:
     def choose(self) -> int:
         """For the next large post."""
         for count, rates in self._seen.items():
-            if len(rates) < TRIES:
+            if len(rates) < TRIES and self._short[count] < SHORT_MAX:
                 return count
         if self._posts % EVERY == EVERY - 1:
             others = [count for count in CHOICES if count != self.best]
@@ -57,8 +61,12 @@ class Striping:
                 best = count
         return best
 
-    def measured(self, connections: int, nbytes: int, seconds: float) -> None:
-        """A large post over so many committed, in ``seconds`` from its call. Figures that cannot be are left out."""
-        if connections in self._seen and nbytes > 0 and 0 < seconds < float("inf"):
+    def measured(self, wanted: int, connections: int, nbytes: int, seconds: float) -> None:
+        """A large post that was to go over ``wanted`` connections, and went over so many, committed in ``seconds`` from
+        its call. Figures that cannot be are left out."""
+        if wanted not in self._seen or nbytes <= 0 or not 0 < seconds < float("inf"):
+            return
+        self._posts += 1
+        self._short[wanted] = 0 if connections >= wanted else self._short[wanted] + 1
+        if connections in self._seen:
             self._seen[connections].append(nbytes / seconds / 1e9)
-            self._posts += 1

@@ -71,14 +71,14 @@ class Calibrations:
             found = self._striping.get(peer)
             return 1 if found is None else found.choose()
 
-    def striped(self, peer: AgentRef, connections: int, nbytes: int, seconds: float) -> None:
-        """A large post over so many connections committed."""
+    def striped(self, peer: AgentRef, wanted: int, connections: int, nbytes: int, seconds: float) -> None:
+        """A large post that was to go over ``wanted`` connections, and went over so many, committed."""
         with self._lock:
             found = self._striping.get(peer)
             if found is None:
                 _make_room(self._striping)
                 found = self._striping[peer] = Striping()
-            found.measured(connections, nbytes, seconds)
+            found.measured(wanted, connections, nbytes, seconds)
 
     def figures(self) -> dict[str, Mapping[Lane, LaneFigure]]:
         """By peer, what was measured."""

@@ -308,10 +308,11 @@ class Post:
         self._tell_final()
 
     def _measure(self) -> None:
-        """Where its bytes went over connections, what that took."""
+        """Where its bytes went over connections: over how many, and what that took."""
         if all(LANES_BACK[final.lane] in _STRIPED for final in self._finals):
             plan, seconds = self.plan, (time.monotonic_ns() - self._begun_ns) / NS_PER_S
-            self._poster.calibrations.striped(plan.peer.ref, plan.measured_shares, plan.nbytes, seconds)
+            connections = len({final.session for final in self._finals})
+            self._poster.calibrations.striped(plan.peer.ref, plan.measured_shares, connections, plan.nbytes, seconds)
 
     def _tell_final(self) -> None:
         """Once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.policy.striping import CHOICES, EVERY, GAIN, KEPT, TRIES, Striping
+from kvxfer.policy.striping import CHOICES, EVERY, GAIN, KEPT, SHORT_MAX, TRIES, Striping
 
 NBYTES = 64 << 20
 
@@ -14,7 +14,7 @@ def use(striping: Striping, speeds: dict[int, float], posts: int) -> list[int]:
     used = []
     for _ in range(posts):
         used.append(striping.choose())
-        striping.measured(used[-1], NBYTES, NBYTES / speeds[used[-1]])
+        striping.measured(used[-1], used[-1], NBYTES, NBYTES / speeds[used[-1]])
     return used
 
 
@@ -49,12 +49,42 @@ def test_one_lucky_post_does_not_decide() -> None:
     striping = Striping()
     speeds = {1: 4e9, 2: 4e9, 4: 4e9}
     use(striping, speeds, len(CHOICES) * TRIES)
-    striping.measured(4, NBYTES, NBYTES / 50e9)
+    striping.measured(4, 4, NBYTES, NBYTES / 50e9)
     assert striping.best == 1
 
 
-@pytest.mark.parametrize("wrong", [(1, 0, 1.0), (1, NBYTES, 0.0), (1, NBYTES, float("inf")), (3, NBYTES, 1.0)])
-def test_what_cannot_be_says_nothing(wrong: tuple[int, int, float]) -> None:
+def test_a_post_over_fewer_than_it_was_to_counts_as_what_it_was() -> None:
+    """Each number of connections has its own speed, and one more is up after each post that wanted more."""
+    striping, up, wanted, speeds = Striping(), 1, [], {1: 1e9, 2: 2e9, 3: 3e9, 4: 4e9}
+    for _ in range(3 * TRIES + 3):
+        wanted.append(striping.choose())
+        used = min(wanted[-1], up)
+        striping.measured(wanted[-1], used, NBYTES, NBYTES / speeds[used])
+        up = max(up, min(up + 1, wanted[-1]))
+    assert wanted == [*[1] * TRIES, *[2] * (TRIES + 1), *[4] * (TRIES + 2)]
+    assert striping.best == 4
+    assert repr(striping) == "<Striping 1: 1.0 GB/s, 2: 2.0 GB/s, 4: 4.0 GB/s>"
+
+
+def test_what_is_never_to_be_had_is_done_without() -> None:
+    """Until it is tried again, now and then."""
+    striping, speeds = Striping(), {1: 1e9, 2: 2e9}
+    wanted = []
+    for _ in range(4 * EVERY):
+        wanted.append(striping.choose())
+        used = min(wanted[-1], 2)
+        striping.measured(wanted[-1], used, NBYTES, NBYTES / speeds[used])
+    tries = 2 * TRIES + SHORT_MAX
+    assert wanted[:tries] == [*[1] * TRIES, *[2] * TRIES, *[4] * SHORT_MAX]
+    assert striping.best == 2
+    assert wanted[tries:].count(2) >= len(wanted[tries:]) - 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [(1, 1, 0, 1.0), (1, 1, NBYTES, 0.0), (1, 1, NBYTES, float("inf")), (3, 3, NBYTES, 1.0), (3, 1, NBYTES, 1.0)],
+)
+def test_what_cannot_be_says_nothing(wrong: tuple[int, int, int, float]) -> None:
     striping = Striping()
     striping.measured(*wrong)
     assert striping.choose() == striping.best == 1
