@@ -1280,6 +1280,36 @@ class CoreStatistics:
         """Payload that came for reads that were over."""
 
     @property
+    def runs_mapped(self) -> int:
+        """
+        Stretches of memory that were copied, neighbours being one; the same of `runs_cma`.
+        """
+
+    @property
+    def runs_cma(self) -> int: ...
+
+    @property
+    def calls_cma(self) -> int:
+        """Of process_vm_readv."""
+
+    @property
+    def gets_ucx(self) -> int: ...
+
+    @property
+    def gets_ucx_most(self) -> int:
+        """Gets of one read that were in flight at once, the most so far."""
+
+    @property
+    def runs_streamed_out(self) -> int:
+        """
+        Stretches of blocks that were offered to the kernel; again, where it took not all.
+        """
+
+    @property
+    def calls_streamed_out(self) -> int:
+        """System calls that offered them."""
+
+    @property
     def frames_in(self) -> int: ...
 
     @property

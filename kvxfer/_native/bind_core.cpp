@@ -149,6 +149,7 @@ void bind_events(nb::module_& m) {
 
 struct CoreStatistics {
   uint64_t bytes_mapped, bytes_cma, bytes_ucx, bytes_streamed_in, bytes_streamed_out, bytes_spliced_out, bytes_discarded;
+  uint64_t runs_mapped, runs_cma, calls_cma, gets_ucx, gets_ucx_most, runs_streamed_out, calls_streamed_out;
   uint64_t frames_in, frames_out, wakeups, moves_over;
   uint64_t connections, sessions_tcp, sessions_unix, sessions_refused, sessions_ended, dials, dials_failed;
   uint64_t mappings, mappings_refused, checksum_failures;
@@ -164,6 +165,13 @@ void bind_statistics(nb::module_& m) {
       .def_ro("bytes_streamed_out", &S::bytes_streamed_out)
       .def_ro("bytes_spliced_out", &S::bytes_spliced_out, "Of those, what went to peers under this kernel without a copy.")
       .def_ro("bytes_discarded", &S::bytes_discarded, "Payload that came for reads that were over.")
+      .def_ro("runs_mapped", &S::runs_mapped, "Stretches of memory that were copied, neighbours being one; the same of `runs_cma`.")
+      .def_ro("runs_cma", &S::runs_cma)
+      .def_ro("calls_cma", &S::calls_cma, "Of process_vm_readv.")
+      .def_ro("gets_ucx", &S::gets_ucx)
+      .def_ro("gets_ucx_most", &S::gets_ucx_most, "Gets of one read that were in flight at once, the most so far.")
+      .def_ro("runs_streamed_out", &S::runs_streamed_out, "Stretches of blocks that were offered to the kernel; again, where it took not all.")
+      .def_ro("calls_streamed_out", &S::calls_streamed_out, "System calls that offered them.")
       .def_ro("frames_in", &S::frames_in)
       .def_ro("frames_out", &S::frames_out)
       .def_ro("wakeups", &S::wakeups, "Times that the IO thread looked at its sockets.")
@@ -183,7 +191,9 @@ void bind_statistics(nb::module_& m) {
 CoreStatistics snapshot(PyCore& self) {
   const Statistics& s = self.core().statistics();
   return {s.bytes_mapped.get(),      s.bytes_cma.get(),   s.bytes_ucx.get(),     s.bytes_streamed_in.get(), s.bytes_streamed_out.get(),
-          s.bytes_spliced_out.get(), s.bytes_discarded.get(),   s.frames_in.get(),   s.frames_out.get(),    s.wakeups.get(),           s.moves_over.get(),
+          s.bytes_spliced_out.get(), s.bytes_discarded.get(),   s.runs_mapped.get(),
+          s.runs_cma.get(),          s.calls_cma.get(),   s.gets_ucx.get(),      s.gets_ucx_most.get(),     s.runs_streamed_out.get(),
+          s.calls_streamed_out.get(), s.frames_in.get(),   s.frames_out.get(),    s.wakeups.get(),           s.moves_over.get(),
           s.connections.get(),       s.sessions_tcp.get(),      s.sessions_unix.get(), s.sessions_refused.get(), s.sessions_ended.get(), s.dials.get(),         s.dials_failed.get(),
           s.mappings.get(),          s.mappings_refused.get(), s.checksum_failures.get()};
 }

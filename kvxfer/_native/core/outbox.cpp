@@ -68,6 +68,8 @@ bool Outbox::fill_pipe(const OutgoingBlocks& payload) {
   const size_t max = static_cast<size_t>(std::min<uint64_t>(payload.left, kSpliceBytesMax));
   const size_t count = payload.walk.gather(runs, kSpliceRunsMax, max, bytes);
   if (!pipe_) pipe_ = pipes_.take();
+  statistics_.runs_streamed_out.add(count);
+  statistics_.calls_streamed_out.add();
   return pipe_ && pipe_->fill(runs, count);
 }
 
@@ -107,6 +109,8 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
     count += used;
     bytes += looked;
     left -= looked;
+    statistics_.runs_streamed_out.add(used);
+    statistics_.calls_streamed_out.add();
   } else if (left != 0) {
     payload.end();
     const size_t zero_bytes = static_cast<size_t>(std::min<uint64_t>(left, kZerosBytes));

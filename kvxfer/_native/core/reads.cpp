@@ -75,8 +75,11 @@ void Reads::settle_stopped() {
   }
 }
 
-void Reads::count(Lane lane, size_t bytes) {
+void Reads::count(Lane lane, size_t bytes, const ReadJob::Effort& effort) {
   (lane == Lane::Mapped ? statistics_.bytes_mapped : lane == Lane::Cma ? statistics_.bytes_cma : statistics_.bytes_ucx).add(bytes);
+  (lane == Lane::Mapped ? statistics_.runs_mapped : lane == Lane::Cma ? statistics_.runs_cma : statistics_.gets_ucx).add(effort.runs);
+  if (lane == Lane::Cma) statistics_.calls_cma.add(effort.calls);
+  statistics_.gets_ucx_most.raise_to(effort.in_flight_most);
 }
 
 bool Reads::work(size_t budget) {
@@ -98,7 +101,7 @@ bool Reads::work(size_t budget) {
       stop(take_first(), error.code(), error.what());
       continue;
     }
-    count(job->lane(), bytes);
+    count(job->lane(), bytes, job->take_effort());
     budget -= std::min(budget, bytes);
     idle = bytes == 0 && !job->is_done() ? idle + 1 : 0;
     if (job->is_done()) {

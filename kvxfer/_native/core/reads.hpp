@@ -40,7 +40,7 @@ class Reads {
   void stop(std::unique_ptr<ReadJob> job, Code code, const std::string& text);
   void settle_stopped();
   std::unique_ptr<ReadJob> take_first();
-  void count(Lane lane, size_t bytes);
+  void count(Lane lane, size_t bytes, const ReadJob::Effort& effort);
 
   SharedEndpoint& shared_;
   Statistics& statistics_;

@@ -9,6 +9,9 @@ namespace kvxfer {
 class Counter {
  public:
   void add(uint64_t amount = 1) { value_.fetch_add(amount, std::memory_order_relaxed); }
+  void raise_to(uint64_t value) {
+    if (value > get()) value_.store(value, std::memory_order_relaxed);
+  }
   void subtract(uint64_t amount = 1) { value_.fetch_sub(amount, std::memory_order_relaxed); }
   uint64_t get() const { return value_.load(std::memory_order_relaxed); }
 
@@ -18,6 +21,7 @@ class Counter {
 
 struct Statistics {
   Counter bytes_mapped, bytes_cma, bytes_ucx, bytes_streamed_in, bytes_streamed_out, bytes_spliced_out, bytes_discarded;
+  Counter runs_mapped, runs_cma, calls_cma, gets_ucx, gets_ucx_most, runs_streamed_out, calls_streamed_out;
   Counter frames_in, frames_out, wakeups, moves_over;
   Counter connections, sessions_tcp, sessions_unix, sessions_refused, sessions_ended, dials, dials_failed;
   Counter mappings, mappings_refused, checksum_failures;

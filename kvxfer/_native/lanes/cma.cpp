@@ -129,6 +129,7 @@ class CmaRead final : public ReadJob {
     for (; used < threads && bytes < max && !to_.is_done(); bytes += calls_[used++].bytes) {
       if (used == calls_.size()) calls_.emplace_back();
       take(calls_[used], std::min(each, max - bytes));
+      effort_.runs += std::max(calls_[used].from_count, calls_[used].to_count);
     }
     const auto make = [this](size_t i) noexcept {
       Call& call = calls_[i];
@@ -138,6 +139,7 @@ class CmaRead final : public ReadJob {
         call.error = std::current_exception();
       }
     };
+    effort_.calls += used;
     used == 1 ? make(0) : memory_.copier->share(used, make);
     try {
       for (size_t i = 0; i < used; ++i) {

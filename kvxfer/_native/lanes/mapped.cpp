@@ -76,6 +76,7 @@ class MappedRead final : public ReadJob {
     while (done < max && !walk_.is_done()) {
       size_t bytes = 0;
       const size_t count = walk_.take(runs_.data(), runs_.size(), has_sums() ? std::min(max - done, kVerifyBytes) : max - done, bytes);
+      effort_.runs += count;
       copier_.copy(runs_.data(), count, stores_);
       verify(bytes);
       done += bytes;

@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/pool.hpp"
@@ -75,6 +76,14 @@ class ReadJob {
   // this is false, whatever ended the transfer.
   virtual bool is_in_flight() const { return false; }
 
+  // What it asked of the machine since the last look at it.
+  struct Effort {
+    uint64_t runs = 0;          // stretches of memory, neighbours being one; of `ucx`: gets
+    uint64_t calls = 0;         // `cma`
+    size_t in_flight_most = 0;  // gets
+  };
+  Effort take_effort() { return std::exchange(effort_, {}); }
+
   const TransferId& id() const { return read_.id; }
   uint64_t token() const { return read_.token; }
   SessionId session() const { return read_.session; }
@@ -93,6 +102,8 @@ class ReadJob {
   // The next `bytes` of the target, in order, are in place. Throws Error(checksum) where the source had said otherwise of
   // a piece that they complete. Does nothing where it had said nothing.
   void verify(size_t bytes);
+
+  Effort effort_;
 
  private:
   const ReadBlocks read_;

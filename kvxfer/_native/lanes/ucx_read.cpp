@@ -126,6 +126,8 @@ void UcxRead::post() {
     const auto left = static_cast<uint64_t>(memory->address() + memory->bytes() - to_span_.data);
     const size_t bytes = std::min<uint64_t>({from_span_.size, to_span_.size, key->end() - address, left});
     if (!flight_->get(*key, address, *memory, to_span_.data, bytes)) return;
+    ++effort_.runs;
+    effort_.in_flight_most = std::max(effort_.in_flight_most, flight_->requests);
     from_span_ = {from_span_.data + bytes, from_span_.size - bytes};
     to_span_ = {to_span_.data + bytes, to_span_.size - bytes};
   }
