@@ -337,6 +337,27 @@ def test_what_a_signal_interrupts_is_taken_next(nodes: Any, new_id: NewId) -> No
     assert interrupted == 4
 
 
+def test_who_polls_makes_room_for_whoever_answers(nodes: Any, new_id: NewId) -> None:
+    """On one processor: the source does not wait for the clock to take it away from who polls, who would look thousands
+    of times until then."""
+    processors = os.sched_getaffinity(0)
+    looks = []
+    os.sched_setaffinity(0, {min(processors)})  # the cores' threads inherit it
+    try:
+        p, d = nodes.pair()
+        for _ in range(200):
+            transfer = new_id()
+            p.grant(transfer, [1])
+            d.pull(transfer, p, [2], lanes=[native.Lane.STREAM])
+            looks.append(1)
+            while not any(isinstance(event, native.TransferFinal) for event in d.core.drain()):
+                looks[-1] += 1
+            d.wait(lambda _: d.is_idle(), "the end of it")
+    finally:
+        os.sched_setaffinity(0, processors)
+    assert max(looks) < 700
+
+
 @pytest.mark.parametrize("what", ["its own pull goes on", "a peer pulls from it"])
 def test_who_polls_and_gives_up_leaves_the_sockets_to_the_core(nodes: Any, new_id: NewId, what: str) -> None:
     """While a caller polls, the core's own thread hears of no socket; a caller that went away must not leave it so."""

@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/random.h>
 
@@ -12,6 +13,7 @@ namespace kvxfer {
 namespace {
 
 constexpr Nanos kAside = 5'000'000;  // another thread that waits may take the events that would end this wait
+constexpr Nanos kPollPause = 100'000, kLate = 50'000;
 constexpr uint32_t kSmallPost = 1024;  // pieces; larger ones leave the sending to the IO thread
 
 EndpointLimits checked(EndpointLimits limits) {
@@ -149,11 +151,26 @@ std::vector<OwnerEvent> Core::drain() {
     if (turn && io_ && !turn_.is_driven) {
       const SharedEndpoint::Quiet quiet(shared_);
       io_->help(true);
-      if (shared_.has_events()) return shared_.take_events();
+      if (shared_.has_events()) {
+        vain_at_.store(0, std::memory_order_relaxed);
+        return shared_.take_events();
+      }
     }
   }
-  if (!shared_.has_events() && !shared_.owes_signal()) return {};
+  if (!shared_.has_events() && !shared_.owes_signal()) {
+    polled_in_vain();
+    return {};
+  }
   return shared_.take_events();
+}
+
+// Who polls never sleeps, and whoever is to answer may have been put on his processor: it would wait for a tick of the clock.
+void Core::polled_in_vain() {
+  const Nanos now = monotonic_now();
+  if (now - vain_at_.load(std::memory_order_relaxed) > kPollPause) vain_since_.store(now, std::memory_order_relaxed);
+  const bool is_late = now - vain_since_.load(std::memory_order_relaxed) > kLate;
+  if (is_late) ::sched_yield();
+  vain_at_.store(is_late ? monotonic_now() : now, std::memory_order_relaxed);
 }
 
 // `taken`, where it is given and nobody else drives, gets what there is when the drive ends.
