@@ -8,13 +8,14 @@ nixlInvalidParamError.
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import os
 import pathlib
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from kvxfer.connectors.nixl.enums import (
 )
 from kvxfer.connectors.nixl.errors import (
     nixlBackendError,
+    nixlError,
     nixlInvalidParamError,
     nixlNotAllowedError,
     nixlNoTelemetryError,
@@ -54,14 +56,32 @@ from kvxfer.connectors.nixl.requests import (
     as_indices,
     nixlXferTelemetry,
 )
-from kvxfer.connectors.nixl.settings import Settings
+from kvxfer.connectors.nixl.settings import Settings, with_file
+from kvxfer.connectors.nixl.telemetry import Event, ring_for
 from kvxfer.errors import InvalidArgument
 from kvxfer.transport.descriptors import Descriptors
 from kvxfer.transport.plan import Op
 
 SUCCESS = nixl_status_t.NIXL_SUCCESS
 _handles = itertools.count(0x10000, 0x10)
+P = ParamSpec("P")
+T = TypeVar("T")
 _OPS = {nixl_xfer_op_t.NIXL_READ: Op.READ, nixl_xfer_op_t.NIXL_WRITE: Op.WRITE}
+
+
+def _counted(method: Callable[Concatenate[nixlAgent, P], T]) -> Callable[Concatenate[nixlAgent, P], T]:
+    """What the method raises is an event too, where events are wanted."""
+
+    @functools.wraps(method)
+    def counted(agent: nixlAgent, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(agent, *args, **kwargs)
+        except nixlError as error:
+            if agent._events is not None:
+                agent._events.add_error(error)
+            raise
+
+    return counted
 
 
 class nixlAgentConfig:
@@ -94,17 +114,18 @@ class nixlAgent:
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
         """Raises nixlInvalidParamError (a ValueError) for an empty name or wrong settings in the environment,
-        nixlBackendError where the listener's port is taken."""
+        nixlBackendError where the listener's port is taken, or NIXL_TELEMETRY_DIR takes no file."""
         with translated():
-            settings = Settings.from_environment(os.environ)
+            settings = Settings.from_environment(with_file(os.environ))
         self._endpoint = Endpoint(as_name(name), settings)
+        self._has_telemetry = bool(config.captureTelemetry) if settings.telemetry is None else settings.telemetry
+        self._events = ring_for(self._endpoint.name, settings) if self._has_telemetry else None
         self._exchange = Exchange(
             self._endpoint,
             listens=bool(config.useListenThread),
             port=int(config.listenPort),
             etcd_wait_s=config.etcdWatchTimeout.total_seconds(),
         )
-        self._has_telemetry = bool(config.captureTelemetry) if settings.telemetry is None else settings.telemetry
         self._lock = threading.RLock()
         self._backends = Backends()
         self._dlists: dict[int, DList] = {}
@@ -156,12 +177,14 @@ class nixlAgent:
         self._check_list(descs, nixlRegDList)
         self._check_memory(descs.getType(), backends)
         self._endpoint.link.registry.register(descs)
+        self._count(Event.AGENT_MEMORY_REGISTERED, descs)
         return SUCCESS
 
     def deregisterMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:
         self._check_list(descs, nixlRegDList)
         self._check_memory(descs.getType(), backends)
         self._endpoint.link.registry.deregister(descs)
+        self._count(Event.AGENT_MEMORY_DEREGISTERED, descs)
         return SUCCESS
 
     def queryMem(self, descs: nixlRegDList, backend: int) -> list[dict[str, str] | None]:
@@ -179,6 +202,7 @@ class nixlAgent:
         self._endpoint.connect(as_name(remote_agent))
         return SUCCESS
 
+    @_counted
     def prepXferDlist(self, *arguments: Any) -> int:
         """``([agent_name,] descs, backends=())`` or ``(agent_name, mem_type, strided_array, backends=())``."""
         words: list[Any] = list(arguments)
@@ -210,6 +234,7 @@ class nixlAgent:
 
     # --- transfers ---
 
+    @_counted
     def makeXferReq(
         self,
         operation: nixl_xfer_op_t,
@@ -228,6 +253,7 @@ class nixlAgent:
         ours, theirs = as_indices(local_indices), as_indices(remote_indices)
         return self._request(_OPS[operation], local, ours, remote, theirs, as_bytes(notif_msg), self._network(backend))
 
+    @_counted
     def createXferReq(
         self,
         operation: nixl_xfer_op_t,
@@ -253,6 +279,7 @@ class nixlAgent:
         local, remote = self._prepare(NIXL_INIT_AGENT, local_descs.rows), self._prepare(name, remote_descs.rows)
         return self._request(_OPS[operation], local, None, remote, None, as_bytes(notif_msg), self._network(backend))
 
+    @_counted
     def estimateXferCost(self, req_handle: int) -> tuple[int, int, int]:
         """(microseconds, error margin, method), by what the pair reached so far; (0, 0, -1) where it did nothing
         yet."""
@@ -260,7 +287,9 @@ class nixlAgent:
         return (0, 0, -1) if duration_us is None else (duration_us, duration_us // 2, 0)
 
     def postXferReq(self, reqh: int, notif_msg: bytes | str = b"") -> nixl_status_t:
-        return self._req(reqh).post(as_bytes(notif_msg))
+        request = self._req(reqh)
+        self._post(request, as_bytes(notif_msg))
+        return request.status()
 
     def getXferStatus(self, reqh: int) -> nixl_status_t:
         return self._req(reqh).status()
@@ -363,6 +392,7 @@ class nixlAgent:
     def _request(
         self, op: Op, local: DList, ours: Any, remote: DList, theirs: Any, message: bytes, backend: int
     ) -> int:
+        on_end = None if self._events is None else functools.partial(self._events.add_end, op is Op.WRITE)
         if remote.remote is None:
             mine = local.pieces(np.arange(local.prepared.count, dtype=np.uint32) if ours is None else ours)
             other = remote.pieces(np.arange(remote.prepared.count, dtype=np.uint32) if theirs is None else theirs)
@@ -374,11 +404,19 @@ class nixlAgent:
                 if not regions <= {record.region_id for record in poster.records()}:
                     raise nixlNotAllowedError("memory of this transfer was deregistered after it was made")
 
-            loop = LoopRequest(source, destination, message, backend, lambda text: inbox.put(name, text), check)
+            loop = LoopRequest(source, destination, message, backend, lambda text: inbox.put(name, text), check, on_end)
             return self._keep(loop)
         with translated():
             plan = self._endpoint.link.poster.plan(op, local.prepared, ours, remote.prepared, theirs)
-        return self._keep(RemoteRequest(self._endpoint, remote.remote, plan, message, backend))
+        return self._keep(RemoteRequest(self._endpoint, remote.remote, plan, message, backend, on_end))
+
+    @_counted
+    def _post(self, request: Request, message: bytes) -> None:
+        request.post(message)
+
+    def _count(self, kind: Event, descs: nixlRegDList) -> None:
+        if self._events is not None:
+            self._events.add((kind, int(descs.rows[:, 1].sum())))
 
     def _keep(self, thing: DList | Request) -> int:
         handle = next(_handles)

@@ -186,11 +186,11 @@ class nixl_agent:
         """A list to register, as :meth:`get_xfer_descs`; tuples have their meta as a fourth element."""
         return self._descs(nixlRegDList, descs, mem_type)
 
-    def get_serialized_descs(self, descs: nixlXferDList | nixlRegDList) -> bytes:
-        """The bytes of a list, for another process; see :mod:`kvxfer.connectors.nixl.codec`."""
+    def get_serialized_descs(self, descs: nixlXferDList | nixlRegDList | None) -> bytes:
+        """The bytes of a list, or of None, for another process; see :mod:`kvxfer.connectors.nixl.codec`."""
         return encode_dlist(descs)
 
-    def deserialize_descs(self, serialized_descs: bytes) -> nixlXferDList | nixlRegDList:
+    def deserialize_descs(self, serialized_descs: bytes) -> nixlXferDList | nixlRegDList | None:
         """Raises nixlMismatchError for anything but :meth:`get_serialized_descs`' bytes: a pickle is never loaded."""
         return decode_any(serialized_descs)
 

@@ -4,14 +4,14 @@ Little endian throughout::
 
     8  magic "kvxfer\\0D"
     1  version, 1
-    1  kind: 1 transfer list, 2 registration list
+    1  kind: 1 transfer list, 2 registration list, 0 none at all (memory type and count 0)
     1  memory type, as in nixl_mem_t
     5  zero
     8  count
     24 x count   address, length, device
     and for kind 2, count times: 4 bytes of length, and as many of the meta
 
-A decoder gives a list or raises one error, whatever the bytes.
+A decoder gives a list (or None, which NIXL's programs send too) or raises one error, whatever the bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ MAGIC = b"kvxfer\0D"
 VERSION = 1
 HEAD = struct.Struct("<8sBBB5xQ")
 META = struct.Struct("<I")
+NONE = HEAD.pack(MAGIC, VERSION, 0, 0, 0)
 ROW_BYTES = 24
 COUNT_MAX = 1 << 24
 """Descriptors in one list from another process."""
@@ -39,8 +40,10 @@ DListT = TypeVar("DListT", nixlXferDList, nixlRegDList)
 _KINDS: dict[int, type[nixlXferDList] | type[nixlRegDList]] = {1: nixlXferDList, 2: nixlRegDList}
 
 
-def encode_dlist(descs: nixlXferDList | nixlRegDList) -> bytes:
-    """The bytes of a transfer or registration list. Raises nixlInvalidParamError for anything else."""
+def encode_dlist(descs: nixlXferDList | nixlRegDList | None) -> bytes:
+    """The bytes of a transfer or registration list, or of None. Raises nixlInvalidParamError for anything else."""
+    if descs is None:
+        return NONE
     kind = next((number for number, kind in _KINDS.items() if type(descs) is kind), None)
     if kind is None:
         raise nixlInvalidParamError(f"only transfer and registration lists are serialised, not {type(descs).__name__}")
@@ -52,8 +55,8 @@ def encode_dlist(descs: nixlXferDList | nixlRegDList) -> bytes:
     return b"".join(parts)
 
 
-def decode_any(data: bytes) -> nixlXferDList | nixlRegDList:
-    """The list that :func:`encode_dlist` wrote.
+def decode_any(data: bytes) -> nixlXferDList | nixlRegDList | None:
+    """The list, or None, that :func:`encode_dlist` wrote.
 
     Raises nixlMismatchError for bytes of another origin (pickles among them) and for damaged ones.
     """
@@ -67,6 +70,8 @@ def decode_any(data: bytes) -> nixlXferDList | nixlRegDList:
         )
     if len(data) < HEAD.size or data[:8] != MAGIC:
         raise nixlMismatchError("these bytes are no descriptors serialised by kvxfer")
+    if data == NONE:
+        return None
     _, version, kind, memory, count = HEAD.unpack_from(data)
     if version != VERSION or kind not in _KINDS or data[11:16] != bytes(5):
         raise nixlMismatchError(f"descriptors of version {version}, kind {kind} are not known here")

@@ -1,5 +1,5 @@
 """Metadata through etcd, by the keys that NIXL uses, over etcd's own HTTP gateway (v3 API) with the standard library.
-Decides keys, waits and bounds; must never know what a blob holds.
+Decides keys and bounds; must never know what a blob holds.
 
 Who can read the namespace can reach the agents in it: their metadata is a capability.
 """
@@ -13,24 +13,22 @@ import json
 import logging
 import socket
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvxfer.connectors.nixl.errors import nixlBackendError, nixlInvalidParamError, nixlNotFoundError
+from kvxfer.connectors.nixl.errors import nixlBackendError, nixlInvalidParamError
 from kvxfer.connectors.nixl.metadata import BLOB_BYTES_MAX
 
 REQUEST_S = 5.0
-POLL_S = 0.1
-"""How often a key that is not there yet is asked for."""
 RETRY_S = 1.0
-DEFAULT_LABEL = "metadata"
 log = logging.getLogger("nixl.kvxfer")
 
 
 class EtcdClient:
     """One namespace behind some endpoints, the first that answers is used. Thread-safe."""
+
+    NAME = "etcd"
 
     def __init__(self, endpoints: str, namespace: str) -> None:
         """``endpoints``: URLs, separated by ``,`` or ``;``. Raises nixlInvalidParamError."""
@@ -50,21 +48,13 @@ class EtcdClient:
         """None where there is nothing, or nothing yet. Raises nixlBackendError."""
         return first_value(self._ask("kv/range", {"key": _encode(self.key(agent, label).encode())}))
 
-    def wait(self, agent: str, label: str, timeout_s: float) -> bytes:
-        """What is there, or comes within ``timeout_s``. Raises nixlNotFoundError, nixlBackendError."""
-        end_s = time.monotonic() + timeout_s
-        while True:
-            blob = self.get(agent, label)
-            if blob is not None:
-                return blob
-            if time.monotonic() >= end_s:
-                raise nixlNotFoundError(f"etcd has no {self.key(agent, label)!r}, and none came in {timeout_s:g} s")
-            time.sleep(POLL_S)
-
     def delete(self, agent: str) -> None:
         """All labels of an agent. Raises nixlBackendError."""
         prefix = self.key(agent).encode()
         self._ask("kv/deleterange", {"key": _encode(prefix), "range_end": _encode(_after(prefix))})
+
+    def close(self) -> None:
+        """Nothing is open between two calls."""
 
     def agent_of(self, key: bytes) -> str | None:
         """Whose key it is."""

@@ -1,78 +1,113 @@
-"""Sending and fetching metadata in the background: to an address, or through etcd where none is given. Decides which,
-and in what order; must never know a blob's form nor a socket's.
+"""Sending and fetching metadata in the background: to an address, or through the store that the environment names
+(etcd, a TCPStore) where none is given. Decides which, and in what order; must never know a blob's form nor a socket's.
 
 As in NIXL the calls return at once and failures are logged: ``check_remote_metadata`` says what has come.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+from typing import Protocol
 
 from kvxfer.connectors.nixl import p2p
 from kvxfer.connectors.nixl.dlists import nixlRegDList
 from kvxfer.connectors.nixl.endpoint import Endpoint
-from kvxfer.connectors.nixl.errors import nixlInvalidParamError, nixlMismatchError, nixlNotAllowedError
-from kvxfer.connectors.nixl.etcd import DEFAULT_LABEL, EtcdClient, EtcdWatch
+from kvxfer.connectors.nixl.errors import (
+    nixlBackendError,
+    nixlInvalidParamError,
+    nixlMismatchError,
+    nixlNotAllowedError,
+)
+from kvxfer.connectors.nixl.etcd import EtcdClient, EtcdWatch
+from kvxfer.connectors.nixl.settings import Settings
+from kvxfer.connectors.nixl.tcpstore import TcpStoreClient
 from kvxfer.errors import KvxferError
 
+DEFAULT_LABEL = "metadata"
 TASKS_MAX = 1024
+POLL_S = 0.1
+"""How often a store is asked for what is not there yet."""
 FLUSH_S = 3.0
 """How long an agent that is closed waits for what it was asked to send."""
 log = logging.getLogger("nixl.kvxfer")
+
+
+class Store(Protocol):
+    """Where agents leave metadata for those who know their names; everything but ``key`` may raise nixlBackendError."""
+
+    NAME: str
+
+    def key(self, agent: str, label: str) -> str: ...
+    def put(self, agent: str, label: str, blob: bytes) -> None: ...
+    def get(self, agent: str, label: str) -> bytes | None: ...
+    def delete(self, agent: str) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass
+class Wait:
+    """A fetch of what may still come; ``reason`` is why the last try brought nothing."""
+
+    end_s: float
+    reason: str = ""
 
 
 class Exchange:
     """The background of one agent. Thread-safe; its threads hold the endpoint, never the agent."""
 
     def __init__(self, endpoint: Endpoint, *, listens: bool, port: int, etcd_wait_s: float) -> None:
-        """Raises nixlBackendError (the port is taken), nixlInvalidParamError (NIXL_ETCD_ENDPOINTS)."""
+        """Raises nixlBackendError (the port is taken), nixlInvalidParamError (the environment names no store that can
+        be, or two)."""
         settings = endpoint.settings
         self._endpoint = endpoint
-        self._etcd_wait_s = etcd_wait_s
+        self._store, self._wait_s = _store(settings, etcd_wait_s)
+        self._waits: dict[tuple[str, str], Wait] = {}
         self._tasks: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(TASKS_MAX)
         self._lock = threading.Lock()
         self._worker: threading.Thread | None = None
         self._watch: EtcdWatch | None = None
         self._watched: set[str] = set()
         self._is_closed = False
-        self._etcd = EtcdClient(settings.etcd_endpoints, settings.etcd_namespace) if settings.etcd_endpoints else None
         self.listener = p2p.Listener(endpoint, settings.host, port) if listens else None
 
     def send(self, host: str, port: int) -> None:
-        """Raises nixlInvalidParamError where there is neither an address nor etcd; so do the others."""
-        blob, etcd = self._endpoint.metadata(), self._central(host)
-        if etcd is None:
+        """Raises nixlInvalidParamError where there is neither an address nor a store; so do the others."""
+        blob, store = self._endpoint.metadata(), self._central(host)
+        if store is None:
             self._submit(f"send to {host}:{port}", lambda: _drop(p2p.tell(host, port, p2p.LOAD, blob)))
         else:
-            self._submit("send to etcd", lambda: etcd.put(self._endpoint.name, DEFAULT_LABEL, blob))
+            self._submit(f"send to {store.NAME}", lambda: store.put(self._endpoint.name, DEFAULT_LABEL, blob))
 
     def send_partial(self, descs: nixlRegDList, has_connection: bool, host: str, port: int, label: str) -> None:
-        etcd = self._central(host)
-        if etcd is not None and not label:
-            raise nixlInvalidParamError("partial metadata for etcd needs a label")
+        store = self._central(host)
+        if store is not None and not label:
+            raise nixlInvalidParamError(f"partial metadata for {store.NAME} needs a label")
         blob = self._endpoint.partial_metadata(descs, has_connection=has_connection)
-        if etcd is None:
+        if store is None:
             self._submit(f"send to {host}:{port}", lambda: _drop(p2p.tell(host, port, p2p.LOAD, blob)))
         else:
-            self._submit("send to etcd", lambda: etcd.put(self._endpoint.name, label, blob))
+            self._submit(f"send to {store.NAME}", lambda: store.put(self._endpoint.name, label, blob))
 
     def fetch(self, name: str, host: str, port: int, label: str) -> None:
-        etcd = self._central(host)
-        if etcd is None:
+        store = self._central(host)
+        if store is None:
             self._submit(f"fetch from {host}:{port}", lambda: self._load(name, p2p.tell(host, port, p2p.SEND)))
         else:
-            self._submit(f"fetch {name} from etcd", lambda: self._fetch_from(etcd, name, label or DEFAULT_LABEL))
+            self._submit(f"fetch {name} from {store.NAME}", lambda: self._fetch(store, name, label or DEFAULT_LABEL))
 
     def invalidate(self, host: str, port: int) -> None:
-        etcd = self._central(host)
-        if etcd is None:
+        store = self._central(host)
+        if store is None:
             body = self._endpoint.own_proof() + self._endpoint.name.encode()
             self._submit(f"invalidate at {host}:{port}", lambda: self._tell_gone(host, port, body))
         else:
-            self._submit("invalidate in etcd", lambda: etcd.delete(self._endpoint.name))
+            self._submit(f"invalidate in {store.NAME}", lambda: store.delete(self._endpoint.name))
 
     def close(self) -> None:
         """Finish what was asked for, at most FLUSH_S; then hang up. Callable twice."""
@@ -92,17 +127,21 @@ class Exchange:
             watch.close()
         if self.listener is not None:
             self.listener.close()
+        if self._store is not None:
+            self._store.close()
 
     def __repr__(self) -> str:
-        return f"<Exchange of {self._endpoint.name}: {self._tasks.qsize()} tasks>"
+        return f"<Exchange of {self._endpoint.name}: {self._tasks.qsize()} tasks, {len(self._waits)} waits>"
 
-    def _central(self, host: str) -> EtcdClient | None:
+    def _central(self, host: str) -> Store | None:
         """None: the address is to be used."""
         if host:
             return None
-        if self._etcd is None:
-            raise nixlInvalidParamError("no peer's address was given, and NIXL_ETCD_ENDPOINTS is not set")
-        return self._etcd
+        if self._store is None:
+            raise nixlInvalidParamError(
+                "no peer's address was given, and neither NIXL_ETCD_ENDPOINTS nor NIXL_TCPSTORE_ENDPOINT is set"
+            )
+        return self._store
 
     def _submit(self, what: str, task: Callable[[], None]) -> None:
         with self._lock:
@@ -117,14 +156,25 @@ class Exchange:
                 self._worker.start()
 
     def _work(self) -> None:
+        retry_at_s = 0.0
         while True:
-            task = self._tasks.get()
-            if task is None:
-                return
             try:
-                task[1]()
-            except (KvxferError, OSError) as error:
-                log.error("metadata exchange, %s: %s", task[0], error)
+                task = self._tasks.get(timeout=POLL_S if self._waits else None)
+            except queue.Empty:
+                pass
+            else:
+                if task is None:
+                    return
+                self._do(*task)
+            if self._waits and time.monotonic() >= retry_at_s:
+                self._retry()
+                retry_at_s = time.monotonic() + POLL_S
+
+    def _do(self, what: str, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except (KvxferError, OSError) as error:
+            log.error("metadata exchange, %s: %s", what, error)
 
     def _load(self, name: str, blob: bytes | None) -> None:
         loaded = self._endpoint.load(blob or b"")
@@ -137,16 +187,61 @@ class Exchange:
         except ConnectionRefusedError:
             log.info("nobody listens at %s:%d any more, so nobody is left to forget us there", host, port)
 
-    def _fetch_from(self, etcd: EtcdClient, name: str, label: str) -> None:
-        blob = etcd.wait(name, label, self._etcd_wait_s)
+    def _fetch(self, store: Store, name: str, label: str) -> None:
+        """What is there; or have the worker look for it again and again, between what else it is asked to do."""
+        wait = Wait(time.monotonic() + self._wait_s)
+        if self._is_done(store, name, label, wait):
+            return
+        if len(self._waits) >= TASKS_MAX:
+            raise nixlNotAllowedError(f"more than TASKS_MAX={TASKS_MAX} fetches are waiting")
+        self._waits[name, label] = wait
+
+    def _retry(self) -> None:
+        store = self._store
+        assert store is not None
+        for (name, label), wait in list(self._waits.items()):
+            if self._is_closed:
+                return
+            if time.monotonic() >= wait.end_s:
+                del self._waits[name, label]
+                log.error(
+                    "metadata exchange, fetch %s from %s: none came in %g s: %s",
+                    name, store.NAME, self._wait_s, wait.reason,
+                )  # fmt: skip
+            else:
+                again = functools.partial(self._again, store, name, label, wait)
+                self._do(f"fetch {name} from {store.NAME}", again)
+
+    def _again(self, store: Store, name: str, label: str, wait: Wait) -> None:
+        is_done = True
+        try:
+            is_done = self._is_done(store, name, label, wait)
+        finally:
+            if is_done:
+                del self._waits[name, label]
+
+    def _is_done(self, store: Store, name: str, label: str, wait: Wait) -> bool:
+        """Raises where what lies there is wrong; a store that cannot be asked may answer the next time."""
+        try:
+            blob = store.get(name, label)
+        except nixlBackendError as error:
+            if not wait.reason:
+                log.warning("metadata exchange, fetch %s from %s: %s; it is tried again", name, store.NAME, error)
+            wait.reason = str(error)
+            return False
+        if blob is None:
+            wait.reason = f"there is no {store.key(name, label)!r}"
+            return False
         loaded = self._endpoint.load(blob)
         if loaded != name:
             self._endpoint.forget(loaded)
-            raise nixlMismatchError(f"under {etcd.key(name, label)!r} lies the metadata of agent {loaded!r}")
-        with self._lock:
-            self._watched.add(name)
-            if self._watch is None and not self._is_closed:
-                self._watch = EtcdWatch(etcd, self._taken_back)
+            raise nixlMismatchError(f"under {store.key(name, label)!r} lies the metadata of agent {loaded!r}")
+        if isinstance(store, EtcdClient):
+            with self._lock:
+                self._watched.add(name)
+                if self._watch is None and not self._is_closed:
+                    self._watch = EtcdWatch(store, self._taken_back)
+        return True
 
     def _taken_back(self, name: str) -> None:
         with self._lock:
@@ -162,3 +257,15 @@ class Exchange:
 
 def _drop(_: object) -> None:
     """A task returns nothing."""
+
+
+def _store(settings: Settings, etcd_wait_s: float) -> tuple[Store | None, float]:
+    """What the environment names, if anything, and how long a fetch from there waits."""
+    if settings.etcd_endpoints and settings.tcpstore_endpoint:
+        raise nixlInvalidParamError("NIXL_ETCD_ENDPOINTS and NIXL_TCPSTORE_ENDPOINT are both set: unset one")
+    if settings.etcd_endpoints:
+        return EtcdClient(settings.etcd_endpoints, settings.etcd_namespace), etcd_wait_s
+    if settings.tcpstore_endpoint:
+        wait_s, answer_s = settings.tcpstore_wait_s, settings.tcpstore_answer_s
+        return TcpStoreClient(settings.tcpstore_endpoint, wait_s, answer_s), wait_s
+    return None, 0.0

@@ -1,5 +1,6 @@
-"""``nixl.logging``: loggers under ``nixl``, at the level of ``NIXL_LOG_LEVEL``, written to stdout as NIXL's are.
-Decides format and level."""
+"""``nixl.logging``: loggers under ``nixl``, at the level of ``NIXL_LOG_LEVEL``, written to stdout as NIXL's are. What
+NIXL's core would say (here the logger ``nixl.kvxfer``) goes to stderr, from WARN on where no level is set, as there.
+Decides format, level and place."""
 
 from __future__ import annotations
 
@@ -16,23 +17,26 @@ _LEVELS = {
     "ERROR": logging.ERROR,
     "FATAL": logging.CRITICAL,
 }
+CORE = "nixl.kvxfer"
 _lock = threading.Lock()
 _is_set_up = False
 
 
-class _Stdout(logging.StreamHandler):  # type: ignore[type-arg]
-    """Whatever ``sys.stdout`` is at that moment: it may be replaced (by a test, by a redirect)."""
+class _Std(logging.StreamHandler):  # type: ignore[type-arg]
+    """Whatever ``sys.stdout`` or ``sys.stderr`` is at that moment: it may be replaced (by a test, by a redirect)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_core: bool) -> None:
         logging.Handler.__init__(self)
+        self._is_core = is_core
+        self.addFilter(lambda record: (record.name == CORE) == is_core)
 
     @property
     def stream(self) -> object:
-        return sys.stdout
+        return sys.stderr if self._is_core else sys.stdout
 
 
 def setup_logging() -> None:
-    """Once a process: a handler for ``nixl``, unless the program has put one there."""
+    """Once a process: two handlers for ``nixl``, unless the program has put one there."""
     global _is_set_up
     with _lock:
         if _is_set_up:
@@ -41,14 +45,14 @@ def setup_logging() -> None:
         logger = logging.getLogger("nixl")
         name = os.environ.get("NIXL_LOG_LEVEL", "").upper()
         if not logger.handlers:
-            handler = _Stdout()
-            handler.setFormatter(
-                logging.Formatter(
-                    "%(asctime)s NIXL %(levelname)-7s %(filename)s:%(lineno)d %(message)s", "%Y-%m-%d %H:%M:%S"
-                )
-            )
-            logger.addHandler(handler)
+            form = "%(asctime)s NIXL %(levelname)-7s %(filename)s:%(lineno)d %(message)s"
+            for handler in (_Std(is_core=False), _Std(is_core=True)):
+                handler.setFormatter(logging.Formatter(form, "%Y-%m-%d %H:%M:%S"))
+                logger.addHandler(handler)
             logger.propagate = False
+            core = logging.getLogger(CORE)
+            if core.level == logging.NOTSET and name not in _LEVELS:
+                core.setLevel(logging.WARNING)
         if logger.level == logging.NOTSET or name in _LEVELS:
             logger.setLevel(_LEVELS.get(name, logging.INFO))
         if name and name not in _LEVELS:

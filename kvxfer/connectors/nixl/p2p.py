@@ -93,6 +93,8 @@ class Listener:
             self._socket.close()
             raise nixlBackendError(f"cannot listen for metadata on {host} port {port}: {error.strerror}") from None
         self.port = int(self._socket.getsockname()[1])
+        # NIXL's words: where port 0 was asked for, programs find the port in them
+        log.log(logging.DEBUG if port else logging.INFO, "MD listener is listening on port %d", self.port)
         self._thread = threading.Thread(target=self._accept, name="nixl-listener", daemon=True)
         self._thread.start()
 

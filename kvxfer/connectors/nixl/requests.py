@@ -10,7 +10,7 @@ import ctypes
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvxfer.connectors.nixl.endpoint import Endpoint
 from kvxfer.connectors.nixl.enums import nixl_status_t
 from kvxfer.connectors.nixl.errors import (
+    nixlError,
     nixlInvalidParamError,
     nixlNotFoundError,
     nixlNotPostedError,
@@ -49,6 +50,9 @@ class nixlXferTelemetry:
     totalBytes: int = 0
     descCount: int = 0
     lane: Lane | None = None
+
+
+OnEnd: TypeAlias = Callable[[nixlXferTelemetry | nixlError], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,7 +89,7 @@ class Request(Protocol):
 
     backend: int
 
-    def post(self, message: bytes) -> nixl_status_t: ...
+    def post(self, message: bytes) -> None: ...
     def status(self) -> nixl_status_t: ...
     def release(self) -> None: ...
     def telemetry(self) -> nixlXferTelemetry: ...
@@ -95,8 +99,18 @@ class Request(Protocol):
 class RemoteRequest:
     """Between us and another agent."""
 
-    def __init__(self, endpoint: Endpoint, remote: Remote, plan: Plan, message: bytes, backend: int) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        remote: Remote,
+        plan: Plan,
+        message: bytes,
+        backend: int,
+        on_end: OnEnd | None = None,
+    ) -> None:
+        """``on_end`` is told once a post how it ended, when :meth:`status` first sees it."""
         self.backend = backend
+        self._on_end = on_end
         self._endpoint = endpoint
         self._remote = remote
         self._plan = plan
@@ -106,7 +120,7 @@ class RemoteRequest:
         self._start_us = 0
         self._is_measured = False
 
-    def post(self, message: bytes) -> nixl_status_t:
+    def post(self, message: bytes) -> None:
         """Start it (again). A message replaces the one before, for later posts too.
 
         Raises nixlNotFoundError (the remote was removed), nixlRepostActiveError, and what a start can raise.
@@ -120,7 +134,6 @@ class RemoteRequest:
         self._start_us, self._is_measured = time.monotonic_ns() // 1000, False
         with translated():
             self._post = link.poster.start(self._plan, notification=self._payload)
-        return self.status()
 
     def status(self) -> nixl_status_t:
         """Raises nixlNotPostedError, nixlNotFoundError (the remote was removed meanwhile), and what ended it."""
@@ -137,7 +150,12 @@ class RemoteRequest:
             return SUCCESS
         if isinstance(post.error, PeerGone):
             self._check_known()
-        raise translate(post.error)
+        error = translate(post.error)
+        if not self._is_measured:
+            self._is_measured = True
+            if self._on_end is not None:
+                self._on_end(error)
+        raise error
 
     def release(self) -> None:
         """Give it up and wait for the memory to be free. Raises nixlRepostActiveError where that takes too long."""
@@ -153,7 +171,10 @@ class RemoteRequest:
         """Raises as :meth:`status`; of a transfer under way, what is known so far."""
         self.status()
         assert self._post is not None
-        seen = self._post.statistics()
+        return self._taken(self._post)
+
+    def _taken(self, post: Post) -> nixlXferTelemetry:
+        seen = post.statistics()
         post_us = max(1, round(seen.post_us))
         transfer_us = max(post_us, round(seen.transfer_us))
         return nixlXferTelemetry(self._start_us, post_us, transfer_us, seen.bytes, seen.pieces, seen.lane)
@@ -174,6 +195,8 @@ class RemoteRequest:
             seen = post.statistics()
             if seen.lane is not None:
                 self._remote.speed.measured(seen.lane, seen.bytes, seen.transfer_us / 1e6)
+            if self._on_end is not None:
+                self._on_end(self._taken(post))
 
 
 class LoopRequest:
@@ -187,6 +210,7 @@ class LoopRequest:
         backend: int,
         deliver: Callable[[bytes], None],
         check: Callable[[], None],
+        on_end: OnEnd | None = None,
     ) -> None:
         """Piece i of ``source`` goes to piece i of ``destination``; both shape [n, 2] (address, length).
         ``check`` raises where the memory is not registered any more.
@@ -201,9 +225,10 @@ class LoopRequest:
         self._message = message
         self._deliver = deliver
         self._check = check
+        self._on_end = on_end
         self._telemetry: nixlXferTelemetry | None = None
 
-    def post(self, message: bytes) -> nixl_status_t:
+    def post(self, message: bytes) -> None:
         self._check()
         self._message = message or self._message
         begun_ns = time.monotonic_ns()
@@ -213,7 +238,8 @@ class LoopRequest:
         self._telemetry = nixlXferTelemetry(begun_ns // 1000, took_us, took_us, self._nbytes, self._pieces, Lane.MEMORY)
         if self._message:
             self._deliver(self._message)
-        return SUCCESS
+        if self._on_end is not None:
+            self._on_end(self._telemetry)
 
     def status(self) -> nixl_status_t:
         if self._telemetry is None:

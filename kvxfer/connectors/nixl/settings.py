@@ -11,18 +11,22 @@
 ``KVXFER_NIXL_BAD_INPUT``   ``none``: the ``get_*_descs`` calls log and return None for bad input, as NIXL does; they
                             raise otherwise
 ``KVXFER_LANES``            the lanes that everything in the process may use
-``NIXL_TELEMETRY_ENABLE``, ``NIXL_ETCD_ENDPOINTS``, ``NIXL_ETCD_NAMESPACE`` and ``NIXL_LOG_LEVEL`` mean what they mean
-to NIXL.
+``NIXL_LOG_LEVEL``, ``NIXL_ETCD_*``, ``NIXL_TCPSTORE_*`` and most of ``NIXL_TELEMETRY_*`` mean what they mean to NIXL,
+in NIXL's own file of settings too (:func:`with_file`); docs/nixl.md lists them all.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import pathlib
+import tomllib
 from collections.abc import Mapping
 
 from kvxfer.config import DEFAULT_LANES, AgentConfig, allowed_lanes
 from kvxfer.errors import ConfigError
 
+FILE = "/etc/nixl.cfg"
 TRUE = frozenset({"y", "yes", "on", "1", "true", "enable", "enabled"})
 FALSE = frozenset({"n", "no", "off", "0", "false", "disable", "disabled"})
 NOTIFICATION_BYTES_MAX = 192 * 1024
@@ -44,8 +48,15 @@ class Settings:
     none_for_bad_input: bool = False
     telemetry: bool | None = None
     """``None``: what the agent's own config says."""
+    telemetry_dir: str = ""
+    telemetry_exporter: str = ""
+    telemetry_events: int = 4096
+    telemetry_metrics: str = ""
     etcd_endpoints: str = ""
     etcd_namespace: str = "/nixl/agents/"
+    tcpstore_endpoint: str = ""
+    tcpstore_wait_s: float = 30.0
+    tcpstore_answer_s: float = 5.0
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
@@ -68,8 +79,15 @@ class Settings:
             copy_threads=_number(environ, "KVXFER_NIXL_COPY_THREADS", 0),
             none_for_bad_input=bad_input == "none",
             telemetry=_switch(environ, "NIXL_TELEMETRY_ENABLE"),
+            telemetry_dir=environ.get("NIXL_TELEMETRY_DIR", ""),
+            telemetry_exporter=environ.get("NIXL_TELEMETRY_EXPORTER", ""),
+            telemetry_events=_number(environ, "NIXL_TELEMETRY_BUFFER_SIZE", 4096),
+            telemetry_metrics=environ.get("NIXL_TELEMETRY_ENABLED_METRICS", ""),
             etcd_endpoints=environ.get("NIXL_ETCD_ENDPOINTS", ""),
             etcd_namespace=environ.get("NIXL_ETCD_NAMESPACE") or "/nixl/agents/",
+            tcpstore_endpoint=environ.get("NIXL_TCPSTORE_ENDPOINT", ""),
+            tcpstore_wait_s=max(1, _number(environ, "NIXL_TCPSTORE_TIMEOUT_MS", 30000)) / 1000,
+            tcpstore_answer_s=max(1, _number(environ, "NIXL_TCPSTORE_OP_TIMEOUT_MS", 5000)) / 1000,
         )
 
     def agent_config(self, environ: Mapping[str, str]) -> AgentConfig:
@@ -86,6 +104,27 @@ class Settings:
             notifications_max=65536,
             notification_bytes_max=NOTIFICATION_BYTES_MAX,
         )
+
+
+def with_file(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment, and behind it what NIXL's file of settings says of variables that are not set: the file that
+    ``NIXL_CONFIG_FILE`` names, or ``.nixl.cfg`` of the home directory, or ``/etc/nixl.cfg``. It is TOML, with the
+    variables' names as keys.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    named, home = environ.get("NIXL_CONFIG_FILE"), environ.get("HOME")
+    places = [pathlib.Path(home, ".nixl.cfg")] if home is not None else []
+    places.append(pathlib.Path(FILE))
+    place = pathlib.Path(named) if named is not None else next((place for place in places if place.exists()), None)
+    if place is None:
+        return environ
+    try:
+        table = tomllib.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"NIXL's settings in {str(place)!r} cannot be read: {error}") from None
+    found = {name: str(value) for name, value in table.items() if name.startswith("NIXL_")}
+    return collections.ChainMap(dict(environ), found)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

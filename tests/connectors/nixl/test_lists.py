@@ -192,11 +192,25 @@ def test_lists_survive_the_way() -> None:
         codec.decode_dlist(codec.encode_dlist(nixlRegDList(DRAM_SEG)), nixlXferDList)
 
 
+def test_no_list_is_serialised_too(pair: tuple[nixl_agent, nixl_agent]) -> None:
+    """NIXL's kvbench sends one of its peers nothing this way."""
+    data = pair[0].get_serialized_descs(None)
+    assert pair[1].deserialize_descs(data) is None
+    for bad in (data[:-1], data + b"x", data[:10] + b"\x01" + data[11:], data[:16] + b"\x01" + data[17:]):
+        with pytest.raises(nixlMismatchError):
+            codec.decode_any(bad)
+    with pytest.raises(nixlMismatchError, match="NoneType"):
+        codec.decode_dlist(data, nixlXferDList)
+    with pytest.raises(nixlInvalidParamError):
+        codec.encode_dlist([])  # type: ignore[arg-type]
+
+
 def test_a_pickle_is_refused_by_name(pair: tuple[nixl_agent, nixl_agent]) -> None:
     agent = pair[0]
     descs = agent.get_xfer_descs(memory_rows := [(1 << 40, 64, 0)], "DRAM")
     data = agent.get_serialized_descs(descs)
-    assert list(agent.deserialize_descs(data)) == memory_rows
+    assert agent.deserialize_descs(data) == descs
+    assert list(descs) == memory_rows
     with pytest.raises(nixlMismatchError, match="pickle"):
         agent.deserialize_descs(b"\x80\x04\x95\x10\0\0\0\0\0\0\0\x8c\x08builtins.")
     with pytest.raises(TypeError):

@@ -1,0 +1,148 @@
+"""What an agent did, as events in a file: NIXL's ``NIXL_TELEMETRY_DIR``, in the form that NIXL's own readers read.
+Decides which event says what; must never know handles, nor how bytes move.
+
+The file is a ring: a head of 40 bytes (where the writer is, where the reader is, the version twice, the capacity, the
+mask) and events of 16 (kind, padding, value), all in the byte order of the host. It has one writer and one reader.
+An event that finds it full is counted, and the count is an event as soon as there is room.
+"""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import logging
+import mmap
+import os
+import pathlib
+import threading
+
+from kvxfer.connectors.nixl import errors
+from kvxfer.connectors.nixl.requests import nixlXferTelemetry
+from kvxfer.connectors.nixl.settings import Settings
+
+VERSION = 4
+HEAD_BYTES = 40
+WRITER, READER = 0, 1
+log = logging.getLogger("nixl.kvxfer")
+
+
+class Event(enum.IntEnum):
+    """NIXL's kinds of events, with NIXL's numbers."""
+
+    AGENT_TX_BYTES = 0
+    AGENT_RX_BYTES = 1
+    AGENT_TX_REQUESTS_NUM = 2
+    AGENT_RX_REQUESTS_NUM = 3
+    AGENT_MEMORY_REGISTERED = 4
+    AGENT_MEMORY_DEREGISTERED = 5
+    AGENT_XFER_TIME = 6
+    AGENT_XFER_POST_TIME = 7
+    AGENT_ERR_NOT_POSTED = 8
+    AGENT_ERR_INVALID_PARAM = 9
+    AGENT_ERR_BACKEND = 10
+    AGENT_ERR_NOT_FOUND = 11
+    AGENT_ERR_MISMATCH = 12
+    AGENT_ERR_NOT_ALLOWED = 13
+    AGENT_ERR_REPOST_ACTIVE = 14
+    AGENT_ERR_UNKNOWN = 15
+    AGENT_ERR_NOT_SUPPORTED = 16
+    AGENT_ERR_REMOTE_DISCONNECT = 17
+    AGENT_ERR_CANCELED = 18
+    AGENT_ERR_NO_TELEMETRY = 19
+    AGENT_TELEMETRY_EVENTS_DROPPED = 20
+
+
+_ERRORS: dict[type[errors.nixlError], Event] = {
+    errors.nixlNotPostedError: Event.AGENT_ERR_NOT_POSTED,
+    errors.nixlInvalidParamError: Event.AGENT_ERR_INVALID_PARAM,
+    errors.nixlBackendError: Event.AGENT_ERR_BACKEND,
+    errors.nixlNotFoundError: Event.AGENT_ERR_NOT_FOUND,
+    errors.nixlMismatchError: Event.AGENT_ERR_MISMATCH,
+    errors.nixlNotAllowedError: Event.AGENT_ERR_NOT_ALLOWED,
+    errors.nixlRepostActiveError: Event.AGENT_ERR_REPOST_ACTIVE,
+    errors.nixlNotSupportedError: Event.AGENT_ERR_NOT_SUPPORTED,
+    errors.nixlRemoteDisconnectError: Event.AGENT_ERR_REMOTE_DISCONNECT,
+    errors.nixlCancelledError: Event.AGENT_ERR_CANCELED,
+    errors.nixlNoTelemetryError: Event.AGENT_ERR_NO_TELEMETRY,
+}
+
+
+class Ring:
+    """One agent's events. Thread-safe; what was written stays in the file when the agent is gone."""
+
+    def __init__(self, path: pathlib.Path, capacity: int, enabled: frozenset[Event]) -> None:
+        """Makes the file, or begins one that is there anew. Raises nixlInvalidParamError (``capacity`` is no power of
+        two), nixlBackendError (the file cannot be made)."""
+        if capacity < 2 or capacity & (capacity - 1):
+            raise errors.nixlInvalidParamError(f"NIXL_TELEMETRY_BUFFER_SIZE must be a power of two, not {capacity}")
+        self._enabled = enabled
+        self._lock = threading.Lock()
+        self._place = self._dropped = 0
+        self._mask = capacity - 1
+        size = HEAD_BYTES + 16 * capacity
+        try:
+            file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            try:
+                os.ftruncate(file, size)
+                self._words = memoryview(mmap.mmap(file, size)).cast("Q")
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise errors.nixlBackendError(f"no telemetry at {str(path)!r}: {error.strerror}") from None
+        for place, value in enumerate((0, 0, VERSION << 32 | VERSION, capacity, self._mask)):
+            self._words[place] = value
+
+    def add(self, *events: tuple[Event, int]) -> None:
+        """All of them, or none where there is no room for all."""
+        wanted = [pair for pair in events if pair[0] in self._enabled]
+        with self._lock:
+            if self._dropped and self._put([(Event.AGENT_TELEMETRY_EVENTS_DROPPED, self._dropped)]):
+                self._dropped = 0
+            if not self._put(wanted) and Event.AGENT_TELEMETRY_EVENTS_DROPPED in self._enabled:
+                self._dropped += len(wanted)
+
+    def add_error(self, error: errors.nixlError) -> None:
+        self.add((_ERRORS.get(type(error), Event.AGENT_ERR_UNKNOWN), 1))
+
+    def add_end(self, is_write: bool, end: nixlXferTelemetry | errors.nixlError) -> None:
+        """Of a transfer that was under way."""
+        if isinstance(end, errors.nixlError):
+            self.add_error(end)
+            return
+        self.add(
+            (Event.AGENT_XFER_POST_TIME, end.postDuration),
+            (Event.AGENT_XFER_TIME, end.xferDuration),
+            (Event.AGENT_TX_BYTES if is_write else Event.AGENT_RX_BYTES, end.totalBytes),
+            (Event.AGENT_TX_REQUESTS_NUM if is_write else Event.AGENT_RX_REQUESTS_NUM, 1),
+        )
+
+    def _put(self, events: list[tuple[Event, int]]) -> bool:
+        if len(events) > (self._words[READER] - self._place - 1) & self._mask:
+            return False
+        for kind, value in events:
+            at = HEAD_BYTES // 8 + 2 * self._place
+            self._words[at], self._words[at + 1] = kind, value
+            self._place = (self._place + 1) & self._mask
+        self._words[WRITER] = self._place
+        return True
+
+
+def ring_for(name: str, settings: Settings) -> Ring | None:
+    """Where the environment wants the events of agent ``name``: None where it does not, or where it names an exporter
+    that is a plugin of NIXL's. Raises nixlInvalidParamError, nixlBackendError."""
+    exporter, directory = settings.telemetry_exporter, settings.telemetry_dir
+    if exporter not in ("", "BUFFER", "NOP"):
+        log.warning("NIXL_TELEMETRY_EXPORTER=%s is a plugin of NIXL's: nothing is exported", exporter)
+        return None
+    if exporter == "NOP" or not (exporter or directory):
+        return None
+    if not directory:
+        raise errors.nixlInvalidParamError("NIXL_TELEMETRY_EXPORTER=BUFFER needs NIXL_TELEMETRY_DIR")
+    if "/" in name or "\0" in name:
+        raise errors.nixlBackendError(f"no telemetry of agent {name!r}: its name cannot be that of a file")
+    globs = [text.strip() for text in settings.telemetry_metrics.split(",") if text.strip()]
+    for text in globs:
+        if not any(fnmatch.fnmatchcase(kind.name.lower(), text) for kind in Event):
+            log.warning("NIXL_TELEMETRY_ENABLED_METRICS: no metric is called %r", text)
+    enabled = {kind for kind in Event if not globs or any(fnmatch.fnmatchcase(kind.name.lower(), g) for g in globs)}
+    return Ring(pathlib.Path(directory) / name, settings.telemetry_events, frozenset(enabled))
