@@ -28,9 +28,9 @@ class Far:
         self.process = subprocess.Popen(
             [*command, sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        self.pid = self.process.pid
+        self.name, self.pid = name, self.process.pid
         try:
-            self.call("open", name, list(lanes), **options)
+            self.call("open", list(lanes), **options)
         except BaseException:
             self.kill()
             raise
@@ -41,8 +41,11 @@ class Far:
 
     def send(self, name: str, *arguments: Any, **options: Any) -> None:
         """Ask, and fetch the :meth:`answer` later."""
+        self.send_to(self.name, name, arguments, options)
+
+    def send_to(self, who: str, name: str, arguments: Sequence[Any], options: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([name, arguments, options]).encode() + b"\n")
+        self.process.stdin.write(json.dumps([who, name, arguments, options]).encode() + b"\n")
         self.process.stdin.flush()
 
     def answer(self) -> Any:
@@ -100,3 +103,23 @@ class Far:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         self.process.wait(20)
+
+
+class Beside:
+    """Another party in that process: every method of Party, by its name. It ends with the process."""
+
+    def __init__(self, far: Far, name: str, lanes: Sequence[str], **options: Any) -> None:
+        self.far, self.name = far, name
+        self.call("open", list(lanes), **options)
+
+    def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        self.far.send_to(self.name, name, arguments, options)
+        return self.far.answer()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *arguments, **options: self.call(name, *arguments, **options)
+
+    def close(self) -> None:
+        pass

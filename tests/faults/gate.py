@@ -42,6 +42,10 @@ class Gate:
         self.tcp_port = 0
         self.listen()
 
+    def aim(self, tcp: tuple[str, int], unix_path: str) -> None:
+        """Pass what is dialed from now on to another core."""
+        self._targets = {socket.AF_INET: tuple(tcp), socket.AF_UNIX: unix_path}
+
     def listen(self) -> None:
         """Take dials (again, at the same addresses)."""
         tcp = socket.create_server((self._host, self.tcp_port))
@@ -148,9 +152,17 @@ class Gate:
                 self._changed.notify_all()
 
     def _copy(self, way: str, source: socket.socket, target: socket.socket) -> None:
+        descriptors: list[int] = []
+        try:
+            self._copy_frames(way, source, target, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _copy_frames(self, way: str, source: socket.socket, target: socket.socket, descriptors: list[int]) -> None:
+        """``descriptors``: those that came, and were not sent on yet."""
         is_unix = source.family == socket.AF_UNIX
         held = bytearray()
-        descriptors: list[int] = []
         payload = 0
         while True:
             data, more, _, _ = socket.recv_fds(source, CHUNK, 16) if is_unix else (source.recv(CHUNK), [], 0, None)
@@ -170,7 +182,6 @@ class Gate:
                     self._let(way, kind, 0)
                     payload = _payload_of(bytes(held[:size])) if kind == DATA else 0
                 self._send(target, bytes(held[:size]), descriptors)
-                descriptors = []
                 del held[:size]
 
     def _let(self, way: str, kind: int, size: int) -> int:
@@ -196,8 +207,8 @@ class Gate:
     def _send(target: socket.socket, data: Any, descriptors: list[int]) -> None:
         if descriptors:
             sent = socket.send_fds(target, [data], descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
+            while descriptors:
+                os.close(descriptors.pop())
             data = data[sent:]
         if data:
             target.sendall(data)

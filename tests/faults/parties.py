@@ -324,9 +324,9 @@ class Party:
         is_committed = TransferState(int(final.state)) is TransferState.COMMITTED
         return "committed" if is_committed else str(final.code.name)
 
-    def why(self, post: str) -> str:
-        """The error that it ended with, for a message."""
-        return repr(self.posts[post].error)
+    def why(self, transfer: str) -> str:
+        """Of a transfer or post that is over, for a message."""
+        return repr(self.posts[transfer].error if transfer in self.posts else self.finals.get(transfer))
 
     def wait_ended(self, transfer: str, timeout_s: float = SOON_S) -> str:
         """How a grant ended."""
@@ -336,11 +336,16 @@ class Party:
     def wait_idle(self, timeout_s: float = 8.0) -> str:
         """ "" once nothing is promised, under way or quarantined; what is, where that does not come."""
         is_idle = self._wait(lambda: self.transport.counts().is_idle and not self.poster.posts, timeout_s)
+        self.drain()  # what ended between the last look at the events and the one that found it idle
         return "" if is_idle else repr(self.transport.counts())
 
     def wait_hung_up(self, left: int = 0, timeout_s: float = SOON_S) -> bool:
         """Until so many sessions are up at most."""
         return self._wait(lambda: self.transport.counts().sessions_up <= left, timeout_s)
+
+    def wait_dialed(self, timeout_s: float = SOON_S) -> bool:
+        """Until no session is being opened."""
+        return self._wait(lambda: self.transport.counts().sessions_opening == 0, timeout_s)
 
     def offer(self, peer: str, timeout_s: float = SOON_S, number: int = 0) -> str:
         """How a write of that peer into our memory ended, the first (0) or a later one; "" where it did not."""
@@ -353,6 +358,11 @@ class Party:
 
     def wait_received(self, payload: str, timeout_s: float = SOON_S) -> bool:
         return self._wait(lambda: payload.encode() in self.received, timeout_s)
+
+    def forget(self) -> None:
+        """What was written down here of what is over."""
+        for kept in (self.finals, self.drained, self.done, self.ended, self.offers):
+            kept.clear()
 
     def statistics(self) -> dict[str, int]:
         native = self.core.statistics()
@@ -375,10 +385,12 @@ class Party:
     def is_painted(self, value: int, blocks: Sequence[int] | None = None, region: int | None = None) -> bool:
         return bool((self._view(blocks, region) == value).all())
 
-    def is_filled(self, seed: int, blocks: Sequence[int] | None = None, region: int | None = None) -> bool:
-        """Whether it holds what :meth:`fill` puts there, from its begin."""
+    def is_filled(
+        self, seed: int, blocks: Sequence[int] | None = None, region: int | None = None, offset: int = 0
+    ) -> bool:
+        """Whether it holds what :meth:`fill` puts there, from its begin or from ``offset`` bytes on."""
         view = self._view(blocks, region)
-        return bool(np.array_equal(view, pattern(seed, view.size)))
+        return bool(np.array_equal(view, pattern(seed, offset + view.size)[offset:]))
 
     def _view(self, blocks: Sequence[int] | None, region: int | None) -> Any:
         memory = self.memory if region is None else self.region(region)

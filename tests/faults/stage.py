@@ -7,11 +7,12 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from far import Far
 from gate import DATA, HELLO, VERDICT
-from parties import POISON, Party, pattern
+from parties import POISON, Party
 
 BLOCKS = 8
 """Of one pull."""
@@ -58,27 +59,37 @@ def phases_of(lane: str) -> tuple[Phase, ...]:
 
 
 class Stage:
-    """Pulls of all phases at once."""
+    """Pulls of all phases at once. ``make_source`` and ``make_reader``: of its name and Party's options, a party."""
 
-    def __init__(self, lane: str, reconnect_s: float) -> None:
+    def __init__(
+        self,
+        lane: str,
+        reconnect_s: float,
+        *,
+        make_source: Callable[..., Any] = Far,
+        make_reader: Callable[..., Any] = Party,
+    ) -> None:
         self.lane, self.reconnect_s = lane, reconnect_s
+        self._make_source = make_source
         self.phases = phases_of(lane)
         options: dict[str, Any] = {"stall_s": STALL_S, "reconnect_s": reconnect_s, "block_bytes": BLOCK_BYTES}
         self._options: dict[str, Any] = {**options, "blocks": BLOCKS * (len(self.phases) + 1)}
-        self.readers = {phase: Party(phase.name, [lane], **options, blocks=3 * BLOCKS) for phase in self.phases}
+        self.readers: dict[Phase, Any] = {
+            phase: make_reader(phase.name, [lane], **options, blocks=3 * BLOCKS) for phase in self.phases
+        }
         self.ids: dict[Phase, str] = {}
         self.is_clean = True
         self.source = self._open_source()
 
-    def _open_source(self) -> Far:
-        source = Far("source", [self.lane], **self._options)
+    def _open_source(self) -> Any:
+        source = self._make_source("source", [self.lane], **self._options)
         source.fill(SEED)
         for phase, reader in self.readers.items():
             source.meet(reader.card())
             self._gate_of(source, phase)
         return source
 
-    def _gate_of(self, source: Far, phase: Phase) -> None:
+    def _gate_of(self, source: Any, phase: Phase) -> None:
         gate = source.open_gate()
         assert gate == self.number(phase)
         self.readers[phase].meet(source.card(gate))
@@ -142,20 +153,17 @@ class Stage:
             wanted = (but or {}).get(phase, outcome)
             left_s = max(by_s + MARGIN_S - time.monotonic(), 0.0)
             got = reader.outcome(self.ids[phase], left_s)
-            assert got == wanted, (
-                f"{phase.name}: {got or 'not over'}, not {wanted}: {reader.finals.get(self.ids[phase])}"
-            )
+            assert got == wanted, f"{phase.name}: {got or 'not over'}, not {wanted}: {reader.why(self.ids[phase])}"
             if wanted == "committed":
                 self.expect_content(phase)
             else:
-                reader.paint(PAINT, range(BLOCKS))
+                reader.paint(PAINT, list(range(BLOCKS)))
 
     def expect_content(self, phase: Phase) -> None:
-        reader, blocks = self.readers[phase], self.own_blocks(phase)
-        whole = pattern_of(self._options["blocks"])
-        expected = whole[blocks[0] * BLOCK_BYTES : (blocks[-1] + 1) * BLOCK_BYTES]
-        assert (reader.memory[:BYTES] == expected).all(), f"{phase.name}: committed with other bytes"
-        assert reader.is_painted(POISON, range(BLOCKS, 3 * BLOCKS)), f"{phase.name}: bytes landed beside the blocks"
+        reader, offset = self.readers[phase], self.own_blocks(phase)[0] * BLOCK_BYTES
+        assert reader.is_filled(SEED, list(range(BLOCKS)), offset=offset), f"{phase.name}: committed with other bytes"
+        beside = reader.is_painted(POISON, list(range(BLOCKS, 3 * BLOCKS)))
+        assert beside, f"{phase.name}: bytes landed beside the blocks"
 
     def look_again(self) -> None:
         """A pull on every session that comes to its end has what was under way before it behind it."""
@@ -164,14 +172,17 @@ class Stage:
             spare = len(self.phases) * BLOCKS
             self.source.grant(transfer, [spare], 1)
             reader.pull(transfer, "source", [2 * BLOCKS])
-            assert reader.outcome(transfer) == "committed", reader.finals[transfer]
+            assert reader.outcome(transfer) == "committed", reader.why(transfer)
         self.expect_paint()
         self.expect_idle()
 
     def expect_paint(self) -> None:
         for phase, reader in self.readers.items():
-            assert reader.is_painted(PAINT, range(BLOCKS)), f"{phase.name}: bytes landed in blocks that were given back"
-            assert reader.is_painted(POISON, range(BLOCKS, 2 * BLOCKS)), f"{phase.name}: bytes landed beside the blocks"
+            assert reader.is_painted(PAINT, list(range(BLOCKS))), (
+                f"{phase.name}: bytes landed in blocks that were given back"
+            )
+            beside = reader.is_painted(POISON, list(range(BLOCKS, 2 * BLOCKS)))
+            assert beside, f"{phase.name}: bytes landed beside the blocks"
 
     def expect_idle(self) -> None:
         busy = {"source": self.source.wait_idle()}
@@ -183,7 +194,3 @@ class Stage:
         for reader in self.readers.values():
             reader.close()
         self.source.close()
-
-
-def pattern_of(blocks: int) -> Any:
-    return pattern(SEED, blocks * BLOCK_BYTES)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from far import Far
 from parties import POISON
-from stage import MARGIN_S
+from stage import MARGIN_S, PAINT
 
 from kvxfer.errors import ConfigError
 from kvxfer.testing.netns import Namespaces, obstacle
@@ -30,6 +30,7 @@ HOST_ROUND_TRIP_US = 15
 KERNELS_CONTROL = pathlib.Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 FRAME_BYTES = 4 << 20
 """More than one DATA frame is long: what a cut can cost."""
+SLOW_BYTES = 32 << 20
 
 
 class Hosts:
@@ -203,27 +204,59 @@ def test_a_cable_that_comes_back(hosts: Hosts, end: int) -> None:
     assert hosts.source.wait_idle() == hosts.reader.wait_idle() == ""
 
 
-def test_a_cable_that_comes_back_in_the_middle_of_a_frame(hosts: Hosts) -> None:
-    size = 32 << 20
+def post_slowly(hosts: Hosts, op: str) -> Far:
+    """A post in the middle of a frame, its name is its ``op``; returns who asked for it."""
     for party in (hosts.source, hosts.reader):
-        party.allocate(size)
+        party.allocate(SLOW_BYTES)
     hosts.meet()
     hosts.source.fill(6, region=0)
     try:
         hosts.namespaces.limit_rate(400)
     except ConfigError as error:
         pytest.skip(str(error))
-    hosts.reader.post("read", "READ", "source", 0, 0)
-    wait_until(lambda: hosts.moved() > size // 4)
+    poster, peer = (hosts.reader, "source") if op == "READ" else (hosts.source, "reader")
+    poster.post(op, op, peer, 0, 0)
+    wait_until(lambda: hosts.moved() > SLOW_BYTES // 4)
+    return poster
+
+
+@pytest.mark.parametrize("op", ["READ", "WRITE"])
+def test_a_cable_that_comes_back_in_the_middle_of_a_frame(hosts: Hosts, op: str) -> None:
+    poster = post_slowly(hosts, op)
     hosts.namespaces.pull_cable()
     before = hosts.moved()
     time.sleep(2 * STALL_S)
     assert hosts.moved() - before < 1 << 20, "the cable is not pulled"
-    assert hosts.reader.state("read")[0] not in ("COMMITTED", "FAILED")
+    assert poster.state(op)[0] not in ("COMMITTED", "FAILED")
     hosts.namespaces.plug_cable()
-    assert hosts.reader.outcome("read", 40.0) == "committed"
+    assert poster.outcome(op, 40.0) == "committed"
     assert hosts.reader.is_filled(6, region=0)
-    assert size <= hosts.moved() <= size + FRAME_BYTES
+    assert SLOW_BYTES <= hosts.moved() <= SLOW_BYTES + FRAME_BYTES
+    assert hosts.source.wait_idle() == hosts.reader.wait_idle() == ""
+
+
+@pytest.mark.parametrize("op", [pytest.param("READ", marks=pytest.mark.slow), "WRITE"])
+@pytest.mark.parametrize("reconnect_s", [RECONNECT_S], ids=["gives-up"])
+def test_a_cable_that_stays_away_in_the_middle_of_a_frame(hosts: Hosts, op: str) -> None:
+    """Both give up, and write their memory at once; what the cable still held lands nowhere when it is there again."""
+    poster = post_slowly(hosts, op)
+    hosts.namespaces.pull_cable()
+    assert poster.outcome(op, SILENCE_S + MARGIN_S) == "peer_gone"
+    if op == "WRITE":
+        assert hosts.reader.offer("source", SILENCE_S + MARGIN_S) == "FAILED"
+    for party in (hosts.reader, hosts.source):
+        assert party.wait_idle() == ""
+        party.deregister(0)
+        party.paint(PAINT, region=0)
+    moved = hosts.moved()
+    assert SLOW_BYTES // 4 < moved < SLOW_BYTES
+    hosts.namespaces.plug_cable()
+    again = hosts.pull(1)
+    hosts.reader.cancel(again)
+    assert hosts.reader.outcome(again) == "cancelled"
+    assert hosts.moved() == moved + BLOCK_BYTES
+    assert hosts.reader.is_painted(PAINT, region=0)
+    assert hosts.source.is_painted(PAINT, region=0)
     assert hosts.source.wait_idle() == hosts.reader.wait_idle() == ""
 
 

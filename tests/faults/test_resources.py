@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import gc
-import os
-import re
 import secrets
-import threading
-import time
 from typing import Any
 
 import pytest
 from lanes import LANES
-from parties import Party, resources
+from parties import Party
+from rounds import check_rounds
 
 from kvxfer.errors import InvalidArgument
 
@@ -22,17 +16,8 @@ pytestmark = pytest.mark.no_sanitizer
 
 BLOCKS, BLOCK_BYTES = 16, 4096
 SIZE = 64 << 10
-COUNTED = ("descriptors", "sockets", "mappings", "threads")
-MARGINS = {"mappings": 10}
-MARGIN = 2
-"""Of what comes and goes by itself (a timer of UCX, an allocator's arenas); one leaky fault of the eight leaves 12."""
-QUIET_S = 0.6
-"""More than a connection takes to be hung up on by both sides (0.5 s)."""
 REMEMBERED = 128
 """States of transfers that are over: so few that they are no growth."""
-RSS_MARGIN_KIB = 3 << 10
-"""Of an allocator: a thousand rounds that leak 3 KiB each leave more."""
-GAUGES = ("connections", "sessions_tcp", "sessions_unix")
 
 
 class Pair:
@@ -51,6 +36,9 @@ class Pair:
         if name == "source":
             party.fill(1)
         return party
+
+    def parties(self) -> list[Party]:
+        return [self.source, self.reader]
 
     def introduce(self) -> None:
         """Whoever of the two dials, it is through a gate."""
@@ -136,10 +124,9 @@ class Pair:
 
     def settle(self) -> None:
         """Nothing is under way, and what the parties wrote down for their tests is forgotten."""
-        for party in (self.source, self.reader):
+        for party in self.parties():
             assert party.wait_idle() == ""
-            for kept in (party.finals, party.drained, party.done, party.ended, party.offers):
-                kept.clear()
+            party.forget()
 
     def close(self) -> None:
         self.reader.close()
@@ -174,58 +161,6 @@ def lane(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def held() -> dict[str, int]:
-    """What this process holds once what is closing has closed: nothing of it changes any more."""
-    last, since_s = resources(), time.monotonic()
-    end_s = since_s + 10.0
-    while time.monotonic() < min(since_s + QUIET_S, end_s):
-        gc.collect()  # more than once: it does nothing while another thread is at it
-        time.sleep(0.05)
-        now = resources()
-        if any(now[name] != last[name] for name in COUNTED):
-            since_s = time.monotonic()
-        last = now
-    return last
-
-
-def descriptors() -> collections.Counter[str]:
-    """How many are open of each kind."""
-    kinds: collections.Counter[str] = collections.Counter()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one of the directory
-            kinds[re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{number}"))] += 1
-    return kinds
-
-
-def check_rounds(pair: Pair, rounds: int, record_property: Any) -> None:
-    """Play ``rounds`` of them after some to warm up; nothing is held afterwards that was not before."""
-    threads = threading.active_count()
-    for number in range(max(rounds // 10, 2 * len(pair.FAULTS))):
-        pair.round(number)
-    for party in (pair.source, pair.reader):
-        party.transport.wait(0.0)  # the first caller that drives or polls costs a core one epoll for good
-    pair.settle()
-    before, open_before = held(), descriptors()
-    gauges = [{name: party.statistics()[name] for name in GAUGES} for party in (pair.source, pair.reader)]
-    for number in range(rounds):
-        pair.round(number)
-    pair.settle()
-    after = held()
-    record_property("before", before)
-    record_property("after", after)
-    print(f"before {before} after {after} outcomes {pair.outcomes}")
-    for name in COUNTED:
-        new = descriptors() - open_before
-        assert after[name] <= before[name] + MARGINS.get(name, MARGIN), (name, before, after, new)
-    assert after["rss_kib"] <= before["rss_kib"] + RSS_MARGIN_KIB, (before, after)
-    assert threading.active_count() <= threads + 2
-    for party, most in zip((pair.source, pair.reader), gauges, strict=True):
-        found = party.statistics()
-        assert all(found[name] <= most[name] for name in GAUGES), (most, found)
-        assert [pool.quarantined for pool in party.transport.counts().pools] == [0]
-    assert {"cancelled", "deadline", "committed", "grant_revoked"} <= set(pair.outcomes)
-
-
 @pytest.mark.parametrize(
     ("kind", "rounds"),
     [
@@ -237,6 +172,7 @@ def check_rounds(pair: Pair, rounds: int, record_property: Any) -> None:
 def test_nothing_is_held_after(lane: str, kind: type[Pair], rounds: int, record_property: Any) -> None:
     pair = kind(lane)
     try:
-        check_rounds(pair, rounds, record_property)
+        check_rounds(pair, rounds, max(rounds // 10, 2 * len(pair.FAULTS)), record_property)
+        assert {"cancelled", "deadline", "committed", "grant_revoked"} <= set(pair.outcomes)
     finally:
         pair.close()

@@ -1,4 +1,4 @@
-"""A party in a process of its own, to be killed and stopped: reads calls as JSON lines, answers each with one."""
+"""Parties in a process of their own, to be killed and stopped: reads calls as JSON lines, answers each with one."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from parties import Party
 
 
 def main() -> None:
-    party: Party | None = None
+    parties: dict[str, Party] = {}
     for line in sys.stdin:
-        name, arguments, options = json.loads(line)
+        who, name, arguments, options = json.loads(line)
         answer: dict[str, Any]
         try:
             if name == "open":
-                party = Party(*arguments, **options)
+                parties[who] = Party(who, *arguments, **options)
                 answer = {"result": None}
             else:
-                answer = {"result": getattr(party, name)(*arguments, **options)}
+                answer = {"result": getattr(parties[who], name)(*arguments, **options)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
-    if party is not None:
+    for party in parties.values():
         party.close()
     assert threading.main_thread() is threading.current_thread()
 

@@ -1,0 +1,238 @@
+"""One far side, and one party here for each phase that a read or a write of registered memory can be in, each behind a
+gate of its own: brings all of them to their phase, and knows what each must look like there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from far import Far
+from gate import CONFIRM, DATA, DONE, FETCH, HELLO, MAP, PULL, PUSH, READY, VERDICT
+from lanes import STREAMS
+from parties import Party
+from stage import MARGIN_S, PAINT, PATIENT_S, RECONNECT_S, SILENCE_S, STALL_S
+
+SIZE, PIECE = 256 << 10, 4096
+SEED = 21
+TTL_S = 2.0
+PATIENT = {"stall_s": STALL_S, "reconnect_s": PATIENT_S, "grant_ttl_s": TTL_S}
+WAITS = dict.fromkeys(PATIENT, PATIENT_S)
+GIVES_UP = PATIENT | {"reconnect_s": RECONNECT_S}
+Rule = tuple[str, int, int]
+
+READ_HEAD: dict[str, Rule] = {"asked": ("to", FETCH, 0), "announced": ("from", READY, 0)}
+READ_TAIL: dict[str, Rule] = {"judged": ("from", VERDICT, 0), "connecting": ("from", HELLO, 0)}
+WRITE_HEAD: dict[str, Rule] = {"asked": ("to", PUSH, 0), "pulled": ("from", PULL, 0), "announced": ("to", READY, 0)}
+WRITE_TAIL: dict[str, Rule] = {
+    "judged": ("to", VERDICT, 0),
+    "done": ("from", DONE, 0),
+    "connecting": ("from", HELLO, 0),
+}
+MOMENTS = {"first": 1, "middle": SIZE // 2 + 9, "last": SIZE - 1}
+NOT_OFFERED = ("connecting", "asked")
+"""Phases in which whoever is written to has not heard of it yet."""
+
+
+def rules_of(lane: str, op: str) -> dict[str, Rule]:
+    """What the gate holds, by phase; it stands where the reader's dial, or the writer's, comes by."""
+    way = "from" if op == "READ" else "to"
+    middle: dict[str, Rule] = {"mapping": (way, MAP, 0)}
+    if lane in STREAMS:
+        middle = {name: (way, DATA, count) for name, count in MOMENTS.items()}
+    elif op == "WRITE":
+        middle["confirming"] = ("from", CONFIRM, 0)
+    return {**READ_HEAD, **middle, **READ_TAIL} if op == "READ" else {**WRITE_HEAD, **middle, **WRITE_TAIL}
+
+
+def was_judged(lane: str) -> set[str]:
+    """Phases in which the owner of the bytes had said yes already, and what it said was under way, on streams with the
+    bytes themselves: these may be committed after all."""
+    return {"judged", "done"} | ({"announced", *MOMENTS} if lane in STREAMS else set())
+
+
+class PostStage:
+    """One far side, and one party for each phase; each posts once, and is held by a gate.
+
+    ``judged``: the phases whose post may be committed after all; by default :func:`was_judged`. ``make_far`` and
+    ``make_near`` make a party from its name and Party's options. The gates are where the bytes are, or, where the lane
+    does not care, all ``gates_far``.
+    """
+
+    def __init__(
+        self,
+        lane: str,
+        op: str,
+        limits: Mapping[str, float],
+        deadline_s: float = 60.0,
+        *,
+        rules: Mapping[str, Rule] | None = None,
+        judged: Collection[str] | None = None,
+        size: int = SIZE,
+        piece: int = PIECE,
+        make_far: Callable[..., Any] = Far,
+        make_near: Callable[..., Any] = Party,
+        gates_far: bool = False,
+    ) -> None:
+        self.lane, self.op, self.rules = lane, op, rules_of(lane, op) if rules is None else dict(rules)
+        self.gates_far = gates_far or op == "READ"
+        self.was_judged = was_judged(lane) if judged is None else set(judged)
+        options: dict[str, Any] = {**limits, "blocks": 1}
+        self.far = make_far("far", [lane], **options)
+        self.near: dict[str, Any] = {}
+        try:
+            for number, phase in enumerate(self.rules):
+                self.far.allocate(size)
+                party = self.near[phase] = make_near(phase, [lane], **options)
+                party.allocate(size)
+                self.far.meet(party.card())
+                if op == "READ":
+                    self.far.fill(SEED, region=number)
+                else:
+                    party.fill(SEED, region=0)
+                if self.gates_far:
+                    self.far.open_gate()
+                else:
+                    party.open_gate(self.far.card())
+            for number, (phase, party) in enumerate(self.near.items()):
+                card = self.far.card(number) if self.gates_far else party.gated(self.far.card(), 0)
+                party.meet(card)
+                self.gate(phase, "stop_at", *self.rules[phase])
+            self.posted_s = time.monotonic()
+            for number, (phase, party) in enumerate(self.near.items()):
+                party.post(phase, op, "far", 0, number, piece=piece, deadline_s=deadline_s)
+            for phase, party in self.near.items():
+                assert self.gate(phase, "wait_stopped"), f"{phase}: the gate held nothing"
+                assert party.state(phase)[0] not in ("COMMITTED", "FAILED", "CANCELLED"), phase
+        except BaseException:
+            self.close()
+            raise
+
+    def gate(self, phase: str, verb: str, *arguments: object) -> object:
+        if self.gates_far:
+            return self.far.gate(list(self.rules).index(phase), verb, *arguments)
+        return self.near[phase].gate(0, verb, *arguments)
+
+    def cut(self) -> float:
+        """The links are down from here on; returns when (time.monotonic)."""
+        cut_s = time.monotonic()
+        for phase in self.rules:
+            self.gate(phase, "freeze")
+        return cut_s
+
+    def resume(self) -> None:
+        for phase in self.rules:
+            self.gate(phase, "resume")
+
+    def expect_hung_up(self) -> None:
+        """Each side has hung up on the other by itself, and dials in vain."""
+        for phase, party in self.near.items():
+            assert party.wait_hung_up(), phase
+        if self.op == "WRITE":
+            left = len({"asked", "done"}.intersection(self.rules))
+            assert self.far.wait_hung_up(left), "a destination that waits for bytes hangs up too"
+        again = [phase for phase, party in self.near.items() if not party.wait_hung_up(timeout_s=0.0)]
+        assert not again, f"{again}: the link is not down"
+
+    def expect(self, outcome: str, by_s: float) -> None:
+        """Every post ends so, by then; its memory is its owner's again, and is written by it at once."""
+        for phase, party in self.near.items():
+            got = party.outcome(phase, max(by_s + MARGIN_S - time.monotonic(), 0.0))
+            assert got == outcome, f"{phase}: {got or 'not over'}, not {outcome}: {party.why(phase)}"
+            if outcome != "committed":
+                assert party.wait_idle() == "", phase
+                party.deregister(0)
+                party.paint(PAINT, region=0)
+
+    def expect_committed(self) -> None:
+        self.expect("committed", time.monotonic())
+        assert self.far.wait_idle() == ""
+        for number, (phase, party) in enumerate(self.near.items()):
+            assert party.is_filled(SEED, region=0), phase
+            assert self.far.is_filled(SEED, region=number), phase
+            assert party.wait_idle() == ""
+
+    def expect_offers_over(self, by_s: float, judged: Collection[str]) -> None:
+        """Every write is over there too, by then, and nothing is committed but what was ``judged``."""
+        for number, phase in enumerate(self.rules):
+            if self.op == "WRITE" and phase not in NOT_OFFERED:
+                ended = self.far.offer(phase, max(by_s + MARGIN_S - time.monotonic(), 0.0))
+                assert ended == "FAILED" or (ended == "COMMITTED" and phase in judged), f"{phase}: {ended}"
+                if ended == "COMMITTED":
+                    assert self.far.is_filled(SEED, region=number), f"{phase}: committed with other bytes"
+
+    def expect_over_there(self, by_s: float, judged: Collection[str]) -> None:
+        """Nothing is left there, by then; the memory is its owner's again, and is written by it at once."""
+        self.expect_offers_over(by_s, judged)
+        busy = self.far.wait_idle(max(by_s + MARGIN_S - time.monotonic(), 0.0))
+        assert not busy, busy
+        for number in range(len(self.rules)):
+            self.far.deregister(number)
+            self.far.paint(PAINT, region=number)
+
+    def look_again(self) -> None:
+        """What was held has gone on: it landed nowhere."""
+        time.sleep(0.1)
+        for number, (phase, party) in enumerate(self.near.items()):
+            assert party.is_painted(PAINT, region=0), f"{phase}: bytes landed in memory that was taken back"
+            assert self.far.is_painted(PAINT, region=number), f"{phase}: bytes landed there after it was taken back"
+            assert party.wait_idle() == ""
+        assert self.far.wait_idle() == ""
+
+    def expect_nothing_later(self) -> None:
+        """What was held went on: here nothing lands, there nothing stays, and nothing is committed of what was ours."""
+        self.expect_over_there(time.monotonic() + MARGIN_S, self.was_judged)
+        self.look_again()
+
+    def close(self) -> None:
+        for party in self.near.values():
+            party.close()
+        self.far.close()
+
+
+def lose_a_writer(
+    lane: str, fault: str, rules: Mapping[str, Rule] | None = None, *, size: int = SIZE, piece: int = PIECE
+) -> None:
+    """Whoever is written to is rid of a dead or hanging writer in bounded time, and gets its memory back."""
+    options: dict[str, Any] = {**GIVES_UP, "blocks": 1}
+    rules = dict(rules_of(lane, "WRITE") if rules is None else rules)
+    for phase in (*NOT_OFFERED, "done"):  # nothing is offered yet, or not any more
+        rules.pop(phase, None)
+    writer = Far("writer", [lane], **options)
+    parties = {phase: Party(phase, [lane], **options) for phase in rules}
+    try:
+        for number, (phase, party) in enumerate(parties.items()):
+            party.allocate(size)
+            writer.allocate(size)
+            writer.fill(SEED, region=number)
+            party.meet(writer.card())
+            writer.open_gate(party.card())
+            writer.meet(writer.gated(party.card(), number))
+            writer.gate(number, "stop_at", *rules[phase])
+        for number, phase in enumerate(parties):
+            writer.post(phase, "WRITE", phase, number, 0, piece=piece)
+        for number, phase in enumerate(parties):
+            assert writer.gate(number, "wait_stopped"), phase
+        gone_s = time.monotonic()
+        writer.kill() if fault == "kill" else writer.stop()
+        for phase, party in parties.items():
+            left_s = gone_s + SILENCE_S + MARGIN_S - time.monotonic()
+            assert party.offer("writer", max(left_s, 0.0)) == "FAILED", phase
+            assert party.wait_idle() == ""
+            party.deregister(0)
+            party.paint(PAINT, region=0)
+        if fault == "stop":
+            writer.go_on()
+            for number in range(len(rules)):
+                writer.gate(number, "resume")
+            for phase in parties:
+                assert writer.outcome(phase) in ("peer_gone", "refused", "grant_revoked", "transport"), phase
+            assert writer.wait_idle() == ""
+        for party in parties.values():
+            assert party.is_painted(PAINT, region=0)
+            assert party.wait_idle() == ""
+    finally:
+        for party in parties.values():
+            party.close()
+        writer.close()
