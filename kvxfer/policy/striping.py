@@ -21,9 +21,9 @@ KEPT: Final = 5
 """Measurements of each, the newest; their median is what counts."""
 EVERY: Final = 32
 """One post in so many tries one that is not the fastest."""
-SHORT_MAX: Final = 8
-"""Posts in a row that went over fewer connections than they were to, until those are done without: a post has one more
-dialed, and does not wait for it."""
+MISSES_MAX: Final = 8
+"""Posts in a row that went over another number of connections than they were to, until that one is done without. A post
+has one more dialed, and does not wait for it; one of few pieces is cut into fewer parts, one of very many into more."""
 GAIN: Final = 1.05
 """So much faster must more connections be than fewer: each takes sockets and buffers at both ends."""
 
@@ -33,7 +33,7 @@ class Striping:
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[float]] = {count: deque(maxlen=KEPT) for count in CHOICES}
-        self._short = dict.fromkeys(CHOICES, 0)
+        self._missed = dict.fromkeys(CHOICES, 0)
         self._posts = 0
 
     def __repr__(self) -> str:
@@ -44,7 +44,7 @@ class Striping:
     def choose(self) -> int:
         """For the next large post."""
         for count, rates in self._seen.items():
-            if len(rates) < TRIES and self._short[count] < SHORT_MAX:
+            if len(rates) < TRIES and self._missed[count] < MISSES_MAX:
                 return count
         if self._posts % EVERY == EVERY - 1:
             others = [count for count in CHOICES if count != self.best]
@@ -67,6 +67,6 @@ class Striping:
         if wanted not in self._seen or nbytes <= 0 or not 0 < seconds < float("inf"):
             return
         self._posts += 1
-        self._short[wanted] = 0 if connections >= wanted else self._short[wanted] + 1
+        self._missed[wanted] = 0 if connections == wanted else self._missed[wanted] + 1
         if connections in self._seen:
             self._seen[connections].append(nbytes / seconds / 1e9)

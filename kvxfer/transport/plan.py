@@ -118,8 +118,7 @@ def make_plan(
         )
         for begin in range(0, len(mine), size)
     )
-    # Lists too long for one frame are cut further, and go over more connections than were to be tried.
-    return Plan(op, local, remote, remote.peer, parts, count, nbytes, tried if len(parts) == tried else 0)
+    return Plan(op, local, remote, remote.peer, parts, count, nbytes, tried)
 
 
 def _compare(mine: Words, theirs: Words, count: int) -> int:

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from gate import CONFIRM, DATA
 from lanes import LENDING, at_once, on_all_lanes
 from posts import GIVES_UP, PATIENT, TTL_S, WAITS, PostStage, Rule, lose_a_writer
-from stage import PAINT, PATIENT_S, RECONNECT_S, SILENCE_S
+from stage import MARGIN_S, PAINT, PATIENT_S, RECONNECT_S, SILENCE_S
 
 pytestmark = pytest.mark.no_sanitizer
 
@@ -33,13 +34,22 @@ def rules_of(op: str) -> dict[str, Rule]:
 
 def make(lane: str, op: str, limits: dict[str, float], deadline_s: float) -> PostStage:
     stage = PostStage(lane, op, limits, deadline_s, rules=rules_of(op), judged=(), size=SIZE, piece=PIECE)
-    lent = 0
-    for sender in [stage.far] if op == "READ" else stage.near.values():
-        sent = sender.statistics()
-        assert sent["bytes_spliced_out"] == sent["bytes_streamed_out"] > 0, "its blocks are not lent"
-        lent += sent["bytes_spliced_out"]
+    lent = sum(lent_by(sender) for sender in ([stage.far] if op == "READ" else stage.near.values()))
     assert SIZE < lent < len(stage.rules) * SIZE, "nothing is held while it is sent"
     return stage
+
+
+def lent_by(sender: Any) -> int:
+    """All that it has sent, in bytes, once its sockets are full."""
+    last, end = -1, time.monotonic() + MARGIN_S
+    while True:
+        sent = sender.statistics()
+        if 0 < sent["bytes_streamed_out"] == last:
+            assert sent["bytes_spliced_out"] == last, "its blocks are not lent"
+            return last
+        assert time.monotonic() < end, "it sends nothing, or does not stop"
+        last = sent["bytes_streamed_out"]
+        time.sleep(0.01)
 
 
 @pytest.fixture

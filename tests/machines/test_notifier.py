@@ -65,8 +65,9 @@ DEATHS_KEPT = 4096
 """Of how many lives the numbers are kept that were called dead, and not dealt with since."""
 
 
+@pytest.mark.parametrize("is_used", [False, True], ids=["known", "used"])
 @pytest.mark.parametrize("mourner", ["a", "b"])
-def test_a_life_that_came_back_is_not_forgotten_for_others(mourner: str) -> None:
+def test_a_life_that_came_back_is_not_forgotten_for_others(mourner: str, is_used: bool) -> None:
     """Nor does what is said to it, or by it, begin at 1 again when many others have died meanwhile."""
     pair = Pair()
     a = pair.ends["a"]
@@ -76,19 +77,62 @@ def test_a_life_that_came_back_is_not_forgotten_for_others(mourner: str) -> None
     pair.pump()
     pair.do(mourner, mourning.peer_dead(pair.refs[pair.other(mourner)], pair.now))
     pair.introduce(mourner)
-    pair.do("a", a.notify(pair.refs["b"], b"3", pair.now)[1])
-    pair.pump()
+    payloads = [b"1", b"2", *([b"3"] if is_used else []), b"last"]
+    if is_used:
+        pair.do("a", a.notify(pair.refs["b"], b"3", pair.now)[1])
+        pair.pump()
+    let_die(mourning, pair.now)
+    seq, effects = a.notify(pair.refs["b"], b"last", pair.now)
+    pair.do("a", effects)
+    pair.advance(3 * S)
+    assert seq == len(payloads)
+    assert [e.payload for e in pair.take("b", _core.NotifReceived)] == payloads
+    assert [e.seq for e in pair.take("a", _core.NotifDelivered)] == list(range(1, seq + 1))
+
+
+def let_die(mourning: _core.Endpoint, now: int) -> None:
+    """So many others that the longest dead of all is forgotten."""
     for number in range(DEATHS_KEPT + 1):
         other = _core.AgentRef(f"other-{number}", 1, bytes(16))
         mourning.set_peer(other, KEY, _core.SessionKind.MEMORY)
-        mourning.notify(other, b"x", pair.now)
-        mourning.peer_dead(other, pair.now)
-    seq, effects = a.notify(pair.refs["b"], b"4", pair.now)
+        mourning.notify(other, b"x", now)
+        mourning.peer_dead(other, now)
+
+
+def test_numbers_that_were_forgotten_are_not_taken_for_delivered() -> None:
+    """Whoever was told of more than we know of says so, and the row goes on behind that."""
+    pair = Pair()
+    a = pair.ends["a"]
+    for payload in (b"1", b"2"):
+        pair.do("a", a.notify(pair.refs["b"], payload, pair.now)[1])
+    pair.pump()
+    pair.do("a", a.peer_dead(pair.refs["b"], pair.now))
+    let_die(a, pair.now)
+    pair.introduce("a")
+    pair.take("a", _core.NotifDelivered)
+    seq, effects = a.notify(pair.refs["b"], b"lost", pair.now)
     pair.do("a", effects)
     pair.advance(3 * S)
-    assert seq == 4
-    assert [e.payload for e in pair.take("b", _core.NotifReceived)] == [b"1", b"2", b"3", b"4"]
-    assert [e.seq for e in pair.take("a", _core.NotifDelivered)] == [1, 2, 3, 4]
+    assert seq == 1
+    assert pair.take("a", _core.NotifDelivered) == []
+    assert [(e.seq, e.code) for e in pair.take("a", _core.NotifFailed)] == [(1, _core.Code.transport)]
+    seq, effects = a.notify(pair.refs["b"], b"next", pair.now)
+    pair.do("a", effects)
+    pair.advance(3 * S)
+    assert seq == 3
+    assert [e.seq for e in pair.take("a", _core.NotifDelivered)] == [3]
+    assert [e.payload for e in pair.take("b", _core.NotifReceived)] == [b"1", b"2", b"next"]
+
+
+def test_an_acknowledgement_of_what_no_row_has_ends_the_session() -> None:
+    pair = Pair()
+    a = pair.ends["a"]
+    pair.do("a", a.notify(pair.refs["b"], b"1", pair.now)[1])
+    pair.pump()
+    assert a.counts().sessions_up == 1
+    (session,) = [session for name, session in pair.peer_session if name == "a"]
+    pair.do("a", a.on_frame(session, _core.Notif(_core.NotifKind.ACK, 2**63, 0, b""), pair.now))
+    assert a.counts().sessions_up == 0
 
 
 def test_bounds() -> None:

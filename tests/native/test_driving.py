@@ -345,7 +345,7 @@ def test_who_polls_makes_room_for_whoever_answers(nodes: Any, new_id: NewId) -> 
     os.sched_setaffinity(0, {min(processors)})  # the cores' threads inherit it
     try:
         p, d = nodes.pair()
-        for _ in range(200):
+        for _ in range(1000):
             transfer = new_id()
             p.grant(transfer, [1])
             d.pull(transfer, p, [2], lanes=[native.Lane.STREAM])
@@ -355,7 +355,7 @@ def test_who_polls_makes_room_for_whoever_answers(nodes: Any, new_id: NewId) -> 
             d.wait(lambda _: d.is_idle(), "the end of it")
     finally:
         os.sched_setaffinity(0, processors)
-    assert max(looks) < 700
+    assert sum(count > 700 for count in looks) <= 3, sorted(looks)[-20:]
 
 
 @pytest.mark.parametrize("what", ["its own pull goes on", "a peer pulls from it"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.policy.striping import CHOICES, EVERY, GAIN, KEPT, SHORT_MAX, TRIES, Striping
+from kvxfer.policy.striping import CHOICES, EVERY, GAIN, KEPT, MISSES_MAX, TRIES, Striping
 
 NBYTES = 64 << 20
 
@@ -74,10 +74,22 @@ def test_what_is_never_to_be_had_is_done_without() -> None:
         wanted.append(striping.choose())
         used = min(wanted[-1], 2)
         striping.measured(wanted[-1], used, NBYTES, NBYTES / speeds[used])
-    tries = 2 * TRIES + SHORT_MAX
-    assert wanted[:tries] == [*[1] * TRIES, *[2] * TRIES, *[4] * SHORT_MAX]
+    tries = 2 * TRIES + MISSES_MAX
+    assert wanted[:tries] == [*[1] * TRIES, *[2] * TRIES, *[4] * MISSES_MAX]
     assert striping.best == 2
     assert wanted[tries:].count(2) >= len(wanted[tries:]) - 4
+
+
+@pytest.mark.parametrize("parts", [{1: 3, 2: 3, 4: 4}, {1: 1, 2: 2, 4: 3}, {1: 1, 2: 1, 4: 1}, {1: 8, 2: 8, 4: 8}])
+def test_posts_that_are_cut_otherwise_do_not_hold_it_up(parts: dict[int, int]) -> None:
+    """Of so many parts for each number that was wanted: too few pieces, or lists too long for one frame."""
+    striping = Striping()
+    wanted = []
+    for _ in range(len(CHOICES) * MISSES_MAX):
+        wanted.append(striping.choose())
+        striping.measured(wanted[-1], parts[wanted[-1]], NBYTES, NBYTES / 1e9)
+    assert list(dict.fromkeys(wanted)) in ([1, 2, 4], [1, 2, 4, 1])
+    assert striping.choose() == striping.best
 
 
 @pytest.mark.parametrize(

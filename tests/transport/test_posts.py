@@ -380,12 +380,20 @@ def test_how_many_connections_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert parts == [1] * TRIES + [2] * TRIES + [4] * TRIES + [2]
 
 
-def test_a_list_that_is_cut_further_says_nothing_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_is_cut_further_counts_as_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting(monkeypatch, stripes=0)
     plan = setting.plan(MANY, length=2048)
     assert plan.nbytes >= 32 << 20
     assert len(plan.parts) == 3
-    assert plan.measured_shares == 0
+    assert plan.measured_shares == 1
+    post = setting.poster.start(plan, lanes=[Lane.STREAM])
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(setting.poster.calibrations, "striped", lambda peer, *numbers: told.append(numbers[:2]))
+    for identity in post.transfer_ids:
+        setting.finish(identity)
+    assert post.poll() is TransferState.COMMITTED
+    setting.drained(post)
+    assert told == [(1, 3)]
 
 
 def test_registrations(setting: Setting) -> None:

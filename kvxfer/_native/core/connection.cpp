@@ -357,9 +357,13 @@ void Connection::send_data(SendData data, OwnMemory memory) {
   outbox_.push_data(std::move(data), std::move(memory), *tools_.staging);
 }
 
-void Connection::withdraw(const Withdrawn& gone) {
+void Connection::withdraw(const std::vector<Withdrawn>& gone) {
   may_land();
   outbox_.withdraw(shared_);
+  for (const Withdrawn& one : gone) withdraw_maps(one);
+}
+
+void Connection::withdraw_maps(const Withdrawn& gone) {
   for (auto it = maps_sent_.lower_bound({gone.id, Lane{}}); it != maps_sent_.end() && it->first.first == gone.id;) {
     const auto [sent_lane, sent_serial] = std::pair(it->first.second, it->second);
     if (sent_serial > gone.serial) {

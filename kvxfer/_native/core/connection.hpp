@@ -48,9 +48,9 @@ class Connection {
   // Lets the peer read our pool or region `id` by `lane`, or says why it cannot; once a session.
   void send_map(uint32_t id, Lane lane);
   void send_data(SendData data, OwnMemory memory);
-  // Our pool or region is gone: a peer that was told how to read it is told so, and lets go of it; and what comes in
-  // lands no more if it was for there. What has its id now stays.
-  void withdraw(const Withdrawn& gone);
+  // Pools or regions of ours are gone: a peer that was told how to read one is told so, and lets go of it; what comes in lands
+  // no more if it was for there, and what waits to go out keeps none of them. What has its id now stays.
+  void withdraw(const std::vector<Withdrawn>& gone);
   // Memory that came and was not yet taken from here, or nothing.
   std::shared_ptr<RemoteMemory> take_new_remote();
   // What the peer gave as its pool or region `id` by `lane`; throws Error, with the reason why there is none:
@@ -66,6 +66,7 @@ class Connection {
   uint32_t interest = 0;  // what epoll was last asked to watch
 
  private:
+  void withdraw_maps(const Withdrawn& gone);
   size_t read_frames();   // into the decoder; returns the bytes that came
   size_t read_payload();  // into blocks, or away
   size_t read_away();

@@ -307,11 +307,10 @@ void IoThread::perform(ReadBlocks& effect) {
 
 // After the effects that came with it: whoever reads the memory learns that its grant is revoked before it finds the memory gone.
 void IoThread::withdraw(const std::vector<Withdrawn>& gone) {
-  for (const Withdrawn& one : gone) {
-    for (auto& [key, connection] : connections_) {
-      connection->withdraw(one);
-      touch(key);
-    }
+  if (gone.empty()) return;
+  for (auto& [key, connection] : connections_) {
+    connection->withdraw(gone);
+    touch(key);
   }
 }
 

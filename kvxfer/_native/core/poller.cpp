@@ -23,6 +23,12 @@ void Poller::control(int operation, int fd, uint32_t events, Key key) {
   if (::epoll_ctl(epoll_.get(), operation, fd, &event) != 0) throw Error(Code::internal, errno_text("epoll_ctl"));
 }
 
+void Poller::remove(int fd) {
+  epoll_event ignored{};
+  const bool is_removed = ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, &ignored) == 0 || errno == ENOENT || errno == EBADF;
+  if (!is_removed) throw Error(Code::internal, errno_text("epoll_ctl"));
+}
+
 int Poller::wait(epoll_event* events, int size, Nanos until, Who who) const {
   constexpr int kForEver = -1, kLongest = 1'000'000;
   const Nanos left = until == kNever ? 0 : until - monotonic_now();

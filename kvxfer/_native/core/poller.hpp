@@ -28,7 +28,7 @@ class Poller {
   // Each throws Error(internal).
   void add(int fd, uint32_t events, Key key) { control(EPOLL_CTL_ADD, fd, events, key); }
   void change(int fd, uint32_t events, Key key) { control(EPOLL_CTL_MOD, fd, events, key); }
-  void remove(int fd) { control(EPOLL_CTL_DEL, fd, 0, 0); }
+  void remove(int fd);  // also where it is not there any more
 
   // What is ready; never waits. Needs no turn, as wait() does not. Below 0: errno says why.
   int look(epoll_event* events, int size) const { return ::epoll_wait(epoll_.get(), events, size, 0); }

@@ -9,6 +9,7 @@ namespace kvxfer {
 void Endpoint::set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control) {
   if (peer == self_) return;
   keep_guest(peer);
+  notifier_.peer_lives(peer);
   peers_[peer] = Peer{key, control, false};
 }
 

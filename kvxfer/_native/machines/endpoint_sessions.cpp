@@ -227,6 +227,7 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
     }
   }
   keep_guest(peer);
+  notifier_.peer_lives(peer);
   if (!knows(peer)) peers_[peer] = session.is_by_guest_key ? Peer{*guest_key_, kind, true} : Peer{session.derived_key, kind, false};
   up_[peer].push_back(id);
   watched_.erase(id);

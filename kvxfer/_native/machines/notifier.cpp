@@ -7,6 +7,7 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kDeadMax = 4096;
+constexpr uint64_t kSeqMax = uint64_t{1} << 62;
 
 }  // namespace
 
@@ -43,6 +44,7 @@ void Notifier::on_notif(SessionId session, const AgentRef& from, const Notif& no
     const auto found = peers_.find(from);
     if (found == peers_.end()) return;
     Peer& box = found->second;
+    if (notif.seq >= box.next_seq) return skip_to(box, from, notif.seq, out);
     while (!box.pending.empty() && box.pending.front().first <= notif.seq) {
       out.push_back(NotifDelivered{from, box.pending.front().first});
       box.pending.pop_front();
@@ -73,7 +75,18 @@ void Notifier::peer_dead(const AgentRef& peer, Effects& out) {
   dead_.erase(dead_.begin());
 }
 
-// Who deals with us again is not forgotten for others' deaths.
+// It has taken more from us than we know of: our numbers for it were forgotten, and what went out since was dropped for old.
+void Notifier::skip_to(Peer& box, const AgentRef& peer, uint64_t last, Effects& out) {
+  if (last > kSeqMax) throw Error(Code::protocol, "an acknowledgement of a number that no notification has");
+  for (const auto& [seq, _] : box.pending) out.push_back(NotifFailed{peer, seq, Code::transport});
+  box.pending.clear();
+  box.unsent_seq = box.next_seq = last + 1;
+}
+
+void Notifier::peer_lives(const AgentRef& peer) {
+  if (const auto found = peers_.find(peer); found != peers_.end()) dead_.erase(std::exchange(found->second.death, 0));
+}
+
 Notifier::Peer& Notifier::alive(const AgentRef& peer) {
   Peer& found = peers_[peer];
   dead_.erase(std::exchange(found.death, 0));

@@ -28,6 +28,7 @@ class Notifier {
   void flush(const AgentRef& to, SessionId session, bool is_again, Nanos now, Effects& out);
   void on_notif(SessionId session, const AgentRef& from, const Notif& notif, Nanos now, Effects& out);
   void peer_dead(const AgentRef& peer, Effects& out);
+  void peer_lives(const AgentRef& peer);  // it is known, or here, again: its numbers are kept, whoever else dies
   // Peers with notifications that went unacknowledged for `patience_ns`.
   std::vector<AgentRef> overdue(Nanos now, Nanos patience_ns) const;
   void postpone(const AgentRef& to, Nanos now);  // nothing could be sent just now: look again a patience later
@@ -43,6 +44,7 @@ class Notifier {
     uint64_t death = 0;      // which in a row; 0: it lives, as far as is known
   };
   Peer& alive(const AgentRef& peer);
+  void skip_to(Peer& box, const AgentRef& peer, uint64_t last, Effects& out);
 
   size_t pending_max_, bytes_max_;
   std::map<AgentRef, Peer> peers_;
