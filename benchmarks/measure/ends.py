@@ -59,6 +59,8 @@ class Moved:
     gb_s: float
     cpu_s_per_gb: float
     """Of both processes together."""
+    source_cpu_s_per_gb: float
+    """Of that, what the source took."""
     slowest_to_median: float
     """Of the transfers that were under way at once."""
     seconds: float
@@ -198,14 +200,16 @@ class Pair:
         before = passive.ask("cpu")
         passive.ask("serve")
         got = initiator.ask("move")
-        cpu_s = got["cpu"] + passive.ask("cpu") - before
+        passive_s = passive.ask("cpu") - before
+        source_s = passive_s if passive is self.source else got["cpu"]
         if not self.destination.ask("check"):
             raise self.destination.failure(f"wrong bytes: {op} {how}, blocks of {block_bytes}, seed {seed}")
         gigabytes = count * block_bytes / 1e9
         each = sorted(got["each"])
         return Moved(
             gb_s=gigabytes / got["seconds"],
-            cpu_s_per_gb=cpu_s / gigabytes,
+            cpu_s_per_gb=(got["cpu"] + passive_s) / gigabytes,
+            source_cpu_s_per_gb=source_s / gigabytes,
             slowest_to_median=each[-1] / each[len(each) // 2],
             seconds=got["seconds"],
         )

@@ -56,6 +56,8 @@ class Comparison:
     pairs: int
     error: str = ""
     """Why there are no figures; they are all 0 then."""
+    source_cpu_s_per_gb: float = 0.0
+    """Of ``cpu_s_per_gb``; 0 in reports that were written before it was told apart."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Row:
     slowest_to_median: float
     others: tuple[Comparison, ...]
     error: str = ""
+    source_cpu_s_per_gb: float = 0.0
 
 
 NOTHING = Spread(0.0, 0.0, 0.0)
@@ -268,6 +271,7 @@ class GrowingRow:
             slowest_to_median=statistics.median(one.slowest_to_median for one in own) if own else 0.0,
             others=tuple(compared),
             error=self.own_error,
+            source_cpu_s_per_gb=statistics.median(one.source_cpu_s_per_gb for one in own) if own else 0.0,
         )
 
     @staticmethod
@@ -279,6 +283,7 @@ class GrowingRow:
             statistics.median(theirs.cpu_s_per_gb for _, theirs in pairs),
             Spread.of([ours.gb_s / theirs.gb_s for ours, theirs in pairs]),
             len(pairs),
+            source_cpu_s_per_gb=statistics.median(theirs.source_cpu_s_per_gb for _, theirs in pairs),
         )
 
 

@@ -78,6 +78,8 @@ def table() -> list[Stage]:
         stage(UNIX, READ, HUGE, FEW),
         stage(UCX, WRITE, HUGE, FEW),
         stage(CMA, WRITE, HUGE, FEW),
+        stage(MAPPED, WRITE, SMALL, FEW),
+        stage(UNIX, WRITE, HUGE, FEW),
         stage(MAPPED, READ, SMALL, FEW, via="pull"),
         stage(STREAM, READ, HUGE, FEW, via="pull"),
         Stage(Case(CMA, READ, HUGE, ONE_SHOT, 1), FEW),

@@ -61,7 +61,7 @@ Written by `benchmarks/transfer.py`, never by hand. How to read and repeat it: [
   of {report.sets} sets of processes a row, if the table does not say otherwise
 
 GB/s are medians, in brackets the quartiles. A ratio is the median of the pairs' ratios: kvxfer's speed over theirs.
-CPU is seconds of processor time a GB, of both processes together. Bold: below the bar.
+CPU is seconds of processor time a GB, of the source and of the destination. Bold: below the bar.
 """
 
 
@@ -89,7 +89,7 @@ def _table(key: tuple[Any, ...], rows: list[Row], report: Report) -> str:
         if row.error:
             table.append([show_size(row.block_bytes), f"failed: {row.error}", *[""] * (len(header) - 2)])
             continue
-        cells = [show_size(row.block_bytes), _speed(row.gb_s), f"{row.cpu_s_per_gb:.2f}"]
+        cells = [show_size(row.block_bytes), _speed(row.gb_s), _cpu(row)]
         by_name = {other.name: other for other in row.others}
         for name in names:
             cells += _cells(row, by_name.get(name))
@@ -117,7 +117,13 @@ def _cells(row: Row, other: Comparison | None) -> list[str]:
     ratio = f"{other.ratio.median:.2f} ({other.ratio.low:.2f} to {other.ratio.high:.2f})"
     if is_held(row, other) is False:
         ratio = f"**{ratio}**"
-    return [_speed(other.gb_s), ratio, "" if least is None else f"{least:g}", f"{other.cpu_s_per_gb:.2f}"]
+    return [_speed(other.gb_s), ratio, "" if least is None else f"{least:g}", _cpu(other)]
+
+
+def _cpu(of: Row | Comparison) -> str:
+    """Source and destination; of an old report, both together."""
+    source = of.source_cpu_s_per_gb
+    return f"{source:.2f} + {of.cpu_s_per_gb - source:.2f}" if source else f"{of.cpu_s_per_gb:.2f}"
 
 
 def _speed(spread: Spread) -> str:
