@@ -42,8 +42,9 @@ def check_copy_threads(name: str, value: int) -> None:
 def check_address(name: str, value: str) -> None:
     """Raise ConfigError unless ``value`` is ``host:port``."""
     host, _, port = value.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise ConfigError(f"{name} must be host:port, not {value!r}")
+    is_short = port.isascii() and port.isdigit() and len(port) <= 5
+    if not host or not (is_short and 0 < int(port) < 65536):
+        raise ConfigError(f"{name} must be host:port, not {value!r:.100}")
 
 
 DEFAULT_LANES = (Lane.MAPPED, Lane.UCX, Lane.CMA, Lane.UNIX, Lane.STREAM)

@@ -57,7 +57,7 @@ from kvxfer.connectors.nixl.requests import (
     nixlXferTelemetry,
 )
 from kvxfer.connectors.nixl.settings import Settings, with_file
-from kvxfer.connectors.nixl.telemetry import Event, ring_for
+from kvxfer.connectors.nixl.telemetry import Event, Ring, ring_for
 from kvxfer.errors import InvalidArgument
 from kvxfer.transport.descriptors import Descriptors
 from kvxfer.transport.plan import Op
@@ -119,19 +119,23 @@ class nixlAgent:
             settings = Settings.from_environment(with_file(os.environ))
         self._endpoint = Endpoint(as_name(name), settings)
         self._has_telemetry = bool(config.captureTelemetry) if settings.telemetry is None else settings.telemetry
-        self._events = ring_for(self._endpoint.name, settings) if self._has_telemetry else None
         self._exchange = Exchange(
             self._endpoint,
             listens=bool(config.useListenThread),
             port=int(config.listenPort),
             etcd_wait_s=config.etcdWatchTimeout.total_seconds(),
         )
+        try:
+            self._events = ring_for(self._endpoint.name, settings) if self._has_telemetry else None
+        except BaseException:
+            self._exchange.close()
+            raise
         self._lock = threading.RLock()
         self._backends = Backends()
         self._dlists: dict[int, DList] = {}
         self._requests: dict[int, Request] = {}
         self._leaked_xfer_handles: list[int] = []
-        self._finalizer = weakref.finalize(self, _close, os.getpid(), self._exchange, self._endpoint)
+        self._finalizer = weakref.finalize(self, _close, os.getpid(), self._exchange, self._endpoint, self._events)
 
     # --- ours, not NIXL's ---
 
@@ -467,11 +471,13 @@ class nixlAgent:
             raise TypeError(f"a {kind.__name__} was due, not {type(descs).__name__}")
 
 
-def _close(pid: int, exchange: Exchange, endpoint: Endpoint) -> None:
+def _close(pid: int, exchange: Exchange, endpoint: Endpoint, events: Ring | None) -> None:
     if pid != os.getpid():
         return  # a fork's copy: the threads to wait for are the parent's
     exchange.close()
     endpoint.close()
+    if events is not None:
+        events.close()
 
 
 def _stat(meta: bytes) -> dict[str, str] | None:

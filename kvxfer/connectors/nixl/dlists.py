@@ -273,6 +273,7 @@ def as_name(name: Any) -> str:
     """An agent's name, which programs give as text or (as NIXL hands it out) as UTF-8. Raises TypeError,
     nixlInvalidParamError."""
     if isinstance(name, str):
+        check_text("agent name", name)
         return name
     if isinstance(name, (bytes, bytearray)):
         try:
@@ -282,10 +283,18 @@ def as_name(name: Any) -> str:
     raise TypeError(f"an agent's name must be str or bytes, not {_kind(name)}")
 
 
+def check_text(what: str, text: str) -> bytes:
+    """Its UTF-8. Raises nixlInvalidParamError where it has none: it holds half a surrogate pair."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise nixlInvalidParamError(f"{what} {text!r:.80} has no UTF-8") from None
+
+
 def as_bytes(message: Any) -> bytes:
-    """A notification's payload, which programs give as bytes or text. Raises TypeError."""
+    """A notification's payload, which programs give as bytes or text. Raises TypeError, nixlInvalidParamError."""
     if isinstance(message, str):
-        return message.encode()
+        return check_text("message", message)
     if isinstance(message, (bytes, bytearray, memoryview)):
         return bytes(message)
     raise TypeError(f"a message must be bytes or str, not {_kind(message)}")

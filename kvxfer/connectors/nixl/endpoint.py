@@ -14,7 +14,13 @@ import threading
 import time
 
 from kvxfer.connectors.nixl.dlists import nixlRegDList
-from kvxfer.connectors.nixl.errors import nixlBackendError, nixlInvalidParamError, nixlNotFoundError, translated
+from kvxfer.connectors.nixl.errors import (
+    nixlBackendError,
+    nixlInvalidParamError,
+    nixlMismatchError,
+    nixlNotFoundError,
+    translated,
+)
 from kvxfer.connectors.nixl.inbox import HELLO, Inbox, envelope_for
 from kvxfer.connectors.nixl.metadata import (
     AgentMetadata,
@@ -126,9 +132,12 @@ class Endpoint:
             self._describe(records, is_whole=False, has_connection=has_connection or descs.isEmpty())
         )
 
-    def load(self, blob: bytes) -> str:
-        """Add another agent's metadata; returns its name."""
+    def load(self, blob: bytes, name: str | None = None) -> str:
+        """Add another agent's metadata; returns its name. Raises nixlMismatchError, and adds nothing, where it is not
+        that of agent ``name``."""
         metadata = decode_metadata(blob)
+        if name not in (None, metadata.name):
+            raise nixlMismatchError(f"this is the metadata of agent {metadata.name!r}, not of {name!r}")
         if self._link is None:
             raise nixlBackendError(f"agent {self.name!r} has no backend that reaches agent {metadata.name!r}")
         return self._link.remotes.add(metadata).name

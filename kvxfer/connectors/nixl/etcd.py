@@ -93,21 +93,20 @@ class EtcdClient:
                 if connection.sock is not None:
                     connection.sock.settimeout(timeout_s)
                 return connection, connection.getresponse()
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, UnicodeError, http.client.HTTPException) as error:
                 reason = f"{url.netloc}: {error}"
                 connection.close()
         raise nixlBackendError(f"etcd cannot be reached: {reason}")
 
     @staticmethod
     def _parse(text: str) -> urllib.parse.SplitResult:
-        url = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
         try:
-            is_right = url.scheme in ("http", "https") and url.hostname is not None and (url.port or 1) > 0
+            url = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
+            if url.scheme in ("http", "https") and url.hostname is not None and (url.port or 1) > 0:
+                return url
         except ValueError:
-            is_right = False
-        if not is_right:
-            raise nixlInvalidParamError(f"NIXL_ETCD_ENDPOINTS: {text!r} is no http(s)://host:port")
-        return url
+            pass
+        raise nixlInvalidParamError(f"NIXL_ETCD_ENDPOINTS: {text!r:.200} is no http(s)://host:port")
 
 
 class EtcdWatch:

@@ -7,7 +7,6 @@ As in NIXL the calls return at once and failures are logged: ``check_remote_meta
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import queue
 import threading
@@ -16,12 +15,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvxfer.connectors.nixl import p2p
-from kvxfer.connectors.nixl.dlists import nixlRegDList
+from kvxfer.connectors.nixl.dlists import check_text, nixlRegDList
 from kvxfer.connectors.nixl.endpoint import Endpoint
 from kvxfer.connectors.nixl.errors import (
     nixlBackendError,
     nixlInvalidParamError,
-    nixlMismatchError,
     nixlNotAllowedError,
 )
 from kvxfer.connectors.nixl.etcd import EtcdClient, EtcdWatch
@@ -55,6 +53,7 @@ class Wait:
     """A fetch of what may still come; ``reason`` is why the last try brought nothing."""
 
     end_s: float
+    next_s: float = 0.0
     reason: str = ""
 
 
@@ -68,24 +67,26 @@ class Exchange:
         self._endpoint = endpoint
         self._store, self._wait_s = _store(settings, etcd_wait_s)
         self._waits: dict[tuple[str, str], Wait] = {}
-        self._tasks: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(TASKS_MAX)
-        self._lock = threading.Lock()
+        """What is to be tried next comes first. The worker's alone."""
+        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._lock = threading.RLock()
         self._worker: threading.Thread | None = None
         self._watch: EtcdWatch | None = None
         self._watched: set[str] = set()
-        self._is_closed = False
+        self._is_closed = self._is_flushed = False
         self.listener = p2p.Listener(endpoint, settings.host, port) if listens else None
 
     def send(self, host: str, port: int) -> None:
         """Raises nixlInvalidParamError where there is neither an address nor a store; so do the others."""
-        blob, store = self._endpoint.metadata(), self._central(host)
+        blob, store = self._endpoint.metadata(), self._central(host, port)
         if store is None:
             self._submit(f"send to {host}:{port}", lambda: _drop(p2p.tell(host, port, p2p.LOAD, blob)))
         else:
             self._submit(f"send to {store.NAME}", lambda: store.put(self._endpoint.name, DEFAULT_LABEL, blob))
 
     def send_partial(self, descs: nixlRegDList, has_connection: bool, host: str, port: int, label: str) -> None:
-        store = self._central(host)
+        check_text("label", label)
+        store = self._central(host, port)
         if store is not None and not label:
             raise nixlInvalidParamError(f"partial metadata for {store.NAME} needs a label")
         blob = self._endpoint.partial_metadata(descs, has_connection=has_connection)
@@ -95,14 +96,15 @@ class Exchange:
             self._submit(f"send to {store.NAME}", lambda: store.put(self._endpoint.name, label, blob))
 
     def fetch(self, name: str, host: str, port: int, label: str) -> None:
-        store = self._central(host)
+        check_text("label", label)
+        store = self._central(host, port)
         if store is None:
             self._submit(f"fetch from {host}:{port}", lambda: self._load(name, p2p.tell(host, port, p2p.SEND)))
         else:
             self._submit(f"fetch {name} from {store.NAME}", lambda: self._fetch(store, name, label or DEFAULT_LABEL))
 
     def invalidate(self, host: str, port: int) -> None:
-        store = self._central(host)
+        store = self._central(host, port)
         if store is None:
             body = self._endpoint.own_proof() + self._endpoint.name.encode()
             self._submit(f"invalidate at {host}:{port}", lambda: self._tell_gone(host, port, body))
@@ -115,14 +117,11 @@ class Exchange:
             if self._is_closed:
                 return
             self._is_closed = True
+            self._tasks.put(None)
             worker, watch = self._worker, self._watch
-        if worker is not None:
-            try:
-                self._tasks.put(None, timeout=FLUSH_S)
-            except queue.Full:
-                log.error("metadata exchange: %d tasks are given up", TASKS_MAX)
-            if worker is not threading.current_thread():
-                worker.join(FLUSH_S)
+        if worker is not None and worker is not threading.current_thread():
+            worker.join(FLUSH_S)
+        self._is_flushed = True
         if watch is not None:
             watch.close()
         if self.listener is not None:
@@ -133,9 +132,11 @@ class Exchange:
     def __repr__(self) -> str:
         return f"<Exchange of {self._endpoint.name}: {self._tasks.qsize()} tasks, {len(self._waits)} waits>"
 
-    def _central(self, host: str) -> Store | None:
+    def _central(self, host: str, port: int) -> Store | None:
         """None: the address is to be used."""
         if host:
+            if not 0 < port < 65536:
+                raise nixlInvalidParamError(f"the port of {host!r:.100} must be between 1 and 65535, not {port}")
             return None
         if self._store is None:
             raise nixlInvalidParamError(
@@ -147,34 +148,35 @@ class Exchange:
         with self._lock:
             if self._is_closed:
                 raise nixlNotAllowedError("the agent was closed")
-            try:
-                self._tasks.put_nowait((what, task))
-            except queue.Full:
-                raise nixlNotAllowedError(f"more than TASKS_MAX={TASKS_MAX} exchanges are waiting") from None
+            if self._tasks.qsize() >= TASKS_MAX:
+                raise nixlNotAllowedError(f"more than TASKS_MAX={TASKS_MAX} exchanges are waiting")
+            self._tasks.put((what, task))
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="nixl-exchange", daemon=True)
                 self._worker.start()
 
     def _work(self) -> None:
-        retry_at_s = 0.0
         while True:
+            wait = next(iter(self._waits.values()), None)
             try:
-                task = self._tasks.get(timeout=POLL_S if self._waits else None)
+                task = self._tasks.get(timeout=None if wait is None else max(0.0, wait.next_s - time.monotonic()))
             except queue.Empty:
                 pass
             else:
                 if task is None:
                     return
+                if self._is_flushed:
+                    log.error("metadata exchange: %d tasks are given up, first: %s", self._tasks.qsize(), task[0])
+                    return
                 self._do(*task)
-            if self._waits and time.monotonic() >= retry_at_s:
-                self._retry()
-                retry_at_s = time.monotonic() + POLL_S
+            self._retry()
 
     def _do(self, what: str, task: Callable[[], None]) -> None:
+        """Whatever goes wrong must not end the worker."""
         try:
             task()
-        except (KvxferError, OSError) as error:
-            log.error("metadata exchange, %s: %s", what, error)
+        except Exception as error:
+            log.error("metadata exchange, %s: %s: %s", what, type(error).__name__, error)
 
     def _load(self, name: str, blob: bytes | None) -> None:
         loaded = self._endpoint.load(blob or b"")
@@ -187,38 +189,30 @@ class Exchange:
         except ConnectionRefusedError:
             log.info("nobody listens at %s:%d any more, so nobody is left to forget us there", host, port)
 
-    def _fetch(self, store: Store, name: str, label: str) -> None:
+    def _fetch(self, store: Store, name: str, label: str, wait: Wait | None = None) -> None:
         """What is there; or have the worker look for it again and again, between what else it is asked to do."""
-        wait = Wait(time.monotonic() + self._wait_s)
+        wait = wait or Wait(time.monotonic() + self._wait_s)
         if self._is_done(store, name, label, wait):
             return
+        self._waits.pop((name, label), None)
         if len(self._waits) >= TASKS_MAX:
             raise nixlNotAllowedError(f"more than TASKS_MAX={TASKS_MAX} fetches are waiting")
+        wait.next_s = time.monotonic() + POLL_S
         self._waits[name, label] = wait
 
     def _retry(self) -> None:
-        store = self._store
-        assert store is not None
-        for (name, label), wait in list(self._waits.items()):
-            if self._is_closed:
-                return
-            if time.monotonic() >= wait.end_s:
-                del self._waits[name, label]
-                log.error(
-                    "metadata exchange, fetch %s from %s: none came in %g s: %s",
-                    name, store.NAME, self._wait_s, wait.reason,
-                )  # fmt: skip
-            else:
-                again = functools.partial(self._again, store, name, label, wait)
-                self._do(f"fetch {name} from {store.NAME}", again)
-
-    def _again(self, store: Store, name: str, label: str, wait: Wait) -> None:
-        is_done = True
-        try:
-            is_done = self._is_done(store, name, label, wait)
-        finally:
-            if is_done:
-                del self._waits[name, label]
+        """Of one wait, where its time has come: a slow store must not hold up the tasks for longer than that."""
+        store, key = self._store, next(iter(self._waits), None)
+        if store is None or key is None or self._is_closed or time.monotonic() < self._waits[key].next_s:
+            return
+        (name, label), wait = key, self._waits.pop(key)
+        if time.monotonic() < wait.end_s:
+            self._do(f"fetch {name} from {store.NAME}", lambda: self._fetch(store, name, label, wait))
+        else:
+            log.error(
+                "metadata exchange, fetch %s from %s: none came in %g s: %s",
+                name, store.NAME, self._wait_s, wait.reason,
+            )  # fmt: skip
 
     def _is_done(self, store: Store, name: str, label: str, wait: Wait) -> bool:
         """Raises where what lies there is wrong; a store that cannot be asked may answer the next time."""
@@ -232,10 +226,7 @@ class Exchange:
         if blob is None:
             wait.reason = f"there is no {store.key(name, label)!r}"
             return False
-        loaded = self._endpoint.load(blob)
-        if loaded != name:
-            self._endpoint.forget(loaded)
-            raise nixlMismatchError(f"under {store.key(name, label)!r} lies the metadata of agent {loaded!r}")
+        self._endpoint.load(blob, name)
         if isinstance(store, EtcdClient):
             with self._lock:
                 self._watched.add(name)

@@ -9,6 +9,9 @@ import os
 import sys
 import threading
 
+from kvxfer.connectors.nixl.settings import with_file
+from kvxfer.errors import ConfigError
+
 _LEVELS = {
     "TRACE": logging.DEBUG,
     "DEBUG": logging.DEBUG,
@@ -43,7 +46,7 @@ def setup_logging() -> None:
             return
         _is_set_up = True
         logger = logging.getLogger("nixl")
-        name = os.environ.get("NIXL_LOG_LEVEL", "").upper()
+        name = _level()
         if not logger.handlers:
             form = "%(asctime)s NIXL %(levelname)-7s %(filename)s:%(lineno)d %(message)s"
             for handler in (_Std(is_core=False), _Std(is_core=True)):
@@ -57,6 +60,14 @@ def setup_logging() -> None:
             logger.setLevel(_LEVELS.get(name, logging.INFO))
         if name and name not in _LEVELS:
             logger.warning("NIXL_LOG_LEVEL=%s is none of %s; INFO it is", name, ", ".join(_LEVELS))
+
+
+def _level() -> str:
+    """By the environment and NIXL's file of settings; of a file that cannot be read, whoever makes an agent is told."""
+    try:
+        return with_file(os.environ).get("NIXL_LOG_LEVEL", "").upper()
+    except ConfigError:
+        return os.environ.get("NIXL_LOG_LEVEL", "").upper()
 
 
 def get_logger(name: str) -> logging.Logger:

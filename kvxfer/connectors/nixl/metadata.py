@@ -149,7 +149,7 @@ def _read(values: Any) -> AgentMetadata:
     if connection is None:
         return AgentMetadata(name, ref, records, is_whole)
     texts = [connection[key] for key in ("tcp_host", "unix_path", "host_id")]
-    if not all(isinstance(text, str) and len(text) <= NAME_BYTES_MAX and "\0" not in text for text in texts):
+    if not all(isinstance(text, str) and len(text.encode()) <= NAME_BYTES_MAX and "\0" not in text for text in texts):
         raise TypeError("a host or path is no text")
     port = _number(connection["tcp_port"])
     if not 0 <= port < 65536:

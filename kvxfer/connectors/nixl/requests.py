@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
@@ -117,8 +118,9 @@ class RemoteRequest:
         self._message = message
         self._payload: bytes | None = endpoint.link.wrap(message) if message else None
         self._post: Post | None = None
+        self._unseen: Post | None = None
+        self._lock = threading.Lock()
         self._start_us = 0
-        self._is_measured = False
 
     def post(self, message: bytes) -> None:
         """Start it (again). A message replaces the one before, for later posts too.
@@ -131,9 +133,11 @@ class RemoteRequest:
             raise nixlRepostActiveError(f"the transfer is under way: {self._post!r}")
         if message:
             self._payload, self._message = link.wrap(message), message
-        self._start_us, self._is_measured = time.monotonic_ns() // 1000, False
+        self._start_us = time.monotonic_ns() // 1000
         with translated():
-            self._post = link.poster.start(self._plan, notification=self._payload)
+            post = link.poster.start(self._plan, notification=self._payload)
+        self._unseen = post
+        self._post = post
 
     def status(self) -> nixl_status_t:
         """Raises nixlNotPostedError, nixlNotFoundError (the remote was removed meanwhile), and what ended it."""
@@ -146,15 +150,14 @@ class RemoteRequest:
             self._check_known()
             return IN_PROG
         if post.error is None:
-            self._measure(post)
+            if self._is_first_to_see(post):
+                self._measure(post)
             return SUCCESS
         if isinstance(post.error, PeerGone):
             self._check_known()
         error = translate(post.error)
-        if not self._is_measured:
-            self._is_measured = True
-            if self._on_end is not None:
-                self._on_end(error)
+        if self._is_first_to_see(post) and self._on_end is not None:
+            self._on_end(error)
         raise error
 
     def release(self) -> None:
@@ -189,14 +192,20 @@ class RemoteRequest:
         if self._remote.is_gone:
             raise nixlNotFoundError(f"agent {self._remote.name!r} was removed after this transfer was made")
 
+    def _is_first_to_see(self, post: Post) -> bool:
+        """Whether nobody was told yet how ``post`` ended; several threads may ask."""
+        with self._lock:
+            if self._unseen is not post:
+                return False
+            self._unseen = None
+            return True
+
     def _measure(self, post: Post) -> None:
-        if not self._is_measured:
-            self._is_measured = True
-            seen = post.statistics()
-            if seen.lane is not None:
-                self._remote.speed.measured(seen.lane, seen.bytes, seen.transfer_us / 1e6)
-            if self._on_end is not None:
-                self._on_end(self._taken(post))
+        seen = post.statistics()
+        if seen.lane is not None:
+            self._remote.speed.measured(seen.lane, seen.bytes, seen.transfer_us / 1e6)
+        if self._on_end is not None:
+            self._on_end(self._taken(post))
 
 
 class LoopRequest:

@@ -18,7 +18,9 @@ in NIXL's own file of settings too (:func:`with_file`); docs/nixl.md lists them 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import os
 import pathlib
 import tomllib
 from collections.abc import Mapping
@@ -111,20 +113,32 @@ def with_file(environ: Mapping[str, str]) -> Mapping[str, str]:
     ``NIXL_CONFIG_FILE`` names, or ``.nixl.cfg`` of the home directory, or ``/etc/nixl.cfg``. It is TOML, with the
     variables' names as keys.
 
-    Raises ConfigError for a file that cannot be read.
+    What is set and empty, there or here, is not set. Raises ConfigError for a file that cannot be read, or says what is
+    no variable's value.
     """
     named, home = environ.get("NIXL_CONFIG_FILE"), environ.get("HOME")
-    places = [pathlib.Path(home, ".nixl.cfg")] if home is not None else []
-    places.append(pathlib.Path(FILE))
-    place = pathlib.Path(named) if named is not None else next((place for place in places if place.exists()), None)
-    if place is None:
-        return environ
-    try:
-        table = tomllib.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"NIXL's settings in {str(place)!r} cannot be read: {error}") from None
-    found = {name: str(value) for name, value in table.items() if name.startswith("NIXL_")}
-    return collections.ChainMap(dict(environ), found)
+    places = [named] if named else [os.path.join(home, ".nixl.cfg"), FILE] if home else [FILE]
+    for place in map(pathlib.Path, places):
+        try:
+            if not named and not place.exists():
+                continue
+            table = tomllib.loads(place.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"NIXL's settings in {str(place)!r} cannot be read: {error}") from None
+        found = {name: _text(place, name, value) for name, value in table.items() if name.startswith("NIXL_")}
+        return collections.ChainMap({name: value for name, value in environ.items() if value}, found)
+    return environ
+
+
+def _text(place: pathlib.Path, name: str, value: object) -> str:
+    """Of a value from TOML, as it would stand in the environment."""
+    text = "\0"
+    if isinstance(value, str | int):
+        with contextlib.suppress(ValueError):  # from a number of thousands of digits
+            text = str(value)
+    if "\0" in text:
+        raise ConfigError(f"{name} in {str(place)!r} must be a text without NUL, a whole number, true or false")
+    return text
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

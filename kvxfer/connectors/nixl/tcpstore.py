@@ -3,6 +3,7 @@ standard library: torch is not needed. Decides keys and bounds; must never know 
 
 Who can reach the store can reach the agents in it: their metadata is a capability. A query is one byte of kind and its
 arguments, numbers in the byte order of the host and strings after their length; its answer has no head at all.
+One deadline holds for all of a query, dialling included (the system's resolver alone has bounds of its own).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import functools
 import os
 import socket
 import struct
+import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -21,25 +24,63 @@ from kvxfer.connectors.nixl.metadata import BLOB_BYTES_MAX
 VALIDATE, SET, GET, CHECK, DELETE, PING = 0, 1, 3, 5, 8, 13
 MAGIC = 0x3C85F7CE
 READY = b"\0"
+GET_CONNECT_S = 1.0
+"""A get is asked again: meanwhile the thread has other things to do than to wait for a connection."""
 T = TypeVar("T")
 _U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
 
 
+class Line:
+    """A connection and what it may still take: every call raises TimeoutError once that is over."""
+
+    def __init__(self, connection: socket.socket, end_s: float) -> None:
+        self._connection = connection
+        self.end_s = end_s
+
+    def send(self, data: bytes) -> None:
+        self._connection.settimeout(_left(self.end_s))
+        self._connection.sendall(data)
+
+    def receive(self, size: int) -> bytes:
+        """So many. Raises EOFError where the other side hangs up before."""
+        data = bytearray()
+        while len(data) < size:
+            self._connection.settimeout(_left(self.end_s))
+            part = self._connection.recv(min(size - len(data), 1 << 20))
+            if not part:
+                raise EOFError("it hung up")
+            data += part
+        return bytes(data)
+
+    def shut(self) -> None:
+        """Ends what another thread is at on this line."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
 class TcpStoreClient:
-    """One agent's line to the store, dialled when it is first needed and again after it broke. One thread at a time."""
+    """One agent's line to the store, dialled when it is first needed and again after it broke. One thread at a time;
+    :meth:`close` may be called beside it."""
 
     NAME = "the TCPStore"
 
     def __init__(self, endpoint: str, connect_s: float, answer_s: float) -> None:
-        """``endpoint``: ``host:port``. ``connect_s`` bounds the first dialling, ``answer_s`` all that comes after it,
-        between two pieces. Raises nixlInvalidParamError."""
-        host, colon, port = endpoint.strip().rpartition(":")
-        if not (host and colon and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-            raise nixlInvalidParamError(f"NIXL_TCPSTORE_ENDPOINT must be host:port, not {endpoint!r}")
+        """``endpoint``: ``host:port``. ``answer_s`` bounds each query. The first connection may take ``connect_s``
+        before that. Raises nixlInvalidParamError."""
+        host, _, port = endpoint.strip().rpartition(":")
+        is_short = port.isascii() and port.isdecimal() and len(port) <= 5
+        if not (host and is_short and 0 < int(port) < 65536):
+            raise nixlInvalidParamError(f"NIXL_TCPSTORE_ENDPOINT must be host:port, not {endpoint!r:.200}")
         self._address = (host.strip("[]"), int(port))
         self._connect_s, self._answer_s = connect_s, answer_s
-        self._line: socket.socket | None = None
+        self._was_dialled = False
         self._published: set[tuple[str, str]] = set()
+        self._lock = threading.RLock()
+        self._line: Line | None = None
+        self._is_asking = self._is_closed = False
 
     @staticmethod
     def key(agent: str, label: str) -> str:
@@ -53,7 +94,7 @@ class TcpStoreClient:
 
     def get(self, agent: str, label: str) -> bytes | None:
         """None where there is nothing, or nothing yet. Raises nixlBackendError."""
-        return self._ask(functools.partial(_get, self._wire_key(agent, label)))
+        return self._ask(functools.partial(_get, self._wire_key(agent, label)), GET_CONNECT_S)
 
     def delete(self, agent: str) -> None:
         """All labels of an agent that this client has put there. Raises nixlBackendError."""
@@ -62,9 +103,13 @@ class TcpStoreClient:
             self._published.discard((agent, label))
 
     def close(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
+        """No query is sent any more once this returned; one that is under way fails. Callable twice."""
+        with self._lock:
+            self._is_closed = True
+            if self._line is not None:
+                self._line.shut()
+            if not self._is_asking:
+                self._hang_up()
 
     def __repr__(self) -> str:
         return f"<TcpStoreClient {self._address[0]}:{self._address[1]}>"
@@ -72,55 +117,127 @@ class TcpStoreClient:
     def _wire_key(self, agent: str, label: str) -> bytes:
         return _text(b"/" + self.key(agent, label).encode())
 
-    def _ask(self, query: Callable[[socket.socket], T]) -> T:
-        """Every query may be repeated: on a line that was open before, a second time on a new one."""
-        for is_last in (self._line is None, True):
-            try:
-                line = self._line = self._line or self._dial()
-                return query(line)
-            except (OSError, EOFError) as error:
-                self.close()
-                if is_last:
-                    host, port = self._address
-                    raise nixlBackendError(f"the TCPStore at {host}:{port}: {error}") from None
-        raise AssertionError
-
-    def _dial(self) -> socket.socket:
-        line = socket.create_connection(self._address, self._connect_s)
-        self._connect_s = self._answer_s
+    def _ask(self, query: Callable[[Line], T], connect_s: float | None = None) -> T:
+        """Every query may be repeated: on a line that was open before, a second time on a new one. ``connect_s`` bounds
+        the connection where that must be less than otherwise."""
+        with self._lock:
+            self._check_open()
+            self._is_asking = True
         try:
-            line.settimeout(self._answer_s)
+            return self._try(query, connect_s)
+        except (OSError, EOFError, UnicodeError) as error:
+            self._check_open()
+            raise nixlBackendError(f"{self._where}: {error}") from None
+        finally:
+            with self._lock:
+                self._is_asking = False
+                if self._is_closed:
+                    self._hang_up()
+
+    def _try(self, query: Callable[[Line], T], connect_s: float | None) -> T:
+        end_s = time.monotonic() + self._answer_s
+        line = self._line
+        if line is not None:
+            line.end_s = end_s
+            try:
+                return query(line)
+            except (OSError, EOFError):
+                self._drop()
+                self._check_open()
+                _left(end_s)
+        line = self._dial(end_s, connect_s)
+        try:
+            return query(line)
+        except (OSError, EOFError):
+            self._drop()
+            raise
+
+    def _dial(self, end_s: float, connect_s: float | None) -> Line:
+        if connect_s is not None:
+            line = Line(_connect(self._address, min(end_s, time.monotonic() + connect_s)), end_s)
+        elif self._was_dialled:
+            line = Line(_connect(self._address, end_s), end_s)
+        else:
+            self._was_dialled = True
+            connection = _connect(self._address, time.monotonic() + self._connect_s)
+            line = Line(connection, time.monotonic() + self._answer_s)
+        try:
             nonce = os.urandom(4)
-            line.sendall(bytes([VALIDATE]) + _U32.pack(MAGIC) + bytes([PING]) + nonce)
-            if _receive(line, 4) != nonce:
+            line.send(bytes([VALIDATE]) + _U32.pack(MAGIC) + bytes([PING]) + nonce)
+            if line.receive(4) != nonce:
                 raise EOFError("what answers there is no TCPStore")
+            with self._lock:
+                self._check_open()
+                self._line = line
         except BaseException:
-            with contextlib.suppress(OSError):
-                line.close()
+            line.close()
             raise
         return line
 
+    def _drop(self) -> None:
+        with self._lock:
+            self._hang_up()
 
-def _put(key: bytes, blob: bytes, line: socket.socket) -> None:
-    line.sendall(bytes([SET]) + key + _text(blob) + _check(key))
-    if _receive(line, 1) != READY:
+    def _hang_up(self) -> None:
+        """Under the lock, and by nobody beside who asks."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise nixlBackendError(f"{self._where}: closed")
+
+    @property
+    def _where(self) -> str:
+        return f"the TCPStore at {self._address[0]}:{self._address[1]}"
+
+
+def _left(end_s: float) -> float:
+    """Seconds until then. Raises TimeoutError."""
+    left_s = end_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    return left_s
+
+
+def _connect(address: tuple[str, int], end_s: float) -> socket.socket:
+    """To the first of the host's addresses that answers; one that does not takes no more than its share of the time."""
+    error: OSError | None = None
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    for place, (family, kind, protocol, _, to) in enumerate(found):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(_left(end_s) / (len(found) - place))
+            connection.connect(to)
+        except OSError as failure:
+            connection.close()
+            error = failure
+        else:
+            return connection
+    raise error or OSError("no address")
+
+
+def _put(key: bytes, blob: bytes, line: Line) -> None:
+    line.send(bytes([SET]) + key + _text(blob) + _check(key))
+    if line.receive(1) != READY:
         raise EOFError("what was put there is not there")
 
 
-def _get(key: bytes, line: socket.socket) -> bytes | None:
-    line.sendall(_check(key))
-    if _receive(line, 1) != READY:
+def _get(key: bytes, line: Line) -> bytes | None:
+    line.send(_check(key))
+    if line.receive(1) != READY:
         return None
-    line.sendall(bytes([GET]) + key)
-    (size,) = _U64.unpack(_receive(line, _U64.size))
+    line.send(bytes([GET]) + key)
+    (size,) = _U64.unpack(line.receive(_U64.size))
     if size > BLOB_BYTES_MAX:
         raise EOFError(f"a value of {size} bytes is no metadata")
-    return _receive(line, size) or None
+    return line.receive(size) or None
 
 
-def _delete(key: bytes, line: socket.socket) -> None:
-    line.sendall(bytes([DELETE]) + key)
-    _receive(line, 8)
+def _delete(key: bytes, line: Line) -> None:
+    line.send(bytes([DELETE]) + key)
+    line.receive(8)
 
 
 def _check(key: bytes) -> bytes:
@@ -129,13 +246,3 @@ def _check(key: bytes) -> bytes:
 
 def _text(data: bytes) -> bytes:
     return _U64.pack(len(data)) + data
-
-
-def _receive(line: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = line.recv(min(size - len(data), 1 << 20))
-        if not part:
-            raise EOFError("it hung up")
-        data += part
-    return bytes(data)

@@ -3,7 +3,8 @@ Decides which event says what; must never know handles, nor how bytes move.
 
 The file is a ring: a head of 40 bytes (where the writer is, where the reader is, the version twice, the capacity, the
 mask) and events of 16 (kind, padding, value), all in the byte order of the host. It has one writer and one reader.
-An event that finds it full is counted, and the count is an event as soon as there is room.
+An event that finds it full is counted, and the count is an event as soon as there is room. A writer makes a file of its
+own and puts it in the place of whatever bore its name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import logging
 import mmap
 import os
 import pathlib
+import secrets
+import struct
 import threading
 
 from kvxfer.connectors.nixl import errors
@@ -23,6 +26,8 @@ from kvxfer.connectors.nixl.settings import Settings
 VERSION = 4
 HEAD_BYTES = 40
 WRITER, READER = 0, 1
+CAPACITY_MIN = 8
+"""One place is never used, and the end of a transfer is four events."""
 log = logging.getLogger("nixl.kvxfer")
 
 
@@ -68,34 +73,45 @@ _ERRORS: dict[type[errors.nixlError], Event] = {
 
 
 class Ring:
-    """One agent's events. Thread-safe; what was written stays in the file when the agent is gone."""
+    """One agent's events. Thread-safe; what was written stays in the file when the agent is gone. A fork of the process
+    writes nothing: the ring is its parent's."""
 
     def __init__(self, path: pathlib.Path, capacity: int, enabled: frozenset[Event]) -> None:
-        """Makes the file, or begins one that is there anew. Raises nixlInvalidParamError (``capacity`` is no power of
-        two), nixlBackendError (the file cannot be made)."""
-        if capacity < 2 or capacity & (capacity - 1):
-            raise errors.nixlInvalidParamError(f"NIXL_TELEMETRY_BUFFER_SIZE must be a power of two, not {capacity}")
+        """Makes the file; one that was there under its name keeps its bytes, and whoever writes or reads it, but not
+        the name. Raises nixlInvalidParamError (``capacity`` is no power of two, or too small), nixlBackendError (the
+        file cannot be made)."""
+        if capacity < CAPACITY_MIN or capacity & (capacity - 1):
+            raise errors.nixlInvalidParamError(
+                f"NIXL_TELEMETRY_BUFFER_SIZE must be a power of two, and at least {CAPACITY_MIN}, not {capacity}"
+            )
         self._enabled = enabled
+        self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._is_closed = False
         self._place = self._dropped = 0
         self._mask = capacity - 1
-        size = HEAD_BYTES + 16 * capacity
         try:
-            file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-            try:
-                os.ftruncate(file, size)
-                self._words = memoryview(mmap.mmap(file, size)).cast("Q")
-            finally:
-                os.close(file)
+            self._map = _make(path, HEAD_BYTES + 16 * capacity, (0, 0, VERSION << 32 | VERSION, capacity, self._mask))
         except OSError as error:
             raise errors.nixlBackendError(f"no telemetry at {str(path)!r}: {error.strerror}") from None
-        for place, value in enumerate((0, 0, VERSION << 32 | VERSION, capacity, self._mask)):
-            self._words[place] = value
+        self._words = memoryview(self._map).cast("Q")
+
+    def close(self) -> None:
+        """Let the file go; what is added later is lost. Callable twice."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._words.release()
+                self._map.close()
 
     def add(self, *events: tuple[Event, int]) -> None:
         """All of them, or none where there is no room for all."""
+        if os.getpid() != self._pid:
+            return
         wanted = [pair for pair in events if pair[0] in self._enabled]
         with self._lock:
+            if self._is_closed:
+                return
             if self._dropped and self._put([(Event.AGENT_TELEMETRY_EVENTS_DROPPED, self._dropped)]):
                 self._dropped = 0
             if not self._put(wanted) and Event.AGENT_TELEMETRY_EVENTS_DROPPED in self._enabled:
@@ -125,6 +141,23 @@ class Ring:
             self._place = (self._place + 1) & self._mask
         self._words[WRITER] = self._place
         return True
+
+
+def _make(path: pathlib.Path, size: int, head: tuple[int, ...]) -> mmap.mmap:
+    """A file of ``size`` bytes, all of which the filesystem has set aside, at ``path``. Raises OSError."""
+    temporary = path.with_name(f".kvxfer-{secrets.token_hex(8)}")
+    file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(file, 0, size)
+        mapped = mmap.mmap(file, size)
+        mapped[:HEAD_BYTES] = struct.pack("=5Q", *head)
+        os.rename(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    finally:
+        os.close(file)
+    return mapped
 
 
 def ring_for(name: str, settings: Settings) -> Ring | None:

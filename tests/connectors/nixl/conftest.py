@@ -14,11 +14,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from nixl_support import MakeAgent
 
-from kvxfer.connectors.nixl import nixl_agent, nixl_agent_config
+from kvxfer.connectors.nixl import nixl_agent, nixl_agent_config, settings
 
 
 @pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing of NIXL's that the host of the tests has set, in the environment or in a file."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(settings, "FILE", str(home / "nixl.cfg"))
     for name in [name for name in os.environ if name.startswith("NIXL_")]:
         monkeypatch.delenv(name)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvxfer.connectors.nixl import nixl_agent, nixl_xfer_handle
 
@@ -66,6 +70,26 @@ def notifications(agent: nixl_agent, count: int = 1) -> dict[str, list[bytes]]:
 
     until(look)
     return found
+
+
+@contextlib.contextmanager
+def held_port(host: str = "127.0.0.1") -> Iterator[int]:
+    """One on which nobody listens, and which is given to nobody who does not ask for it by its number."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+        yield int(holder.getsockname()[1])
+
+
+@contextlib.contextmanager
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What goes to NIXL's loggers, which tell no others."""
+    logger = logging.getLogger("nixl")
+    logger.addHandler(caplog.handler)
+    try:
+        yield caplog
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 CLASSES = ("nixl_agent", "nixl_agent_config", "nixl_prepped_dlist_handle", "nixl_xfer_handle")

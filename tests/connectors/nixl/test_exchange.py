@@ -6,7 +6,6 @@ import base64
 import contextlib
 import http.server
 import json
-import logging
 import queue
 import socket
 import threading
@@ -14,12 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from nixl_support import MakeAgent, finish, memory, notifications, register, row, until
+from nixl_support import MakeAgent, finish, held_port, logged, memory, notifications, register, row, until
 
 from kvxfer.connectors.nixl import nixl_agent, p2p
 from kvxfer.connectors.nixl.bindings import nixlBackendError, nixlInvalidParamError
 from kvxfer.connectors.nixl.etcd import EtcdClient
 from kvxfer.connectors.nixl.metadata import decode_metadata
+from kvxfer.connectors.nixl.tcpstore import TcpStoreClient
 
 HOST = "127.0.0.1"
 
@@ -83,13 +83,9 @@ def test_nobody_else_invalidates(make_agent: MakeAgent, caplog: pytest.LogCaptur
     one = make_agent("one", enable_listen_thread=True, listen_port=0)
     other = make_agent("other")
     one.add_remote_agent(other.get_agent_metadata())
-    logger = logging.getLogger("nixl")
-    logger.addHandler(caplog.handler)
-    try:
+    with logged(caplog):
         p2p.tell(HOST, port_of(one), p2p.FORGET, bytes(32) + b"other")
         until(lambda: "asks to be forgotten" in caplog.text)
-    finally:
-        logger.removeHandler(caplog.handler)
     assert one.check_remote_metadata("other")
 
 
@@ -118,13 +114,15 @@ def test_noise_ends_its_own_connection_only(make_agent: MakeAgent, noise: bytes)
 
 def test_nobody_listens(make_agent: MakeAgent) -> None:
     agent = make_agent("one")
-    with socket.create_server((HOST, 0)) as server:
-        port = int(server.getsockname()[1])
-    agent.send_local_metadata(HOST, port)
-    agent.fetch_remote_metadata("other", HOST, port)
+    with held_port() as port:
+        agent.send_local_metadata(HOST, port)
+        agent.fetch_remote_metadata("other", HOST, port)
     for call in (agent.send_local_metadata, agent.invalidate_local_metadata, lambda: agent.fetch_remote_metadata("x")):
         with pytest.raises(nixlInvalidParamError, match="NIXL_ETCD_ENDPOINTS"):
             call()
+    for port in (0, -1, 65536, 1 << 64):
+        with pytest.raises(nixlInvalidParamError, match="between 1 and 65535"):
+            agent.send_local_metadata(HOST, port)
 
 
 def test_another_host_is_the_operators_choice(make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +143,62 @@ def test_another_host_is_the_operators_choice(make_agent: MakeAgent, monkeypatch
 def test_a_port_that_is_taken(make_agent: MakeAgent) -> None:
     with socket.create_server((HOST, 0)) as server, pytest.raises(nixlBackendError, match="cannot listen"):
         make_agent("one", enable_listen_thread=True, listen_port=int(server.getsockname()[1]))
+
+
+@pytest.mark.parametrize("host", ["a..b", "\ud800"])
+def test_an_address_that_is_none_ends_its_own_exchange_only(
+    make_agent: MakeAgent, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    one = make_agent("one", enable_listen_thread=True, listen_port=0)
+    other = make_agent("other")
+    with logged(caplog):
+        other.send_local_metadata(host, 7000)
+        until(lambda: ": Unicode" in caplog.text)
+    other.send_local_metadata(HOST, port_of(one))
+    until(lambda: one.check_remote_metadata("other"))
+
+
+def test_names_and_labels_that_have_no_utf8(make_agent: MakeAgent) -> None:
+    agent = make_agent("one")
+    array = memory(64)
+    descs = register(agent, array)
+    half = "\ud800"
+    for call in (
+        lambda: make_agent(half),
+        lambda: agent.fetch_remote_metadata(half, HOST, 1),
+        lambda: agent.fetch_remote_metadata("other", HOST, 1, half),
+        lambda: agent.send_partial_agent_metadata(descs, True, [], HOST, 1, half),
+        lambda: agent.remove_remote_agent(half),
+        lambda: agent.send_notif("one", half),  # type: ignore[arg-type]
+        lambda: agent.get_reg_descs([(*row(array), half)], "DRAM"),
+    ):
+        with pytest.raises(nixlInvalidParamError, match="no UTF-8"):
+            call()
+
+
+def test_tasks_go_between_the_tries_of_fetches(make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that takes its time over each answer holds up what is asked for meanwhile by one answer, not by all."""
+    monkeypatch.setenv("NIXL_TCPSTORE_ENDPOINT", f"{HOST}:1")
+    exchange = make_agent("one").agent._exchange
+    asked: list[str] = []
+    answers = threading.Semaphore(0)
+
+    class SlowStore(TcpStoreClient):
+        def get(self, agent: str, label: str) -> bytes | None:
+            asked.append(agent)
+            answers.acquire(timeout=30)
+            return None
+
+    exchange._store = SlowStore(f"{HOST}:1", 1, 1)
+    for name in ("a", "b"):
+        exchange.fetch(name, "", 0, "")
+    answers.release(3)
+    until(lambda: len(asked) == 4)
+    exchange._submit("task", lambda: asked.append("task"))
+    answers.release(1)
+    until(lambda: len(asked) >= 5)
+    answers.release(1000)
+    assert asked[4] == "task"
 
 
 # --- through etcd ---
@@ -273,13 +327,20 @@ def test_labels(etcd: SmallEtcd, make_agent: MakeAgent) -> None:
     until(lambda: one.check_remote_metadata("other", one.get_xfer_descs([row(array)], "DRAM")))
 
 
-def test_metadata_under_a_foreign_name_is_not_kept(etcd: SmallEtcd, make_agent: MakeAgent) -> None:
+def test_metadata_under_a_foreign_name_is_not_looked_at(
+    etcd: SmallEtcd, make_agent: MakeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
     one, other = make_agent("one"), make_agent("other")
     EtcdClient(etcd.url, "/test/agents").put("third", "metadata", other.get_agent_metadata())
-    one.fetch_remote_metadata("third")
-    one.close()
+    with logged(caplog):
+        one.fetch_remote_metadata("third")
+        until(lambda: "metadata of agent 'other', not of 'third'" in caplog.text)
+        assert not one.check_remote_metadata("other")
+        one.add_remote_agent(other.get_agent_metadata())
+        one.fetch_remote_metadata("third")
+        until(lambda: caplog.text.count("metadata of agent 'other', not of 'third'") == 2)
     assert not one.check_remote_metadata("third")
-    assert not one.check_remote_metadata("other")
+    assert one.check_remote_metadata("other")
 
 
 def test_the_client_names_what_is_wrong(etcd: SmallEtcd) -> None:
@@ -289,7 +350,9 @@ def test_the_client_names_what_is_wrong(etcd: SmallEtcd) -> None:
     assert client.get("a", "b") == b"blob"
     with pytest.raises(nixlBackendError, match="cannot be reached"):
         EtcdClient(f"{HOST}:1", "/x").put("a", "b", b"")
-    for endpoints in ("", "ftp://host", "http://host:port", "http://"):
+    with pytest.raises(nixlBackendError, match="cannot be reached"):
+        EtcdClient("http://a..b:1", "/x").put("a", "b", b"")
+    for endpoints in ("", "ftp://host", "http://host:port", "http://", "http://[::1", "http://host:" + "1" * 5000):
         with pytest.raises(nixlInvalidParamError):
             EtcdClient(endpoints, "/x")
     assert client.agent_of(b"/test/agents/a/b/metadata") == "a/b"

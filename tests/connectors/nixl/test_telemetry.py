@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import errno
+import os
 import pathlib
 import struct
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from nixl_support import MakeAgent, finish, memory, register, row
@@ -18,14 +24,16 @@ from kvxfer.connectors.nixl.bindings import (
     nixlNoTelemetryError,
     nixlNotFoundError,
 )
+from kvxfer.connectors.nixl.requests import RemoteRequest
 from kvxfer.connectors.nixl.telemetry import Event, Ring
+from kvxfer.errors import ConfigError
 
 ALL = frozenset(Event)
 
 
 def read(path: pathlib.Path) -> list[tuple[Event, int]]:
     """All that a reader finds in the file, as NIXL's ``telemetry_reader.py`` looks for it."""
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     writer, reader, version, expected, capacity, mask = struct.unpack_from("=QQiiQQ", data)
     assert (version, expected, mask, len(data)) == (4, 4, capacity - 1, 40 + 16 * capacity)
     events = []
@@ -110,10 +118,10 @@ def test_only_the_metrics_that_are_wanted(
 
 
 def test_a_full_ring_counts_what_it_drops(tmp_path: pathlib.Path) -> None:
-    ring = Ring(tmp_path / "ring", 4, ALL)
-    ring.add((Event.AGENT_TX_BYTES, 1), (Event.AGENT_TX_BYTES, 2))
-    ring.add((Event.AGENT_TX_BYTES, 3), (Event.AGENT_TX_BYTES, 4))
-    assert [value for _, value in read(tmp_path / "ring")] == [1, 2]
+    ring = Ring(tmp_path / "ring", 8, ALL)
+    ring.add(*((Event.AGENT_TX_BYTES, value) for value in range(6)))
+    ring.add((Event.AGENT_TX_BYTES, 6), (Event.AGENT_TX_BYTES, 7))
+    assert [value for _, value in read(tmp_path / "ring")] == [0, 1, 2, 3, 4, 5]
     for _ in range(2):
         ring.add((Event.AGENT_RX_BYTES, 1 << 62))
     assert (
@@ -141,6 +149,7 @@ def test_nothing_is_written_unless_it_is_wanted(
     [
         ("NIXL_TELEMETRY_DIR", "/nowhere/at/all", nixlBackendError),
         ("NIXL_TELEMETRY_BUFFER_SIZE", "0", nixlInvalidParamError),
+        ("NIXL_TELEMETRY_BUFFER_SIZE", "4", nixlInvalidParamError),
         ("NIXL_TELEMETRY_BUFFER_SIZE", "1000", nixlInvalidParamError),
         ("NIXL_TELEMETRY_BUFFER_SIZE", "many", nixlInvalidParamError),
     ],
@@ -153,17 +162,117 @@ def test_what_cannot_be_is_said(
         nixl_agent("one", nixl_agent_config())
 
 
-def test_a_file_that_is_not_ours_to_write(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_file_that_is_not_ours_to_write(directory: pathlib.Path, make_agent: MakeAgent, link: Any) -> None:
     (directory / "precious").write_text("text")
-    (directory / "link").symlink_to(directory / "precious")
-    for name in ("link", "../up"):
-        with pytest.raises(nixlBackendError):
-            nixl_agent(name, nixl_agent_config())
+    link(directory / "precious", directory / "one")
+    register(make_agent("one"), memory(64))
     assert (directory / "precious").read_text() == "text"
+    assert (directory / "precious").stat().st_nlink == 1
+    assert read(directory / "one") == [(Event.AGENT_MEMORY_REGISTERED, 64)]
+
+
+def test_a_place_that_no_file_can_have(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "taken").mkdir()
+    for name in ("taken", "../up", ".", "n" * 300):
+        with pytest.raises(nixlBackendError, match="no telemetry"):
+            nixl_agent(name, nixl_agent_config())
+    assert [path.name for path in directory.iterdir()] == ["taken"]
     monkeypatch.delenv("NIXL_TELEMETRY_DIR")
     monkeypatch.setenv("NIXL_TELEMETRY_EXPORTER", "BUFFER")
     with pytest.raises(nixlInvalidParamError, match="NIXL_TELEMETRY_DIR"):
         nixl_agent("one", nixl_agent_config())
+
+
+def test_a_full_filesystem(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said when the agent is made: a page that is missing later would end the process."""
+
+    def full(file: int, begin: int, size: int) -> None:
+        assert (begin, size) == (0, 40 + 16 * 4096)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(nixlBackendError, match="No space left"):
+        nixl_agent("one", nixl_agent_config())
+    assert not list(directory.iterdir())
+
+
+@pytest.mark.parametrize("capacity", [8, 4096])
+def test_two_of_one_name(tmp_path: pathlib.Path, capacity: int) -> None:
+    """The later one has the name; the earlier one's file keeps its size, for a shorter one would end the process."""
+    path = tmp_path / "one"
+    earlier = Ring(path, 4096, ALL)
+    with path.open("rb") as file:
+        later = Ring(path, capacity, ALL)
+        assert os.fstat(file.fileno()).st_size == 40 + 16 * 4096
+        for value in range(4000):
+            earlier.add((Event.AGENT_TX_BYTES, value))
+        later.add((Event.AGENT_RX_BYTES, 7))
+        assert struct.unpack("=Q", file.read(8)) == (4000,)
+    assert read(path) == [(Event.AGENT_RX_BYTES, 7)]
+    assert [each.name for each in tmp_path.iterdir()] == ["one"]
+
+
+def test_an_agent_that_cannot_be_made_takes_no_name(directory: pathlib.Path, make_agent: MakeAgent) -> None:
+    one = make_agent("one", enable_listen_thread=True, listen_port=0)
+    with pytest.raises(nixlBackendError, match="cannot listen"):
+        make_agent("one", enable_listen_thread=True, listen_port=one.agent.listenPort)
+    register(one, memory(64))
+    assert read(directory / "one") == [(Event.AGENT_MEMORY_REGISTERED, 64)]
+
+
+def test_a_fork_writes_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Ring(tmp_path / "ring", 8, ALL)
+    ours = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: ours + 1)
+    ring.add((Event.AGENT_TX_BYTES, 1))
+    monkeypatch.undo()
+    ring.add((Event.AGENT_TX_BYTES, 2))
+    assert read(tmp_path / "ring") == [(Event.AGENT_TX_BYTES, 2)]
+
+
+def test_a_closed_agent_lets_its_file_go(directory: pathlib.Path, make_agent: MakeAgent) -> None:
+    def held() -> bool:
+        links = [os.path.realpath(link) for link in pathlib.Path("/proc/self/fd").iterdir()]
+        return str(directory / "one") in links or str(directory / "one") in pathlib.Path("/proc/self/maps").read_text()
+
+    agent = make_agent("one")
+    register(agent, memory(64))
+    assert held()
+    agent.close()
+    assert not held()
+    with pytest.raises(nixlBackendError):
+        agent.initialize_xfer("READ", *[agent.get_xfer_descs([(4096, 64, 0)], "DRAM")] * 2, "other")
+    agent.agent._events.add((Event.AGENT_TX_BYTES, 1))
+    assert read(directory / "one") == [(Event.AGENT_MEMORY_REGISTERED, 64)]
+
+
+def test_two_threads_that_see_one_end_count_it_once() -> None:
+    """Each thread that looks whether the end was seen waits there for the other, where it can."""
+    both = threading.Barrier(2)
+
+    class Patient(RemoteRequest):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name in ("_unseen", "_is_measured"):
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    both.wait(0.5)
+            return value
+
+    seen = SimpleNamespace(lane=None, post_us=1.0, transfer_us=2.0, bytes=3, pieces=4)
+    post = SimpleNamespace(is_final=True, error=None, statistics=lambda: seen, poll=lambda: post)
+    poster = SimpleNamespace(start=lambda plan, notification: post)
+    ends: list[Any] = []
+    stubs: list[Any] = [SimpleNamespace(link=SimpleNamespace(poster=poster)), SimpleNamespace(is_gone=False), None]
+    request = Patient(*stubs, b"", 1, ends.append)
+    for count in (1, 2):
+        request.post(b"")
+        threads = [threading.Thread(target=request.status) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(ends) == count
 
 
 # --- NIXL's file of settings ---
@@ -191,7 +300,15 @@ def test_the_file_of_settings(make_agent: MakeAgent, monkeypatch: pytest.MonkeyP
         agent.get_xfer_telemetry(handle)
 
 
-@pytest.mark.parametrize("text", [None, "no toml at all", "NIXL_TELEMETRY_ENABLE = 'perhaps'"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "no toml at all",
+        "NIXL_TELEMETRY_ENABLE = 'perhaps'",
+        pytest.param("NIXL_X = " + "[" * 100_000, id="deep"),
+    ],
+)
 def test_a_file_of_settings_that_is_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, text: str | None
 ) -> None:
@@ -208,6 +325,38 @@ def test_no_file_of_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.
     environ = {"HOME": str(tmp_path)}
     assert settings.with_file(environ) is environ
     assert settings.with_file({}) == {}
+    (tmp_path / ".nixl.cfg").write_text("NIXL_LOG_LEVEL = 'INFO'")
+    monkeypatch.chdir(tmp_path)
+    assert settings.with_file({"HOME": ""}) == {"HOME": ""}
+
+
+def test_what_is_empty_is_not_set(tmp_path: pathlib.Path) -> None:
+    (tmp_path / ".nixl.cfg").write_text("NIXL_TELEMETRY_BUFFER_SIZE = 64\nNIXL_ETCD_NAMESPACE = ''\n")
+    environ = {"HOME": str(tmp_path), "NIXL_CONFIG_FILE": "", "NIXL_TELEMETRY_BUFFER_SIZE": ""}
+    found = settings.Settings.from_environment(settings.with_file(environ))
+    assert (found.telemetry_events, found.etcd_namespace) == (64, "/nixl/agents/")
+
+
+def test_homes_that_are_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="too long"):
+        settings.with_file({"HOME": str(tmp_path / ("n" * 300))})
+
+    def refused(path: pathlib.Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(pathlib.Path, "exists", refused)  # whoever runs the tests may be allowed everything
+    with pytest.raises(ConfigError, match="Permission denied"):
+        settings.with_file({"HOME": str(tmp_path)})
+
+
+@pytest.mark.parametrize("value", ["['a']", "{a = 1}", "1.5", "2026-01-01", '"a\\u0000b"', "0x1" + "0" * 5000])
+def test_values_that_no_variable_has(tmp_path: pathlib.Path, value: str) -> None:
+    (tmp_path / "nixl.cfg").write_text(f"OTHER = {value}\n")
+    environ = {"NIXL_CONFIG_FILE": str(tmp_path / "nixl.cfg")}
+    assert settings.with_file(environ) == environ
+    (tmp_path / "nixl.cfg").write_text(f"NIXL_TELEMETRY_DIR = {value}\n")
+    with pytest.raises(ConfigError, match="NIXL_TELEMETRY_DIR"):
+        settings.with_file(environ)
 
 
 # --- the log ---
@@ -229,3 +378,30 @@ def test_the_port_that_was_found_is_logged_to_stderr(level: str, said: bool) -> 
     assert (f"MD listener is listening on port {port}" in done.stderr) == said
     assert "of the app" in done.stdout
     assert "MD listener" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "level"),
+    [
+        ("NIXL_LOG_LEVEL = 'ERROR'", {}, "ERROR"),
+        ("NIXL_LOG_LEVEL = 'ERROR'", {"NIXL_LOG_LEVEL": ""}, "ERROR"),
+        ("NIXL_LOG_LEVEL = 'ERROR'", {"NIXL_LOG_LEVEL": "warn"}, "WARNING"),
+        ("no toml at all", {"NIXL_LOG_LEVEL": "WARN"}, "WARNING"),
+        ("no toml at all", {}, "INFO"),
+    ],
+)
+def test_the_level_that_the_file_of_settings_says(
+    tmp_path: pathlib.Path, text: str, environ: dict[str, str], level: str
+) -> None:
+    """A file that is none is no reason that the package cannot be imported: making an agent says so."""
+    (tmp_path / ".nixl.cfg").write_text(text)
+    source = (
+        "import logging, kvxfer.connectors.nixl as nixl\n"
+        "print(logging.getLevelName(logging.getLogger('nixl').level))\n"
+        "try: nixl.nixl_agent('a')\n"
+        "except ValueError as error: print(type(error).__name__)"
+    )
+    environ = {"HOME": str(tmp_path), **environ}
+    done = subprocess.run([sys.executable, "-c", source], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [level] + ["nixlInvalidParamError"] * (text == "no toml at all")

@@ -10,14 +10,13 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 
 import pytest
-from nixl_support import until
+from nixl_support import held_port, until
 
 SOURCE = os.environ.get("KVXFER_NIXL_SOURCE", "")
 TESTS, EXAMPLES = pathlib.Path(SOURCE, "test/python"), pathlib.Path(SOURCE, "examples/python")
@@ -50,11 +49,6 @@ def run(*words: object, code: int = 0, environ: dict[str, str] | None = None) ->
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -100,24 +94,26 @@ def test_two_peers(name: str, tmp_path: pathlib.Path) -> None:
         run(EXAMPLES / name, "--mode=initiator", f"--ip={HOST}", f"--port={port}", environ=telemetry)
         assert process.wait(60) == 0
     words = command(EXAMPLES / "telemetry_reader.py", "--telemetry_path", tmp_path / "initiator")
-    reader = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    assert reader.stderr is not None
+    said = tmp_path / "said"
+    with said.open("wb") as file:
+        reader = subprocess.Popen(words, stderr=file)
     try:
-        assert any("Event: agent_memory_deregistered" in line for line in reader.stderr)
+        until(lambda: "Event: agent_memory_deregistered" in said.read_text())
         reader.send_signal(signal.SIGINT)
-        assert "Total events read" in reader.stderr.read()
         assert reader.wait(60) == 0
+        assert "Total events read" in said.read_text()
     finally:
         reader.kill()
         reader.wait()
-        reader.stderr.close()
 
 
 def test_partial_metadata() -> None:
     """The variable is there for the example to delete: it fails where it is not, on NIXL too."""
-    words = ("--init-port", free_port(), "--target-port", free_port())
-    assert "Test Complete" in run(EXAMPLES / "partial_md_example.py", *words, environ={"NIXL_ETCD_ENDPOINTS": "unused"})
-    assert "KeyError: 'NIXL_ETCD_ENDPOINTS'" in run(EXAMPLES / "partial_md_example.py", *words, code=1)
+    example = EXAMPLES / "partial_md_example.py"
+    with held_port() as one, held_port() as other:
+        words = ("--init-port", one, "--target-port", other)
+        assert "Test Complete" in run(example, *words, environ={"NIXL_ETCD_ENDPOINTS": "unused"})
+        assert "KeyError: 'NIXL_ETCD_ENDPOINTS'" in run(example, *words, code=1)
 
 
 def test_query_memory() -> None:
