@@ -106,25 +106,29 @@ $(PEERS)/.installed: benchmarks/peers/requirements.txt
 stub: install
 	@$(PY) -m nanobind.stubgen -q -m kvxfer._native._core -o kvxfer/_native/_core.pyi
 
-# Every target, together for SECONDS, under AddressSanitizer and UBSan, from the kept corpus and from what earlier runs found
-# here. The input that breaks one is kept in build/fuzz.
+# Every target, together for SECONDS, from the kept corpus and from what earlier runs found here: the native ones under
+# AddressSanitizer and UBSan, then for a share as large as one of theirs all Python decoders. The input that breaks one is kept
+# in build/fuzz.
 FUZZERS = connection endpoint frames lists maps
+PYTHON_FUZZ = $(PY) tests/fuzz/python_fuzz.py
 fuzz:
-	@case "$(SECONDS)" in ''|*[!0-9]*|0*|[1-4]) \
-	    echo "SECONDS=$(SECONDS): a whole number, at least 5, which the targets share" >&2; exit 2;; esac
-	@$(MAKE) fuzz-build
-	@set -- $(FUZZERS); seconds=$$(($(SECONDS) / $$#)); for name; do \
+	@case "$(SECONDS)" in ''|*[!0-9]*|0*|[1-5]) \
+	    echo "SECONDS=$(SECONDS): a whole number, at least 6, which the targets share" >&2; exit 2;; esac
+	@$(MAKE) native fuzz-build
+	@set -- $(FUZZERS); seconds=$$(($(SECONDS) / ($$# + 1))); for name; do \
 	    mkdir -p build/fuzz/corpus/$$name; rm -f build/fuzz/*.sock; printf '%s: ' $$name; \
 	    TMPDIR=build/fuzz build/fuzz/kvxfer_fuzz_$$name build/fuzz/corpus/$$name tests/fuzz/corpus/$$name -max_total_time=$$seconds -max_len=1024 \
-	        -artifact_prefix=build/fuzz/$$name- || exit 1; done
+	        -artifact_prefix=build/fuzz/$$name- || exit 1; done; \
+	$(PYTHON_FUZZ) --seconds $$(($(SECONDS) - $$seconds * $$#))
 
 # The kept corpus made anew: of what is kept and what was found, few inputs that touch every edge that all of them do.
 # What has a name that is no hash stays.
-fuzz-corpus: fuzz-build
+fuzz-corpus: native fuzz-build
 	@for name in $(FUZZERS); do \
 	    rm -rf build/fuzz/merged && mkdir -p build/fuzz/merged build/fuzz/corpus/$$name && printf '%s: ' $$name && \
 	    build/fuzz/kvxfer_fuzz_$$name -merge=1 build/fuzz/merged tests/fuzz/corpus/$$name build/fuzz/corpus/$$name || exit 1; \
 	    find tests/fuzz/corpus/$$name -type f ! -name '*[!0-9a-f]*' -delete && mv build/fuzz/merged/* tests/fuzz/corpus/$$name; done
+	@$(PYTHON_FUZZ) --merge
 
 fuzz-build: $(VENV)/.installed
 	@mkdir -p build/fuzz; rm -f build/fuzz/CMakeCache.txt

@@ -21,9 +21,15 @@ def check_agent_id(agent_id: str) -> str:
     """
     if not isinstance(agent_id, str) or AGENT_ID_PATTERN.fullmatch(agent_id) is None:
         raise InvalidArgument(
-            f"agent id {agent_id!r} must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or digit"
+            f"agent id {_shown(agent_id)} must be 1 to 64 letters, digits, '.', '_' or '-', "
+            "and start with a letter or digit"
         )
     return agent_id
+
+
+def _shown(value: object) -> str:
+    """In an error: the beginning of a text, and of anything else its type, since a peer may nest it without end."""
+    return f"{value!r:.100}" if isinstance(value, str) else f"of type {type(value).__name__}"
 
 
 class Role(enum.StrEnum):
@@ -119,7 +125,7 @@ class TransferId:
         try:
             raw = bytes.fromhex(text)
         except (ValueError, TypeError):
-            raise InvalidArgument(f"transfer id {text!r} must be 32 hex digits") from None
+            raise InvalidArgument(f"transfer id {_shown(text)} must be 32 hex digits") from None
         return cls(raw)
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 from kvxfer.errors import ProtocolViolation
@@ -15,6 +16,7 @@ from kvxfer.errors import ProtocolViolation
 CONTENT_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 EVENT_BYTES_MAX = 1 << 20
+_LINE_END = re.compile(rb"[\r\n]")
 
 
 def encode_object(obj: Any) -> bytes:
@@ -81,11 +83,11 @@ class EventDecoder:
 
     def _next_line(self) -> bytes | None:
         buffer = self._buffer
-        ends = [at for at in (buffer.find(b"\n", self._scan), buffer.find(b"\r", self._scan)) if at >= 0]
-        if not ends:
+        found = _LINE_END.search(buffer, self._scan)
+        if found is None:
             self._scan = len(buffer)
             return None
-        end = min(ends)
+        end = found.start()
         width = 1
         if buffer[end] == 0x0D:
             if end + 1 == len(buffer):

@@ -35,6 +35,8 @@ log = logging.getLogger("kvxfer.router")
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+DIGITS_MAX = 18
+"""Of a content-length that is read as a number; what is longer is too long."""
 
 
 class Door:
@@ -235,8 +237,7 @@ async def _read(request: Request, path: str, room: Room, keys: ApiKeys, arrived_
 async def _read_body(request: Request, bytes_max: int) -> bytes:
     declared = request.headers.get("content-length", "0")
     parts: list[bytes] = []
-    size = int(declared) if declared.isdecimal() else 0
-    is_too_long = size > bytes_max
+    is_too_long = declared.isdecimal() and (len(declared) > DIGITS_MAX or int(declared) > bytes_max)
     size = 0
     if not is_too_long:
         async for chunk in request.stream():

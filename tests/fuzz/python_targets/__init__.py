@@ -1,0 +1,11 @@
+"""What `make fuzz` feeds to each Python decoder of foreign bytes: one that comes back is a value, else its one error.
+
+A target says what must hold of a value too: it can be written again, passed on, looked up.
+"""
+
+from __future__ import annotations
+
+from python_targets import control, nixl, serving
+from python_targets.samples import Target
+
+TARGETS: dict[str, Target] = nixl.TARGETS | control.TARGETS | serving.TARGETS

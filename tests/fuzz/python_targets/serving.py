@@ -1,0 +1,205 @@
+"""What clients, the router, workers and engines tell each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import httpx
+
+from kvxfer.connectors.vllm import params as vllm_params
+from kvxfer.connectors.vllm import wire
+from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.openai import schemas
+from kvxfer.openai.errors import RequestError, error_body
+from kvxfer.openai.sse import CONTENT_TYPE, DONE, EventDecoder, encode_event, encode_object
+from kvxfer.openai.transfer_params import Part, TransferEnd, TransferParams, parse_transfer_params
+from kvxfer.router import dialects, failure, headers, legs, merge
+from kvxfer.router.auth import ApiKeys
+from kvxfer.router.inbound import Inbound
+from python_targets.samples import REF, TRANSFER, Target
+
+
+def transfer_params(data: bytes) -> object:
+    found = parse_transfer_params(schemas.load_object(data))
+    assert parse_transfer_params(found.to_json()) == found
+    return found
+
+
+PARAMS = TransferParams(TRANSFER, 2, Part.DECODE, TransferEnd("p", 1, "a"), TransferEnd("d", 1, "b"))
+
+
+def passed_on(path: str, parsed: schemas.AnyRequest, values: dict[str, Any]) -> object:
+    """As the router reads a request, and writes it for engines of each dialect."""
+    inbound = Inbound(path, values, parsed, {"traceparent": headers.next_traceparent(None)}, "id", 0.0)
+    tokens, _ = inbound.prompt_tokens()
+    assert tokens >= 0
+    for dialect in sorted(dialects.DIALECTS):
+        for params in (None, PARAMS, dataclasses.replace(PARAMS, role=Part.PREFILL)):
+            assert isinstance(json.loads(inbound.content(dialect, params)), dict)
+    return parsed
+
+
+def completion(data: bytes) -> object:
+    values = schemas.load_object(data)
+    parsed = schemas.parse_completion(values)
+    if parsed.kv_transfer_params is not None:
+        parse_transfer_params(parsed.kv_transfer_params)
+    return passed_on("/v1/completions", parsed, values)
+
+
+def chat(data: bytes) -> object:
+    values = schemas.load_object(data)
+    parsed = schemas.parse_chat(values)
+    assert [message.model_dump() for message in parsed.messages]
+    return passed_on("/v1/chat/completions", parsed, values)
+
+
+KEYS = ApiKeys(("secret-key",))
+
+
+def request_headers(data: bytes) -> object:
+    """Those that the router looks at, one a line."""
+    lines = [*data.decode("latin-1").split("\n"), "", "", "", ""]
+    received = dict(zip(("traceparent", "tracestate", "authorization", headers.REQUEST_ID), lines, strict=False))
+    KEYS.check(received["authorization"])
+    request_id = headers.request_id(received[headers.REQUEST_ID])
+    passed = headers.leg_headers(received, request_id=request_id, forwards_authorization=True)
+    httpx.Request("POST", "http://127.0.0.1:1", headers=passed)
+    return passed
+
+
+def finished(work: Coroutine[Any, Any, Any]) -> Any:
+    """What comes of a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits")
+
+
+LEG = legs.Leg("decode", "http://127.0.0.1:1/v1/completions", {}, b"{}")
+STATUSES_OF_A_WORKER = (200, 200, 200, 400, 404, 429, 500, 503, 302, 599)
+
+
+def answering(data: bytes, kind: str) -> httpx.AsyncClient:
+    """What a worker answers: the first byte chooses the status, and the body comes in two pieces."""
+    status, body = STATUSES_OF_A_WORKER[(data or b"\0")[0] % len(STATUSES_OF_A_WORKER)], data[1:]
+
+    async def pieces() -> Any:
+        yield body[: len(body) // 2]
+        yield body[len(body) // 2 :]
+
+    answer = httpx.MockTransport(lambda _: httpx.Response(status, headers={"content-type": kind}, content=pieces()))
+    return httpx.AsyncClient(transport=answer)
+
+
+def worker_answer(data: bytes) -> object:
+    """The answer of a prefill worker, then the same of a decode worker without a stream."""
+    prefilled = finished(legs.prefill(answering(data, "application/json"), LEG))
+    leg = legs.DecodeLeg(answering(data, "application/json"), LEG, streams=False, answer_bytes_max=1 << 20)
+    answered = finished(leg.begin())
+    if isinstance(prefilled, failure.Failure):
+        assert isinstance(answered, failure.Failure)
+        assert encode_object(answered.body)
+        return prefilled
+    extra = {"attempt": 2, **prefilled.account()}
+    merged = merge.merge_body(answered.content, extra)
+    assert merged == answered.content or json.loads(merged)["kvxfer"]["attempt"] == 2
+    return prefilled
+
+
+def worker_stream(data: bytes) -> object:
+    """The client gets whole events: the worker's own bytes, or JSON."""
+    leg = legs.DecodeLeg(answering(data, CONTENT_TYPE), LEG, streams=True, answer_bytes_max=1 << 20)
+
+    async def follow() -> Any:
+        failed = await leg.begin()
+        return [failed] if failed is not None else [item async for item in leg.events()]
+
+    items = finished(follow())
+    for item in items:
+        if isinstance(item, failure.Failure):
+            assert encode_event(item.body)
+            continue
+        for event in item:
+            passed = merge.merge_event(event, {"attempt": 2})
+            assert passed == event.raw or EventDecoder().feed(passed)[0].json()["kvxfer"]["attempt"] == 2
+    return items
+
+
+def vllm_notification(data: bytes) -> object:
+    found = wire.decode(data)
+    assert wire.decode(wire.encode(found)) == found
+    return found
+
+
+def vllm_transfer_params(data: bytes) -> object:
+    """vLLM reads the JSON, in another process, where the stack has more room than here."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit + 100)
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError):
+        values = None
+    finally:
+        sys.setrecursionlimit(limit)
+    if not isinstance(values, dict):
+        raise InvalidArgument("vLLM takes no such body")
+    vllm_params.trace_of(None, values)
+    return vllm_params.parse(values)
+
+
+CHUNK = {"choices": [{"text": "a", "delta": {"content": "b"}, "finish_reason": None}], "kvxfer": {"lane": "cma"}}
+TIMED = {"timings": {"queue_s": 0.1, "prefill_s": 1, "ended_unix_s": 2.5}, "usage": {"prompt_tokens": 3}, **CHUNK}
+SAMPLING = {"max_tokens": 3, "temperature": 0.5, "top_p": 1, "n": 1, "stop": ["a"], "seed": -1, "user": "u"}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": 0, "kv_transfer_params": None}
+TEXT = {"model": "m", "prompt": "hi", "ignore_eos": False, "echo": False, "best_of": 1, "suffix": "", **SAMPLING}
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+SAID = [{"role": "user", "content": PARTS}, {"role": "assistant", "content": None}, {"role": "user", "content": "c"}]
+CHAT = {"model": "m", "messages": SAID, "max_completion_tokens": 4, "tools": [], "response_format": {"type": "text"}}
+TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+HANDED_OVER = vllm_params.handed_over(TRANSFER, ("p", "p.1"), "r", 9, TRACE, (REF.incarnation,) * 2, ("card",) * 2)
+VLLM_PARAMS = [
+    HANDED_OVER,
+    {"do_remote_prefill": True, **PARAMS.to_json()},
+    {"do_remote_decode": True, **PARAMS.to_json()},
+    {"do_remote_decode": True, "transfer_id": None},
+]
+NOTIFICATIONS = [
+    wire.Ask(TRANSFER, 1, 0, 2, 3, True),
+    wire.Part(TRANSFER, 1, 2, 3, 4),
+    wire.Refuse(TRANSFER, 1, "busy", "why"),
+    wire.Keep((TRANSFER, TRANSFER)),
+    wire.Release(TRANSFER, 0, 1),
+]
+BUSY = encode_object(error_body("busy", code="overloaded", retryable=True))
+
+TARGETS = {
+    "transfer_params": Target(transfer_params, [encode_object(PARAMS.to_json())], (RequestError,)),
+    "completion": Target(
+        completion,
+        [
+            encode_object(TEXT),
+            encode_object({"model": "m", "prompt": [1, 2], **STREAM}),
+            encode_object({"model": "m", "prompt": "a", "kv_transfer_params": PARAMS.to_json()}),
+        ],
+        (RequestError,),
+    ),
+    "chat": Target(chat, [encode_object(CHAT), encode_object({**CHAT, **SAMPLING, **STREAM})], (RequestError,)),
+    "request_headers": Target(
+        request_headers, [f"{TRACE}\na=b\nBearer secret-key\nid".encode(), b"\n\nBearer secret-key"], (RequestError,)
+    ),
+    "worker_answer": Target(worker_answer, [b"\0" + encode_object(TIMED), b"\0" + encode_object(CHUNK), b"\7" + BUSY]),
+    "worker_stream": Target(
+        worker_stream,
+        [b"\0: kept alive\n\n" + encode_event(CHUNK) * 2 + DONE, b"\0data: " + BUSY + b"\n\n", b"\7" + BUSY],
+    ),
+    "vllm_notification": Target(vllm_notification, [wire.encode(one) for one in NOTIFICATIONS], (ProtocolViolation,)),
+    "vllm_transfer_params": Target(
+        vllm_transfer_params, [encode_object(values) for values in VLLM_PARAMS], (InvalidArgument,)
+    ),
+}
