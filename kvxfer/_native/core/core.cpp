@@ -13,7 +13,7 @@ namespace kvxfer {
 namespace {
 
 constexpr Nanos kAside = 5'000'000;  // another thread that waits may take the events that would end this wait
-constexpr Nanos kPollPause = 100'000, kLate = 50'000;
+constexpr Nanos kLate = 50'000;     // who has polled in vain for so long yields; most answers to a small post are there sooner
 constexpr uint32_t kSmallPost = 1024;  // pieces; larger ones leave the sending to the IO thread
 
 EndpointLimits checked(EndpointLimits limits) {
@@ -151,23 +151,25 @@ std::vector<OwnerEvent> Core::drain() {
     if (turn && io_ && !turn_.is_driven) {
       const SharedEndpoint::Quiet quiet(shared_);
       io_->help(true);
-      if (shared_.has_events()) {
-        vain_at_.store(0, std::memory_order_relaxed);
-        return shared_.take_events();
-      }
+      if (shared_.has_events()) return news();
     }
   }
   if (!shared_.has_events() && !shared_.owes_signal()) {
     polled_in_vain();
     return {};
   }
+  return news();
+}
+
+std::vector<OwnerEvent> Core::news() {
+  vain_at_.store(0, std::memory_order_relaxed);
   return shared_.take_events();
 }
 
 // Who polls never sleeps, and whoever is to answer may have been put on his processor: it would wait for a tick of the clock.
 void Core::polled_in_vain() {
   const Nanos now = monotonic_now();
-  if (now - vain_at_.load(std::memory_order_relaxed) > kPollPause) vain_since_.store(now, std::memory_order_relaxed);
+  if (now - vain_at_.load(std::memory_order_relaxed) > IoThread::kPollPause) vain_since_.store(now, std::memory_order_relaxed);
   const bool is_late = now - vain_since_.load(std::memory_order_relaxed) > kLate;
   if (is_late) ::sched_yield();
   vain_at_.store(is_late ? monotonic_now() : now, std::memory_order_relaxed);

@@ -62,6 +62,7 @@ class Core {
  private:
   // Returns false where another thread drives, or nobody can. `taken`: see take().
   bool drive(Nanos until, std::vector<OwnerEvent>* taken);
+  std::vector<OwnerEvent> news();
   void polled_in_vain();
   std::shared_ptr<UcxMemory> ucx_memory(uint8_t* address, uint64_t bytes, bool is_exposed, bool is_device = false) const;
 
@@ -76,7 +77,7 @@ class Core {
   std::unique_ptr<IoThread> io_;
   std::thread thread_;
   std::atomic<uint16_t> tcp_port_{0};
-  std::atomic<Nanos> vain_at_{0}, vain_since_{0};  // polls that brought nothing: the last, and the first without a pause
+  std::atomic<Nanos> vain_at_{0}, vain_since_{0};  // polls that brought nothing: the last, and the first since news or a pause
   bool is_bound_ = false;
   const pid_t owner_ = this_process();
 };

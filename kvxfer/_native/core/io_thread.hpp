@@ -44,6 +44,8 @@ class IoThread {
   // afterwards.
   bool drive(std::unique_lock<std::mutex>& turn, Nanos until) noexcept;
 
+  static constexpr Nanos kPollPause = 100'000;  // whoever polls more often than this polls without a pause
+
  private:
   struct Dialing {
     Fd fd;
