@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from kvxfer.testing.kernel import lends_on_unix
 from kvxfer.transport import ucx
 
 ONE_SIDED = ["mapped", "cma"]
 STREAMS = ["unix", "stream"]
 HAS_UCX = bool(ucx.find_library().path)
-_RELEASE = re.match(r"(\d+)\.(\d+)", os.uname().release)
-LENDING = STREAMS if _RELEASE and tuple(map(int, _RELEASE.groups())) >= (6, 5) else ["stream"]
-"""On which large blocks are lent: Unix sockets from Linux 6.5 on."""
+LENDING = STREAMS if lends_on_unix() else ["stream"]
+"""On which large blocks are lent."""
 LANES = [*ONE_SIDED, *STREAMS, *(["ucx"] if HAS_UCX else [])]
 
 Case = TypeVar("Case")

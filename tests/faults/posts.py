@@ -1,5 +1,5 @@
 """One far side, and one party here for each phase that a read or a write of registered memory can be in, each behind a
-gate of its own: brings all of them to their phase, and knows what each must look like there.
+gate of its own: brings all of them to their phase, does to all what may happen there, and knows what must come of it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import pytest
 from far import Far
 from gate import CONFIRM, DATA, DONE, FETCH, HELLO, MAP, PULL, PUSH, READY, VERDICT
 from lanes import STREAMS
@@ -20,6 +21,9 @@ TTL_S = 2.0
 PATIENT = {"stall_s": STALL_S, "reconnect_s": PATIENT_S, "grant_ttl_s": TTL_S}
 WAITS = dict.fromkeys(PATIENT, PATIENT_S)
 GIVES_UP = PATIENT | {"reconnect_s": RECONNECT_S}
+gives_up = pytest.mark.parametrize("limits", [GIVES_UP], ids=["gives-up"])
+waits = pytest.mark.parametrize("limits", [WAITS], ids=["waits"])
+keeps = pytest.mark.parametrize("limits", [PATIENT | {"grant_ttl_s": PATIENT_S}], ids=["keeps"])
 Rule = tuple[str, int, int]
 
 READ_HEAD: dict[str, Rule] = {"asked": ("to", FETCH, 0), "announced": ("from", READY, 0)}
@@ -75,6 +79,7 @@ class PostStage:
         make_near: Callable[..., Any] = Party,
         gates_far: bool = False,
     ) -> None:
+        self.deadline_s = deadline_s
         self.lane, self.op, self.rules = lane, op, rules_of(lane, op) if rules is None else dict(rules)
         self.gates_far = gates_far or op == "READ"
         self.was_judged = was_judged(lane) if judged is None else set(judged)
@@ -189,6 +194,73 @@ class PostStage:
         for party in self.near.values():
             party.close()
         self.far.close()
+
+
+# --- what may happen in each phase; each is a test of whoever makes the stages ---
+
+
+def cancel(stage: PostStage) -> None:
+    """Whoever cancels a write has its memory back at once, and what it puts there then may well be read."""
+    for phase, party in stage.near.items():
+        party.cancel(phase)
+    stage.expect("cancelled", time.monotonic())
+    stage.resume()
+    stage.expect_nothing_later()
+
+
+def deadline(stage: PostStage) -> None:
+    """Nobody loses patience before it passes, so that it finds every post in its phase."""
+    by_s = stage.posted_s + stage.deadline_s
+    stage.expect("deadline", by_s)
+    assert time.monotonic() >= by_s
+    stage.expect_offers_over(by_s, ["done"])  # also where the word that it is over is held
+    stage.resume()
+    stage.expect_nothing_later()
+
+
+def reset_and_again(stage: PostStage) -> None:
+    for phase in stage.rules:
+        stage.gate(phase, "reset")
+    stage.expect_committed()
+
+
+def partition_that_heals(stage: PostStage) -> None:
+    """Each side has hung up on the other by then; the posts go on, and what was held is of no session any more."""
+    stage.cut()
+    stage.expect_hung_up()
+    stage.resume()
+    stage.expect_committed()
+
+
+def partition(stage: PostStage) -> None:
+    """Both sides are rid of each other, and their memory is others', before the link is up again."""
+    cut_s = stage.cut()
+    stage.expect("peer_gone", cut_s + SILENCE_S)
+    stage.expect_over_there(cut_s + max(SILENCE_S, TTL_S), ["done"])
+    stage.resume()
+    stage.look_again()
+
+
+def killed(stage: PostStage) -> None:
+    """The far side: who has the bytes of a read, who fetches those of a write."""
+    stage.far.kill()
+    killed_s = time.monotonic()
+    stage.expect("peer_gone", killed_s + RECONNECT_S)
+    for party in stage.near.values():
+        assert party.is_painted(PAINT, region=0), "bytes landed in memory that was taken back"
+        assert party.wait_idle() == ""
+
+
+def stopped(stage: PostStage) -> None:
+    """SIGSTOP of the far side, and SIGCONT long after everything was given up here."""
+    stage.far.stop()
+    stopped_s = time.monotonic()
+    try:
+        stage.expect("peer_gone", stopped_s + SILENCE_S)
+    finally:
+        stage.far.go_on()
+    stage.resume()
+    stage.expect_nothing_later()
 
 
 def lose_a_writer(

@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import posts
 import pytest
 from gate import CONFIRM, DATA
 from lanes import LENDING, at_once, on_all_lanes
-from posts import GIVES_UP, PATIENT, TTL_S, WAITS, PostStage, Rule, lose_a_writer
-from stage import MARGIN_S, PAINT, PATIENT_S, RECONNECT_S, SILENCE_S
+from posts import PATIENT, PostStage, Rule, lose_a_writer
+from stage import MARGIN_S, PAINT
 
 pytestmark = pytest.mark.no_sanitizer
 
@@ -23,7 +24,7 @@ READ_LATER = range(256, 384)
 DEADLINE_S = 4.0
 MOMENTS = {"first": 1, "middle": SIZE // 2 + 9}
 
-gives_up = pytest.mark.parametrize("limits", [GIVES_UP], ids=["gives-up"])
+late = pytest.mark.parametrize("deadline_s", [DEADLINE_S], ids=["late"])
 
 
 def rules_of(op: str) -> dict[str, Rule]:
@@ -70,84 +71,13 @@ def stages(limits: dict[str, float], deadline_s: float) -> Iterator[dict[str, Po
     at_once(PostStage.close, made)
 
 
-@on_all_lanes
-def test_cancel(stage: PostStage) -> None:
-    """Whoever cancels a write has its memory back at once, and what it puts there then may well be read."""
-    for phase, party in stage.near.items():
-        party.cancel(phase)
-    stage.expect("cancelled", time.monotonic())
-    stage.resume()
-    stage.expect_nothing_later()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("deadline_s", [DEADLINE_S], ids=["late"])
-@pytest.mark.parametrize("limits", [WAITS], ids=["waits"])
-@on_all_lanes
-def test_deadline(stage: PostStage) -> None:
-    by_s = stage.posted_s + DEADLINE_S
-    stage.expect("deadline", by_s)
-    assert time.monotonic() >= by_s
-    stage.expect_offers_over(by_s, stage.was_judged)
-    stage.resume()
-    stage.expect_nothing_later()
-
-
-@pytest.mark.slow
-@on_all_lanes
-def test_reset_and_again(stage: PostStage) -> None:
-    for phase in stage.rules:
-        stage.gate(phase, "reset")
-    stage.expect_committed()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limits", [PATIENT | {"grant_ttl_s": PATIENT_S}], ids=["keeps"])
-@on_all_lanes
-def test_partition_that_heals(stage: PostStage) -> None:
-    """What was lent before it is of no session any more; the posts go on over the next."""
-    stage.cut()
-    stage.expect_hung_up()
-    stage.resume()
-    stage.expect_committed()
-
-
-@gives_up
-@on_all_lanes
-def test_partition(stage: PostStage) -> None:
-    """Both sides are rid of each other, and their memory is others', before the link is up again."""
-    cut_s = stage.cut()
-    stage.expect("peer_gone", cut_s + SILENCE_S)
-    stage.expect_over_there(cut_s + max(SILENCE_S, TTL_S), stage.was_judged)
-    stage.resume()
-    stage.look_again()
-
-
-@gives_up
-@on_all_lanes
-def test_killed(stage: PostStage) -> None:
-    """The far side: who lends to a read, who borrows of a write."""
-    stage.far.kill()
-    killed_s = time.monotonic()
-    stage.expect("peer_gone", killed_s + RECONNECT_S)
-    for party in stage.near.values():
-        assert party.is_painted(PAINT, region=0), "bytes landed in memory that was taken back"
-        assert party.wait_idle() == ""
-
-
-@pytest.mark.slow
-@gives_up
-@on_all_lanes
-def test_stopped(stage: PostStage) -> None:
-    """SIGSTOP of the far side, and SIGCONT long after everything was given up here."""
-    stage.far.stop()
-    stopped_s = time.monotonic()
-    try:
-        stage.expect("peer_gone", stopped_s + SILENCE_S)
-    finally:
-        stage.far.go_on()
-    stage.resume()
-    stage.expect_nothing_later()
+test_cancel = on_all_lanes(posts.cancel)
+test_deadline = pytest.mark.slow(late(posts.waits(on_all_lanes(posts.deadline))))
+test_reset_and_again = pytest.mark.slow(on_all_lanes(posts.reset_and_again))
+test_partition_that_heals = pytest.mark.slow(posts.keeps(on_all_lanes(posts.partition_that_heals)))
+test_partition = posts.gives_up(on_all_lanes(posts.partition))
+test_killed = posts.gives_up(on_all_lanes(posts.killed))
+test_stopped = pytest.mark.slow(posts.gives_up(on_all_lanes(posts.stopped)))
 
 
 @on_all_lanes

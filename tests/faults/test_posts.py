@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
+import posts
 import pytest
 from far import Far
 from gate import READY, REVOKE
 from lanes import LANES, STREAMS, at_once, on_all_lanes
 from parties import Party
-from posts import GIVES_UP, PATIENT, PIECE, SEED, SIZE, TTL_S, WAITS, PostStage, lose_a_writer
-from stage import PAINT, PATIENT_S, RECONNECT_S, SILENCE_S
+from posts import PATIENT, PIECE, SEED, SIZE, PostStage, lose_a_writer
+from stage import PAINT
 
 pytestmark = pytest.mark.no_sanitizer
 
 DEADLINE_S = 2.0
 
-gives_up = pytest.mark.parametrize("limits", [GIVES_UP], ids=["gives-up"])
+late = pytest.mark.parametrize("deadline_s", [DEADLINE_S], ids=["late"])
 
 
 @pytest.fixture
@@ -39,77 +39,13 @@ def stages(
     at_once(PostStage.close, made)
 
 
-@on_all_lanes
-def test_cancel(stage: PostStage) -> None:
-    for phase, party in stage.near.items():
-        party.cancel(phase)
-    stage.expect("cancelled", time.monotonic())
-    stage.resume()
-    stage.expect_nothing_later()
-
-
-@pytest.mark.parametrize("deadline_s", [DEADLINE_S], ids=["late"])
-@pytest.mark.parametrize("limits", [WAITS], ids=["waits"])
-@on_all_lanes
-def test_deadline(stage: PostStage) -> None:
-    """Nobody loses patience before it passes, so that it finds every post in its phase."""
-    by_s = stage.posted_s + DEADLINE_S
-    stage.expect("deadline", by_s)
-    assert time.monotonic() >= by_s
-    stage.expect_offers_over(by_s, ["done"])  # also where the word that it is over is held
-    stage.resume()
-    stage.expect_nothing_later()
-
-
-@on_all_lanes
-def test_reset_and_again(stage: PostStage) -> None:
-    for phase in stage.rules:
-        stage.gate(phase, "reset")
-    stage.expect_committed()
-
-
-@pytest.mark.parametrize("limits", [PATIENT | {"grant_ttl_s": PATIENT_S}], ids=["keeps"])
-@on_all_lanes
-def test_partition_that_heals(stage: PostStage) -> None:
-    """Each side has hung up on the other by then; the posts go on, and what was held is of no session any more."""
-    stage.cut()
-    stage.expect_hung_up()
-    stage.resume()
-    stage.expect_committed()
-
-
-@gives_up
-@on_all_lanes
-def test_partition(stage: PostStage) -> None:
-    """Both sides are rid of each other, and their memory is others', before the link is up again."""
-    cut_s = stage.cut()
-    stage.expect("peer_gone", cut_s + SILENCE_S)
-    stage.expect_over_there(cut_s + max(SILENCE_S, TTL_S), ["done"])
-    stage.resume()
-    stage.look_again()
-
-
-@gives_up
-@on_all_lanes
-def test_killed(stage: PostStage) -> None:
-    stage.far.kill()
-    killed_s = time.monotonic()
-    stage.expect("peer_gone", killed_s + RECONNECT_S)
-    assert all(party.is_painted(PAINT, region=0) for party in stage.near.values())
-
-
-@gives_up
-@on_all_lanes
-def test_stopped(stage: PostStage) -> None:
-    """SIGSTOP of the far side, and SIGCONT long after everything was given up here."""
-    stage.far.stop()
-    stopped_s = time.monotonic()
-    try:
-        stage.expect("peer_gone", stopped_s + SILENCE_S)
-    finally:
-        stage.far.go_on()
-    stage.resume()
-    stage.expect_nothing_later()
+test_cancel = on_all_lanes(posts.cancel)
+test_deadline = late(posts.waits(on_all_lanes(posts.deadline)))
+test_reset_and_again = on_all_lanes(posts.reset_and_again)
+test_partition_that_heals = posts.keeps(on_all_lanes(posts.partition_that_heals))
+test_partition = posts.gives_up(on_all_lanes(posts.partition))
+test_killed = posts.gives_up(on_all_lanes(posts.killed))
+test_stopped = posts.gives_up(on_all_lanes(posts.stopped))
 
 
 @on_all_lanes

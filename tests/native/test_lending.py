@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import re
 import resource
 import signal
 import socket
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
+from kvxfer.testing.kernel import lends_on_unix
 
 from .conftest import DIGEST
 from .rawpeer import KEY, RawPeer
@@ -26,11 +26,9 @@ from .test_sockets import own_sockets, ports
 
 NewId = Callable[[], bytes]
 STREAM, UNIX = native.Lane.STREAM, native.Lane.UNIX
-RELEASE = re.match(r"(\d+)\.(\d+)", os.uname().release)
-HAS_LENDING_UNIX = RELEASE is not None and tuple(map(int, RELEASE.groups())) >= (6, 5)
 LANES = [
     STREAM,
-    pytest.param(UNIX, marks=pytest.mark.skipif(not HAS_LENDING_UNIX, reason="Unix sockets lend from Linux 6.5 on")),
+    pytest.param(UNIX, marks=pytest.mark.skipif(not lends_on_unix(), reason="Unix sockets lend from Linux 6.5 on")),
 ]
 BOTH = pytest.mark.parametrize("lane", LANES)
 TOTAL = 8 << 20
