@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
+from kvxfer.transport import ucx
 
 DIGEST = b"d" * 32
 POISON = 0xEE
 SECOND = 1_000_000_000
 LANES = [native.Lane.MAPPED, native.Lane.STREAM]
+UCX_LIBRARY = ucx.find_library()  # before the fixtures take KVXFER_* out of the environment
+needs_ucx = pytest.mark.skipif(not UCX_LIBRARY.path, reason=ucx.missing(UCX_LIBRARY))
 needs_cma = pytest.mark.skipif(native.cma_obstacle() != "", reason=f"here: {native.cma_obstacle()}")
 _regions = itertools.count(100)
 

@@ -16,11 +16,9 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.transport import ucx
 
-from .conftest import POISON, needs_cma
+from .conftest import POISON, UCX_LIBRARY, needs_cma, needs_ucx
 
-LIBRARY = ucx.find_library()  # before the fixtures take KVXFER_* out of the environment
 MAPPED, CMA, UCX = native.Lane.MAPPED, native.Lane.CMA, native.Lane.UCX
 COMMITTED = native.TransferState.COMMITTED
 BLOCK, BLOCKS = 65536, 256
@@ -30,7 +28,6 @@ REGION = 900
 NewId = Callable[[], bytes]
 Node = Any
 
-needs_ucx = pytest.mark.skipif(not LIBRARY.path, reason=ucx.missing(LIBRARY))
 THROUGH_SOCKETS = [pytest.param(native.Lane.STREAM, id="stream"), pytest.param(native.Lane.UNIX, id="unix")]
 BY_ITSELF = [pytest.param(CMA, id="cma", marks=needs_cma), pytest.param(UCX, id="ucx", marks=needs_ucx)]
 LANES = [pytest.param(MAPPED, id="mapped"), *BY_ITSELF, *THROUGH_SOCKETS]
@@ -92,7 +89,7 @@ class Far:
         """``seed``: of the bytes that it has; ``None``: poison."""
         how = {
             "path": str(directory / "far"),
-            "library": LIBRARY.path if lane == UCX else "",
+            "library": UCX_LIBRARY.path if lane == UCX else "",
             "blocks": BLOCKS,
             "block": BLOCK,
             "poison": POISON,
@@ -152,7 +149,7 @@ def directory(private_directories: pathlib.Path) -> pathlib.Path:
 
 
 def make_near(nodes: Any, lane: native.Lane) -> Node:
-    core = {"ucx_library": LIBRARY.path} if lane == UCX else {}
+    core = {"ucx_library": UCX_LIBRARY.path} if lane == UCX else {}
     return nodes("near", block_bytes=BLOCK, blocks=BLOCKS, is_exposed=True, core=core)
 
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.transport import ucx
 
-from .conftest import POISON, needs_cma
+from .conftest import POISON, UCX_LIBRARY, needs_cma, needs_ucx
 
 NewId = Callable[[], bytes]
 BLOCK_BYTES, BLOCKS = 4096, 512
@@ -24,8 +23,6 @@ RUNS_A_CALL, GETS_MAX = 1024, 512
 RUNS_A_SEND = 24
 """At least, of small blocks: half of the least that a call is to carry."""
 MAPPED, CMA, UCX = native.Lane.MAPPED, native.Lane.CMA, native.Lane.UCX
-LIBRARY = ucx.find_library()  # before the fixtures take KVXFER_* out of the environment
-needs_ucx = pytest.mark.skipif(not LIBRARY.path, reason=ucx.missing(LIBRARY))
 ONE_SIDED = [
     pytest.param(MAPPED, "runs_mapped", id="mapped"),
     pytest.param(CMA, "runs_cma", id="cma", marks=needs_cma),
@@ -52,7 +49,7 @@ def meet(nodes: Any, lane: Any, **options: Any) -> tuple[Any, Any]:
     """A source and a reader full of poison; one thread copies."""
     core: dict[str, Any] = {"copy_threads": 1}
     if lane == UCX:
-        core["ucx_library"] = LIBRARY.path
+        core["ucx_library"] = UCX_LIBRARY.path
     p, d = nodes.pair(**{"block_bytes": BLOCK_BYTES, "core": core, "is_exposed": True, **options})
     return p, d
 
@@ -114,7 +111,7 @@ def test_a_call_takes_as_many_runs_as_the_kernel_does(nodes: Any, new_id: NewId)
 def test_gets_in_flight_are_bounded(nodes: Any, new_id: NewId, tls: str) -> None:
     count = 4 * GETS_MAX
     p, d = nodes.pair(
-        block_bytes=64, blocks=2 * count, is_exposed=True, core={"ucx_library": LIBRARY.path, "ucx_tls": tls}
+        block_bytes=64, blocks=2 * count, is_exposed=True, core={"ucx_library": UCX_LIBRARY.path, "ucx_tls": tls}
     )
     apart = list(range(0, 2 * count, 2))
     pull(p, d, new_id(), (apart, apart), UCX)

@@ -16,9 +16,9 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import BlocksBusy
-from kvxfer.transport import ucx
 
-LIBRARY = ucx.find_library()  # before the fixtures take KVXFER_* out of the environment
+from .conftest import UCX_LIBRARY, needs_ucx
+
 UCX, STREAM = native.Lane.UCX, native.Lane.STREAM
 COMMITTED, FAILED, CANCELLED = (
     native.TransferState.COMMITTED,
@@ -28,11 +28,11 @@ COMMITTED, FAILED, CANCELLED = (
 POISON = 0xEE
 NewId = Callable[[], bytes]
 
-pytestmark = pytest.mark.skipif(not LIBRARY.path, reason=ucx.missing(LIBRARY))
+pytestmark = needs_ucx
 each_tls = pytest.mark.parametrize("tls", ["", "tcp"], ids=["local", "tcp"])
 
 
-def core(tls: str = "", library: str = LIBRARY.path) -> dict[str, Any]:
+def core(tls: str = "", library: str = UCX_LIBRARY.path) -> dict[str, Any]:
     return {"ucx_library": library, "ucx_tls": tls}
 
 
@@ -289,7 +289,7 @@ def test_a_source_in_another_process(nodes: Any, new_id: NewId, tls: str, how: s
     d = nodes("reader", block_bytes=1 << 20, blocks=64, core=core(tls), limits=limits)
     d.fill(POISON)
     transfer = new_id()
-    arguments = [LIBRARY.path, tls, str(d.core.tcp_port), d.ref.boot_nonce.hex(), transfer.hex()]
+    arguments = [UCX_LIBRARY.path, tls, str(d.core.tcp_port), d.ref.boot_nonce.hex(), transfer.hex()]
     source = subprocess.Popen(
         [sys.executable, "-c", SOURCE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

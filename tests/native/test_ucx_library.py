@@ -16,9 +16,9 @@ from kvxfer.config import AgentConfig
 from kvxfer.transport import ucx
 from kvxfer.types import Lane
 
-LIBRARY = ucx.find_library()  # before the fixtures take KVXFER_* out of the environment
+from .conftest import UCX_LIBRARY, needs_ucx
 
-pytestmark = pytest.mark.skipif(not LIBRARY.path, reason=ucx.missing(LIBRARY))
+pytestmark = needs_ucx
 
 
 def run_alone(code: str) -> str:
@@ -44,7 +44,7 @@ def test_a_library_that_is_no_ucx(nodes: Any) -> None:
 
 
 def test_a_transport_that_is_not_there() -> None:
-    text = run_alone(f"print(native.probe_ucx({LIBRARY.path!r}, tls='nothing_like_it').obstacle)")
+    text = run_alone(f"print(native.probe_ucx({UCX_LIBRARY.path!r}, tls='nothing_like_it').obstacle)")
     assert "no transport" in text
     assert "nothing_like_it" in text
 
@@ -55,7 +55,7 @@ def test_the_process_keeps_its_signals_and_its_output() -> None:
         import json, signal
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         before = open("/proc/self/status").read()
-        native.probe_ucx({LIBRARY.path!r}, tls="nothing_like_it")
+        native.probe_ucx({UCX_LIBRARY.path!r}, tls="nothing_like_it")
         after = open("/proc/self/status").read()
         caught = [next(l for l in text.splitlines() if l.startswith("SigCgt")) for text in (before, after)]
         print(json.dumps(caught))
@@ -80,7 +80,7 @@ def test_the_process_keeps_its_memory_functions(monkeypatch: pytest.MonkeyPatch,
             names = "mmap", "munmap", "mremap", "madvise", "brk", "shmat"
             return [ctypes.string_at(ctypes.cast(getattr(libc, name), ctypes.c_void_p).value, 16) for name in names]
         before = look()
-        assert native.probe_ucx({LIBRARY.path!r}).obstacle == ""
+        assert native.probe_ucx({UCX_LIBRARY.path!r}).obstacle == ""
         libc.getenv.restype = ctypes.c_char_p
         print(look() == before, libc.getenv(b"UCX_MEM_EVENTS"))
         """
@@ -95,7 +95,7 @@ def test_a_forked_child_ends_nothing_of_its_parent(private_directories: pathlib.
         import numpy as np
         core = native.Core(
             native.AgentRef("forks", 1, bytes(16)), native.EndpointLimits(), bind_host="127.0.0.1", bind_port=0,
-            unix_path="", ucx_library={LIBRARY.path!r},
+            unix_path="", ucx_library={UCX_LIBRARY.path!r},
         )
         core.start()
         memory = np.zeros(1 << 20, np.uint8)
@@ -170,10 +170,10 @@ def test_it_is_loaded_only_where_it_is_allowed_and_asked_for(
 
 
 def test_the_report_says_what_is_missing() -> None:
-    report = ucx.inspect(AgentConfig(ucx_library=LIBRARY.path), {})
+    report = ucx.inspect(AgentConfig(ucx_library=UCX_LIBRARY.path), {})
     assert report.obstacle == ""
     assert report.version.startswith("1.")
     assert "tcp" not in report.transports
     assert report.version in str(report)
-    assert LIBRARY.path in str(report)
+    assert UCX_LIBRARY.path in str(report)
     assert "was not found" in str(ucx.inspect(AgentConfig(ucx_library="/nowhere"), {}))
