@@ -35,7 +35,7 @@ log = logging.getLogger("kvxfer.router")
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-DIGITS_MAX = 18
+LENGTH_DIGITS_MAX = 18
 """Of a content-length that is read as a number; what is longer is too long."""
 
 
@@ -237,7 +237,7 @@ async def _read(request: Request, path: str, room: Room, keys: ApiKeys, arrived_
 async def _read_body(request: Request, bytes_max: int) -> bytes:
     declared = request.headers.get("content-length", "0")
     parts: list[bytes] = []
-    is_too_long = declared.isdecimal() and (len(declared) > DIGITS_MAX or int(declared) > bytes_max)
+    is_too_long = declared.isdecimal() and (len(declared) > LENGTH_DIGITS_MAX or int(declared) > bytes_max)
     size = 0
     if not is_too_long:
         async for chunk in request.stream():

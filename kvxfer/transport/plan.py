@@ -73,7 +73,7 @@ class Plan:
     pieces: int
     nbytes: int
     measured_shares: int = 0
-    """How fast it is says over how many connections such a post had better go; 0: it says nothing."""
+    """Over how many connections it was to go, where what it takes says how many are best; 0: it says nothing."""
     routes: list[Route] = dataclasses.field(default_factory=list, repr=False)
     """What was found when it was started before."""
 
