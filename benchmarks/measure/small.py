@@ -106,6 +106,8 @@ def post_cost(room: Room, lanes: Sequence[str], library: str, against: Sequence[
     if "nixl" in against:
         for name, lane in (("NIXL", CMA), ("NIXL tcp", STREAM)):
             turns.append((name, nixl(case_of(lane))[0].setup, {"rounds": PEER_POST_ROUNDS}))
+    if "mooncake" in against:
+        turns.append(("Mooncake tcp", mooncake(case_of(STREAM))[0].setup, {"rounds": PEER_POST_ROUNDS}))
     for name, setup, more in turns:
         try:
             took = room.pair(setup).destination.ask("post_cost", **{**asked, **more})

@@ -267,7 +267,10 @@ def _post_cost(report: Report) -> str:
             is_over = took > most and entry["who"].startswith("kvxfer")
             cells.append(f"**{took:.2f} ms**" if is_over else f"{took:.2f} ms")
         table.append(cells)
-    text = "Python call to return, 4K blocks, medians. What a peer moves before its call returns is in its figure."
+    text = (
+        "Python call to return, 4K blocks, medians. What a peer moves before its call returns is in its figure. "
+        "Mooncake has no prepared lists: its call that does not wait, with the same lists of integers again."
+    )
     return f"## What posting costs\n\n{text}\n\n{_grid(table)}\n"
 
 

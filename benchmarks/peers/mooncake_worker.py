@@ -76,6 +76,24 @@ class MooncakeWorker(Worker):
                 raise RuntimeError("transfer_sync_read failed")
         return {"poll": took}
 
+    def do_post_cost(self, block_bytes: int, scattered: int, prepared: int, rounds: int) -> dict[str, list[float]]:
+        """Seconds that the calling thread spends in the call that does not wait: of scattered blocks, and of fewer
+        whose lists it was given once before."""
+        took: dict[str, list[float]] = {"plan_post": [], "again": []}
+        for name, count, calls in (("plan_post", scattered, 1), ("again", prepared, 2)):
+            for turn in range(rounds):
+                job = Job("read", {}, [self.scatter(turn, count, block_bytes)], block_bytes)
+                self.on_make(job)
+                for call in range(calls):
+                    start = time.perf_counter()
+                    batch = self.engine.batch_transfer_async_read(self.session, *job.handles[0])
+                    seconds = time.perf_counter() - start
+                    if batch == 0 or self.engine.get_batch_transfer_status([batch]) != 0:
+                        raise RuntimeError("batch_transfer_async failed")
+                    if call == calls - 1:
+                        took[name].append(seconds)
+        return took
+
 
 if __name__ == "__main__":
     run(MooncakeWorker)

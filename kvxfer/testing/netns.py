@@ -15,12 +15,28 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 from types import TracebackType
 
 from kvxfer.errors import ConfigError
 
 INTERFACE = "cable"
 PREFIX_BITS = 30
+CARRIES_S = 10.0
+_PROBE = """
+import socket, sys, time
+end = time.monotonic() + float(sys.argv[2])
+while time.monotonic() < end:
+    with socket.socket() as probe:
+        probe.settimeout(0.2)
+        try:
+            probe.connect((sys.argv[1], 1))
+        except ConnectionRefusedError:
+            sys.exit()
+        except OSError:
+            time.sleep(0.02)
+sys.exit("nothing comes back from the other end")
+"""
 
 
 def obstacle() -> str:
@@ -78,8 +94,13 @@ class Namespaces:
         _ip("-n", self._names[end], "link", "set", INTERFACE, "down")
 
     def plug_cable(self, end: int = 0) -> None:
-        """The link comes up again."""
+        """The link comes up again. What is sent at once may be lost, and sent anew only a second later: the far end has
+        yet to notice, and both have to ask for each other's address. See :meth:`wait_carries`."""
         _ip("-n", self._names[end], "link", "set", INTERFACE, "up")
+
+    def wait_carries(self) -> None:
+        """Until the cable carries both ways. Raises ConfigError where it does not within CARRIES_S."""
+        _run([*self.command(1), sys.executable, "-I", "-S", "-c", _PROBE, self.addresses[0], str(CARRIES_S)])
 
     def limit_rate(self, megabits: int, end: int = 0) -> None:
         """What ``end`` sends takes its time. Raises ConfigError where ``tc`` or its token bucket is missing."""

@@ -98,6 +98,7 @@ def test_pulls_and_a_cable_that_stays_away(hosts: Hosts, make_stage: Callable[[f
     stage.expect("peer_gone", cut_s + SILENCE_S)
     stage.expect_paint()
     hosts.namespaces.plug_cable()
+    hosts.namespaces.wait_carries()
     for phase in stage.phases:
         stage.gate(phase, "resume")
     stage.look_again()
@@ -123,5 +124,6 @@ def test_posts_and_a_cable_that_stays_away(hosts: Hosts, make_posts: Callable[..
     stage.expect("peer_gone", cut_s + SILENCE_S)
     stage.expect_over_there(cut_s + max(SILENCE_S, TTL_S), ["done"])
     hosts.namespaces.plug_cable()
+    hosts.namespaces.wait_carries()
     stage.resume()
     stage.look_again()

@@ -251,6 +251,7 @@ def test_a_cable_that_stays_away_in_the_middle_of_a_frame(hosts: Hosts, op: str)
     moved = hosts.moved()
     assert SLOW_BYTES // 4 < moved < SLOW_BYTES
     hosts.namespaces.plug_cable()
+    hosts.namespaces.wait_carries()
     again = hosts.pull(1)
     hosts.reader.cancel(again)
     assert hosts.reader.outcome(again) == "cancelled"
@@ -272,6 +273,7 @@ def test_a_cable_that_stays_away(hosts: Hosts) -> None:
     assert hosts.reader.wait_idle() == ""
     assert hosts.source.wait_ended(transfer) == "EXPIRED"
     hosts.namespaces.plug_cable()
+    hosts.namespaces.wait_carries()
     assert hosts.source.wait_idle() == ""
     again = hosts.pull(1)
     assert hosts.reader.is_painted(0x55, list(range(1, BLOCKS)))

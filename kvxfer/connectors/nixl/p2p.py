@@ -14,9 +14,11 @@ import logging
 import socket
 import struct
 import threading
+import time
 from typing import Protocol
 
 from kvxfer.connectors.nixl.errors import nixlBackendError, nixlMismatchError
+from kvxfer.connectors.nixl.line import Line
 from kvxfer.connectors.nixl.metadata import BLOB_BYTES_MAX
 from kvxfer.errors import KvxferError
 
@@ -26,7 +28,7 @@ LOAD, SEND, FORGET = 1, 2, 3
 PROOF_BYTES = 32
 CONNECT_S = 1.0
 FRAME_S = 5.0
-"""Between two pieces of a frame, and between two frames of one connection."""
+"""For one frame, and until it begins."""
 CONNECTIONS_MAX = 64
 log = logging.getLogger("nixl.kvxfer")
 
@@ -40,29 +42,30 @@ class Party(Protocol):
 
 
 def send_frame(connection: socket.socket, kind: int, body: bytes = b"") -> None:
+    """Raises OSError."""
+    connection.settimeout(FRAME_S)
     connection.sendall(HEAD.pack(MAGIC, VERSION, kind, len(body)) + body)
 
 
 def receive_frame(connection: socket.socket) -> tuple[int, bytes] | None:
     """(kind, body), or None where the other side has hung up. Raises nixlMismatchError, OSError."""
-    head = _receive(connection, HEAD.size)
-    if not head:
+    connection.settimeout(FRAME_S)
+    begin = connection.recv(HEAD.size)
+    if not begin:
         return None
-    if len(head) < HEAD.size:
-        raise nixlMismatchError("a frame was cut off")
-    magic, version, kind, length = HEAD.unpack(head)
-    if magic != MAGIC or version != VERSION or length > BLOB_BYTES_MAX:
-        raise nixlMismatchError("this is no metadata exchange of kvxfer (NIXL's own listener speaks another one)")
-    body = _receive(connection, length)
-    if len(body) < length:
-        raise nixlMismatchError("a frame was cut off")
-    return kind, body
+    line = Line(connection, time.monotonic() + FRAME_S)
+    try:
+        magic, version, kind, length = HEAD.unpack(begin + line.receive(HEAD.size - len(begin)))
+        if magic != MAGIC or version != VERSION or length > BLOB_BYTES_MAX:
+            raise nixlMismatchError("this is no metadata exchange of kvxfer (NIXL's own listener speaks another one)")
+        return kind, line.receive(length)
+    except EOFError:
+        raise nixlMismatchError("a frame was cut off") from None
 
 
 def tell(host: str, port: int, kind: int, body: bytes = b"") -> bytes | None:
     """Send one frame; where it asks for metadata, return what comes back. Raises OSError, nixlMismatchError."""
     with socket.create_connection((host, port), CONNECT_S) as connection:
-        connection.settimeout(FRAME_S)
         send_frame(connection, kind, body)
         connection.shutdown(socket.SHUT_WR)
         answer = receive_frame(connection)
@@ -132,7 +135,6 @@ class Listener:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            connection.settimeout(FRAME_S)
             while not self._is_closed:
                 frame = receive_frame(connection)
                 if frame is None:
@@ -157,14 +159,3 @@ class Listener:
             self._party.forget_proven(body[PROOF_BYTES:].decode(), body[:PROOF_BYTES])
         else:
             raise nixlMismatchError(f"a frame of kind {kind} with {len(body)} bytes means nothing")
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    parts, left = [], size
-    while left:
-        part = connection.recv(min(left, 1 << 20))
-        if not part:
-            break
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)

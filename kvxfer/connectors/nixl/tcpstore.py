@@ -8,7 +8,6 @@ One deadline holds for all of a query, dialling included (the system's resolver 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import socket
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvxfer.connectors.nixl.errors import nixlBackendError, nixlInvalidParamError
+from kvxfer.connectors.nixl.line import Line, seconds_left
 from kvxfer.connectors.nixl.metadata import BLOB_BYTES_MAX
 
 VALIDATE, SET, GET, CHECK, DELETE, PING = 0, 1, 3, 5, 8, 13
@@ -28,37 +28,6 @@ GET_CONNECT_S = 1.0
 """A get is asked again: meanwhile the thread has other things to do than to wait for a connection."""
 T = TypeVar("T")
 _U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
-
-
-class Line:
-    """A connection and what it may still take: every call raises TimeoutError once that is over."""
-
-    def __init__(self, connection: socket.socket, end_s: float) -> None:
-        self._connection = connection
-        self.end_s = end_s
-
-    def send(self, data: bytes) -> None:
-        self._connection.settimeout(_left(self.end_s))
-        self._connection.sendall(data)
-
-    def receive(self, size: int) -> bytes:
-        """So many. Raises EOFError where the other side hangs up before."""
-        data = bytearray()
-        while len(data) < size:
-            self._connection.settimeout(_left(self.end_s))
-            part = self._connection.recv(min(size - len(data), 1 << 20))
-            if not part:
-                raise EOFError("it hung up")
-            data += part
-        return bytes(data)
-
-    def shut(self) -> None:
-        """Ends what another thread is at on this line."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 class TcpStoreClient:
@@ -144,7 +113,7 @@ class TcpStoreClient:
             except (OSError, EOFError):
                 self._drop()
                 self._check_open()
-                _left(end_s)
+                seconds_left(end_s)
         line = self._dial(end_s, connect_s)
         try:
             return query(line)
@@ -193,14 +162,6 @@ class TcpStoreClient:
         return f"the TCPStore at {self._address[0]}:{self._address[1]}"
 
 
-def _left(end_s: float) -> float:
-    """Seconds until then. Raises TimeoutError."""
-    left_s = end_s - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("timed out")
-    return left_s
-
-
 def _connect(address: tuple[str, int], end_s: float) -> socket.socket:
     """To the first of the host's addresses that answers; one that does not takes no more than its share of the time."""
     error: OSError | None = None
@@ -208,7 +169,7 @@ def _connect(address: tuple[str, int], end_s: float) -> socket.socket:
     for place, (family, kind, protocol, _, to) in enumerate(found):
         connection = socket.socket(family, kind, protocol)
         try:
-            connection.settimeout(_left(end_s) / (len(found) - place))
+            connection.settimeout(seconds_left(end_s) / (len(found) - place))
             connection.connect(to)
         except OSError as failure:
             connection.close()

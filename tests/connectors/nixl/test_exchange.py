@@ -112,6 +112,44 @@ def test_noise_ends_its_own_connection_only(make_agent: MakeAgent, noise: bytes)
     assert p2p.tell(HOST, port_of(agent), p2p.SEND)
 
 
+def drip(connection: socket.socket, over: threading.Event) -> None:
+    """The begin of a frame, then a byte every 50 ms; until it is over, or the other side hangs up."""
+    with contextlib.suppress(OSError):
+        connection.sendall(p2p.HEAD.pack(p2p.MAGIC, p2p.VERSION, p2p.LOAD, 1 << 20))
+        while not over.wait(0.05):
+            connection.sendall(b"x")
+
+
+def test_a_frame_in_drops_has_one_deadline(make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sends it gives back his place, and whoever asked for it goes on with what is asked for next."""
+    monkeypatch.setattr(p2p, "FRAME_S", 0.5)
+    agent, other = (make_agent(name, enable_listen_thread=True, listen_port=0) for name in ("one", "other"))
+    over = threading.Event()
+    threads = []
+    with socket.create_server((HOST, 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                drip(connection, over)
+
+        threads.append(threading.Thread(target=answer, daemon=True))
+        threads[0].start()
+        agent.fetch_remote_metadata("nobody", HOST, server.getsockname()[1])
+        agent.fetch_remote_metadata("other", HOST, port_of(other))
+        until(lambda: agent.check_remote_metadata("other"))
+        with socket.create_connection((HOST, port_of(agent)), 10) as connection:
+            threads.append(threading.Thread(target=drip, args=(connection, over), daemon=True))
+            threads[1].start()
+            connection.settimeout(20)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+        over.set()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 def test_nobody_listens(make_agent: MakeAgent) -> None:
     agent = make_agent("one")
     with held_port() as port:

@@ -10,6 +10,7 @@ from kvxfer.connectors.nixl.dlists import nixlRegDList, nixlXferDList
 from kvxfer.connectors.nixl.enums import nixl_mem_t
 from kvxfer.connectors.nixl.errors import nixlBackendError, nixlMismatchError
 from kvxfer.connectors.nixl.inbox import envelope_for, open_envelope
+from kvxfer.connectors.nixl.line import Line
 from kvxfer.connectors.nixl.registry import newest
 from kvxfer.openai.sse import encode_object
 from python_targets.samples import ADDRESS, REF, REGIONS, Target, look_up
@@ -80,7 +81,7 @@ def etcd_events(data: bytes) -> object:
 def tcpstore_answer(data: bytes) -> object:
     connection: Any = Connection(data)
     client: Any = tcpstore.TcpStoreClient("127.0.0.1:1", 1.0, 1.0)
-    client._dial = lambda *rest: tcpstore.Line(connection, math.inf)
+    client._dial = lambda *rest: Line(connection, math.inf)
     found = client.get("a", "metadata")
     assert found is None or len(found) < len(data)
     return found
