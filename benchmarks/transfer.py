@@ -246,6 +246,7 @@ def parse() -> argparse.Namespace:
     add("--pages", default="4k", help="of 4k, huge")
     add("--direction", default="read", help="of read, write")
     add("--at-once", default="1", help="how many transfers are posted together: 1,8,64")
+    add("--copy-threads", type=int, default=0, help="of kvxfer's reader, on mapped and cma; 0: as it chooses")
     add("--via", default="post", help="of post (descriptors), pull (a pull under a grant)")
     add("--prepared", dest="lists", action="append_const", const=PREPARED, help="lists made before the clock starts")
     add("--one-shot", dest="lists", action="append_const", const=ONE_SHOT, help="lists given while the clock runs")

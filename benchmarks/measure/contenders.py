@@ -50,6 +50,8 @@ class Case:
     pages: str
     lists: str
     at_once: int
+    copy_threads: int = 0
+    """Of kvxfer's reader; 0: as many as it takes by itself, which is one where processors are few."""
 
 
 def peers_python() -> str:
@@ -62,12 +64,18 @@ def missing_peers() -> str:
 
 
 def kvxfer(case: Case, library: str, via: str = "post", stripes: int = 1) -> list[Option]:
-    setup = kvxfer_setup(case.pages, library, shared=case.lane == MAPPED, stripes=stripes)
+    setup = setup_of(case, library, stripes)
     return [Option(setup, (("lane", case.lane), ("lists", case.lists), ("via", via)), "")]
 
 
-def kvxfer_setup(pages: str, library: str, *, shared: bool, stripes: int = 1) -> Setup:
-    settings: tuple[tuple[str, Any], ...] = (("limits", library), ("shared", shared), ("stripes", stripes))
+def setup_of(case: Case, library: str, stripes: int = 1) -> Setup:
+    return kvxfer_setup(
+        case.pages, library, shared=case.lane == MAPPED, stripes=stripes, copy_threads=case.copy_threads
+    )
+
+
+def kvxfer_setup(pages: str, library: str, *, shared: bool, stripes: int = 1, copy_threads: int = 0) -> Setup:
+    settings = (("limits", library), ("shared", shared), ("stripes", stripes), ("copy_threads", copy_threads))
     return Setup(KVXFER, "kvxfer_worker", sys.executable, pages, settings, label="shared" if shared else "")
 
 
@@ -84,7 +92,7 @@ def limits(case: Case, library: str) -> list[Option]:
     kind = LIMIT_OF.get(case.lane)
     if kind is None or (case.op == WRITE and kind in ("memcpy", "readv")):
         return []
-    setup = kvxfer_setup(case.pages, library, shared=case.lane == MAPPED)
+    setup = setup_of(case, library)
     if kind in ("memcpy", "readv"):
         return [Option(setup, (("limit", kind),), "")]
     return [

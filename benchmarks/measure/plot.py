@@ -29,6 +29,8 @@ def panels(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     for row in rows:
         if row["via"] != "post" or row["lists"] != "prepared" or row["at_once"] != 1 or row["error"]:
             continue
+        if row.get("copy_threads"):
+            continue
         where = "" if row["site"] == "one host" else f", {row['site']}"
         found.setdefault(f"{row['lane']} {row['op'].upper()}, {row['pages']} pages{where}", []).append(row)
     return {title: panel for title, panel in found.items() if len(panel) > 2}

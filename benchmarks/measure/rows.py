@@ -77,6 +77,7 @@ class Row:
     others: tuple[Comparison, ...]
     error: str = ""
     source_cpu_s_per_gb: float = 0.0
+    copy_threads: int = 0
 
 
 NOTHING = Spread(0.0, 0.0, 0.0)

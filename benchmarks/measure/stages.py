@@ -66,6 +66,8 @@ def table() -> list[Stage]:
         stage(STREAM, WRITE, HUGE, FEW, site=NAMESPACES),
         stage(MAPPED, READ, HUGE, ALL),
         stage(CMA, READ, SMALL, ALL),
+        Stage(Case(CMA, READ, HUGE, PREPARED, 1, copy_threads=2), FEW),
+        Stage(Case(MAPPED, READ, SMALL, PREPARED, 1, copy_threads=2), FEW),
     ]
     for lane in (STREAM, CMA, MAPPED):
         stages += [Stage(Case(lane, READ, SMALL if lane == MAPPED else HUGE, PREPARED, 64), (64 * K,))]
@@ -100,7 +102,8 @@ def asked(options: argparse.Namespace) -> Iterator[Stage]:
             for op in options.direction.split(","):
                 for lists in options.lists:
                     for at_once in options.at_once.split(","):
-                        case = Case(lane, op, pages, lists, int(at_once))
+                        threads = options.copy_threads if lane in (MAPPED, CMA) else 0
+                        case = Case(lane, op, pages, lists, int(at_once), threads)
                         for via in options.via.split(","):
                             if via == "post" or (op == READ and lane in (MAPPED, STREAM)):
                                 yield Stage(case, sizes, NAMESPACES if options.netns else ONE_HOST, via)

@@ -66,17 +66,18 @@ CPU is seconds of processor time a GB, of the source and of the destination. Bol
 
 
 def _key(row: Row) -> tuple[Any, ...]:
-    return (row.site, row.lane, row.op, row.pages, row.lists, row.at_once, row.via)
+    return (row.site, row.lane, row.op, row.pages, row.lists, row.at_once, row.via, row.copy_threads)
 
 
 def _table(key: tuple[Any, ...], rows: list[Row], report: Report) -> str:
-    site, lane, op, pages, lists, at_once, via = key
+    site, lane, op, pages, lists, at_once, via, copy_threads = key
     title = f"## `{lane}`, {op.upper()}, {pages} pages"
     more = [
         site if site != "one host" else "",
         "one-shot" if lists != "prepared" else "",
         f"{at_once} transfers at once" if at_once > 1 else "",
         "by pull under a grant" if via == "pull" else "",
+        f"{copy_threads} copying threads" if copy_threads else "",
     ]
     title += "".join(f", {words}" for words in more if words)
     names = list(dict.fromkeys(other.name for row in rows for other in row.others))

@@ -70,6 +70,7 @@ class KvxferWorker(Worker):
             insecure=self.host != "127.0.0.1",
             lanes=ALL_LANES,
             stripes=self.settings.get("stripes", 1),
+            copy_threads=self.settings.get("copy_threads", 0),
         )
         transport = NativeBinding(config).open(ref_of(name), config)
         return transport, Poster(transport, config=config, on_event=self.on_event)

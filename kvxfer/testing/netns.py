@@ -102,6 +102,13 @@ class Namespaces:
         """Until the cable carries both ways. Raises ConfigError where it does not within CARRIES_S."""
         _run([*self.command(1), sys.executable, "-I", "-S", "-c", _PROBE, self.addresses[0], str(CARRIES_S)])
 
+    def keep_neighbour(self, end: int = 1) -> None:
+        """``end`` has not to ask anew for the other's hardware address, once a second, when the cable comes back."""
+        other = 1 - end
+        address = _ip("-n", self._names[other], "-brief", "link", "show", INTERFACE).split()[2]
+        neighbour = (self.addresses[other], "lladdr", address, "dev", INTERFACE, "nud", "permanent")
+        _ip("-n", self._names[end], "neighbour", "replace", *neighbour)
+
     def limit_rate(self, megabits: int, end: int = 0) -> None:
         """What ``end`` sends takes its time. Raises ConfigError where ``tc`` or its token bucket is missing."""
         if shutil.which("tc") is None:
@@ -124,11 +131,12 @@ class Namespaces:
                 _ip("netns", "delete", self._names.pop())
 
 
-def _ip(*arguments: str) -> None:
-    _run(["ip", *arguments])
+def _ip(*arguments: str) -> str:
+    return _run(["ip", *arguments])
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if done.returncode != 0:
         raise ConfigError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout

@@ -117,6 +117,15 @@ def test_a_table_of_more_pairs_than_the_run_says_so(parts: Any) -> None:
     assert "18 pairs a row, of 6 sets of processes." in text[text.index("## `ucx`") :]
 
 
+def test_rows_of_more_copying_threads_are_a_table_of_their_own(parts: Any) -> None:
+    row = row_of(parts, "cma", {"NIXL": 3.9})
+    more = dataclasses.replace(row_of(parts, "cma", {"NIXL": 6.1}), copy_threads=2)
+    made = parts["measure.report"].Report(parts["measure.report"].machine(), "c", "0", "d", 9, 1 << 29, 1 << 28)
+    made.rows = [row, more]
+    text = parts["measure.tables"].markdown(made)
+    assert text.index("**3.90") < text.index("## `cma`, READ, 4k pages, 2 copying threads") < text.index(" 6.10 (")
+
+
 def test_another_machines_table_touches_nothing_else(tmp_path: pathlib.Path) -> None:
     """README's figures come from RESULTS.md, its picture from the same figures."""
     kept = [

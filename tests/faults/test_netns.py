@@ -61,7 +61,7 @@ class Hosts:
         transfer = secrets.token_hex(16)
         self.source.grant(transfer, list(range(BLOCKS)), ready, 3.0)
         self.reader.pull(transfer, "source", list(range(BLOCKS)))
-        assert self.reader.wait_state(transfer, "READING", ready)
+        assert self.reader.wait_state(transfer, "READING", ready), self.reader.why(transfer)
         return transfer
 
     def moved(self) -> int:
@@ -202,6 +202,22 @@ def test_a_cable_that_comes_back(hosts: Hosts, end: int) -> None:
     assert hosts.reader.is_filled(5)
     assert hosts.moved() == TOTAL
     assert hosts.source.wait_idle() == hosts.reader.wait_idle() == ""
+
+
+@pytest.mark.parametrize("reconnect_s", [RECONNECT_S], ids=["gives-up"])
+def test_a_cable_that_comes_back_after_the_dial(hosts: Hosts) -> None:
+    """The kernel says what was lost again only after the second in which the reader gives up: it dials anew before."""
+    hosts.meet()
+    transfer = secrets.token_hex(16)
+    hosts.source.grant(transfer, list(range(BLOCKS)), BLOCKS, 3.0)
+    hosts.namespaces.keep_neighbour()
+    hosts.namespaces.pull_cable()
+    hosts.reader.pull(transfer, "source", list(range(BLOCKS)))
+    time.sleep(RECONNECT_S / 10)
+    hosts.namespaces.plug_cable()
+    hosts.namespaces.wait_carries()
+    assert hosts.reader.outcome(transfer) == "committed", hosts.reader.why(transfer)
+    assert hosts.reader.is_filled(5)
 
 
 def post_slowly(hosts: Hosts, op: str) -> Far:

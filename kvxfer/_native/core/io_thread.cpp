@@ -171,7 +171,9 @@ void IoThread::start_dial(const Dial& dial) {
     Fd fd = dial.kind == SessionKind::Unix ? dial_unix(address->unix_path) : dial_tcp(address->tcp_host, address->tcp_port);
     const Key key = next_key_++;
     poller_.add(fd.get(), EPOLLOUT, key);
-    dialing_.emplace(key, Dialing{std::move(fd), dial.peer, dial.kind, monotonic_now() + limits_.handshake_ns});
+    // The kernel repeats a lost SYN after a second at the soonest: who gives a peer up so soon had better begin anew before.
+    const Nanos patience = std::min(limits_.handshake_ns, limits_.transfers.reconnect_ns / 2);
+    dialing_.emplace(key, Dialing{std::move(fd), dial.peer, dial.kind, monotonic_now() + patience});
   } catch (const Error& error) {
     if (error.code() == Code::internal) throw;
     dial_failed(dial.peer, dial.kind, error.code(), error.what());
