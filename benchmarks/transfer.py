@@ -6,7 +6,7 @@ and afterwards every byte is compared (neither is timed). kvxfer and one other t
 turns is taken by a set of processes of its own each, because which pages a process gets decides about its speed too.
 
     benchmarks/transfer.py --lanes stream --sizes 4k,64k,1m --against nixl,mooncake,limits
-    benchmarks/transfer.py --table            everything in benchmarks/RESULTS.md, which it writes (half an hour)
+    benchmarks/transfer.py --table            everything in benchmarks/RESULTS.md, which it writes (an hour at most)
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ class Run:
         ours = kvxfer(case, self.library, stage.via)[0]
         growing: list[GrowingRow] = []
         what = f"`{case.lane}` {case.op} {case.pages} {stage.site} x{case.at_once} {case.lists} {stage.via}"
+        what += f", {case.copy_threads} copying threads" if case.copy_threads else ""
         first, *later = parts_of(self.report.pairs * stage.rounds, self.report.sets * stage.rounds)
         for i, size in enumerate(stage.sizes):
             if self.elapsed_s > self.options.budget_s:

@@ -127,8 +127,9 @@ class AgentConfig:
     """Unacknowledged notifications to one peer."""
     notification_bytes_max: int = 65536
     refusals_max: int = 64
-    """A session whose peer asked so often for what is not its own ends. At least 2: the answer is lost with it, and an
-    honest peer asks again in the next. docs/adr/0014-refusals-and-sessions.md."""
+    """A session whose peer asked so often for what is not its own ends. 1: with the first, for who serves strangers; an
+    honest peer that was told of memory taken back since then begins all that it has under way anew in another session,
+    and so does everybody else in its process. docs/adr/0014-refusals-and-sessions.md."""
 
     def __post_init__(self) -> None:
         for name in ("grant_ttl_s", "grant_life_max_s", "pull_wait_s", "transfer_deadline_s", "stall_s", "reconnect_s"):
@@ -141,8 +142,8 @@ class AgentConfig:
             "notification_bytes_max",
         ):
             check_positive(name, getattr(self, name), maximum=1 << 24)
-        if not 2 <= self.refusals_max <= 1 << 24:
-            raise ConfigError(f"refusals_max must be 2 to {1 << 24}, not {self.refusals_max!r}")
+        if not 1 <= self.refusals_max <= 1 << 24:
+            raise ConfigError(f"refusals_max must be 1 to {1 << 24}, not {self.refusals_max!r}")
         if self.grant_ttl_s > self.grant_life_max_s:
             raise ConfigError(
                 f"grant_ttl_s {self.grant_ttl_s} must not exceed grant_life_max_s {self.grant_life_max_s}"

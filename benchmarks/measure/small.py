@@ -30,7 +30,7 @@ BLOCK_BYTES = 4096
 WARM_ROUNDS, LATENCY_ROUNDS = 50, 500
 SCATTERED, AGAIN = 100_000, 10_000
 POST_ROUNDS = 7
-PEER_POST_ROUNDS = 2
+PEER_POST_ROUNDS = 3
 """A peer moves its bytes while it posts them, which takes a second or more."""
 GIL_BYTES = 64 << 20
 GIL_TURNS = 3

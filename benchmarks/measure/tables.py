@@ -26,6 +26,8 @@ LANE_TEXT = {
 def line(row: Row) -> str:
     """One row for the terminal."""
     words = [f"{row.lane:7} {row.op:5} {row.pages:4} {row.lists:8} x{row.at_once:<2} {show_size(row.block_bytes):>5}"]
+    if row.copy_threads:
+        words[0] += f"  {row.copy_threads} threads"
     if row.error:
         return f"{words[0]}  {row.error}"
     words.append(f"{row.gb_s.median:6.2f} GB/s {row.cpu_s_per_gb:5.2f} CPU s/GB")
@@ -268,10 +270,9 @@ def _post_cost(report: Report) -> str:
             is_over = took > most and entry["who"].startswith("kvxfer")
             cells.append(f"**{took:.2f} ms**" if is_over else f"{took:.2f} ms")
         table.append(cells)
-    text = (
-        "Python call to return, 4K blocks, medians. What a peer moves before its call returns is in its figure. "
-        "Mooncake has no prepared lists: its call that does not wait, with the same lists of integers again."
-    )
+    text = "Python call to return, 4K blocks, medians. What a peer moves before its call returns is in its figure."
+    if any(entry["who"].startswith("Mooncake") for entry in report.post_cost):
+        text += " Mooncake has no prepared lists: its call that does not wait, with the same lists of integers again."
     return f"## What posting costs\n\n{text}\n\n{_grid(table)}\n"
 
 

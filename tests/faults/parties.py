@@ -66,6 +66,7 @@ class Party:
         bind_host: str = "127.0.0.1",
         remembered: int = AgentConfig.transfers_max,
         stripes: int = AgentConfig.stripes,
+        refusals_max: int = AgentConfig.refusals_max,
     ) -> None:
         self.config = AgentConfig(
             lanes=tuple(Lane(lane) for lane in lanes),
@@ -78,6 +79,7 @@ class Party:
             grants_max=remembered,
             transfers_max=remembered,
             stripes=stripes,
+            refusals_max=refusals_max,
         )
         binding = NativeBinding(self.config)
         self.ref = AgentRef(name, Incarnation(1, secrets.token_bytes(16)))

@@ -13,6 +13,7 @@ from parties import POISON, Party
 from stranger import Stranger
 
 from kvxfer._native import _core as native
+from kvxfer.config import AgentConfig
 
 SIZE = 64 * 4096
 
@@ -20,8 +21,8 @@ SIZE = 64 * 4096
 class Scene:
     """A victim with granted blocks and registered memory, an honest reader, and a hostile one."""
 
-    def __init__(self) -> None:
-        self.victim = Party("victim", ["stream", "unix", "mapped"], grant_ttl_s=3.0)
+    def __init__(self, refusals_max: int) -> None:
+        self.victim = Party("victim", ["stream", "unix", "mapped"], grant_ttl_s=3.0, refusals_max=refusals_max)
         self.honest = Party("honest", ["stream"])
         self.stranger = Stranger("stranger")
         self.whole, self.write_only, self.removed = (
@@ -70,8 +71,13 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
-    made = Scene()
+def refusals_max() -> int:
+    return AgentConfig.refusals_max
+
+
+@pytest.fixture
+def scene(refusals_max: int) -> Iterator[Scene]:
+    made = Scene(refusals_max)
     yield made
     made.close()
 
@@ -187,9 +193,11 @@ def test_a_replayed_read(scene: Scene) -> None:
     scene.expect_unharmed()
 
 
-def test_one_that_tries_on_is_hung_up_on(scene: Scene) -> None:
-    """What an honest reader may be refused too leaves the session as it is; a search through memory does not."""
-    limit = native.EndpointLimits().refusals_max
+@pytest.mark.parametrize("refusals_max", [1, AgentConfig.refusals_max])
+def test_one_that_tries_on_is_hung_up_on(scene: Scene, refusals_max: int) -> None:
+    """What an honest reader may be refused too leaves the session as it is, if nobody says otherwise; a search through
+    memory does not."""
+    limit = refusals_max
     row = row_of(scene, "past-the-end")
     refused, ended = scene.refused(), scene.victim.statistics()["sessions_ended"]
     for _ in range(limit):
@@ -203,6 +211,21 @@ def test_one_that_tries_on_is_hung_up_on(scene: Scene) -> None:
     transfer = os.urandom(16)
     scene.stranger.say(scene.stranger.fetch(transfer, [row]))
     assert scene.stranger.answer(transfer).code == native.Code.refused
+    scene.expect_unharmed()
+
+
+@pytest.mark.parametrize("refusals_max", [1])
+def test_an_honest_reader_is_told_before_the_first_refusal_ends_its_session(scene: Scene) -> None:
+    """Its list was made before the memory was taken back. It does not ask for ever, and gets what it asks for next."""
+    stale = scene.victim.allocate(SIZE)
+    card = scene.victim.card()
+    scene.honest.meet(card)
+    ended = scene.victim.statistics()["sessions_ended"]
+    scene.victim.deregister(stale)
+    scene.honest.post("stale", "READ", "victim", 0, len(card["records"]) - 1)
+    assert scene.honest.outcome("stale") == "refused"
+    assert scene.refused() == 1
+    assert scene.victim.statistics()["sessions_ended"] == ended + 1
     scene.expect_unharmed()
 
 

@@ -213,7 +213,7 @@ def test_a_cable_that_comes_back_after_the_dial(hosts: Hosts) -> None:
     hosts.namespaces.keep_neighbour()
     hosts.namespaces.pull_cable()
     hosts.reader.pull(transfer, "source", list(range(BLOCKS)))
-    time.sleep(RECONNECT_S / 10)
+    wait_until(lambda: hosts.reader.statistics()["dials"] == 1)
     hosts.namespaces.plug_cable()
     hosts.namespaces.wait_carries()
     assert hosts.reader.outcome(transfer) == "committed", hosts.reader.why(transfer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvxfer._native import _core
 from kvxfer.testing.region_pair import RegionPair
 
@@ -41,13 +43,25 @@ def test_the_session_survives_all_but_the_last() -> None:
     assert pair.ends["a"].counts().sessions_up == 1
 
 
-def test_no_session_ends_with_its_first() -> None:
-    """Or a peer would dial and ask for ever."""
-    pair = pair_that_survives(0)
+class Said(Exception):
+    """A frame that ends the test."""
+
+
+def test_the_answer_goes_out_before_the_session_ends_with_the_first() -> None:
+    """These two lose what is on its way when a session ends, and would ask and be refused for ever."""
+    pair = pair_that_survives(1)
+
+    def look(frame: object) -> int:
+        if isinstance(frame, _core.ErrorFrame):
+            raise Said(frame)
+        return 1
+
     ask_for_what_may_not_be_read(pair, 1)
-    pair.run()
-    assert pair.finals("b") == [("FAILED", "refused")]
-    assert pair.take("a", _core.Hangup) == []
+    with pytest.raises(Said) as said:
+        pair.pump(look)
+    (frame,) = said.value.args
+    assert (frame.id, frame.code) == (bytes([1]) * 16, _core.Code.refused)
+    assert len(pair.take("a", _core.Hangup)) == 1
 
 
 def test_what_was_under_way_goes_on_in_another_session() -> None:

@@ -67,9 +67,9 @@ def test_the_core_has_as_many_threads_to_copy_as_configured(monkeypatch: pytest.
 
 def test_how_many_refusals_a_session_survives_is_configured() -> None:
     assert limits_from(AgentConfig(), ()).refusals_max == native._core.EndpointLimits().refusals_max == 64
-    assert limits_from(AgentConfig(refusals_max=2), ()).refusals_max == 2
-    for wrong in (0, 1, (1 << 24) + 1):
-        with pytest.raises(ConfigError, match="refusals_max must be 2 to 16777216, not"):
+    assert limits_from(AgentConfig(refusals_max=1), ()).refusals_max == 1
+    for wrong in (-1, 0, (1 << 24) + 1):
+        with pytest.raises(ConfigError, match="refusals_max must be 1 to 16777216, not"):
             AgentConfig(refusals_max=wrong)
 
 

@@ -19,6 +19,7 @@ constexpr size_t kWarmingMax = 1024;  // what is over is read as well, the first
 constexpr size_t kQueuedFrameBytesMax = 16 << 20;  // beside our own notifications
 constexpr Nanos kLinger = 500 * kMillisecond;
 constexpr Nanos kCloseMax = 5'000 * kMillisecond;  // for what is in flight to end
+constexpr Nanos kDialMin = 500 * kMillisecond;  // hardly a round trip takes longer
 constexpr Nanos kAcceptRest = 100 * kMillisecond, kCopiesRest = 20 * kMillisecond;  // a driver that failed does not ring
 
 Bytes32 random_nonce() {
@@ -172,7 +173,7 @@ void IoThread::start_dial(const Dial& dial) {
     const Key key = next_key_++;
     poller_.add(fd.get(), EPOLLOUT, key);
     // The kernel repeats a lost SYN after a second at the soonest: who gives a peer up so soon had better begin anew before.
-    const Nanos patience = std::min(limits_.handshake_ns, limits_.transfers.reconnect_ns / 2);
+    const Nanos patience = std::min(limits_.handshake_ns, std::max(limits_.transfers.reconnect_ns / 2, kDialMin));
     dialing_.emplace(key, Dialing{std::move(fd), dial.peer, dial.kind, monotonic_now() + patience});
   } catch (const Error& error) {
     if (error.code() == Code::internal) throw;

@@ -30,7 +30,7 @@ struct EndpointLimits {
   size_t transfers_max = 65536;
   size_t finished_max = 65536;  // final states that can still be asked for
   size_t sessions_max = 4096;
-  size_t refusals_max = 64;  // of what one session's peer asked for: it ends with the last of them, at the earliest with the second
+  size_t refusals_max = 64;  // of what one session's peer asked for: it ends with the last of them
   size_t notifications_max = 1024;
   size_t notification_bytes_max = 65536;
   Nanos handshake_ns = 1'500 * kMillisecond;

@@ -287,11 +287,11 @@ void Endpoint::on_frame(SessionId id, const Frame& frame, Nanos now, Effects& ou
 }
 
 // An honest peer is refused now and then: what it asks for was taken back a moment ago. Who only tries what it may get has to
-// prove itself again each time, and is counted. Where the answer is lost with the session, it is asked for again in the next one:
-// no session ends with its first.
+// prove itself again each time, and is counted. The answer to the last goes out before the session ends; where it is lost with
+// it, the peer asks again in the next one.
 void Endpoint::on_refusals(SessionId id, uint64_t count) {
   const auto found = count != 0 ? sessions_.find(id) : sessions_.end();
-  if (found == sessions_.end() || (found->second.refusals += count) < std::max<size_t>(limits_.refusals_max, 2)) return;
+  if (found == sessions_.end() || (found->second.refusals += count) < std::max<size_t>(limits_.refusals_max, 1)) return;
   throw Error(Code::refused, "refusals_max (" + std::to_string(limits_.refusals_max) + ") is reached on this session");
 }
 

@@ -28,7 +28,7 @@ LOAD, SEND, FORGET = 1, 2, 3
 PROOF_BYTES = 32
 CONNECT_S = 1.0
 FRAME_S = 5.0
-"""For one frame, and until it begins."""
+"""For one frame, and until it begins; for all that one who asks waits."""
 CONNECTIONS_MAX = 64
 log = logging.getLogger("nixl.kvxfer")
 
@@ -41,19 +41,18 @@ class Party(Protocol):
     def forget_proven(self, name: str, proof: bytes) -> None: ...
 
 
-def send_frame(connection: socket.socket, kind: int, body: bytes = b"") -> None:
-    """Raises OSError."""
-    connection.settimeout(FRAME_S)
-    connection.sendall(HEAD.pack(MAGIC, VERSION, kind, len(body)) + body)
+def frame_of(kind: int, body: bytes = b"") -> bytes:
+    return HEAD.pack(MAGIC, VERSION, kind, len(body)) + body
 
 
 def receive_frame(connection: socket.socket) -> tuple[int, bytes] | None:
     """(kind, body), or None where the other side has hung up. Raises nixlMismatchError, OSError."""
     connection.settimeout(FRAME_S)
     begin = connection.recv(HEAD.size)
-    if not begin:
-        return None
-    line = Line(connection, time.monotonic() + FRAME_S)
+    return _rest_of_frame(Line(connection, time.monotonic() + FRAME_S), begin) if begin else None
+
+
+def _rest_of_frame(line: Line, begin: bytes) -> tuple[int, bytes]:
     try:
         magic, version, kind, length = HEAD.unpack(begin + line.receive(HEAD.size - len(begin)))
         if magic != MAGIC or version != VERSION or length > BLOB_BYTES_MAX:
@@ -64,11 +63,17 @@ def receive_frame(connection: socket.socket) -> tuple[int, bytes] | None:
 
 
 def tell(host: str, port: int, kind: int, body: bytes = b"") -> bytes | None:
-    """Send one frame; where it asks for metadata, return what comes back. Raises OSError, nixlMismatchError."""
+    """Send one frame; where it asks for metadata, return what comes back, all within CONNECT_S and FRAME_S. Raises
+    OSError, nixlMismatchError."""
     with socket.create_connection((host, port), CONNECT_S) as connection:
-        send_frame(connection, kind, body)
+        line = Line(connection, time.monotonic() + FRAME_S)
+        line.send(frame_of(kind, body))
         connection.shutdown(socket.SHUT_WR)
-        answer = receive_frame(connection)
+        try:
+            begin = line.receive(1)
+        except EOFError:
+            begin = b""
+        answer = _rest_of_frame(line, begin) if begin else None
     if kind != SEND:
         return None
     if answer is None or answer[0] != LOAD:
@@ -154,7 +159,7 @@ class Listener:
             name = self._party.load(body)
             log.debug("metadata of agent %s came", name)
         elif kind == SEND:
-            send_frame(connection, LOAD, self._party.metadata())
+            Line(connection, time.monotonic() + FRAME_S).send(frame_of(LOAD, self._party.metadata()))
         elif kind == FORGET and len(body) > PROOF_BYTES:
             self._party.forget_proven(body[PROOF_BYTES:].decode(), body[:PROOF_BYTES])
         else:

@@ -122,7 +122,7 @@ def drip(connection: socket.socket, over: threading.Event) -> None:
 
 def test_a_frame_in_drops_has_one_deadline(make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever sends it gives back his place, and whoever asked for it goes on with what is asked for next."""
-    monkeypatch.setattr(p2p, "FRAME_S", 0.5)
+    monkeypatch.setattr(p2p, "FRAME_S", 2.0)
     agent, other = (make_agent(name, enable_listen_thread=True, listen_port=0) for name in ("one", "other"))
     over = threading.Event()
     threads = []
@@ -134,17 +134,19 @@ def test_a_frame_in_drops_has_one_deadline(make_agent: MakeAgent, monkeypatch: p
                 drip(connection, over)
 
         threads.append(threading.Thread(target=answer, daemon=True))
-        threads[0].start()
-        agent.fetch_remote_metadata("nobody", HOST, server.getsockname()[1])
-        agent.fetch_remote_metadata("other", HOST, port_of(other))
-        until(lambda: agent.check_remote_metadata("other"))
-        with socket.create_connection((HOST, port_of(agent)), 10) as connection:
-            threads.append(threading.Thread(target=drip, args=(connection, over), daemon=True))
-            threads[1].start()
-            connection.settimeout(20)
-            with contextlib.suppress(ConnectionResetError):
-                assert connection.recv(1) == b""
-        over.set()
+        try:
+            threads[0].start()
+            agent.fetch_remote_metadata("nobody", HOST, server.getsockname()[1])
+            agent.fetch_remote_metadata("other", HOST, port_of(other))
+            until(lambda: agent.check_remote_metadata("other"))
+            with socket.create_connection((HOST, port_of(agent)), 10) as connection:
+                threads.append(threading.Thread(target=drip, args=(connection, over), daemon=True))
+                threads[1].start()
+                connection.settimeout(20)
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1) == b""
+        finally:
+            over.set()
         for thread in threads:
             thread.join(10)
             assert not thread.is_alive()
