@@ -49,6 +49,8 @@ from measure.sites import consent_to_shared_huge, netns_obstacle, shared_huge_ob
 from measure.stages import NAMESPACES, ONE_HOST, Stage
 from peers.limits import LimitsLibrary
 
+from kvxfer.config import COPY_THREADS_MAX
+
 RESULTS = HERE / "RESULTS.md"
 PLOT = HERE.parent / "docs" / "benchmarks" / "throughput.png"
 POST_POOL_BYTES = 512 << 20
@@ -279,6 +281,8 @@ def parse() -> argparse.Namespace:
         options.json = options.json or str(HERE / "results.json")
     if beside := options.results or options.plot:
         options.json = options.json or str(pathlib.Path(beside).with_suffix(".json"))
+    if not 0 <= options.copy_threads <= COPY_THREADS_MAX:
+        parser.error(f"--copy-threads is 1 to {COPY_THREADS_MAX}, or 0: as kvxfer chooses")
     if options.netns and (why := netns_obstacle()):
         parser.error(why)
     if options.against is None:
