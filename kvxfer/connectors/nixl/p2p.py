@@ -28,7 +28,7 @@ LOAD, SEND, FORGET = 1, 2, 3
 PROOF_BYTES = 32
 CONNECT_S = 1.0
 FRAME_S = 5.0
-"""For one frame, and until it begins; for all that one who asks waits."""
+"""Until a frame is there or gone, however it comes; of whoever asks, for both frames together."""
 CONNECTIONS_MAX = 64
 log = logging.getLogger("nixl.kvxfer")
 
@@ -41,20 +41,24 @@ class Party(Protocol):
     def forget_proven(self, name: str, proof: bytes) -> None: ...
 
 
-def frame_of(kind: int, body: bytes = b"") -> bytes:
-    return HEAD.pack(MAGIC, VERSION, kind, len(body)) + body
+def line_of(connection: socket.socket) -> Line:
+    """For what is said next."""
+    return Line(connection, time.monotonic() + FRAME_S)
 
 
-def receive_frame(connection: socket.socket) -> tuple[int, bytes] | None:
+def send_frame(line: Line, kind: int, body: bytes = b"") -> None:
+    """Raises OSError."""
+    line.send(HEAD.pack(MAGIC, VERSION, kind, len(body)) + body)
+
+
+def receive_frame(line: Line) -> tuple[int, bytes] | None:
     """(kind, body), or None where the other side has hung up. Raises nixlMismatchError, OSError."""
-    connection.settimeout(FRAME_S)
-    begin = connection.recv(HEAD.size)
-    return _rest_of_frame(Line(connection, time.monotonic() + FRAME_S), begin) if begin else None
-
-
-def _rest_of_frame(line: Line, begin: bytes) -> tuple[int, bytes]:
     try:
-        magic, version, kind, length = HEAD.unpack(begin + line.receive(HEAD.size - len(begin)))
+        begin = line.receive(1)
+    except EOFError:
+        return None
+    try:
+        magic, version, kind, length = HEAD.unpack(begin + line.receive(HEAD.size - 1))
         if magic != MAGIC or version != VERSION or length > BLOB_BYTES_MAX:
             raise nixlMismatchError("this is no metadata exchange of kvxfer (NIXL's own listener speaks another one)")
         return kind, line.receive(length)
@@ -66,14 +70,10 @@ def tell(host: str, port: int, kind: int, body: bytes = b"") -> bytes | None:
     """Send one frame; where it asks for metadata, return what comes back, all within CONNECT_S and FRAME_S. Raises
     OSError, nixlMismatchError."""
     with socket.create_connection((host, port), CONNECT_S) as connection:
-        line = Line(connection, time.monotonic() + FRAME_S)
-        line.send(frame_of(kind, body))
+        line = line_of(connection)
+        send_frame(line, kind, body)
         connection.shutdown(socket.SHUT_WR)
-        try:
-            begin = line.receive(1)
-        except EOFError:
-            begin = b""
-        answer = _rest_of_frame(line, begin) if begin else None
+        answer = receive_frame(line)
     if kind != SEND:
         return None
     if answer is None or answer[0] != LOAD:
@@ -141,7 +141,7 @@ class Listener:
     def _serve(self, connection: socket.socket) -> None:
         try:
             while not self._is_closed:
-                frame = receive_frame(connection)
+                frame = receive_frame(line_of(connection))
                 if frame is None:
                     return
                 self._answer(connection, *frame)
@@ -159,7 +159,7 @@ class Listener:
             name = self._party.load(body)
             log.debug("metadata of agent %s came", name)
         elif kind == SEND:
-            Line(connection, time.monotonic() + FRAME_S).send(frame_of(LOAD, self._party.metadata()))
+            send_frame(line_of(connection), LOAD, self._party.metadata())
         elif kind == FORGET and len(body) > PROOF_BYTES:
             self._party.forget_proven(body[PROOF_BYTES:].decode(), body[:PROOF_BYTES])
         else:

@@ -55,7 +55,7 @@ class Connection:
 def nixl_frames(data: bytes) -> object:
     connection: Any = Connection(data)
     found = []
-    while (frame := p2p.receive_frame(connection)) is not None:
+    while (frame := p2p.receive_frame(Line(connection, math.inf))) is not None:
         found.append(frame)
     assert sum(p2p.HEAD.size + len(body) for _, body in found) == len(data)
     return found
