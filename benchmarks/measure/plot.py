@@ -27,9 +27,8 @@ def panels(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """The rows of each panel, in the report's order."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if row["via"] != "post" or row["lists"] != "prepared" or row["at_once"] != 1 or row["error"]:
-            continue
-        if row.get("copy_threads"):
+        is_usual = row["via"] == "post" and row["lists"] == "prepared" and row["at_once"] == 1
+        if not is_usual or row.get("copy_threads") or row["error"]:
             continue
         where = "" if row["site"] == "one host" else f", {row['site']}"
         found.setdefault(f"{row['lane']} {row['op'].upper()}, {row['pages']} pages{where}", []).append(row)

@@ -79,24 +79,24 @@ class MooncakeWorker(Worker):
     def do_post_cost(self, block_bytes: int, scattered: int, prepared: int, rounds: int) -> dict[str, list[float]]:
         """Seconds that the calling thread spends in the call that does not wait: of scattered blocks, and of fewer
         whose lists it was given once before."""
-        took: dict[str, list[float]] = {"first": [], "plan_post": [], "again": []}
-        for name, count, turns, calls in (
-            ("first", 1, 1, 1),  # it connects
-            ("plan_post", scattered, rounds, 1),
-            ("again", prepared, rounds, 2),
-        ):
-            for turn in range(turns):
-                job = Job("read", {}, [self.scatter(turn, count, block_bytes)], block_bytes)
-                self.on_make(job)
-                for call in range(calls):
-                    start = time.perf_counter()
-                    batch = self.engine.batch_transfer_async_read(self.session, *job.handles[0])
-                    seconds = time.perf_counter() - start
-                    if batch == 0 or self.engine.get_batch_transfer_status([batch]) != 0:
-                        raise RuntimeError("batch_transfer_async failed")
-                    if call == calls - 1:
-                        took[name].append(seconds)
-        del took["first"]
+        self.time_posts(0, 1, block_bytes)  # it connects
+        turns = range(rounds)
+        return {
+            "plan_post": [self.time_posts(turn, scattered, block_bytes)[0] for turn in turns],
+            "again": [self.time_posts(turn, prepared, block_bytes)[1] for turn in turns],
+        }
+
+    def time_posts(self, turn: int, count: int, block_bytes: int) -> list[float]:
+        """Of the same lists, two times."""
+        job = Job("read", {}, [self.scatter(turn, count, block_bytes)], block_bytes)
+        self.on_make(job)
+        took = []
+        for _ in range(2):
+            start = time.perf_counter()
+            batch = self.engine.batch_transfer_async_read(self.session, *job.handles[0])
+            took.append(time.perf_counter() - start)
+            if batch == 0 or self.engine.get_batch_transfer_status([batch]) != 0:
+                raise RuntimeError("batch_transfer_async failed")
         return took
 
 
