@@ -112,7 +112,8 @@ class AgentConfig:
     stall_s: float = 1.0
     """A live transfer that heard nothing for so long asks again."""
     reconnect_s: float = 3.0
-    """How long a transfer tries to reach its source before it fails with ``peer_gone``."""
+    """How long a transfer tries to reach its source before it fails with ``peer_gone``; a TCP connect that is not
+    answered is begun anew after half of it, at least .5 s and at most 1.5."""
     grants_max: int = 65536
     transfers_max: int = 65536
     stripes: int = 1
@@ -127,9 +128,9 @@ class AgentConfig:
     """Unacknowledged notifications to one peer."""
     notification_bytes_max: int = 65536
     refusals_max: int = 64
-    """A session whose peer asked so often for what is not its own ends. 1: with the first, for who serves strangers; an
-    honest peer that was told of memory taken back since then begins all that it has under way anew in another session,
-    and so does everybody else in its process. docs/adr/0014-refusals-and-sessions.md."""
+    """A session whose peer asked so often for what is not its own ends. 1, for who serves strangers: the first refusal
+    ends it. One stale descriptor of an honest peer then interrupts all that its process has under way here, which goes
+    on in another session. docs/adr/0014-refusals-and-sessions.md."""
 
     def __post_init__(self) -> None:
         for name in ("grant_ttl_s", "grant_life_max_s", "pull_wait_s", "transfer_deadline_s", "stall_s", "reconnect_s"):

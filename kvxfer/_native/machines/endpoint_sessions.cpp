@@ -291,7 +291,7 @@ void Endpoint::on_frame(SessionId id, const Frame& frame, Nanos now, Effects& ou
 // it, the peer asks again in the next one.
 void Endpoint::on_refusals(SessionId id, uint64_t count) {
   const auto found = count != 0 ? sessions_.find(id) : sessions_.end();
-  if (found == sessions_.end() || (found->second.refusals += count) < std::max<size_t>(limits_.refusals_max, 1)) return;
+  if (found == sessions_.end() || (found->second.refusals += count) < limits_.refusals_max) return;
   throw Error(Code::refused, "refusals_max (" + std::to_string(limits_.refusals_max) + ") is reached on this session");
 }
 
