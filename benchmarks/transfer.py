@@ -124,7 +124,7 @@ class Run:
         ours = kvxfer(case, self.library, stage.via)[0]
         growing: list[GrowingRow] = []
         what = f"`{case.lane}` {case.op} {case.pages} {stage.site} x{case.at_once} {case.lists} {stage.via}"
-        what += f", {case.copy_threads} copying threads" if case.copy_threads else ""
+        what += f", {tables.how_many(case.copy_threads)}" if case.copy_threads else ""
         first, *later = parts_of(self.report.pairs * stage.rounds, self.report.sets * stage.rounds)
         for i, size in enumerate(stage.sizes):
             if self.elapsed_s > self.options.budget_s:
@@ -249,7 +249,7 @@ def parse() -> argparse.Namespace:
     add("--pages", default="4k", help="of 4k, huge")
     add("--direction", default="read", help="of read, write")
     add("--at-once", default="1", help="how many transfers are posted together: 1,8,64")
-    add("--copy-threads", type=int, default=0, help="of kvxfer's reader, on mapped and cma; 0: as it chooses")
+    add("--copy-threads", type=int, default=0, help="of kvxfer's reader, on mapped and cma; 0: as processors are idle")
     add("--via", default="post", help="of post (descriptors), pull (a pull under a grant)")
     add("--prepared", dest="lists", action="append_const", const=PREPARED, help="lists made before the clock starts")
     add("--one-shot", dest="lists", action="append_const", const=ONE_SHOT, help="lists given while the clock runs")

@@ -36,7 +36,7 @@ COPY_THREADS_MAX = 64
 def check_copy_threads(name: str, value: int) -> None:
     """Raise ConfigError unless ``value`` is a number of threads, or 0."""
     if not 0 <= value <= COPY_THREADS_MAX:
-        raise ConfigError(f"{name} must be 1 to {COPY_THREADS_MAX}, or 0 for a share of the processors, not {value!r}")
+        raise ConfigError(f"{name} must be 1 to {COPY_THREADS_MAX}, or 0 for as many as processors are idle, not {value!r}")
 
 
 def check_address(name: str, value: str) -> None:
@@ -121,7 +121,7 @@ class AgentConfig:
     is. 0: up to four, and a post over as many as were the fastest so far (:mod:`kvxfer.policy.striping`)."""
     copy_threads: int = 0
     """That copy large reads (lanes ``mapped`` and ``cma``), the agent's own among them, at most COPY_THREADS_MAX. 0:
-    one for every four processors, four at most."""
+    one for every four processors, and more while others are idle; four at most."""
     stream_checks: str = "off"
     """When posts over registered memory carry CRC-32Cs, which ``stream`` and ``unix`` alone can: one of CHECKS."""
     notifications_max: int = 1024

@@ -6,7 +6,8 @@ the fastest is the one compared with. It must never know figures.
 NIXL: UCX's defaults (which take cma on one host), and ``UCX_TLS=tcp``; ``num_threads`` of its own, larger TCP segments,
 and a short sleep between two looks at the state, which leaves the processor to the other end where cores are few. Its
 progress thread can be switched off where a transfer starts, which an engine that serves both ways cannot do: off one
-host's TCP that makes much of a difference, and "NIXL tuned" stands beside NIXL as it comes.
+host's TCP that makes much of a difference, and so do two threads of its own; "NIXL tuned", the better of the two, stands
+beside NIXL as it comes.
 Mooncake: its connection pool, with more connections (lanes) and larger slices. Plain sockets: windows, bytes a call.
 """
 
@@ -23,6 +24,8 @@ PEERS_VENV = HERE.parent / "build" / "peers-venv"
 KVXFER, NIXL, MOONCAKE, LIMITS = "kvxfer", "nixl", "mooncake", "limits"
 MAPPED, CMA, STREAM, UNIX, UCX = "mapped", "cma", "stream", "unix", "ucx"
 LANES = (MAPPED, CMA, STREAM, UNIX, UCX)
+COPYING = (MAPPED, CMA)
+"""Whose reads several threads share."""
 READ, WRITE = "read", "write"
 SMALL, HUGE = "4k", "huge"
 PREPARED, ONE_SHOT = "prepared", "one-shot"
@@ -51,7 +54,7 @@ class Case:
     lists: str
     at_once: int
     copy_threads: int = 0
-    """Of kvxfer's reader; 0: as many as it takes by itself, which is one where processors are few."""
+    """Of kvxfer's reader; 0: as it comes, by as many as processors are idle."""
 
 
 def peers_python() -> str:
@@ -109,7 +112,7 @@ def limits(case: Case, library: str) -> list[Option]:
 def nixl(case: Case, *, is_tuned: bool = False) -> list[Option]:
     """NIXL over what the lane is compared with: TCP beside ``stream``, its own choice beside the others.
 
-    ``is_tuned``: with a progress thread only where it is needed, at the passive end.
+    ``is_tuned``: with a progress thread only where it is needed, at the passive end, or with two threads of its own.
     """
     if case.lane == UNIX:
         return []
@@ -130,8 +133,11 @@ def nixl(case: Case, *, is_tuned: bool = False) -> list[Option]:
         # kvxfer's mapped pools lie on their own kind of pages: NIXL shows its better one beside them.
         for pages in (SMALL, HUGE) if case.lane == MAPPED else (case.pages,):
             label = f"{pages} pages" if case.lane == MAPPED else "default"
-            label += ", no progress thread" if is_tuned else ""
-            setups.append(nixl_setup(pages, quiet, passive if is_tuned else (), label))
+            if not is_tuned:
+                setups.append(nixl_setup(pages, quiet, (), label))
+                continue
+            for settings, what in ((passive, "no progress thread"), ((("num_threads", 2),), "2 threads")):
+                setups.append(nixl_setup(pages, quiet, settings, f"{label}, {what}"))
     options = []
     for setup in setups:
         can_pause = case.lane == STREAM and not setup.settings

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from measure.contenders import (
     CMA,
+    COPYING,
     HUGE,
     LANES,
     MAPPED,
@@ -50,8 +51,14 @@ UCX_ROUNDS = 2
 
 
 def stage(lane: str, op: str, pages: str, sizes: tuple[int, ...], site: str = ONE_HOST, via: str = "post") -> Stage:
+    """By one copying thread, as what it is compared with."""
     rounds = UCX_ROUNDS if lane == UCX else 1
-    return Stage(Case(lane, op, pages, PREPARED, 1), sizes, site, via, rounds)
+    return Stage(Case(lane, op, pages, PREPARED, 1, 1 if lane in COPYING else 0), sizes, site, via, rounds)
+
+
+def as_it_comes(lane: str, pages: str, sizes: tuple[int, ...]) -> Stage:
+    """By as many copying threads as processors are idle."""
+    return Stage(Case(lane, READ, pages, PREPARED, 1), sizes)
 
 
 def table() -> list[Stage]:
@@ -66,8 +73,9 @@ def table() -> list[Stage]:
         stage(STREAM, WRITE, HUGE, FEW, site=NAMESPACES),
         stage(MAPPED, READ, HUGE, ALL),
         stage(CMA, READ, SMALL, ALL),
-        Stage(Case(CMA, READ, HUGE, PREPARED, 1, copy_threads=2), FEW),
-        Stage(Case(MAPPED, READ, SMALL, PREPARED, 1, copy_threads=2), FEW),
+        as_it_comes(CMA, HUGE, ALL),
+        as_it_comes(MAPPED, SMALL, ALL),
+        as_it_comes(CMA, SMALL, FEW),
     ]
     for lane in (STREAM, CMA, MAPPED):
         stages += [Stage(Case(lane, READ, SMALL if lane == MAPPED else HUGE, PREPARED, 64), (64 * K,))]
@@ -102,7 +110,7 @@ def asked(options: argparse.Namespace) -> Iterator[Stage]:
             for op in options.direction.split(","):
                 for lists in options.lists:
                     for at_once in options.at_once.split(","):
-                        threads = options.copy_threads if lane in (MAPPED, CMA) else 0
+                        threads = options.copy_threads if lane in COPYING else 0
                         case = Case(lane, op, pages, lists, int(at_once), threads)
                         for via in options.via.split(","):
                             if via == "post" or (op == READ and lane in (MAPPED, STREAM)):

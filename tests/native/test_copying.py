@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -67,3 +72,70 @@ def test_many_large_copies_by_several_threads(nodes: Any, new_id: NewId, lane: n
         assert np.array_equal(ours[filled], theirs[granted])
         rest = np.setdiff1d(np.arange(4096), filled)
         assert np.all(ours[rest] == POISON)
+
+
+# --- as many threads as processors are idle ---
+
+
+def helpers() -> int:
+    """Threads of this process that help copying."""
+    names = pathlib.Path("/proc/self/task").glob("*/comm")
+    return sum(name.read_text() == "kvxfer-copy\n" for name in names)
+
+
+@pytest.fixture
+def every_processor_is_busy() -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        time.sleep(0.3)
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def pull_all(p: Any, d: Any, new_id: NewId, lane: native.Lane) -> None:
+    d.fill(POISON)
+    transfer = new_id()
+    p.grant(transfer, list(range(4096)))
+    d.pull(transfer, p, list(range(4096)), lanes=[lane])
+    assert d.wait_drained(transfer).state == native.TransferState.COMMITTED
+    assert np.array_equal(d.memory, p.memory)
+
+
+needs_few = pytest.mark.skipif((os.cpu_count() or 1) > 7, reason="more than one thread copies, idle processors or not")
+needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no processor for another thread")
+
+
+@each_lane
+@needs_few
+def test_nobody_helps_where_every_processor_is_busy(
+    nodes: Any, new_id: NewId, lane: native.Lane, every_processor_is_busy: None
+) -> None:
+    p, d = nodes.pair(blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 0}})
+    before = helpers()
+    for _ in range(5):
+        pull_all(p, d, new_id, lane)
+    assert helpers() == before
+
+
+@each_lane
+@needs_two
+def test_an_idle_processor_helps(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
+    """Others of this machine may keep it busy for a while."""
+    p, d = nodes.pair(blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 0}})
+    before, give_up_at = helpers(), time.monotonic() + 30
+    while helpers() == before:
+        assert time.monotonic() < give_up_at, "no thread was ever started"
+        pull_all(p, d, new_id, lane)
+    pull_all(p, d, new_id, lane)
+
+
+@each_lane
+def test_one_thread_is_one(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
+    p, d = nodes.pair(blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 1}})
+    before = helpers()
+    for _ in range(5):
+        pull_all(p, d, new_id, lane)
+    assert helpers() == before

@@ -88,7 +88,7 @@ void Core::start() {
   if (!options_.unix_path.empty()) local = listen_unix(options_.unix_path);
   is_bound_ = static_cast<bool>(local);
   LaneTools tools;
-  tools.copier = std::make_shared<Copier>(options_.copy_threads == 0 ? default_copy_threads() : options_.copy_threads);
+  tools.copier = std::make_shared<Copier>(options_.copy_threads == 0 ? CopyThreads::of_host() : CopyThreads{options_.copy_threads, options_.copy_threads});
   tools.staging = std::make_unique<Staging>();
   try {
     if (ucx_) tools.ucx = std::make_unique<UcxWorker>(ucx_);

@@ -12,7 +12,7 @@ struct CoreOptions {
   uint16_t bind_port = 0;
   std::string unix_path;       // empty: none
   UcxOptions ucx;
-  unsigned copy_threads = 0;   // of the mapped lane, the IO thread being one of them; 0: as the host has cores
+  unsigned copy_threads = 0;   // of `mapped` and `cma`, the IO thread being one of them; 0: as processors are idle
 };
 
 class Core {

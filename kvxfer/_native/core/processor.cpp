@@ -35,6 +35,11 @@ int incoming_processor(int fd) noexcept {
 
 }  // namespace
 
+int idle_processors() noexcept {
+  cpu_set_t own;
+  return ::sched_getaffinity(0, sizeof own, &own) == 0 ? CPU_COUNT(&own) - running_threads() : 0;
+}
+
 void Asker::heard(int fd, Nanos now) {
   if (now - std::exchange(heard_at_, now) < kPause) return;
   processor_ = now - said_at_ < kPause ? -1 : incoming_processor(fd);
@@ -50,7 +55,7 @@ bool KeepOff::flows(int fd, const Asker& asker, Nanos now) {
 }
 
 bool KeepOff::begin() {
-  if (::sched_getaffinity(0, sizeof all_, &all_) != 0 || running_threads() > CPU_COUNT(&all_)) return false;
+  if (::sched_getaffinity(0, sizeof all_, &all_) != 0 || idle_processors() < 0) return false;
   others_ = all_;
   CPU_CLR(static_cast<size_t>(leaves_), &others_);
   is_on_ = CPU_COUNT(&others_) != 0 && ::sched_setaffinity(0, sizeof others_, &others_) == 0;

@@ -9,6 +9,10 @@
 
 namespace kvxfer {
 
+// How many of those that the caller may run on have nothing to run; negative: so many threads more want to run than there are.
+// Of the whole machine's threads nobody says on which they wait, so it may be more than are told. Never throws.
+int idle_processors() noexcept;
+
 // On which processor the peer of a connection asked for the blocks that flow over it, where that is TCP within one kernel,
 // which delivers on the sender's own processor.
 //

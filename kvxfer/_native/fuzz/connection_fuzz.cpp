@@ -63,7 +63,7 @@ Fd listen_nameless(sockaddr_un& address, socklen_t& size) {
 
 LaneTools tools() {
   LaneTools tools;
-  tools.copier = std::make_shared<Copier>(1);
+  tools.copier = std::make_shared<Copier>();
   tools.staging = std::make_unique<Staging>();
   return tools;
 }

@@ -123,7 +123,7 @@ class CmaRead final : public ReadJob {
 
   // By one call; by several at once where there are threads for them.
   size_t read_some(size_t max) {
-    const size_t threads = max < Copier::kSharedBytes ? 1 : memory_.copier->threads();
+    const size_t threads = memory_.copier->threads(max);
     const size_t each = std::clamp((max + threads - 1) / threads, std::min(kPartBytes, max), kCallBytes);
     size_t used = 0, bytes = 0;
     for (; used < threads && bytes < max && !to_.is_done(); bytes += calls_[used++].bytes) {
@@ -140,7 +140,7 @@ class CmaRead final : public ReadJob {
       }
     };
     effort_.calls += used;
-    used == 1 ? make(0) : memory_.copier->share(used, make);
+    used == 1 ? make(0) : memory_.copier->share(threads, used, make);
     try {
       for (size_t i = 0; i < used; ++i) {
         if (calls_[i].error) std::rethrow_exception(calls_[i].error);

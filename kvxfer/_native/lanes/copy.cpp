@@ -1,8 +1,13 @@
 #include "copy.hpp"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstring>
 #include <system_error>
+
+#include "core/clock.hpp"
+#include "core/processor.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -16,6 +21,9 @@ constexpr size_t kStep = 4096;               // a page: hardware looks ahead wit
 constexpr size_t kLongRun = 256 * 1024;      // from here on hardware does the better part of looking ahead
 constexpr size_t kLongAhead = 4 * kLine;
 constexpr size_t kPartBytes = 256 * 1024;    // what a thread takes at a time
+constexpr size_t kSharedBytes = 1 << 20;     // fewer are in place sooner than another thread would be awake
+constexpr Nanos kLookAgain = 2 * kMillisecond;  // at the processors: a look takes some ten microseconds
+constexpr unsigned kThreadsMax = 4;          // where nobody said: more were not faster, it is the memory that they wait for
 constexpr int kSpins = 1000;                 // of one that waits, before it lets others run: some ten microseconds
 
 inline void relax() {
@@ -111,7 +119,7 @@ void copy_runs(const Run* runs, size_t count, Stores stores) {
   (stores == Stores::PastCache ? past_cache : copy_plain)(runs, count);
 }
 
-unsigned default_copy_threads() { return std::clamp(std::thread::hardware_concurrency() / 4, 1u, 4u); }
+CopyThreads CopyThreads::of_host() { return {std::clamp(std::thread::hardware_concurrency() / 4, 1u, kThreadsMax), kThreadsMax}; }
 
 // --- several threads ---
 
@@ -146,14 +154,26 @@ struct CutRuns {
 void Copier::copy(const Run* runs, size_t count, Stores stores) {
   size_t bytes = 0;
   for (size_t i = 0; i < count; ++i) bytes += runs[i].size;
-  if (wanted_ == 0 || bytes < kSharedBytes) return copy_runs(runs, count, stores);
+  const size_t by = threads(bytes);
+  if (by == 1) return copy_runs(runs, count, stores);
   const CutRuns cut(runs, count);
-  share(cut.parts.size(), [&](size_t i) { copy_runs(cut.runs.data() + cut.parts[i].first, cut.parts[i].count, stores); });
+  share(by, cut.parts.size(), [&](size_t i) { copy_runs(cut.runs.data() + cut.parts[i].first, cut.parts[i].count, stores); });
 }
 
-void Copier::share(size_t parts, Call call, const void* context) {
-  start();
-  const std::shared_ptr<Work> work(new Work{call, context, parts});
+size_t Copier::threads(size_t bytes) {
+  if (bytes < kSharedBytes) return 1;
+  if (threads_.always >= threads_.most) return now_;
+  if (const Nanos now = monotonic_now(); now - looked_at_ >= kLookAgain) {
+    looked_at_ = now;
+    const int idle = std::max(0, idle_processors() + awake_.load(std::memory_order_relaxed));
+    now_ = std::clamp(1 + static_cast<unsigned>(idle), threads_.always, threads_.most);
+  }
+  return now_;
+}
+
+void Copier::share(size_t threads, size_t parts, Call call, const void* context) {
+  start(threads - 1);
+  const std::shared_ptr<Work> work(new Work{call, context, parts, threads - 1});
   {
     std::lock_guard lock(mutex_);
     work_ = work;
@@ -166,11 +186,12 @@ void Copier::share(size_t parts, Call call, const void* context) {
   }
 }
 
-void Copier::start() {
+void Copier::start(size_t helpers) {
   try {
-    while (helpers_.size() < wanted_) helpers_.emplace_back([this] { help(); });
-  } catch (const std::system_error&) {
-    wanted_ = helpers_.size();  // the process may have no more of them: so be it
+    while (helpers_.size() < helpers) helpers_.emplace_back([this] { help(); });
+  } catch (const std::system_error&) {  // the process may have no more of them: so be it
+    threads_.most = now_ = static_cast<unsigned>(helpers_.size()) + 1;
+    threads_.always = std::min(threads_.always, threads_.most);
   }
 }
 
@@ -181,18 +202,29 @@ void Copier::Work::take_parts() {
   }
 }
 
+bool Copier::Work::take_seat() {
+  size_t left = seats.load(std::memory_order_relaxed);
+  while (left != 0 && !seats.compare_exchange_weak(left, left - 1, std::memory_order_relaxed)) {
+  }
+  return left != 0;
+}
+
 void Copier::help() {
+  ::pthread_setname_np(::pthread_self(), "kvxfer-copy");
+  awake_.fetch_add(1, std::memory_order_relaxed);
   for (uint64_t seen = 0;;) {
     for (int i = 0; i < kSpins && round_.load(std::memory_order_acquire) == seen; ++i) relax();
     std::shared_ptr<Work> work;
     {
       std::unique_lock lock(mutex_);
+      awake_.fetch_sub(1, std::memory_order_relaxed);
       has_work_.wait(lock, [&] { return is_over_ || round_.load(std::memory_order_relaxed) != seen; });
       if (is_over_) return;
+      awake_.fetch_add(1, std::memory_order_relaxed);
       seen = round_.load(std::memory_order_relaxed);
       work = work_;
     }
-    work->take_parts();
+    if (work->take_seat()) work->take_parts();
   }
 }
 

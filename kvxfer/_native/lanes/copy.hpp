@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/pool.hpp"
+#include "machines/ids.hpp"
 
 namespace kvxfer {
 
@@ -29,45 +30,54 @@ enum class Stores { InCache, PastCache };
 // By the calling thread. `to` and `from` of a run do not overlap.
 void copy_runs(const Run* runs, size_t count, Stores stores);
 
-// How many threads copy where nobody said: one up to 7 cores, then one for every four, at most four.
-unsigned default_copy_threads();
+// How many threads copy: so many always, and up to so many where that many processors have nothing to run.
+struct CopyThreads {
+  unsigned always = 1, most = 1;
 
-// The threads that copy for one IO thread, itself the first of them. The others are started by the first large copy. Whoever
-// comes late finds nothing left to do, and nobody waits for a thread that has not begun.
+  // Where nobody said: always one up to 7 processors, then one for every four, at most four; on idle ones up to four.
+  static CopyThreads of_host();
+};
+
+// The threads that copy for one IO thread, itself the first of them. The others are started by the first copy that takes
+// them. Whoever comes late finds nothing left to do, and nobody waits for a thread that has not begun.
 class Copier {
  public:
-  explicit Copier(unsigned threads = 1) : wanted_(threads == 0 ? 0 : threads - 1) {}
+  explicit Copier(CopyThreads threads = {}) : threads_(threads), now_(threads.always) {}
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
   ~Copier();
 
   // Every byte is in place when this returns. One caller at a time.
   void copy(const Run* runs, size_t count, Stores stores);
-  // Calls part(0), part(1) ... of so many, each once, on this thread and the others; all have returned when this does. `part`
-  // must not throw. One caller at a time.
+  // Calls part(0), part(1) ... of so many, each once, on up to so many threads, the caller's among them; all have returned when
+  // this does. `part` must not throw. One caller at a time.
   template <class Part>
-  void share(size_t parts, const Part& part) {
-    share(parts, [](const void* context, size_t i) { (*static_cast<const Part*>(context))(i); }, &part);
+  void share(size_t threads, size_t parts, const Part& part) {
+    share(threads, parts, [](const void* context, size_t i) { (*static_cast<const Part*>(context))(i); }, &part);
   }
-  // With the caller's. What moves fewer than kSharedBytes is over sooner than another would be awake.
-  size_t threads() const { return wanted_ + 1; }
-  static constexpr size_t kSharedBytes = 1 << 20;
+  // How many threads so many bytes are worth now, the caller's among them.
+  size_t threads(size_t bytes);
 
  private:
   using Call = void (*)(const void* context, size_t part);
   struct Work {
     void take_parts();
+    bool take_seat();
 
     const Call call;
     const void* const context;  // the caller's, who is gone once all parts are done
     const size_t parts;
+    std::atomic<size_t> seats;  // of helpers that may still come
     std::atomic<size_t> next{0}, done{0};
   };
-  void share(size_t parts, Call call, const void* context);
-  void start();
+  void share(size_t threads, size_t parts, Call call, const void* context);
+  void start(size_t helpers);
   void help();
 
-  size_t wanted_;  // of the others
+  CopyThreads threads_;
+  unsigned now_;                      // as of the last look at the processors
+  Nanos looked_at_ = 0;
+  std::atomic<int> awake_{0};         // helpers, which run themselves
   std::vector<std::thread> helpers_;
   std::mutex mutex_;
   std::condition_variable has_work_;
