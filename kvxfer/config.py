@@ -36,7 +36,9 @@ COPY_THREADS_MAX = 64
 def check_copy_threads(name: str, value: int) -> None:
     """Raise ConfigError unless ``value`` is a number of threads, or 0."""
     if not 0 <= value <= COPY_THREADS_MAX:
-        raise ConfigError(f"{name} must be 1 to {COPY_THREADS_MAX}, or 0 for as many as processors are idle, not {value!r}")
+        raise ConfigError(
+            f"{name} must be 1 to {COPY_THREADS_MAX}, or 0 for as many as processors are idle, not {value!r}"
+        )
 
 
 def check_address(name: str, value: str) -> None:

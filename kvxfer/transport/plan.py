@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from kvxfer.transport.base import Blocks, StartPost, Transport, as_blocks
 from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Prepared, Words
 from kvxfer.transport.peer import RemotePeer
 from kvxfer.types import Lane
+
+if TYPE_CHECKING:
+    from kvxfer.transport.post import Post
 
 LIST_BYTES_MAX = 384 * 1024
 """Of one list of ranges in one frame; the core's own bound."""
@@ -59,6 +62,8 @@ class Route:
     """Whether its transfers ask for checksums; ``None``: one in so many does."""
     starts: tuple[tuple[Lane, ...], tuple[StartPost, ...]]
     """One of each part, by these lanes."""
+    spare: list[tuple[Post, Sequence[bool]]] = dataclasses.field(default_factory=list)
+    """What the next start needs: at most one."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -94,6 +94,7 @@ class Post:
         "_state",
         "_states",
         "plan",
+        "transfer_ids",
     )
 
     def __init__(
@@ -102,20 +103,17 @@ class Post:
         plan: Plan,
         ids: Sequence[bytes],
         reasons: Mapping[Lane, str],
-        order: Order | None,
-        notification: bytes | None,
-        on_final: Callable[[Post], None] | None,
-        on_drained: Callable[[Post], None] | None,
-        begun_ns: int,
         has_asked_sums: bool,
     ) -> None:
+        """What differs from one start of a plan to the next is set by :meth:`Poster.start`."""
         self.plan = plan
+        self.transfer_ids = tuple(ids)
         self._poster = poster
         self._reasons = reasons
-        self._order = order
-        self._notification = notification
-        self._on_final = on_final
-        self._on_drained = on_drained
+        self._order: Order | None = None
+        self._notification: bytes | None = None
+        self._on_final: Callable[[Post], None] | None = None
+        self._on_drained: Callable[[Post], None] | None = None
         self._states = dict.fromkeys(ids, _CONNECTING)
         self._live = len(ids)  # transfers that have not drained
         self._is_final = False
@@ -125,8 +123,7 @@ class Post:
         self._finals: list[_core.TransferFinal] = []
         self._failed: _core.TransferFinal | None = None
         self._has_asked_sums = has_asked_sums
-        self._begun_ns = begun_ns
-        self._post_ns = self._final_ns = 0
+        self._begun_ns = self._post_ns = self._final_ns = 0
 
     def __repr__(self) -> str:
         drained = "" if self.is_drained or not self.is_final else ", draining"
@@ -134,10 +131,6 @@ class Post:
             f"<Post {self.plan.op} {self.plan.nbytes} bytes in {self.plan.pieces} pieces, peer {self.plan.peer.ref}: "
             f"{self._state.name.lower()}{drained}>"
         )
-
-    @property
-    def transfer_ids(self) -> tuple[bytes, ...]:
-        return tuple(self._states)
 
     @property
     def is_final(self) -> bool:
@@ -233,12 +226,13 @@ class Post:
 
     # --- for the poster; its lock is held ---
 
-    def _abandon(self, error: KvxferError, unstarted: int) -> None:
-        """So many transfers of it could not be started: the call raises, and those that were are cancelled."""
-        self._live = max(0, self._live - unstarted)
+    def _abandon(self, error: KvxferError) -> None:
+        """Not all of its transfers could be started: the call raises, and those that were are cancelled."""
+        self._live = sum(identity in self._poster._posts for identity in self.transfer_ids)
         self._on_final = self._on_drained = None
         self._cancel_rest()
-        self._end(TransferState.FAILED, error)
+        if not self._is_final:
+            self._end(TransferState.FAILED, error)
 
     def _skip(self, unstarted: int) -> None:
         """It has ended, and so many transfers of it will not be started."""

@@ -204,8 +204,9 @@ class Poster:
 
         Raises InvalidArgument, LimitExceeded, PeerGone, LaneUnavailable (names each lane's obstacle).
         """
-        # Little is called from here, and nothing is found out twice: between two small posts a processor forgets what
-        # it ran, and to run it anew takes as long as the wire.
+        # Little is called from here, nothing is found out twice, and what the next start needs is made when this one's
+        # bytes are on their way: between two small posts a processor forgets what it ran, and to run it anew takes as
+        # long as the wire.
         begun_ns = monotonic_ns()
         asked = (None if lanes is None else tuple(lanes), wants_sums)
         for route in plan.routes:
@@ -215,32 +216,50 @@ class Poster:
             route = self._route(plan, *asked)
         timeout_ns = route.timeout_ns if deadline_s is None else as_nanoseconds("deadline_s", deadline_s)
         starts, order = (route.starts[1], None) if len(route.lanes) == 1 else self._best_starts(plan, route)
-        count = len(starts)
-        with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            ids = self._new_ids(count)
-            checks = route.checks
-            sums = [checks] * count if checks is not None else [_is_sampled(identity) for identity in ids]
-            rides, after = (notification, None) if count == 1 else (None, notification)
-            post = Post(self, plan, ids, route.reasons, order, after, on_final, on_drained, begun_ns, False not in sums)
-            for begun, (identity, start, has_sums) in enumerate(zip(ids, starts, sums, strict=True)):
-                if post._is_final:  # a signal's handler polled, and found that one had failed
-                    post._skip(count - begun)
-                    break
-                try:
+        post, begun = None, 0
+        try:
+            with self._lock:
+                if self._failure is not None:
+                    raise self._failure
+                post, sums = route.spare.pop() if route.spare else self._new_post(plan, route)
+                ids = post.transfer_ids
+                rides = None
+                if len(ids) == 1:
+                    rides = notification
+                else:
+                    post._notification = notification
+                post._begun_ns, post._order, post._on_final, post._on_drained = begun_ns, order, on_final, on_drained
+                for identity in ids:
+                    if post._is_final:  # a signal's handler polled, and found that one had failed
+                        post._skip(len(ids) - begun)
+                        break
                     self._posts[identity] = post  # before anybody can hear of it
-                    start(identity, timeout_ns, rides, has_sums)
-                except BaseException as error:
-                    unstarted = count - begun
-                    if not isinstance(error, Exception) and self._has_begun(identity):
-                        unstarted -= 1  # a signal's handler raised right after it
-                    else:
-                        self._posts.pop(identity, None)
-                    post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)), unstarted)
-                    raise
-            post._post_ns = monotonic_ns() - begun_ns  # before anybody else may hear that it drained
+                    starts[begun](identity, timeout_ns, rides, sums[begun])
+                    begun += 1
+                post._post_ns = monotonic_ns() - begun_ns  # before anybody else may hear that it drained
+                if not route.spare:
+                    route.spare.append(self._new_post(plan, route))
+        except BaseException as error:
+            if post is not None:
+                self._abandon(post, begun, error)
+            raise
         return post
+
+    def _abandon(self, post: Post, begun: int, error: BaseException) -> None:
+        """The call that starts it raises, after so many of its transfers."""
+        with self._lock:
+            for identity in post.transfer_ids[begun : begun + 1]:
+                # A signal's handler may have raised right after it.
+                if isinstance(error, Exception) or not self._has_begun(identity):
+                    self._posts.pop(identity, None)
+            post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
+
+    def _new_post(self, plan: Plan, route: Route) -> tuple[Post, Sequence[bool]]:
+        """One that has not begun, and which of its transfers ask for checksums."""
+        ids = self._new_ids(len(plan.parts))
+        checks = route.checks
+        sums = [checks] * len(ids) if checks is not None else [_is_sampled(identity) for identity in ids]
+        return Post(self, plan, ids, route.reasons, False not in sums), sums
 
     def _best_starts(self, plan: Plan, route: Route) -> tuple[tuple[StartPost, ...], Order]:
         """By those of the route's lanes first that are likely the fastest now."""

@@ -7,10 +7,11 @@ import itertools
 import opcode
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from posts_support import Drained, Setting
+from posts_support import MANY, Drained, Setting
 
 from kvxfer.transport import posts
 from kvxfer.transport.posts import Post, Poster
@@ -40,11 +41,14 @@ class Interrupt:
         return self.trace
 
     def poll(self, poster: Poster) -> bool:
+        return self.run(poster.poll)
+
+    def run(self, call: Callable[[], object]) -> bool:
         """Whether it came to raise."""
         before = sys.gettrace()
         sys.settrace(self.trace)
         try:
-            poster.poll()
+            call()
         except KeyboardInterrupt:
             return True
         finally:
@@ -85,6 +89,36 @@ def test_an_interrupt_amid_a_poll(monkeypatch: pytest.MonkeyPatch, end: Transfer
         if not has_raised:
             break
     assert places > 50
+
+
+@pytest.mark.parametrize("count", [1, MANY])
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_interrupt_amid_a_start(monkeypatch: pytest.MonkeyPatch, count: int, before: int) -> None:
+    """Wherever it comes, the call raises, and what it had begun is cancelled and kept until it drained: by the first
+    start of a plan, and by a later one."""
+    places = 0
+    for places in itertools.count():
+        setting = Setting(monkeypatch)
+        plan = setting.plan(count)
+        for _ in range(before):
+            post = setting.poster.start(plan)
+            setting.drained(post)
+        assert setting.poster.posts == ()
+        known = {asked.id for asked in setting.transport.asked}
+        has_raised = Interrupt(places).run(lambda setting=setting, plan=plan: setting.poster.start(plan))
+        begun = [asked.id for asked in setting.transport.asked if asked.id not in known]
+        assert len(set(begun)) == len(begun)
+        if not has_raised:
+            assert len(begun) == len(plan.parts)
+            assert setting.transport.cancelled == []
+            break
+        assert sorted(setting.transport.cancelled) == sorted(begun)
+        assert len(setting.poster.posts) == bool(begun)
+        for identity in begun:
+            assert setting.poster.handle(Drained(id=identity))
+        assert setting.poster.posts == ()
+        assert setting.poster.start(plan).transfer_ids[0] not in begun
+    assert places > 10
 
 
 def test_a_callback_that_raises(setting: Setting) -> None:
