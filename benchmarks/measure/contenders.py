@@ -6,8 +6,8 @@ the fastest is the one compared with. It must never know figures.
 NIXL: UCX's defaults (which take cma on one host), and ``UCX_TLS=tcp``; ``num_threads`` of its own, larger TCP segments,
 and a short sleep between two looks at the state, which leaves the processor to the other end where cores are few. Its
 progress thread can be switched off where a transfer starts, which an engine that serves both ways cannot do: off one
-host's TCP that makes much of a difference, and so do two threads of its own; "NIXL tuned", the better of the two, stands
-beside NIXL as it comes.
+host's TCP that makes much of a difference, and so do two threads of its own: "NIXL tuned", the better of the two,
+stands beside NIXL as it comes.
 Mooncake: its connection pool, with more connections (lanes) and larger slices. Plain sockets: windows, bytes a call.
 """
 

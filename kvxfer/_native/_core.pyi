@@ -1421,7 +1421,7 @@ class Core:
         """
         `bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).
         `ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of
-        the mapped lane, 0: as the host has cores.
+        `mapped` and `cma`, 0: as processors are idle.
         """
 
     def start(self) -> None:
