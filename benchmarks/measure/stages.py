@@ -74,7 +74,7 @@ def table() -> list[Stage]:
         stage(MAPPED, READ, HUGE, ALL),
         stage(CMA, READ, SMALL, ALL),
         as_it_comes(CMA, HUGE, ALL),
-        as_it_comes(MAPPED, SMALL, ALL),
+        as_it_comes(MAPPED, SMALL, FEW),
         as_it_comes(CMA, SMALL, FEW),
     ]
     for lane in (STREAM, CMA, MAPPED):
