@@ -124,7 +124,8 @@ class Run:
         ours = kvxfer(case, self.library, stage.via)[0]
         growing: list[GrowingRow] = []
         what = f"`{case.lane}` {case.op} {case.pages} {stage.site} x{case.at_once} {case.lists} {stage.via}"
-        what += f", {tables.how_many(case.copy_threads)}" if case.copy_threads else ""
+        threads = tables.how_many(case.lane, case.copy_threads)
+        what += f", {threads}" if threads else ""
         first, *later = parts_of(self.report.pairs * stage.rounds, self.report.sets * stage.rounds)
         for i, size in enumerate(stage.sizes):
             if self.elapsed_s > self.options.budget_s:

@@ -6,6 +6,7 @@ was measured.
 
 from __future__ import annotations
 
+from measure.contenders import COPYING, MAPPED
 from measure.rows import Comparison, Row
 
 K, M = 1 << 10, 1 << 20
@@ -31,8 +32,11 @@ def bar(row: Row, other: Comparison) -> float | None:
     """The least ratio to ``other`` that is promised in this row; ``None`` where nothing is."""
     if row.via != "post" or row.lists != "prepared" or row.at_once != 1:
         return None
+    is_one_thread = row.lane not in COPYING or row.copy_threads == 1
     if other.name in LIMITS_NAMES:
-        return LIMIT_BAR if row.lane != "unix" else None
+        return LIMIT_BAR if row.lane != "unix" and is_one_thread else None
+    if row.lane == MAPPED and not is_one_thread:
+        return None
     if row.op != "read" and row.lane != "stream":
         return None
     if other.name == "NIXL tuned":

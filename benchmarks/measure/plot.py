@@ -20,6 +20,8 @@ COLOURS = {
     "Mooncake tcp": "#d1495b",
 }
 LIMIT_COLOUR = "#8a8a8a"
+COPYING = ("mapped", "cma")
+"""Lanes that others are compared with by one copying thread."""
 PANELS_A_ROW = 3
 
 
@@ -28,7 +30,8 @@ def panels(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         is_usual = row["via"] == "post" and row["lists"] == "prepared" and row["at_once"] == 1
-        if not is_usual or row.get("copy_threads") or row["error"]:
+        is_one_thread = row["lane"] not in COPYING or row["copy_threads"] == 1  # as what stands beside it
+        if not is_usual or not is_one_thread or row["error"]:
             continue
         where = "" if row["site"] == "one host" else f", {row['site']}"
         found.setdefault(f"{row['lane']} {row['op'].upper()}, {row['pages']} pages{where}", []).append(row)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from measure.bars import CHECKSUMS_BAR, bar, is_held
-from measure.contenders import show_size
+from measure.contenders import COPYING, show_size
 from measure.report import Report
 from measure.rows import Comparison, Row, Spread
 
@@ -26,8 +26,8 @@ LANE_TEXT = {
 def line(row: Row) -> str:
     """One row for the terminal."""
     words = [f"{row.lane:7} {row.op:5} {row.pages:4} {row.lists:8} x{row.at_once:<2} {show_size(row.block_bytes):>5}"]
-    if row.copy_threads:
-        words[0] += f"  {how_many(row.copy_threads)}"
+    if threads := how_many(row.lane, row.copy_threads):
+        words[0] += f"  {threads}"
     if row.error:
         return f"{words[0]}  {row.error}"
     words.append(f"{row.gb_s.median:6.2f} GB/s {row.cpu_s_per_gb:5.2f} CPU s/GB")
@@ -67,9 +67,13 @@ CPU is seconds of processor time a GB, of the source and of the destination. Bol
 """
 
 
-def how_many(copy_threads: int) -> str:
-    """Empty: as it comes."""
-    return "" if not copy_threads else "one copying thread" if copy_threads == 1 else f"{copy_threads} copying threads"
+def how_many(lane: str, copy_threads: int) -> str:
+    """Threads that copy; empty on lanes where nothing is copied so."""
+    if lane not in COPYING:
+        return ""
+    if copy_threads == 0:
+        return "a copying thread for each idle processor"
+    return "one copying thread" if copy_threads == 1 else f"{copy_threads} copying threads"
 
 
 def _key(row: Row) -> tuple[Any, ...]:
@@ -84,7 +88,7 @@ def _table(key: tuple[Any, ...], rows: list[Row], report: Report) -> str:
         "one-shot" if lists != "prepared" else "",
         f"{at_once} transfers at once" if at_once > 1 else "",
         "by pull under a grant" if via == "pull" else "",
-        how_many(copy_threads),
+        how_many(lane, copy_threads),
     ]
     title += "".join(f", {words}" for words in more if words)
     names = list(dict.fromkeys(other.name for row in rows for other in row.others))

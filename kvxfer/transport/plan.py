@@ -63,7 +63,7 @@ class Route:
     starts: tuple[tuple[Lane, ...], tuple[StartPost, ...]]
     """One of each part, by these lanes."""
     spare: list[tuple[Post, Sequence[bool]]] = dataclasses.field(default_factory=list)
-    """What the next start needs: at most one."""
+    """What the next start needs, once it was started again: one, as a rule."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

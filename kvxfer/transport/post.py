@@ -73,6 +73,8 @@ class Post:
     be given back.
     """
 
+    plan: Plan
+
     __slots__ = (
         "__weakref__",
         "_begun_ns",
@@ -100,13 +102,11 @@ class Post:
     def __init__(
         self,
         poster: Poster,
-        plan: Plan,
         ids: Sequence[bytes],
         reasons: Mapping[Lane, str],
         has_asked_sums: bool,
     ) -> None:
-        """What differs from one start of a plan to the next is set by :meth:`Poster.start`."""
-        self.plan = plan
+        """Its plan, and what differs from one start of it to the next, is set by :meth:`Poster.start`."""
         self.transfer_ids = tuple(ids)
         self._poster = poster
         self._reasons = reasons

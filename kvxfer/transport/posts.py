@@ -211,55 +211,61 @@ class Poster:
         asked = (None if lanes is None else tuple(lanes), wants_sums)
         for route in plan.routes:
             if route.asked == asked and route.config is self.config and route.transport is self.transport:
+                is_again = True
                 break
         else:
-            route = self._route(plan, *asked)
+            route, is_again = self._route(plan, *asked), False
         timeout_ns = route.timeout_ns if deadline_s is None else as_nanoseconds("deadline_s", deadline_s)
         starts, order = (route.starts[1], None) if len(route.lanes) == 1 else self._best_starts(plan, route)
-        post, begun = None, 0
+        post: Post | None = None
+        begun = 0
         try:
             with self._lock:
                 if self._failure is not None:
                     raise self._failure
-                post, sums = route.spare.pop() if route.spare else self._new_post(plan, route)
-                ids = post.transfer_ids
+                post, sums = route.spare.pop() if route.spare else self._new_post(len(starts), route)
+                post.plan, ids = plan, post.transfer_ids
                 rides = None
                 if len(ids) == 1:
                     rides = notification
                 else:
                     post._notification = notification
                 post._begun_ns, post._order, post._on_final, post._on_drained = begun_ns, order, on_final, on_drained
-                for identity in ids:
-                    if post._is_final:  # a signal's handler polled, and found that one had failed
-                        post._skip(len(ids) - begun)
-                        break
-                    self._posts[identity] = post  # before anybody can hear of it
-                    starts[begun](identity, timeout_ns, rides, sums[begun])
-                    begun += 1
-                post._post_ns = monotonic_ns() - begun_ns  # before anybody else may hear that it drained
-                if not route.spare:
-                    route.spare.append(self._new_post(plan, route))
+                try:
+                    for identity in ids:
+                        if post._is_final:  # a signal's handler polled, and found that one had failed
+                            post._skip(len(ids) - begun)
+                            break
+                        self._posts[identity] = post  # before anybody can hear of it
+                        starts[begun](identity, timeout_ns, rides, sums[begun])
+                        begun += 1
+                    if is_again and not route.spare:
+                        route.spare.append(self._new_post(len(starts), route))
+                    post._post_ns = monotonic_ns() - begun_ns  # before anybody else may hear that it drained
+                except BaseException as error:
+                    self._abandon(post, begun, error)  # ... and before anybody else hears of those that were begun
+                    raise
         except BaseException as error:
-            if post is not None:
+            if post is not None and not post._is_final:  # a signal's handler may have raised when all was done
                 self._abandon(post, begun, error)
             raise
         return post
 
     def _abandon(self, post: Post, begun: int, error: BaseException) -> None:
-        """The call that starts it raises, after so many of its transfers."""
+        """The call that starts it raises, after so many of its transfers, and perhaps right after one more."""
         with self._lock:
             for identity in post.transfer_ids[begun : begun + 1]:
-                # A signal's handler may have raised right after it.
-                if isinstance(error, Exception) or not self._has_begun(identity):
+                if not self._has_begun(identity):
                     self._posts.pop(identity, None)
             post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
 
-    def _new_post(self, plan: Plan, route: Route) -> tuple[Post, Sequence[bool]]:
-        """One that has not begun, and which of its transfers ask for checksums."""
-        ids = self._new_ids(len(plan.parts))
+    def _new_post(self, count: int, route: Route) -> tuple[Post, Sequence[bool]]:
+        """One of so many transfers that has not begun, and which of them ask for checksums. It knows no plan yet: one
+        that lies with a plan's route would keep it for ever."""
+        ids = self._new_ids(count)
         checks = route.checks
-        sums = [checks] * len(ids) if checks is not None else [_is_sampled(identity) for identity in ids]
-        return Post(self, plan, ids, route.reasons, False not in sums), sums
+        sums = [checks] * count if checks is not None else [_is_sampled(identity) for identity in ids]
+        return Post(self, ids, route.reasons, False not in sums), sums
 
     def _best_starts(self, plan: Plan, route: Route) -> tuple[tuple[StartPost, ...], Order]:
         """By those of the route's lanes first that are likely the fastest now."""

@@ -53,7 +53,8 @@ def row_of(parts: Any, lane: str, ratios: dict[str, float]) -> Any:
         rows.Comparison(name, "default", speed, 0.5, rows.Spread(ratio, ratio, ratio), 9)
         for name, ratio in ratios.items()
     )
-    return rows.Row(lane, "read", "4k", "prepared", 1, "one host", "post", 4096, 1 << 26, speed, 0.3, 1.1, others)
+    row = rows.Row(lane, "read", "4k", "prepared", 1, "one host", "post", 4096, 1 << 26, speed, 0.3, 1.1, others)
+    return dataclasses.replace(row, copy_threads=1 if lane in ("mapped", "cma") else 0)
 
 
 def test_scattered_pages_are_held_within_bounds_and_given_back(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +88,10 @@ def test_a_multiple_of_a_peer_counts_as_kept_at_the_limit_of_the_socket(parts: A
     assert [is_held(below, other) for other in below.others] == [False, False, True]
     cma = row_of(parts, "cma", {"process_vm_readv": 0.95, "NIXL": 3.9})
     assert [is_held(cma, other) for other in cma.others] == [True, False]
+    mapped = row_of(parts, "mapped", {"memcpy": 0.8, "NIXL": 5.0})
+    assert [is_held(mapped, other) for other in mapped.others] == [False, False]
+    as_they_come = [dataclasses.replace(row, copy_threads=0) for row in (cma, mapped)]
+    assert [is_held(row, other) for row in as_they_come for other in row.others] == [None, False, None, None]
     many = dataclasses.replace(cma, at_once=64)
     assert is_held(many, many.others[1]) is None
 
@@ -123,7 +128,11 @@ def test_rows_of_more_copying_threads_are_a_table_of_their_own(parts: Any) -> No
     made = parts["measure.report"].Report(parts["measure.report"].machine(), "c", "0", "d", 9, 1 << 29, 1 << 28)
     made.rows = [row, more]
     text = parts["measure.tables"].markdown(made)
+    assert "## `cma`, READ, 4k pages, one copying thread" in text
     assert text.index("**3.90") < text.index("## `cma`, READ, 4k pages, 2 copying threads") < text.index(" 6.10 (")
+    made.rows = [dataclasses.replace(more, copy_threads=0)]
+    text = parts["measure.tables"].markdown(made)
+    assert "## `cma`, READ, 4k pages, a copying thread for each idle processor" in text
 
 
 def test_another_machines_table_touches_nothing_else(tmp_path: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -76,18 +77,35 @@ def test_many_large_copies_by_several_threads(nodes: Any, new_id: NewId, lane: n
 
 # --- as many threads as processors are idle ---
 
+PROCESSORS = len(os.sched_getaffinity(0))
+needs_few = pytest.mark.skipif((os.cpu_count() or 1) > 7, reason="several threads copy, idle processors or not")
+needs_two = pytest.mark.skipif(PROCESSORS < 2, reason="there is no processor for another thread")
 
-def helpers() -> int:
+
+def helpers() -> set[str]:
     """Threads of this process that help copying."""
-    names = pathlib.Path("/proc/self/task").glob("*/comm")
-    return sum(name.read_text() == "kvxfer-copy\n" for name in names)
+    found = set()
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            if (task / "comm").read_text() == "kvxfer-copy\n":
+                found.add(task.name)
+    return found
+
+
+def running() -> int:
+    """Threads of this machine that run or could, us among them."""
+    return int(pathlib.Path("/proc/loadavg").read_text().split()[3].split("/")[0])
 
 
 @pytest.fixture
 def every_processor_is_busy() -> Iterator[None]:
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(PROCESSORS)]
     try:
-        time.sleep(0.3)
+        give_up_at = time.monotonic() + 20
+        while running() < PROCESSORS:
+            if time.monotonic() > give_up_at:
+                pytest.skip("the processors cannot be kept busy")
+            time.sleep(0.05)
         yield
     finally:
         for loop in loops:
@@ -104,8 +122,8 @@ def pull_all(p: Any, d: Any, new_id: NewId, lane: native.Lane) -> None:
     assert np.array_equal(d.memory, p.memory)
 
 
-needs_few = pytest.mark.skipif((os.cpu_count() or 1) > 7, reason="more than one thread copies, idle processors or not")
-needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no processor for another thread")
+def pair_of(nodes: Any, threads: int) -> Any:
+    return nodes.pair(blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": threads}})
 
 
 @each_lane
@@ -113,29 +131,33 @@ needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there i
 def test_nobody_helps_where_every_processor_is_busy(
     nodes: Any, new_id: NewId, lane: native.Lane, every_processor_is_busy: None
 ) -> None:
-    p, d = nodes.pair(blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 0}})
+    p, d = pair_of(nodes, 0)
     before = helpers()
     for _ in range(5):
         pull_all(p, d, new_id, lane)
-    assert helpers() == before
+        if running() < PROCESSORS:
+            pytest.skip("the processors are not kept busy")
+    assert helpers() <= before
 
 
 @each_lane
 @needs_two
 def test_an_idle_processor_helps(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
-    """Others of this machine may keep it busy for a while."""
-    p, d = nodes.pair(blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 0}})
-    before, give_up_at = helpers(), time.monotonic() + 30
-    while helpers() == before:
-        assert time.monotonic() < give_up_at, "no thread was ever started"
+    p, d = pair_of(nodes, 0)
+    before, give_up_at, was_idle = helpers(), time.monotonic() + 30, False
+    while helpers() <= before:
+        if time.monotonic() > give_up_at:
+            assert not was_idle, "no thread was ever started"
+            pytest.skip("others keep every processor busy")
+        was_idle |= running() < PROCESSORS
         pull_all(p, d, new_id, lane)
     pull_all(p, d, new_id, lane)
 
 
 @each_lane
 def test_one_thread_is_one(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
-    p, d = nodes.pair(blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 1}})
+    p, d = pair_of(nodes, 1)
     before = helpers()
     for _ in range(5):
         pull_all(p, d, new_id, lane)
-    assert helpers() == before
+    assert helpers() <= before

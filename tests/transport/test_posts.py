@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import math
 import threading
 import types
+import weakref
 from typing import Any
 
 import numpy as np
@@ -409,3 +411,19 @@ def test_registrations(setting: Setting) -> None:
     setting.poster.deregister(other.registration)
     with pytest.raises(InvalidArgument, match="not registered"):
         setting.poster.deregister(other.registration)
+
+
+def test_a_plan_is_gone_with_its_last_user(setting: Setting) -> None:
+    """No collector is needed, also where the next start was prepared: some engines switch it off."""
+    gc.disable()
+    try:
+        for times in (1, 3):
+            plan = setting.plan(100)
+            for _ in range(times):
+                setting.drained(setting.poster.start(plan))
+            gone = weakref.ref(plan)
+            setting.drained(setting.poster.start(setting.plan(1)))  # the last that drained is remembered
+            del plan
+            assert gone() is None
+    finally:
+        gc.enable()

@@ -22,8 +22,9 @@ class Interrupt:
     """Raises where a signal's handler may: after a call, at the begin of a function, at the end of a loop's turn. In
     the modules of posts alone, and there at the `at`-th such place."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt) -> None:
         self.left = at
+        self._error = error
         self._last: dict[types.FrameType, str] = {}
 
     def trace(self, frame: types.FrameType, event: str, _: object) -> Any:
@@ -37,7 +38,7 @@ class Interrupt:
                 self.left -= 1
                 if self.left < 0:
                     sys.settrace(None)
-                    raise KeyboardInterrupt
+                    raise self._error
         return self.trace
 
     def poll(self, poster: Poster) -> bool:
@@ -49,7 +50,7 @@ class Interrupt:
         sys.settrace(self.trace)
         try:
             call()
-        except KeyboardInterrupt:
+        except self._error:
             return True
         finally:
             sys.settrace(before)
@@ -92,10 +93,13 @@ def test_an_interrupt_amid_a_poll(monkeypatch: pytest.MonkeyPatch, end: Transfer
 
 
 @pytest.mark.parametrize("count", [1, MANY])
-@pytest.mark.parametrize("before", [0, 1])
-def test_an_interrupt_amid_a_start(monkeypatch: pytest.MonkeyPatch, count: int, before: int) -> None:
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_an_interrupt_amid_a_start(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], before: int, count: int
+) -> None:
     """Wherever it comes, the call raises, and what it had begun is cancelled and kept until it drained: by the first
-    start of a plan, and by a later one."""
+    start of a plan, and by later ones."""
     places = 0
     for places in itertools.count():
         setting = Setting(monkeypatch)
@@ -105,7 +109,7 @@ def test_an_interrupt_amid_a_start(monkeypatch: pytest.MonkeyPatch, count: int, 
             setting.drained(post)
         assert setting.poster.posts == ()
         known = {asked.id for asked in setting.transport.asked}
-        has_raised = Interrupt(places).run(lambda setting=setting, plan=plan: setting.poster.start(plan))
+        has_raised = Interrupt(places, error).run(lambda setting=setting, plan=plan: setting.poster.start(plan))
         begun = [asked.id for asked in setting.transport.asked if asked.id not in known]
         assert len(set(begun)) == len(begun)
         if not has_raised:

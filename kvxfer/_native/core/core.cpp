@@ -3,10 +3,10 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <sys/random.h>
 
 #include "lanes/stream.hpp"
+#include "signals.hpp"
 #include "sockets.hpp"
 
 namespace kvxfer {
@@ -25,15 +25,6 @@ EndpointLimits checked(EndpointLimits limits) {
 }
 
 std::shared_ptr<cuda::Context> context_of(int device) { return device < 0 ? nullptr : cuda::Context::of(device); }
-
-// A fault of the thread itself is never blocked: the kernel would end the process at once, and no handler (Python's
-// faulthandler, a sanitizer's) could say where it was.
-sigset_t all_but_faults() {
-  sigset_t set;
-  sigfillset(&set);
-  for (const int fault : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGSYS}) sigdelset(&set, fault);
-  return set;
-}
 
 // Drawn many at a time: to ask the kernel for each is a tenth of what a post takes here. A forked child draws its own.
 uint64_t random_seed() {
@@ -102,21 +93,17 @@ void Core::start() {
     io_ = std::move(io);
   }
 
-  const sigset_t others = all_but_faults();
-  sigset_t before;  // signals are for the threads that Python knows
-  ::pthread_sigmask(SIG_SETMASK, &others, &before);
   try {
+    const NoSignals inherited;
     thread_ = std::thread([this] {
       ::pthread_setname_np(::pthread_self(), "kvxfer-io");
       io_->run();
     });
   } catch (const std::system_error& error) {
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
     std::lock_guard turn(turn_.mutex);
     io_.reset();
     throw Error(Code::limit_exceeded, std::string("no thread can be had: ") + error.what());
   }
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Core::close() {

@@ -23,7 +23,8 @@ int running_threads() noexcept {
   if (size <= 0) return kUnknown;
   text[size] = 0;
   int running;
-  return std::sscanf(text, "%*s %*s %*s %d/", &running) == 1 ? running : kUnknown;
+  // Fewer than the caller alone: of a sandbox that says nothing of its host.
+  return std::sscanf(text, "%*s %*s %*s %d/", &running) == 1 && running > 0 ? running : kUnknown;
 }
 
 // Of whoever sent what came last over this connection, where it is TCP within one kernel; negative: not known.
@@ -35,10 +36,13 @@ int incoming_processor(int fd) noexcept {
 
 }  // namespace
 
-int idle_processors() noexcept {
+cpu_set_t own_processors() noexcept {
   cpu_set_t own;
-  return ::sched_getaffinity(0, sizeof own, &own) == 0 ? CPU_COUNT(&own) - running_threads() : 0;
+  if (::sched_getaffinity(0, sizeof own, &own) != 0) CPU_ZERO(&own);
+  return own;
 }
+
+int idle_processors(const cpu_set_t& of) noexcept { return CPU_COUNT(&of) - running_threads(); }
 
 void Asker::heard(int fd, Nanos now) {
   if (now - std::exchange(heard_at_, now) < kPause) return;
@@ -55,7 +59,8 @@ bool KeepOff::flows(int fd, const Asker& asker, Nanos now) {
 }
 
 bool KeepOff::begin() {
-  if (::sched_getaffinity(0, sizeof all_, &all_) != 0 || idle_processors() < 0) return false;
+  all_ = own_processors();
+  if (idle_processors(all_) < 0) return false;
   others_ = all_;
   CPU_CLR(static_cast<size_t>(leaves_), &others_);
   is_on_ = CPU_COUNT(&others_) != 0 && ::sched_setaffinity(0, sizeof others_, &others_) == 0;

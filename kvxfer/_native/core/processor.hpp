@@ -9,9 +9,12 @@
 
 namespace kvxfer {
 
-// How many of those that the caller may run on have nothing to run; negative: so many threads more want to run than there are.
-// Of the whole machine's threads nobody says on which they wait, so it may be more than are told. Never throws.
-int idle_processors() noexcept;
+// Those that the caller may run on; empty where the kernel does not say.
+cpu_set_t own_processors() noexcept;
+
+// How many of these have nothing to run; negative: so many threads more want to run than there are. Nobody says on which
+// processors the whole machine's threads wait, so it may be more than are told. Never throws.
+int idle_processors(const cpu_set_t& of) noexcept;
 
 // On which processor the peer of a connection asked for the blocks that flow over it, where that is TCP within one kernel,
 // which delivers on the sender's own processor.

@@ -44,7 +44,7 @@ class CmaPeer {
 // What a source says of its own memory: fills address and key. `boot_nonce` stays where it is as long as the map is good.
 void describe_cma(Map& map, const void* address, const Bytes16& boot_nonce);
 
-// Throws Error(no_lane) with the reason. Much at once is read by as many threads as `copier` has.
+// Throws Error(no_lane) with the reason. Much at once is read by as many threads as `copier` takes.
 std::shared_ptr<RemoteMemory> open_cma(const Map& map, std::shared_ptr<CmaPeer> peer, std::shared_ptr<Copier> copier);
 
 }  // namespace kvxfer

@@ -7,7 +7,7 @@
 #include <system_error>
 
 #include "core/clock.hpp"
-#include "core/processor.hpp"
+#include "core/signals.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -165,8 +165,8 @@ size_t Copier::threads(size_t bytes) {
   if (threads_.always >= threads_.most) return now_;
   if (const Nanos now = monotonic_now(); now - looked_at_ >= kLookAgain) {
     looked_at_ = now;
-    const int idle = std::max(0, idle_processors() + awake_.load(std::memory_order_relaxed));
-    now_ = std::clamp(1 + static_cast<unsigned>(idle), threads_.always, threads_.most);
+    const int idle = idle_processors(processors_) + awake_.load(std::memory_order_relaxed);
+    now_ = std::clamp(1 + static_cast<unsigned>(std::max(0, idle)), threads_.always, threads_.most);
   }
   return now_;
 }
@@ -179,7 +179,7 @@ void Copier::share(size_t threads, size_t parts, Call call, const void* context)
     work_ = work;
     round_.fetch_add(1, std::memory_order_release);
   }
-  has_work_.notify_all();
+  for (size_t i = 1; i < threads; ++i) has_work_.notify_one();
   work->take_parts();
   for (int spins = 0; work->done.load(std::memory_order_acquire) != parts; ++spins) {
     spins < kSpins ? relax() : std::this_thread::yield();
@@ -187,6 +187,8 @@ void Copier::share(size_t threads, size_t parts, Call call, const void* context)
 }
 
 void Copier::start(size_t helpers) {
+  if (helpers_.size() >= helpers) return;
+  const NoSignals inherited;  // by those that are started here
   try {
     while (helpers_.size() < helpers) helpers_.emplace_back([this] { help(); });
   } catch (const std::system_error&) {  // the process may have no more of them: so be it
@@ -211,9 +213,11 @@ bool Copier::Work::take_seat() {
 
 void Copier::help() {
   ::pthread_setname_np(::pthread_self(), "kvxfer-copy");
+  if (CPU_COUNT(&processors_) != 0) ::sched_setaffinity(0, sizeof processors_, &processors_);
   awake_.fetch_add(1, std::memory_order_relaxed);
+  bool has_helped = true;
   for (uint64_t seen = 0;;) {
-    for (int i = 0; i < kSpins && round_.load(std::memory_order_acquire) == seen; ++i) relax();
+    for (int i = 0; has_helped && i < kSpins && round_.load(std::memory_order_acquire) == seen; ++i) relax();
     std::shared_ptr<Work> work;
     {
       std::unique_lock lock(mutex_);
@@ -224,7 +228,8 @@ void Copier::help() {
       seen = round_.load(std::memory_order_relaxed);
       work = work_;
     }
-    if (work->take_seat()) work->take_parts();
+    has_helped = work->take_seat();
+    if (has_helped) work->take_parts();
   }
 }
 

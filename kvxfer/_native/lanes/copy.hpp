@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/pool.hpp"
+#include "core/processor.hpp"
 #include "machines/ids.hpp"
 
 namespace kvxfer {
@@ -39,10 +40,11 @@ struct CopyThreads {
 };
 
 // The threads that copy for one IO thread, itself the first of them. The others are started by the first copy that takes
-// them. Whoever comes late finds nothing left to do, and nobody waits for a thread that has not begun.
+// them; they take no signals, and run where whoever made this may run. Whoever comes late finds nothing left to do, and nobody
+// waits for a thread that has not begun.
 class Copier {
  public:
-  explicit Copier(CopyThreads threads = {}) : threads_(threads), now_(threads.always) {}
+  explicit Copier(CopyThreads threads = {}) : threads_(threads), now_(threads.always), processors_(own_processors()) {}
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
   ~Copier();
@@ -76,6 +78,7 @@ class Copier {
 
   CopyThreads threads_;
   unsigned now_;                      // as of the last look at the processors
+  const cpu_set_t processors_;
   Nanos looked_at_ = 0;
   std::atomic<int> awake_{0};         // helpers, which run themselves
   std::vector<std::thread> helpers_;

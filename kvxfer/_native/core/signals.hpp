@@ -1,0 +1,27 @@
+// Threads of the core take no signals: those are for the threads that Python knows.
+#pragma once
+
+#include <signal.h>
+
+namespace kvxfer {
+
+// While it lives the calling thread, and whoever it starts for good, takes none. A fault of the thread itself is never
+// blocked: the kernel would end the process at once, and no handler (Python's faulthandler, a sanitizer's) could say where it
+// was.
+class NoSignals {
+ public:
+  NoSignals() {
+    sigset_t others;
+    sigfillset(&others);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGSYS}) sigdelset(&others, fault);
+    ::pthread_sigmask(SIG_SETMASK, &others, &before_);
+  }
+  ~NoSignals() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  NoSignals(const NoSignals&) = delete;
+  NoSignals& operator=(const NoSignals&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace kvxfer
