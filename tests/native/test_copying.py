@@ -78,8 +78,8 @@ def test_many_large_copies_by_several_threads(nodes: Any, new_id: NewId, lane: n
 # --- as many threads as processors are idle ---
 
 PROCESSORS = len(os.sched_getaffinity(0))
-needs_few = pytest.mark.skipif((os.cpu_count() or 1) > 7, reason="several threads copy, idle processors or not")
-needs_two = pytest.mark.skipif(PROCESSORS < 2, reason="there is no processor for another thread")
+ALWAYS = min(max(PROCESSORS // 4, 1), 4) - 1
+"""Helpers that come whether or not processors are idle."""
 
 
 def helpers() -> set[str]:
@@ -127,8 +127,7 @@ def pair_of(nodes: Any, threads: int) -> Any:
 
 
 @each_lane
-@needs_few
-def test_nobody_helps_where_every_processor_is_busy(
+def test_no_more_help_where_every_processor_is_busy(
     nodes: Any, new_id: NewId, lane: native.Lane, every_processor_is_busy: None
 ) -> None:
     p, d = pair_of(nodes, 0)
@@ -137,21 +136,23 @@ def test_nobody_helps_where_every_processor_is_busy(
         pull_all(p, d, new_id, lane)
         if running() < PROCESSORS:
             pytest.skip("the processors are not kept busy")
-    assert helpers() <= before
+    assert len(helpers() - before) <= ALWAYS
 
 
 @each_lane
-@needs_two
 def test_an_idle_processor_helps(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
+    """One more than always, never more than three beside the core's own thread; with one processor nobody."""
     p, d = pair_of(nodes, 0)
     before, give_up_at, was_idle = helpers(), time.monotonic() + 30, False
-    while helpers() <= before:
+    pull_all(p, d, new_id, lane)
+    while len(helpers() - before) < min(PROCESSORS - 1, ALWAYS + 1, 3):
         if time.monotonic() > give_up_at:
             assert not was_idle, "no thread was ever started"
             pytest.skip("others keep every processor busy")
         was_idle |= running() < PROCESSORS
         pull_all(p, d, new_id, lane)
     pull_all(p, d, new_id, lane)
+    assert len(helpers() - before) <= min(PROCESSORS - 1, 3)
 
 
 @each_lane

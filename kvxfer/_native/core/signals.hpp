@@ -3,6 +3,8 @@
 
 #include <signal.h>
 
+#include <initializer_list>
+
 namespace kvxfer {
 
 // While it lives the calling thread, and whoever it starts for good, takes none. A fault of the thread itself is never
