@@ -23,9 +23,11 @@ PY = $(VENV)/bin/python
 INDEX = $$( [ -z "$(TORCH_INDEX)" ] || printf '%s' "--extra-index-url $(TORCH_INDEX)" )
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(INDEX) $(PIP_ARGS)
 BUILD_TOOLS = 'scikit-build-core' 'nanobind' 'cmake' 'ninja'
-# Commands that build look for cmake and ninja in the virtual environment first.
-WITH_TOOLS = PATH="$$PWD/$(VENV)/bin:$$PATH"
-CMAKE = $(WITH_TOOLS) cmake -S kvxfer/_native -G Ninja "-DPython_EXECUTABLE=$$PWD/$(PY)"
+# Commands that build look for cmake and ninja in the virtual environment first. Where ccache is there, it keeps what was
+# compiled, for other checkouts too: paths below this one are relative to it.
+WITH_TOOLS = PATH="$$PWD/$(VENV)/bin:$$PATH" CCACHE_BASEDIR="$$PWD" CCACHE_NOHASHDIR=1
+CMAKE = $(WITH_TOOLS) CMAKE_CXX_COMPILER_LAUNCHER="$$(command -v ccache || :)" \
+    cmake -S kvxfer/_native -G Ninja "-DPython_EXECUTABLE=$$PWD/$(PY)"
 
 .PHONY: help demo serve demo-vllm test test-slow test-nixl test-vllm check fix sim fuzz fuzz-build fuzz-corpus fuzz-replay test-sanitize asan tsan bench bench-peers stub test-installed clean install native
 
