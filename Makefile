@@ -1,9 +1,10 @@
-# make demo | serve | demo-vllm | test | test-slow | test-nixl | test-vllm | check | fix | sim | fuzz | fuzz-corpus | test-sanitize | bench | bench-peers | stub | test-installed | clean
+# make demo | serve | test | check | fix | deep | nightly | slowest | bench | sim | fuzz | stub | clean      CONTRIBUTING.md says more
 #
 #   PYTHON=python3.12                     build with this Python instead of the first 3.11+ found
 #   PIP_ARGS='--index-url URL'            more arguments for every pip install (PIP_INDEX_URL reaches the model's fetch too)
 #   TORCH_INDEX=URL                       an extra package index, asked for torch too (a CPU-only build, a mirror)
 #   ARGS='...'                            passed on to the command behind demo, serve, test, bench
+#   WORKERS=auto                          how many tests run at once: a number, or auto for one a processor, at most 8
 
 .POSIX:
 .SUFFIXES:
@@ -14,6 +15,7 @@ PYTHON =
 PIP_ARGS =
 TORCH_INDEX =
 ARGS =
+WORKERS = auto
 SEEDS = 200
 SEED_BASE = 0
 SECONDS = 60
@@ -29,10 +31,20 @@ WITH_TOOLS = PATH="$$PWD/$(VENV)/bin:$$PATH" CCACHE_BASEDIR="$$PWD" CCACHE_NOHAS
 CMAKE = $(WITH_TOOLS) CMAKE_CXX_COMPILER_LAUNCHER="$$(command -v ccache || :)" \
     cmake -S kvxfer/_native -G Ninja "-DPython_EXECUTABLE=$$PWD/$(PY)"
 
-.PHONY: help demo serve demo-vllm test test-slow test-nixl test-vllm check fix sim fuzz fuzz-build fuzz-corpus fuzz-replay test-sanitize asan tsan bench bench-peers stub test-installed clean install native
+# Every test is of one tier: quick, deep or nightly (tests/conftest.py has the table). What each part of a run took is kept
+# under build/durations; TIER and PART name it.
+VLLM = build/vllm-venv
+VLLM_VERSION = 0.32.0
+TIER = quick
+PART = $(TIER)
+PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --junitxml=build/durations/$(PART).xml
+
+.PHONY: help demo serve demo-vllm test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
+    nightly-fuzz nightly-asan nightly-tsan nightly-wheel test-nixl test-vllm slowest check fix sim fuzz fuzz-build fuzz-corpus \
+    asan tsan wheel bench bench-peers stub test-installed clean install native
 
 help:
-	@sed -n '1,7s/^# \{0,1\}//p' Makefile
+	@sed -n '1,8s/^# \{0,1\}//p' Makefile
 
 demo: install
 	@$(VENV)/bin/kvxfer demo $(ARGS)
@@ -40,18 +52,57 @@ demo: install
 serve: install
 	@$(VENV)/bin/kvxfer serve $(ARGS)
 
-# All but those marked slow, which test-slow runs; ARGS='-m ""' is all.
-test: install fuzz-replay
-	@$(PY) -m pytest -q -m "not slow" $(ARGS)
+# The quick tier; ARGS='-m "" tests/faults' is all of these.
+test: install
+	@$(PYTEST) -m $(TIER) $(ARGS)
 
-test-slow: install
-	@$(PY) -m pytest -q -m slow --ignore=tests/vllm $(ARGS)
+# What .ci/run runs after check and test, in parts that can be called alone. The kept fuzzing corpus is replayed by asan.
+deep: deep-tests asan tsan deep-vllm deep-wheel
+
+deep-tests: install
+	@$(MAKE) test TIER=deep ARGS='--ignore=tests/vllm --ignore=tests/fuzz/test_corpus.py $(ARGS)'
+
+deep-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
+	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm/test_smoke.py $(ARGS)
+
+deep-wheel: wheel
+	@PART=$@ .ci/test-staged build/installed wheel $(WHEEL_SMOKE) $(ARGS)
+
+# Everything that is in no other tier, and what those repeat at length, in parts that can be called alone. Each part runs,
+# whatever became of those before it; the list at the end says which failed, and the minutes of each.
+NIGHTLY = nightly-tests nightly-vllm test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel
+nightly: install
+	@.ci/parts $(NIGHTLY)
+
+nightly-tests: install
+	@$(MAKE) test TIER=nightly ARGS='--ignore=tests/vllm $(ARGS)'
+
+nightly-vllm: test-vllm
+
+nightly-sim:
+	@$(MAKE) sim SEEDS=2000
+
+nightly-fuzz:
+	@$(MAKE) fuzz SECONDS=300
+
+nightly-asan:
+	@$(MAKE) asan PART=$@ MARKS=''
+
+nightly-tsan:
+	@$(MAKE) tsan PART=$@ MARKS='' TSAN_TESTS=''
+
+nightly-wheel:
+	@$(MAKE) test-installed PART=$@
+
+# The dearest twenty tests of the last runs here, or with FILES=1 every file: its tests, its minutes, its tiers.
+slowest:
+	@python3 .ci/slowest $(if $(FILES),--files) build/durations
 
 # The drop-in's names, parameters and numbers beside those of NIXL's own wheel, which is looked at and never used.
 NIXL = build/nixl-wheel
 test-nixl: install $(NIXL)/.installed
 	@PYTHONPATH=$(NIXL) $(PY) -c "import nixl_cu12._api"
-	@PYTHONPATH=$(NIXL) $(PY) -m pytest -q tests/connectors/nixl/test_surface.py $(ARGS)
+	@PYTHONPATH=$(NIXL) $(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/connectors/nixl/test_surface.py $(ARGS)
 
 $(NIXL)/.installed: benchmarks/peers/requirements.txt
 	@rm -rf $(NIXL)
@@ -59,10 +110,8 @@ $(NIXL)/.installed: benchmarks/peers/requirements.txt
 	@touch $@
 
 # The connector inside real vLLM, which has a virtual environment of its own (3 GB, minutes the first time).
-VLLM = build/vllm-venv
-VLLM_VERSION = 0.32.0
 test-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
-	@$(PY) -m pytest -q tests/vllm $(ARGS)
+	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm $(ARGS)
 
 # What docs/vllm.md begins with: two engines of vLLM behind kvxfer's router.
 demo-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
@@ -137,26 +186,30 @@ fuzz-build: $(VENV)/.installed
 	@$(CMAKE) -B build/fuzz -DKVXFER_FUZZ=ON -DKVXFER_SANITIZE=address,undefined >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
 	@$(WITH_TOOLS) cmake --build build/fuzz --target fuzzers >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
 
-# The same targets as the module is built, for tests/fuzz to replay the kept corpus.
-fuzz-replay: native
-	@$(WITH_TOOLS) cmake --build build/native --target fuzzers >build/native.log 2>&1 || { cat build/native.log; exit 1; }
-
-# The native tests once more: with every byte that the core touches watched (address, with undefined behaviour beside it), and
-# with every pair of accesses from two threads (thread).
-test-sanitize: asan tsan
-
+# The native tests once more: with every byte that the core touches watched (asan, with undefined behaviour beside it, and the
+# kept corpus through every fuzz target), and with every pair of accesses from two threads (tsan), which the pure machines
+# have none of.
+MARKS = not nightly
+TSAN_TESTS = tests/contract tests/native/test_threads.py tests/native/test_driving.py tests/native/test_lending.py \
+    tests/native/test_regions.py tests/native/test_endings.py tests/native/test_sessions.py
+asan: PART = asan
 asan: $(VENV)/.installed
-	@.ci/test-sanitized asan address,undefined $(ARGS)
+	@PART=$(PART) MARKS='$(MARKS)' .ci/test-sanitized asan address,undefined $(ARGS)
 
+tsan: PART = tsan
 tsan: $(VENV)/.installed
-	@.ci/test-sanitized tsan thread $(ARGS)
+	@PART=$(PART) MARKS='$(MARKS)' .ci/test-sanitized tsan thread $(TSAN_TESTS) $(ARGS)
 
 # What people install: the wheel, tested from another directory, where the checkout cannot be imported by accident.
-test-installed: $(VENV)/.installed
+test-installed: wheel
+	@PART=$(PART) .ci/test-staged build/installed wheel $(ARGS)
+
+WHEEL_SMOKE = tests/tidy/test_surface.py tests/agent/test_agent.py tests/cli/test_main.py tests/contract
+wheel: $(VENV)/.installed
 	@rm -rf build/installed build/dist && mkdir -p build/installed
-	@$(WITH_TOOLS) $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/dist .
+	@$(WITH_TOOLS) CMAKE_CXX_COMPILER_LAUNCHER="$$(command -v ccache || :)" $(PY) -m pip wheel --quiet --disable-pip-version-check \
+	    --no-deps --no-build-isolation --wheel-dir build/dist .
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target build/installed build/dist/kvxfer-*.whl
-	@.ci/test-staged build/installed wheel $(ARGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,6 @@
-"""Every test has its own state, cache and runtime directories: nothing of the user's is read, nothing is left."""
+"""Which tier a test is of. Every run of tests has its own state, cache and runtime directories, so that nothing of the
+user's is read and nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,32 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "shared-machine")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+TIERS = ("quick", "deep", "nightly")
+"""`make test`, what `.ci/run` adds, and what `make nightly` adds: every test is of exactly one."""
+
+PLACES = {
+    "tests/": "quick",
+    "tests/e2e/": "deep",
+    "tests/faults/": "deep",
+    "tests/fuzz/test_corpus.py": "deep",
+    "tests/vllm/": "nightly",
+    "tests/vllm/test_smoke.py": "deep",
+}
+"""The tier of the tests whose ids begin so; the longest beginning counts. One test, or one value of a parameter, that
+takes longer than its neighbours is marked ``deep`` or ``nightly`` where it stands."""
+
+
+def tier_of(item: pytest.Item) -> str:
+    for tier in TIERS:
+        if item.get_closest_marker(tier) is not None:
+            return tier
+    return PLACES[max((place for place in PLACES if item.nodeid.startswith(place)), key=len)]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(tier_of(item))
 
 
 @pytest.fixture(scope="session", autouse=True)

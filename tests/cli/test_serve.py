@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 COMMAND = [sys.executable, "-P", "-m", "kvxfer.cli"]
 

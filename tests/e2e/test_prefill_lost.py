@@ -59,7 +59,7 @@ async def test_stopped_while_it_is_read(cluster: Cluster, slow_reference) -> Non
     await cluster.assert_drained()
 
 
-@pytest.mark.parametrize("is_stream", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "stream"])
+@pytest.mark.parametrize("is_stream", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["whole", "stream"])
 async def test_killed_while_it_is_read(cluster: Cluster, slow_reference, is_stream: bool) -> None:
     prompt = make_prompt(LONG, seed=1 + is_stream)
     body = completion(prompt, TOKENS, "slow", stream=is_stream)
@@ -98,7 +98,7 @@ async def test_another_prefill_worker_takes_over(cluster: Cluster, slow_referenc
     await cluster.assert_drained()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_killed_while_it_is_read_over_a_socket(cluster: Cluster, slow_reference) -> None:
     await cluster.kill("p1")
     await cluster.restart("p1", lanes="stream")

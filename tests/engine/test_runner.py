@@ -249,7 +249,7 @@ def test_bfloat16_stays_close_to_transformers(tiny_path: Path) -> None:
     assert (got - expected).abs().max() < 0.1 * expected.abs().max()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_real_model_equals_transformers() -> None:
     if not (USER_CACHE / "models" / DEFAULT_MODEL).is_dir():
         pytest.skip(f"{DEFAULT_MODEL} is not in the cache; `make demo` puts it there")

@@ -72,7 +72,7 @@ def make_posts(hosts: Hosts) -> Iterator[Callable[..., PostStage]]:
         stage.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pulls_and_a_cable_that_comes_back(hosts: Hosts, make_stage: Callable[[float], Stage]) -> None:
     """Each side has hung up on the other by then; the pulls go on where they were."""
     stage = make_stage(PATIENT_S)
@@ -104,7 +104,7 @@ def test_pulls_and_a_cable_that_stays_away(hosts: Hosts, make_stage: Callable[[f
     stage.look_again()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @each_op
 def test_posts_and_a_cable_that_comes_back(hosts: Hosts, make_posts: Callable[..., PostStage], op: str) -> None:
     stage = make_posts(op, PATIENT | {"grant_ttl_s": PATIENT_S})

@@ -72,12 +72,12 @@ def stages(limits: dict[str, float], deadline_s: float) -> Iterator[dict[str, Po
 
 
 test_cancel = on_all_lanes(posts.cancel)
-test_deadline = pytest.mark.slow(late(posts.waits(on_all_lanes(posts.deadline))))
-test_reset_and_again = pytest.mark.slow(on_all_lanes(posts.reset_and_again))
-test_partition_that_heals = pytest.mark.slow(posts.keeps(on_all_lanes(posts.partition_that_heals)))
+test_deadline = pytest.mark.nightly(late(posts.waits(on_all_lanes(posts.deadline))))
+test_reset_and_again = pytest.mark.nightly(on_all_lanes(posts.reset_and_again))
+test_partition_that_heals = pytest.mark.nightly(posts.keeps(on_all_lanes(posts.partition_that_heals)))
 test_partition = posts.gives_up(on_all_lanes(posts.partition))
 test_killed = posts.gives_up(on_all_lanes(posts.killed))
-test_stopped = pytest.mark.slow(posts.gives_up(on_all_lanes(posts.stopped)))
+test_stopped = pytest.mark.nightly(posts.gives_up(on_all_lanes(posts.stopped)))
 
 
 @on_all_lanes
@@ -98,7 +98,7 @@ def test_taken_back_there(stage: PostStage) -> None:
     assert stage.far.wait_idle() == ""
 
 
-@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.nightly)])
 def test_a_writer_that_is_gone(fault: str) -> None:
     """Whoever is lent to is rid of a dead or hanging lender in bounded time, and gets its memory back."""
     at_once(

@@ -224,8 +224,8 @@ class Everywhere:
     ("kind", "rounds"),
     [
         pytest.param(Exchange, 4, id="each-4"),
-        pytest.param(Killed, 24, id="killed-24", marks=pytest.mark.slow),
-        pytest.param(Silent, 40, id="silent-40", marks=pytest.mark.slow),
+        pytest.param(Killed, 24, id="killed-24", marks=pytest.mark.nightly),
+        pytest.param(Silent, 40, id="silent-40", marks=pytest.mark.nightly),
     ],
 )
 def test_nothing_is_held_after(kind: type[Exchange], rounds: int, record_property: Any) -> None:

@@ -130,7 +130,7 @@ def ops() -> tuple[str, ...]:
 @pytest.fixture(
     params=[
         pytest.param(ONE_SIDED, id="one-sided"),
-        pytest.param([lane for lane in LANES if lane not in ONE_SIDED], id="others", marks=pytest.mark.slow),
+        pytest.param([lane for lane in LANES if lane not in ONE_SIDED], id="others", marks=pytest.mark.nightly),
     ]
 )
 def stages(
@@ -155,7 +155,7 @@ def strike(stages: Stages, fault: Callable[[Copy], object], deadline_s: float = 
         copy.struck_s = time.monotonic()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @patient
 def test_deadline(stages: Stages) -> None:
     """It passes in the middle: whoever asked hears so when it does, though the one who copies hangs, and not later."""
@@ -190,7 +190,7 @@ def test_killed_owner(stages: Stages) -> None:
     at_once(check, stages)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stopped_owner(stages: Stages) -> None:
     """SIGSTOP, and SIGCONT when it was given up long ago, and the memory is somebody else's."""
     strike(stages, lambda copy: copy.owner.stop())
@@ -228,7 +228,7 @@ def test_partition(stages: Stages) -> None:
     at_once(check, stages)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @patient
 @gated
 def test_reset_and_again(stages: Stages) -> None:

@@ -165,8 +165,8 @@ def lane(request: pytest.FixtureRequest) -> str:
     ("kind", "rounds"),
     [
         pytest.param(Pair, 100, id="one-pair-100"),
-        pytest.param(Pair, 1000, id="one-pair-1000", marks=pytest.mark.slow),
-        pytest.param(Lives, 300, id="many-lives-300", marks=pytest.mark.slow),
+        pytest.param(Pair, 1000, id="one-pair-1000", marks=pytest.mark.nightly),
+        pytest.param(Lives, 300, id="many-lives-300", marks=pytest.mark.nightly),
     ],
 )
 def test_nothing_is_held_after(lane: str, kind: type[Pair], rounds: int, record_property: Any) -> None:

@@ -1,24 +1,26 @@
-"""The kept corpus goes through every native fuzz target, built as the module is; `make fuzz` adds sanitizers."""
+"""The kept corpus goes through every native fuzz target, in the build that KVXFER_FUZZERS names (`make asan`)."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import subprocess
 
 import pytest
 
-pytestmark = [pytest.mark.checkout, pytest.mark.no_sanitizer]
+pytestmark = pytest.mark.checkout
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TARGETS = sorted(path.name.removesuffix("_fuzz.cpp") for path in (ROOT / "kvxfer/_native/fuzz").glob("*_fuzz.cpp"))
+BUILD = pathlib.Path(os.environ.get("KVXFER_FUZZERS") or ROOT / "build" / "asan")
 CORPUS_BYTES_MAX = 300 << 10
 
 
 def run(name: str, *arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
-    program = ROOT / "build" / "native" / f"kvxfer_fuzz_{name}"
-    assert program.exists(), f"{program} is not there: `make fuzz-replay` builds it"
+    program = BUILD / f"kvxfer_fuzz_{name}"
+    assert program.exists(), f"{program} is not there: `make asan` builds it"
     return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120)
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -75,13 +71,6 @@ def test_many_large_copies_by_several_threads(nodes: Any, new_id: NewId, lane: n
         assert np.all(ours[rest] == POISON)
 
 
-# --- as many threads as processors are idle ---
-
-PROCESSORS = len(os.sched_getaffinity(0))
-ALWAYS = min(max(PROCESSORS // 4, 1), 4) - 1
-"""Helpers that come whether or not processors are idle."""
-
-
 def helpers() -> set[str]:
     """Threads of this process that help copying."""
     found = set()
@@ -90,27 +79,6 @@ def helpers() -> set[str]:
             if (task / "comm").read_text() == "kvxfer-copy\n":
                 found.add(task.name)
     return found
-
-
-def running() -> int:
-    """Threads of this machine that run or could, us among them."""
-    return int(pathlib.Path("/proc/loadavg").read_text().split()[3].split("/")[0])
-
-
-@pytest.fixture
-def every_processor_is_busy() -> Iterator[None]:
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(PROCESSORS)]
-    try:
-        give_up_at = time.monotonic() + 20
-        while running() < PROCESSORS:
-            if time.monotonic() > give_up_at:
-                pytest.skip("the processors cannot be kept busy")
-            time.sleep(0.05)
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
 
 
 def pull_all(p: Any, d: Any, new_id: NewId, lane: native.Lane) -> None:
@@ -124,35 +92,6 @@ def pull_all(p: Any, d: Any, new_id: NewId, lane: native.Lane) -> None:
 
 def pair_of(nodes: Any, threads: int) -> Any:
     return nodes.pair(blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": threads}})
-
-
-@each_lane
-def test_no_more_help_where_every_processor_is_busy(
-    nodes: Any, new_id: NewId, lane: native.Lane, every_processor_is_busy: None
-) -> None:
-    p, d = pair_of(nodes, 0)
-    before = helpers()
-    for _ in range(5):
-        pull_all(p, d, new_id, lane)
-        if running() < PROCESSORS:
-            pytest.skip("the processors are not kept busy")
-    assert len(helpers() - before) <= ALWAYS
-
-
-@each_lane
-def test_an_idle_processor_helps(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
-    """One more than always, never more than three beside the core's own thread; with one processor nobody."""
-    p, d = pair_of(nodes, 0)
-    before, give_up_at, was_idle = helpers(), time.monotonic() + 30, False
-    pull_all(p, d, new_id, lane)
-    while len(helpers() - before) < min(PROCESSORS - 1, ALWAYS + 1, 3):
-        if time.monotonic() > give_up_at:
-            assert not was_idle, "no thread was ever started"
-            pytest.skip("others keep every processor busy")
-        was_idle |= running() < PROCESSORS
-        pull_all(p, d, new_id, lane)
-    pull_all(p, d, new_id, lane)
-    assert len(helpers() - before) <= min(PROCESSORS - 1, 3)
 
 
 @each_lane

@@ -13,7 +13,7 @@ import venv
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.checkout]
+pytestmark = [pytest.mark.nightly, pytest.mark.checkout]
 
 PROBE = """
 import sys, warnings

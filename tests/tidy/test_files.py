@@ -144,13 +144,29 @@ def test_readme_says_what_it_must() -> None:
 
 def test_ci_runs_the_gates() -> None:
     text = (ROOT / ".ci" / "run").read_text()
-    for command in ("make check", "make test", "make test-slow", "make fuzz", "make test-sanitize", "make demo"):
-        assert re.search(rf"^{command}( |$)", text, re.MULTILINE), command
+    for command in ("make check", "make test", "make deep", "make demo"):
+        assert re.search(rf"^{command}$", text, re.MULTILINE), command
     for target in re.findall(r"^make ([a-z-]+)", text, re.MULTILINE):
         assert target in targets()
 
 
-@pytest.mark.slow
+def test_every_part_of_deep_and_nightly_is_a_target() -> None:
+    text = (ROOT / "Makefile").read_text()
+    [deep] = re.findall(r"^deep: (.+)$", text, re.MULTILINE)
+    [nightly] = re.findall(r"^NIGHTLY = (.+)$", text, re.MULTILINE)
+    assert {*deep.split(), *nightly.split()} <= targets()
+
+
+def test_every_place_in_the_table_of_tiers_exists(pytestconfig: pytest.Config) -> None:
+    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    assert conftest is not None
+    assert conftest.PLACES["tests/"] in conftest.TIERS, "what the table does not name has a tier too"
+    for place, tier in conftest.PLACES.items():
+        assert (ROOT / place.partition("::")[0]).exists(), place
+        assert tier in conftest.TIERS
+
+
+@pytest.mark.nightly
 def test_generated_code_is_fresh() -> None:
     command = [sys.executable, str(ROOT / "protos" / "generate.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)

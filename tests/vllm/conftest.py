@@ -25,7 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here not in item.path.parents:
             continue
         item.add_marker(pytest.mark.vllm)
-        item.add_marker(pytest.mark.slow)
         item.add_marker(pytest.mark.checkout)
         if not PYTHON.exists():
             item.add_marker(skip)

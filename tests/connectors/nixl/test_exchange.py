@@ -185,7 +185,7 @@ def test_a_port_that_is_taken(make_agent: MakeAgent) -> None:
         make_agent("one", enable_listen_thread=True, listen_port=int(server.getsockname()[1]))
 
 
-@pytest.mark.parametrize("host", ["a..b", "\ud800"])
+@pytest.mark.parametrize("host", ["a..b", pytest.param("\ud800", id="half-a-surrogate")])
 def test_an_address_that_is_none_ends_its_own_exchange_only(
     make_agent: MakeAgent, caplog: pytest.LogCaptureFixture, host: str
 ) -> None:

@@ -25,7 +25,7 @@ SKIPPED = {"test_instantiate_all", "test_incorrect_plugin_env", "test_prep_mem_v
 WANT_NONE = {"test_improper_get_xfer_descs", "test_improper_get_reg_descs", "test_noncontiguous_tensor"}
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.no_sanitizer,
     pytest.mark.skipif(not SOURCE, reason="KVXFER_NIXL_SOURCE names no checkout of NIXL's repository"),
 ]
