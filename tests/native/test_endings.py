@@ -296,6 +296,7 @@ def test_a_push_that_cannot_be_told_is_answered(nodes: Any, new_id: NewId) -> No
     assert p.core.statistics().dials == 1
 
 
+@pytest.mark.nightly  # 66,000 posts
 @pytest.mark.no_sanitizer  # a minute of the same two threads
 def test_ended_offers_that_nobody_takes_are_bounded(nodes: Any) -> None:
     """By the oldest of them; nothing else is lost."""

@@ -100,6 +100,7 @@ def test_worlds_are_as_large_as_promised() -> None:
         assert run.run().requests >= 20
 
 
+@pytest.mark.deep
 def test_jobs_change_nothing() -> None:
     one, two = (play_many(300, 60, "core", Options(), jobs=jobs).totals for jobs in (1, 2))
     assert one == two
