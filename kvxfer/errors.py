@@ -5,6 +5,7 @@
     KvxferError
     ├── UsageError                  the call was wrong; fix the caller
     │   ├── InvalidArgument         a value is out of range or of the wrong kind
+    │   │   └── DoesNotFit          a request takes more tokens than this worker, or any worker, holds
     │   ├── ConfigError             a setting, flag, file or environment variable is wrong
     │   ├── BlocksBusy              blocks are reserved, granted or quarantined already
     │   ├── LimitExceeded           a stated bound (queue, list, count) would be passed
@@ -51,6 +52,21 @@ class UsageError(KvxferError):
 
 class InvalidArgument(UsageError, ValueError):
     code = "invalid_argument"
+
+
+class DoesNotFit(InvalidArgument):
+    """A request takes more tokens than a worker holds, in its context or in its pool.
+
+    ``field`` is the field of the request that asks for too many. ``prompt_tokens`` is how many tokens the prompt has,
+    where it was counted: that, and this code, tell a router to ask a larger worker instead.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, field: str | None = None, prompt_tokens: int | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.prompt_tokens = prompt_tokens
 
 
 class ConfigError(UsageError):

@@ -12,13 +12,11 @@ from typing import Any
 from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.request import Leg, Remote, Request
 from kvxfer.engine.sampling import SamplingParams
-from kvxfer.errors import InvalidArgument, Refused
+from kvxfer.errors import DoesNotFit, InvalidArgument, Refused
 from kvxfer.openai.errors import RequestError
 from kvxfer.openai.schemas import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from kvxfer.openai.transfer_params import PARAM, Part, TransferParams, parse_transfer_params
 from kvxfer.types import Role
-
-CONTEXT_LENGTH = "context_length_exceeded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Intake:
         if characters > self._model.longest_prompt_chars:
             context = self._model.context_tokens
             message = f"{field}: {characters} characters are more than the context of {context} tokens can hold"
-            raise RequestError(message, param=field, error_code=CONTEXT_LENGTH)
+            raise DoesNotFit(message, field=field)
 
     def _asked(
         self,
@@ -116,12 +114,14 @@ class Intake:
         context = self._model.context_tokens
         if prompt_tokens >= context:
             message = f"{prompt_field}: {prompt_tokens} tokens leave no room in the context of {context} tokens"
-            raise RequestError(message, param=prompt_field, error_code=CONTEXT_LENGTH)
+            raise DoesNotFit(message, field=prompt_field, prompt_tokens=prompt_tokens)
         if prompt_tokens > self._capacity_tokens:
             message = f"{prompt_field}: {prompt_tokens} tokens do not fit a KV pool of {self._capacity_tokens} tokens"
-            raise RequestError(message, param=prompt_field, error_code=CONTEXT_LENGTH)
+            raise DoesNotFit(message, field=prompt_field, prompt_tokens=prompt_tokens)
+        if leg is Leg.PREFILL:  # the answer is made by another worker, whose limits are its own
+            return 1
         # The last token that is generated needs no KV.
-        capacity = context if leg is Leg.PREFILL else min(context, self._capacity_tokens + 1)
+        capacity = min(context, self._capacity_tokens + 1)
         chat_field = isinstance(parsed, ChatCompletionRequest) and parsed.max_completion_tokens is not None
         is_asked = chat_field or parsed.max_tokens is not None
         if max_new is not None and is_asked and prompt_tokens + max_new > capacity:
@@ -130,7 +130,7 @@ class Intake:
             message = (
                 f"{field}: {prompt_tokens} prompt tokens and {max_new} more do not fit the {what} of {capacity} tokens"
             )
-            raise RequestError(message, param=field, error_code=CONTEXT_LENGTH)
+            raise DoesNotFit(message, field=field, prompt_tokens=prompt_tokens)
         room = capacity - prompt_tokens
         return room if max_new is None else min(max_new, room)
 

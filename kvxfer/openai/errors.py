@@ -11,6 +11,7 @@ from typing import Any
 from kvxfer.errors import (
     Closed,
     DeadlineExceeded,
+    DoesNotFit,
     InvalidArgument,
     KvxferError,
     LimitExceeded,
@@ -37,7 +38,7 @@ class RequestError(InvalidArgument):
     """A client's request is wrong. ``param`` names the field (dotted path, or None for the whole body).
 
     ``status`` is 4xx; ``error_code`` stands in the body's ``code`` (``invalid_argument`` unless a client
-    may want to tell it apart, such as ``model_not_found`` or ``context_length_exceeded``).
+    may want to tell it apart, such as ``model_not_found``).
     """
 
     def __init__(
@@ -67,7 +68,8 @@ def error_body(
     kind: str | None = None,
     retryable: bool | None = None,
 ) -> dict[str, Any]:
-    """``{"error": {"message", "type", "param", "code", "retryable"}}`` for an exception or a plain message.
+    """``{"error": {"message", "type", "param", "code", "retryable"}}`` for an exception or a plain message;
+    a DoesNotFit adds ``prompt_tokens`` where it knows them.
 
     Keywords override what the exception says. An exception from outside kvxfer's tree is an internal error whose
     text stays in the log: the client sees only its class name.
@@ -84,6 +86,10 @@ def error_body(
         code = code or error.error_code
     elif isinstance(error, KvxferError):
         code = code or error.code
+    counted: dict[str, int] = {}
+    if isinstance(error, DoesNotFit):
+        param = error.field if param is None else param
+        counted = {} if error.prompt_tokens is None else {"prompt_tokens": error.prompt_tokens}
     if kind is None:
         is_client_fault = not isinstance(error, str) and 400 <= status_for(error) < 500
         kind = INVALID_REQUEST if is_client_fault else SERVER_ERROR
@@ -94,5 +100,6 @@ def error_body(
             "param": param,
             "code": code or KvxferError.code,
             "retryable": bool(retryable),
+            **counted,
         }
     }

@@ -1,9 +1,10 @@
 """Which worker computes the prompt and which one generates: both chosen together, over one frozen snapshot.
 
-Filter, then score, then pick. Filter: a worker that is suspect, draining, excluded, of another model or without an
-HTTP address gets no new work. Score: a worker costs what it already carries, a pair costs what lies between the two.
-Pick: the cheapest; equals are told apart by a number that the caller draws, so that the same snapshot and the same
-number give the same answer. It must never know a clock, a socket or how a request reaches a worker.
+Filter, then score, then pick. Filter: a worker that is suspect, draining, excluded, of another model, without an HTTP
+address or too small for the request gets no new work. Score: a worker costs what it already carries, a pair costs what
+lies between the two. Pick: the cheapest; equals are told apart by a number that the caller draws, so that the same
+snapshot and the same number give the same answer. It must never know a clock, a socket or how a request reaches a
+worker.
 
 A worker put aside (it lately refused a connection) is tried last: as a decoder only where no other is left, as a
 prefiller only where the decoder must not compute the prompt itself.
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from kvxfer.errors import NoWorker
+from kvxfer.errors import DoesNotFit, NoWorker
 from kvxfer.policy.bridge import can_bridge
+from kvxfer.policy.capacity import ANY, Capacity, Need, capacity_of
 from kvxfer.types import CompatibilityRecord, Exposure, Member
 
 SHORTLIST = 8
@@ -43,6 +46,7 @@ class PlaceReason(enum.StrEnum):
     NO_PREFILL_WORKER = "no_prefill_worker"
     ONLY_ITSELF = "only_itself"
     PREFILL_ASIDE = "prefill_aside"
+    PREFILL_TOO_SMALL = "prefill_too_small"
     INCOMPATIBLE_POOLS = "incompatible_pools"
 
 
@@ -56,10 +60,16 @@ class Candidate:
     is_aside: bool = False
     ranks: int = 1
     """Agents of its engine, each with an equal share of the heads; ``member`` is the first of them."""
+    clips_answers: bool = False
+    """Whether its engine ends an answer where its context does, rather than refuse to begin it."""
 
     @property
     def agent_id(self) -> str:
         return self.member.ref.agent_id
+
+    @functools.cached_property
+    def capacity(self) -> Capacity:
+        return capacity_of(self.member)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +135,28 @@ def are_compatible(source: Candidate, destination: Candidate) -> bool:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is known of one request's size, and which workers said of this very request that they cannot hold it.
+
+    ``need`` is certain. ``likely`` is what it will take by all estimates: it only says which workers are tried first.
+    """
+
+    need: Need = ANY
+    likely: Need = ANY
+    too_small_to_prefill: frozenset[str] = frozenset()
+    too_small_to_decode: frozenset[str] = frozenset()
+
+
+UNKNOWN = Sizes()
+
+
 def place(
     candidates: Iterable[Candidate],
     *,
     model: str,
     tie_break: int,
+    sizes: Sizes = Sizes(),
     wants_remote_prefill: bool = True,
     allows_local_prefill: bool = True,
     excluded: frozenset[str] = frozenset(),
@@ -140,34 +167,101 @@ def place(
 
     ``excluded`` agents get nothing; ``avoided`` ones (they failed this very request) are treated as put aside.
     ``tie_break`` is any int drawn by the caller. Raises NoWorker where no decoder is left, or where the prompt may
-    not be computed by the decoder and nobody else can.
+    not be computed by the decoder and nobody else can; DoesNotFit where none that is known is large enough, be it busy,
+    suspect, draining or excluded.
     """
+    known = [c for c in candidates if c.member.info.model == model and c.member.info.http_url]
     usable = sorted(
-        (c for c in candidates if c.agent_id not in excluded and is_placeable(c, model=model)),
-        key=lambda c: c.agent_id,
+        (c for c in known if c.agent_id not in excluded and is_placeable(c, model=model)), key=lambda c: c.agent_id
     )
     usable = [dataclasses.replace(c, is_aside=True) if c.agent_id in avoided else c for c in usable]
     decoders = [c for c in usable if c.member.info.role.can_decode]
+    known_decoders = [c for c in known if c.member.info.role.can_decode]
+    able_decoders = _able(known_decoders, can_decode, sizes.need, sizes.too_small_to_decode)
+    if known_decoders and not able_decoders:
+        raise _does_not_fit(known_decoders, model, sizes.need)
+    decoders = _of(decoders, able_decoders)
     if not decoders:
         raise NoWorker(f"no decode worker for model {model!r} takes new work")
     decoders = [c for c in decoders if not c.is_aside] or decoders
+    decoders = [c for c in decoders if c.capacity.holds(sizes.likely)] or decoders
     decoders = _by_cost(decoders, decode_cost, tie_break)
     if not wants_remote_prefill and allows_local_prefill:
         return Placement(None, decoders[0].member, PlaceReason.NOT_WANTED)
 
     prefillers = [c for c in usable if c.member.info.role.can_prefill]
+    known_prefillers = [c for c in known if c.member.info.role.can_prefill]
+    able_prefillers = _able(known_prefillers, can_prefill, sizes.need, sizes.too_small_to_prefill)
     local_reason = PlaceReason.NO_PREFILL_WORKER
+    if prefillers:
+        prefillers = _of(prefillers, able_prefillers)
+        if not prefillers:
+            local_reason = PlaceReason.PREFILL_TOO_SMALL
     if prefillers and all(c.is_aside for c in prefillers) and allows_local_prefill:
         return Placement(None, decoders[0].member, PlaceReason.PREFILL_ASIDE)
     prefillers = [c for c in prefillers if not c.is_aside] or prefillers
+    prefillers = [c for c in prefillers if can_prefill(c, sizes.likely)] or prefillers
     prefillers = _by_cost(prefillers, prefill_cost, tie_break // max(1, len(decoders)))
     if prefillers:
         pair, local_reason = _best_pair(prefillers, decoders, cost_between)
         if pair is not None:
             return Placement(pair[0], pair[1], PlaceReason.REMOTE)
     if not allows_local_prefill:
+        if known_prefillers and not able_prefillers:
+            raise _does_not_fit(known_prefillers, model, sizes.need)
         raise NoWorker(f"no prefill worker for model {model!r} ({local_reason.value}), and local prefill is off")
     return Placement(None, decoders[0].member, local_reason)
+
+
+def can_prefill(candidate: Candidate, need: Need) -> bool:
+    """Whether a worker may hold the prompt, as far as it is known."""
+    return candidate.capacity.holds_prompt(need)
+
+
+def can_decode(candidate: Candidate, need: Need) -> bool:
+    """Whether a worker may hold prompt and answer, or as much of the answer as it gives, as far as it is known."""
+    capacity = candidate.capacity
+    if not candidate.clips_answers:
+        return capacity.holds(need)
+    return capacity.holds_prompt(need) and capacity.holds(dataclasses.replace(need, prompt_tokens=0))
+
+
+def _able(
+    candidates: Sequence[Candidate],
+    can: Callable[[Candidate, Need], bool],
+    need: Need,
+    too_small: frozenset[str],
+) -> list[Candidate]:
+    """Those that may hold ``need``: not one that said that it cannot, nor one that is no larger than such a one of its
+    kind."""
+    refused = [c for c in candidates if c.agent_id in too_small]
+    return [
+        c
+        for c in candidates
+        if c.agent_id not in too_small and can(c, need) and not any(_is_no_larger(c, other) for other in refused)
+    ]
+
+
+def _is_no_larger(candidate: Candidate, other: Candidate) -> bool:
+    ours, theirs = candidate.capacity, other.capacity
+    is_known = ours.tokens is not None and candidate.member.info.dialect == other.member.info.dialect
+    return is_known and ours.is_within(theirs)
+
+
+def _of(candidates: Iterable[Candidate], able: Iterable[Candidate]) -> list[Candidate]:
+    names = {c.agent_id for c in able}
+    return [c for c in candidates if c.agent_id in names]
+
+
+def _does_not_fit(candidates: Sequence[Candidate], model: str, need: Need) -> DoesNotFit:
+    largest = max((c.capacity.tokens or 0 for c in candidates), default=0)
+    holds = f": the largest holds {largest} tokens" if largest else ""
+    is_prompt = not any(can_prefill(c, need) for c in candidates)
+    return DoesNotFit(
+        f"{need} do not fit any worker for model {model!r}{holds}",
+        field="prompt" if is_prompt else "max_tokens",
+        prompt_tokens=need.prompt_tokens if need.prompt_tokens > 1 else None,
+    )
 
 
 def _best_pair(

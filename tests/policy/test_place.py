@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import NoWorker
-from kvxfer.policy.place import Candidate, PlaceReason, place, transfer_cost
+from kvxfer.errors import DoesNotFit, NoWorker
+from kvxfer.policy.capacity import Capacity, Need, capacity_of
+from kvxfer.policy.place import Candidate, PlaceReason, Sizes, place, transfer_cost
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,
@@ -242,3 +243,134 @@ def test_hundreds_of_workers_are_placed_quickly_enough_to_stay_on_the_loop() -> 
 
     place(workers, model="m", tie_break=5, cost_between=counting)
     assert compared <= 200
+
+
+def sized(name: str, role: Role, *, context: int = 0, blocks: int = 0, **more: Any) -> Candidate:
+    """A worker with a context of ``context`` tokens and a pool of ``blocks`` blocks of 16; 0: it does not say."""
+    pools = (dataclasses.replace(pool(), block_count=blocks),) if blocks else ()
+    candidate = worker(name, role, pools=pools, **more)
+    info = dataclasses.replace(candidate.member.info, max_context_tokens=context, block_tokens=16)
+    return dataclasses.replace(candidate, member=dataclasses.replace(candidate.member, info=info))
+
+
+def sizes(prompt: int = 1, answer: int = 1, *, likely: int = 1, **too_small: Any) -> dict[str, Sizes]:
+    return {"sizes": Sizes(Need(prompt, answer), Need(max(prompt, likely), answer), **too_small)}
+
+
+def test_a_prompt_goes_to_a_prefiller_that_can_hold_it_and_is_computed_by_the_decoder_where_none_can() -> None:
+    small, large = sized("p0", Role.PREFILL, context=2048, blocks=8), sized("p1", Role.PREFILL, context=2048, blocks=64)
+    d = sized("d", Role.DECODE, context=2048, blocks=64)
+    for tie in range(6):
+        assert chosen_pair(small, large, d, tie_break=tie, **sizes(129)) == ("p1", "d", PlaceReason.REMOTE)
+    assert chosen_pair(small, d, **sizes(128)) == ("p0", "d", PlaceReason.REMOTE)
+    assert chosen_pair(small, d, **sizes(129)) == (None, "d", PlaceReason.PREFILL_TOO_SMALL)
+    with pytest.raises(DoesNotFit, match=r"129 prompt tokens and 1 more .* the largest holds 129 tokens"):
+        chosen_pair(small, d, allows_local_prefill=False, **sizes(129))
+    # Its context counts as its pool does, and for it the answer's length does not.
+    short = sized("p2", Role.PREFILL, context=200)
+    assert chosen_pair(short, d, **sizes(199, 500)) == ("p2", "d", PlaceReason.REMOTE)
+    assert chosen_pair(short, d, **sizes(200, 500)) == (None, "d", PlaceReason.PREFILL_TOO_SMALL)
+
+
+def test_a_request_goes_to_a_decoder_that_can_hold_prompt_and_answer() -> None:
+    small, large = sized("d0", Role.DECODE, context=2048, blocks=8), sized("d1", Role.DECODE, context=2048, blocks=64)
+    for tie in range(6):
+        assert chosen_pair(small, large, tie_break=tie, **sizes(100, 30))[1] == "d1"
+        assert chosen_pair(small, sized("d2", Role.BOTH, context=2048), tie_break=tie, **sizes(100, 30))[1] == "d2"
+    assert {chosen_pair(small, large, tie_break=tie, **sizes(100, 29))[1] for tie in range(2)} == {"d0", "d1"}
+    with pytest.raises(DoesNotFit, match="the largest holds 1025 tokens") as caught:
+        chosen_pair(small, large, **sizes(100, 926))
+    assert (caught.value.field, caught.value.prompt_tokens) == ("max_tokens", 100)
+    with pytest.raises(DoesNotFit) as caught:
+        chosen_pair(small, large, **sizes(2000))
+    assert caught.value.field == "prompt"
+    with pytest.raises(
+        DoesNotFit, match="a prompt and 3000 more do not fit"
+    ):  # known though the prompt's tokens are not
+        chosen_pair(small, large, **sizes(1, 3000))
+
+
+@pytest.mark.parametrize("state", [{"suspect": True}, {"draining": True}])
+def test_what_a_worker_could_hold_that_takes_nothing_now_is_no_fault_of_the_request(state: dict[str, bool]) -> None:
+    small, large = sized("d0", Role.DECODE, blocks=8), sized("d1", Role.DECODE, blocks=64, **state)
+    with pytest.raises(NoWorker):
+        chosen_pair(small, large, **sizes(300))
+    with pytest.raises(NoWorker):
+        chosen_pair(sized("d2", Role.DECODE, blocks=64), small, excluded=frozenset({"d2"}), **sizes(300))
+    p = sized("p", Role.PREFILL, blocks=64, **state)
+    with pytest.raises(NoWorker, match="prefill_too_small"):
+        chosen_pair(
+            p,
+            sized("q", Role.PREFILL, blocks=8),
+            sized("d2", Role.DECODE, blocks=64),
+            allows_local_prefill=False,
+            **sizes(300),
+        )
+
+
+def test_an_estimate_says_only_who_is_tried_first() -> None:
+    small, large = sized("p0", Role.PREFILL, blocks=8), sized("p1", Role.PREFILL, blocks=64, prefill_inflight=5)
+    d0, d1 = sized("d0", Role.DECODE, blocks=8), sized("d1", Role.DECODE, blocks=64, decode_inflight=5)
+    assert chosen_pair(small, large, d0, d1)[:2] == ("p0", "d0")
+    assert chosen_pair(small, large, d0, d1, **sizes(likely=300))[:2] == ("p1", "d1")
+    assert chosen_pair(small, d0, **sizes(likely=300)) == ("p0", "d0", PlaceReason.REMOTE)
+
+
+def test_who_refused_a_request_for_its_size_speaks_for_those_that_are_no_larger() -> None:
+    equals = [sized(f"p{n}", Role.PREFILL, context=2048, blocks=8) for n in range(9)]
+    larger = sized("q", Role.PREFILL, context=2048, blocks=9, prefill_inflight=50)
+    d = sized("d", Role.DECODE, context=2048, blocks=64)
+    refused = frozenset({"p3"})
+    assert chosen_pair(*equals, larger, d, **sizes(too_small_to_prefill=refused))[0] == "q"
+    local = (None, "d", PlaceReason.PREFILL_TOO_SMALL)
+    assert chosen_pair(*equals, d, **sizes(too_small_to_prefill=refused)) == local
+    # One that does not say how large it is is asked itself, and so is one with more context and less pool.
+    unknown, other = sized("u", Role.PREFILL), sized("o", Role.PREFILL, context=4096, blocks=7)
+    assert chosen_pair(equals[3], unknown, d, **sizes(too_small_to_prefill=refused))[0] == "u"
+    assert chosen_pair(equals[3], other, d, **sizes(too_small_to_prefill=refused))[0] == "o"
+    assert chosen_pair(unknown, sized("v", Role.PREFILL), d, **sizes(too_small_to_prefill=frozenset("u")))[0] == "v"
+    with pytest.raises(DoesNotFit):
+        chosen_pair(d, sized("e", Role.DECODE, context=2048, blocks=64), **sizes(too_small_to_decode=frozenset("d")))
+
+
+def test_an_engine_that_clips_answers_takes_what_its_context_would_cut() -> None:
+    short = sized("d0", Role.DECODE, context=500, clips_answers=True)
+    long = sized("d1", Role.DECODE, context=4096, clips_answers=True, decode_inflight=9)
+    assert chosen_pair(short, **sizes(400, 300))[1] == "d0"
+    assert chosen_pair(short, long, **sizes(400, 300))[1] == "d1"
+    for prompt, answer in ((500, 1), (1, 501)):
+        with pytest.raises(DoesNotFit):
+            chosen_pair(short, **sizes(prompt, answer))
+
+
+def test_capacity_is_what_a_member_says_in_all_places() -> None:
+    def said(*pools: PoolRecord, context: int = 0, load: Load = Load(), block_tokens: int = 16) -> Capacity:  # noqa: B008
+        member = worker("w", Role.BOTH, pools=pools, load=load).member
+        info = dataclasses.replace(member.info, max_context_tokens=context, block_tokens=block_tokens)
+        return capacity_of(dataclasses.replace(member, info=info))
+
+    assert said() == Capacity(None, None)
+    assert said(context=100) == Capacity(100, None)
+    assert said(pool()) == Capacity(None, 128)
+    assert said(pool(), dataclasses.replace(pool(), block_count=4)) == Capacity(None, 64)
+    assert said(pool(), load=Load(total_blocks=5)) == Capacity(None, 80)
+    assert said(load=Load(total_blocks=5)) == Capacity(None, 80)
+    assert said(load=Load(total_blocks=5), block_tokens=0) == Capacity(None, None)
+    pages = [dataclasses.replace(pool(axes="page:HNC", layers=3), block_count=blocks) for blocks in (20, 11)]
+    assert said(*pages) == Capacity(None, 10 * 16)  # 31 pages of three layers
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.lists(st.integers(0, 40), min_size=1, max_size=6))
+def test_a_worker_too_small_is_never_chosen_and_a_request_that_fits_one_is_never_refused(
+    prompt: int, answer: int, blocks: list[int]
+) -> None:
+    workers = [sized(f"d{n}", Role.BOTH, blocks=count) for n, count in enumerate(blocks)]
+    fits = {c.agent_id for c in workers if c.capacity.holds(Need(prompt, answer))}
+    prefills = {c.agent_id for c in workers if c.capacity.holds_prompt(Need(prompt, answer))}
+    try:
+        source, decoder, _ = chosen_pair(*workers, **sizes(prompt, answer))
+    except DoesNotFit:
+        assert not fits
+        return
+    assert decoder in fits
+    assert source is None or source in prefills - {decoder}
