@@ -1,4 +1,4 @@
-"""The router's HTTP surface: six routes, the checks at the door, and OpenAI's error shape for everything that fails.
+"""The router's HTTP surface: its routes, the checks at the door, and OpenAI's error shape for everything that fails.
 
 Decides who comes in (key, size, admission) and turns a body into an `Inbound`; it must never know how a request is
 served, nor where the workers come from.
@@ -29,6 +29,7 @@ from kvxfer.router.auth import ApiKeys
 from kvxfer.router.dispatch import Dispatcher
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.metrics import Outcome
+from kvxfer.router.readiness import Readiness
 from kvxfer.router.relay import Relay
 
 log = logging.getLogger("kvxfer.router")
@@ -111,6 +112,12 @@ def build_app(room: Room, keys: ApiKeys, door: Door) -> FastAPI:
     app = FastAPI(title="kvxfer router", openapi_url=None, docs_url=None, redoc_url=None)
     dispatcher = Dispatcher(room)
     started_unix_s = int(time.time())
+    readiness = Readiness(
+        room.workers,
+        allows_local_prefill=room.options.allows_local_prefill,
+        is_draining=lambda: door.is_draining,
+    )
+    room.metrics.ready.set_function(lambda: float(readiness.verdict().is_ready))
     app.add_middleware(RequestIds)
 
     @app.exception_handler(KvxferError)
@@ -173,18 +180,22 @@ def build_app(room: Room, keys: ApiKeys, door: Door) -> FastAPI:
         keys.check(request.headers.get("authorization"))
         return JSONResponse({"object": "list", "data": room.workers.describe()})
 
+    @app.get("/live")
     @app.get("/health")
-    async def health() -> Response:
-        known = room.workers.statistics()
-        status = "draining" if door.is_draining else "ok"
+    async def live() -> Response:
         body: dict[str, Any] = {
-            "status": status,
-            "is_ready": known.decode > 0 and not door.is_draining,
-            "coordinator_connected": known.is_connected,
-            "workers": {"prefill": known.prefill, "decode": known.decode, "aside": known.aside},
+            "status": "draining" if door.is_draining else "ok",
+            "coordinator_connected": room.workers.is_connected,
             "inflight": door.inflight,
         }
         return JSONResponse(body)
+
+    @app.get("/ready")
+    async def ready(model: str | None = None) -> Response:
+        body = readiness.describe(model, names_models=not keys.is_required)
+        if body["status"] == "ready":
+            return JSONResponse(body)
+        return JSONResponse(body, status_code=503, headers={headers.RETRY_AFTER: "1"})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -15,6 +15,8 @@ from kvxfer.openai.transfer_params import PARAM, Part, TransferParams
 KVXFER = "kvxfer"
 VLLM = "vllm"
 DIALECTS = frozenset({KVXFER, VLLM})
+CLIPPING = frozenset({VLLM})
+"""Of engines that end an answer where their context ends, whatever was asked for."""
 
 _ONE_TOKEN = {"max_tokens": 1, "max_completion_tokens": 1}
 _LEFT_OUT = frozenset({"stream", "stream_options", "min_tokens", "prompt_logprobs", "return_token_ids"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -40,9 +40,11 @@ class _WorkersCollector(Collector):
             inflight.add_metric((agent_id, part), count)
         yield inflight
         known = self._workers.statistics()
-        usable = GaugeMetricFamily("kvxfer_router_workers", "Workers that may get new work, by part", labels=("part",))
-        usable.add_metric(("prefill",), known.prefill)
-        usable.add_metric(("decode",), known.decode)
+        usable = GaugeMetricFamily(
+            "kvxfer_router_workers_ready", "Workers that placement may give new work, by part", labels=("part",)
+        )
+        usable.add_metric(("prefill",), known.prefill_ready)
+        usable.add_metric(("decode",), known.decode_ready)
         yield usable
         yield GaugeMetricFamily(
             "kvxfer_router_workers_aside", "Workers tried last because they could not be reached", value=known.aside
@@ -80,6 +82,9 @@ class RouterMetrics:
         self.retries = Counter("kvxfer_router_retries", "New attempts, by reason", ("reason",), registry=self.registry)
         self.leg_failures = Counter(
             "kvxfer_router_leg_failures", "Legs that failed, by part and kind", ("part", "kind"), registry=self.registry
+        )
+        self.ready = Gauge(
+            "kvxfer_router_ready", "1 while a request would be placed: what GET /ready answers", registry=self.registry
         )
         self.registry.register(_WorkersCollector(workers))
 

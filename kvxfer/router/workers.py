@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvxfer.policy.backoff import Backoff
+from kvxfer.policy.capacity import capacity_of
 from kvxfer.policy.place import Candidate, is_placeable
-from kvxfer.router.dialects import DIALECTS, VLLM
+from kvxfer.router.dialects import CLIPPING, DIALECTS, VLLM
 from kvxfer.types import AgentRef, Member, Membership
 
 _DATA_PARALLEL = re.compile(r"_dp([0-9]{1,9})$")
@@ -41,13 +42,13 @@ class _Aside:
 
 @dataclasses.dataclass(frozen=True)
 class WorkersStatistics:
-    """Counts of what the router knows."""
+    """Counts of what the router knows; the ready are those that placement may give new work."""
 
     is_connected: bool
     revision: int
     members: int
-    prefill: int
-    decode: int
+    prefill_ready: int
+    decode_ready: int
     aside: int
     inflight: int
 
@@ -108,6 +109,7 @@ class Workers:
                 decode_inflight=self._inflight[ref, Part.DECODE],
                 is_aside=self.is_aside(ref) or (doubts and member.is_suspect and tells_apart),
                 ranks=self.ranks(member),
+                clips_answers=member.info.dialect in CLIPPING,
             )
             for ref, member in self._members.items()
             if member.info.dialect in DIALECTS
@@ -187,6 +189,7 @@ class Workers:
 
     def describe(self) -> list[dict[str, Any]]:
         """JSON-able account of every known worker, for ``GET /v1/workers``."""
+        ready = {candidate.member.ref for candidate in self.candidates() if is_placeable(candidate)}
         return [
             {
                 "agent_id": member.ref.agent_id,
@@ -196,6 +199,8 @@ class Workers:
                 "http_url": member.info.http_url,
                 "dialect": member.info.dialect,
                 "max_context_tokens": member.info.max_context_tokens,
+                "pool_tokens": capacity_of(member).pool_tokens,
+                "is_ready": member.ref in ready,
                 "is_suspect": member.is_suspect,
                 "is_draining": member.is_draining,
                 "is_aside": self.is_aside(member.ref),
@@ -211,8 +216,8 @@ class Workers:
             is_connected=self.is_connected,
             revision=self._revision,
             members=len(self._members),
-            prefill=sum(m.info.role.can_prefill for m in placeable),
-            decode=sum(m.info.role.can_decode for m in placeable),
+            prefill_ready=sum(m.info.role.can_prefill for m in placeable),
+            decode_ready=sum(m.info.role.can_decode for m in placeable),
             aside=sum(self.is_aside(ref) for ref in self._members),
             inflight=self._inflight.total(),
         )
