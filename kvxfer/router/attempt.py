@@ -2,10 +2,11 @@
 
 Decides when the attempt is over:
 
-- a 4xx of either leg is the client's own and ends it;
+- a 4xx of either leg is the client's own and ends it, and one that only says that the worker is too small lets the
+  dispatcher try a larger one;
 - D failing before anything was sent to the client ends it; the dispatcher may try again;
-- P failing is recorded and left to D, which notices through its agent and recomputes; only a P that *refused* the work
-  (overloaded, or shutting down) ends it, because it never granted anything and D would wait in vain;
+- P failing is recorded and left to D, which notices through its agent and recomputes; only a P that was never reached,
+  or *refused* the work (overloaded, or shutting down), ends it, because it granted nothing and D would wait in vain;
 - D failing mid-stream ends the stream with one well-formed error event.
 
 It must never choose workers. When ``run`` returns or is cancelled, both legs are closed.
@@ -29,7 +30,7 @@ from kvxfer.openai.transfer_params import TransferEnd, TransferParams
 from kvxfer.policy.place import Placement
 from kvxfer.router import failure, headers
 from kvxfer.router.answer import Answer
-from kvxfer.router.failure import Failure
+from kvxfer.router.failure import Failure, FailureKind
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.legs import Answered, DecodeLeg, Leg, Prefilled, prefill
 from kvxfer.router.merge import has_account, merge_body, merge_event
@@ -57,7 +58,8 @@ class Room:
 
 
 class Attempt:
-    """``avoided`` and ``excluded`` name the agents that the next attempt should take last, or not at all."""
+    """``avoided`` and ``excluded`` name the agents that the next attempt should take last, or not at all; ``too_small``
+    those that cannot hold their part of the request. ``failed_part`` is whose failure :meth:`run` returned."""
 
     def __init__(self, room: Room, inbound: Inbound, answer: Answer, placement: Placement, number: int) -> None:
         self._room = room
@@ -69,6 +71,8 @@ class Attempt:
         self._prefill_task: asyncio.Task[Prefilled | Failure] | None = None
         self.avoided: set[str] = set()
         self.excluded: set[str] = set()
+        self.too_small: set[tuple[Part, str]] = set()
+        self.failed_part = Part.DECODE
 
     async def run(self) -> Outcome | Failure:
         """To the client's last byte, or to a Failure before its first."""
@@ -125,11 +129,14 @@ class Attempt:
             assert self._prefill_task is not None
             ended = self._prefill_task.result()
             if isinstance(ended, Failure) and self._ends_attempt(ended):
+                self.failed_part = Part.PREFILL
                 return ended
 
     def _ends_attempt(self, ended: Failure) -> bool:
         """Whether P's failure ends the attempt although D still waits."""
-        if ended.is_final or ended.status == failure.UNAVAILABLE:
+        if ended.is_final or ended.is_of_size or ended.status == failure.UNAVAILABLE:
+            return True
+        if ended.kind is FailureKind.UNREACHABLE:
             return True
         return self._room.options.on_prefill_failure == "redispatch"
 
@@ -152,7 +159,7 @@ class Attempt:
     def _note(self, part: Part, ref: AgentRef, ended: Failure) -> None:
         self._room.metrics.leg_failures.labels(part.value, ended.kind.value).inc()
         log.log(
-            logging.INFO if ended.is_final else logging.WARNING,
+            logging.INFO if ended.is_final or ended.is_of_size else logging.WARNING,
             "leg failed",
             extra={
                 "request_id": self._inbound.request_id,
@@ -165,6 +172,10 @@ class Attempt:
             },
         )
         if ended.is_final:
+            return
+        if ended.is_of_size:  # it answered, and well: what cannot be computed there cannot be decoded there either
+            self._room.workers.reached(ref)
+            self.too_small |= {(part, ref.agent_id), (Part.DECODE, ref.agent_id)}
             return
         if ended.is_worker_out_of_reach:
             self._room.workers.put_aside(ref)

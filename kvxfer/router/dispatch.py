@@ -7,23 +7,28 @@ only after both legs of the old one were closed. It must never know HTTP servers
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import secrets
 from collections.abc import Callable
 
-from kvxfer.errors import DeadlineExceeded, NoWorker
+from kvxfer.errors import DeadlineExceeded, DoesNotFit, NoWorker
 from kvxfer.openai.errors import RequestError, error_body, status_for
 from kvxfer.policy.backoff import Backoff
+from kvxfer.policy.capacity import Need
 from kvxfer.policy.disagg import DisaggOptions, PrefillAt, decide_prefill
-from kvxfer.policy.place import Placement, place
+from kvxfer.policy.place import Placement, Sizes, place
 from kvxfer.router import failure
 from kvxfer.router.answer import Answer
 from kvxfer.router.attempt import Attempt, Room
 from kvxfer.router.failure import Failure
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.metrics import Outcome
+from kvxfer.router.workers import Part
 
 RETRY_BACKOFF = Backoff(base_s=0.05, cap_s=1.0)
+PREFILL_TRIES = 2
+"""After so many failures of which the last was P's, D computes the prompt itself, where it may."""
 
 
 class Dispatcher:
@@ -51,7 +56,7 @@ class Dispatcher:
             error = DeadlineExceeded(f"request_timeout_s {self._room.options.request_timeout_s:g} passed")
             await answer.give_up(status_for(error), error_body(error))
             return Outcome.TIMED_OUT
-        except RequestError as error:
+        except (RequestError, DoesNotFit) as error:
             await answer.fail(status_for(error), error_body(error))
             return Outcome.CLIENT_ERROR
         except NoWorker as error:
@@ -60,35 +65,48 @@ class Dispatcher:
 
     async def _try(self, inbound: Inbound, answer: Answer) -> Outcome:
         self._check_model(inbound.parsed.model)
-        excluded: set[str] = set()
-        avoided: set[str] = set()
-        last: Failure | None = None
-        for number in range(1, self._room.options.attempts_max + 1):
+        course = _Course(*inbound.needs())
+        while course.last is None or self._may_try_again(course):
             try:
-                placement = self._place(inbound, excluded, avoided)
+                placement = self._place(inbound, course)
             except NoWorker:
-                if last is None:
+                if course.last is None or course.last.is_of_size:
                     raise
                 break
-            if last is not None:
-                self._room.metrics.retries.labels(last.kind.value).inc()
-                if avoided & {m.ref.agent_id for m in (placement.prefill, placement.decode) if m is not None}:
-                    await asyncio.sleep(RETRY_BACKOFF.delay_s(number - 1, random=self._draw()))
+            except DoesNotFit as error:
+                if course.last is None:
+                    raise _request_error(error, inbound) from None
+                break
+            if course.last is not None:
+                self._room.metrics.retries.labels(course.last.kind.value).inc()
+                if course.avoided & {m.ref.agent_id for m in (placement.prefill, placement.decode) if m is not None}:
+                    await asyncio.sleep(RETRY_BACKOFF.delay_s(max(1, course.failures), random=self._draw()))
             self._room.metrics.placements.labels(placement.reason.value).inc()
-            attempt = Attempt(self._room, inbound, answer, placement, number)
+            course.attempts += 1
+            attempt = Attempt(self._room, inbound, answer, placement, course.attempts)
             ended = await attempt.run()
             if isinstance(ended, Outcome):
                 return ended
-            last = ended
-            if last.is_final:
+            course.failed(ended, attempt)
+            if ended.is_final:
                 break
-            avoided |= attempt.avoided
-            excluded |= attempt.excluded
+        last = course.last
         assert last is not None
         await answer.fail(last.status, last.body)
-        if last.is_final:
+        if last.is_final or last.is_of_size:
             return Outcome.CLIENT_ERROR
         return Outcome.UNAVAILABLE if last.status == failure.UNAVAILABLE else Outcome.FAILED
+
+    def _may_try_again(self, course: _Course) -> bool:
+        """A failure for size is not counted: that worker is not asked again. And where only P failed, D may still
+        compute the prompt."""
+        return course.failures < self._room.options.attempts_max or course.last_is_of_size or self._goes_alone(course)
+
+    def _goes_alone(self, course: _Course) -> bool:
+        """Whether D is to compute the prompt since P failed often enough, or for the last time."""
+        tries = min(PREFILL_TRIES, self._room.options.attempts_max)
+        allows = self._room.options.allows_local_prefill
+        return allows and course.last_failed_at is Part.PREFILL and course.failures >= tries
 
     def _check_model(self, model: str) -> None:
         models = self._room.workers.models()
@@ -99,15 +117,61 @@ class Dispatcher:
                 error_code="model_not_found",
             )
 
-    def _place(self, inbound: Inbound, excluded: set[str], avoided: set[str]) -> Placement:
+    def _place(self, inbound: Inbound, course: _Course) -> Placement:
         tokens, is_exact = inbound.prompt_tokens()
         wanted = decide_prefill(tokens, self._disagg, is_exact=is_exact)
         return place(
             self._room.workers.candidates(),
             model=inbound.parsed.model,
             tie_break=self._tie_break(),
-            wants_remote_prefill=wanted.at is PrefillAt.REMOTE,
+            sizes=course.sizes(),
+            wants_remote_prefill=wanted.at is PrefillAt.REMOTE and not self._goes_alone(course),
             allows_local_prefill=self._room.options.allows_local_prefill,
-            excluded=frozenset(excluded),
-            avoided=frozenset(avoided),
+            excluded=frozenset(course.excluded),
+            avoided=frozenset(course.avoided),
         )
+
+
+@dataclasses.dataclass
+class _Course:
+    """What became of one request so far. ``failures`` are those that count against ``attempts_max``."""
+
+    need: Need
+    likely: Need
+    attempts: int = 0
+    failures: int = 0
+    last: Failure | None = None
+    last_failed_at: Part | None = None
+    """Whose failure the last one was; None where it was one for size."""
+    excluded: set[str] = dataclasses.field(default_factory=set)
+    avoided: set[str] = dataclasses.field(default_factory=set)
+    too_small: set[tuple[Part, str]] = dataclasses.field(default_factory=set)
+
+    @property
+    def last_is_of_size(self) -> bool:
+        return self.last is not None and self.last.is_of_size
+
+    def failed(self, ended: Failure, attempt: Attempt) -> None:
+        self.last = ended
+        self.avoided |= attempt.avoided
+        self.excluded |= attempt.excluded
+        self.too_small |= attempt.too_small
+        self.failures += not ended.is_of_size
+        self.last_failed_at = None if ended.is_of_size else attempt.failed_part
+        if ended.prompt_tokens is not None:
+            self.need = dataclasses.replace(self.need, prompt_tokens=ended.prompt_tokens)
+            self.likely = dataclasses.replace(self.likely, prompt_tokens=ended.prompt_tokens)
+
+    def sizes(self) -> Sizes:
+        return Sizes(
+            self.need,
+            self.likely,
+            too_small_to_prefill=frozenset(name for part, name in self.too_small if part is Part.PREFILL),
+            too_small_to_decode=frozenset(name for part, name in self.too_small if part is Part.DECODE),
+        )
+
+
+def _request_error(error: DoesNotFit, inbound: Inbound) -> DoesNotFit:
+    """The same under the name that the field has in the client's body."""
+    field = inbound.prompt_field if error.field == "prompt" else inbound.token_limit_field or inbound.prompt_field
+    return DoesNotFit(f"{field}: {error}", field=field, prompt_tokens=error.prompt_tokens)

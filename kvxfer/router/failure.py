@@ -8,15 +8,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import re
 from typing import Any
 
-from kvxfer.errors import DeadlineExceeded, KvxferError, Overloaded, PeerGone, ProtocolViolation
+from kvxfer.errors import DeadlineExceeded, DoesNotFit, KvxferError, Overloaded, PeerGone, ProtocolViolation
 from kvxfer.openai.errors import INVALID_REQUEST, SERVER_ERROR, error_body, status_for
 from kvxfer.openai.sse import encode_object
 
 TOO_MANY = 429
 INTERNAL = 500
 UNAVAILABLE = 503
+
+_TOKENS_MAX = 1 << 40
+_TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len")
+"""vLLM has no code for it and says it in words (renderers/params.py, v1/engine/input_processor.py of 0.32)."""
 
 
 class FailureKind(enum.StrEnum):
@@ -30,6 +35,8 @@ class FailureKind(enum.StrEnum):
     """The coordinator says that this life of the worker ended."""
     REFUSED = "refused"
     """The worker's own 4xx: the request is at fault, and no other worker would take it."""
+    DOES_NOT_FIT = "does_not_fit"
+    """The worker's own 4xx too, and a larger worker may take it: that says something of the worker's size only."""
     OVERLOADED = "overloaded"
     """The worker answered that it takes nothing now."""
     ERROR = "error"
@@ -59,6 +66,17 @@ class Failure:
     def is_final(self) -> bool:
         """Whether the client is to be told at once: another worker would say the same."""
         return self.kind is FailureKind.REFUSED
+
+    @property
+    def is_of_size(self) -> bool:
+        """Whether the worker only is too small for the request."""
+        return self.kind is FailureKind.DOES_NOT_FIT
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """How many tokens the prompt has, where a worker too small for it counted them."""
+        counted = self.body["error"].get("prompt_tokens")
+        return counted if self.is_of_size and type(counted) is int and 0 < counted < _TOKENS_MAX else None
 
     @property
     def is_unexplained(self) -> bool:
@@ -107,6 +125,8 @@ def from_answer(what: str, status: int, content: bytes) -> Failure:
     if 400 <= status < 500:
         if body is None:
             body = error_body(f"the {what} worker refused the request ({status})", kind=INVALID_REQUEST, code="refused")
+        if _says_too_long(body):
+            return Failure(FailureKind.DOES_NOT_FIT, status, body)
         kind = FailureKind.ERROR if body["error"]["retryable"] else FailureKind.REFUSED
         return Failure(kind, status, body)
     if body is None:
@@ -121,11 +141,22 @@ def from_event(what: str, content: bytes) -> Failure | None:
     body = _error_object(content)
     if body is None:
         return None
+    if _says_too_long(body):
+        return Failure(FailureKind.DOES_NOT_FIT, 400, body)
     if body["error"]["type"] == INVALID_REQUEST:
         return Failure(FailureKind.REFUSED, 400, body)
     if body["error"]["code"] == Overloaded.code:
         return Failure(FailureKind.OVERLOADED, UNAVAILABLE, body)
     return Failure(FailureKind.ERROR, 500, body)
+
+
+def _says_too_long(body: dict[str, Any]) -> bool:
+    """Whether the error is the worker's size; where it says so in words only, the code is written into it."""
+    error = body["error"]
+    if error["code"] == "400" and _TOO_LONG.search(error["message"]):
+        error |= {"code": DoesNotFit.code, "type": INVALID_REQUEST}
+    is_too_long: bool = error["code"] == DoesNotFit.code
+    return is_too_long
 
 
 def _error_object(content: bytes) -> dict[str, Any] | None:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.openai.errors import RequestError
-from kvxfer.openai.schemas import AnyRequest, CompletionRequest
+from kvxfer.openai.schemas import AnyRequest, ChatCompletionRequest, CompletionRequest
 from kvxfer.openai.sse import encode_object
 from kvxfer.openai.transfer_params import TransferParams
+from kvxfer.policy.capacity import Need
 from kvxfer.policy.disagg import estimate_tokens
 from kvxfer.router.dialects import leg_body
 
@@ -24,6 +25,26 @@ class Inbound:
     leg_headers: Mapping[str, str]
     request_id: str
     arrived_s: float
+
+    def needs(self) -> tuple[Need, Need]:
+        """What the request takes at least, and what it will take by the router's estimate."""
+        tokens, is_exact = self.prompt_tokens()
+        asked = self.parsed.max_new_tokens if self.token_limit_field is not None else None
+        is_whole = is_exact and self.values.get("truncate_prompt_tokens") is None  # vLLM's: it cuts the prompt itself
+        need = Need(tokens if is_whole else 1, asked or 1)
+        return need, Need(max(1, tokens), self.parsed.max_new_tokens or 1)
+
+    @property
+    def prompt_field(self) -> str:
+        """The field of the body that holds the prompt."""
+        return "prompt" if isinstance(self.parsed, CompletionRequest) else "messages"
+
+    @property
+    def token_limit_field(self) -> str | None:
+        """The field by which the client asked for a number of tokens; None where it did not."""
+        if isinstance(self.parsed, ChatCompletionRequest) and self.parsed.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return None if self.parsed.max_tokens is None else "max_tokens"
 
     def prompt_tokens(self) -> tuple[int, bool]:
         """About how many tokens the prompt has, and whether that is exact."""

@@ -40,7 +40,9 @@ class RouterOptions:
     attempts_max: int = _option(3, "how often one request is tried in all")
     body_timeout_s: float = _option(30.0, "longest time for a request's body to arrive")
     request_timeout_s: float = _option(600.0, "longest time for one request, from its arrival to its last byte")
-    connect_timeout_s: float = _option(2.0, "longest time for a connection to a worker")
+    connect_timeout_s: float = _option(
+        2.0, "longest time until a worker takes a connection; for its answer only --request-timeout-s counts"
+    )
     aside_base_s: float = _option(1.0, "how long a worker that could not be reached is tried last, the first time")
     aside_cap_s: float = _option(15.0, "how long a worker that could not be reached is tried last, at most")
     shutdown_grace_s: float = _option(5.0, "how long requests in flight may go on after a stop was asked for")
@@ -59,8 +61,9 @@ class RouterOptions:
             )
         if self.min_remote_prefill_tokens < 0:
             raise ConfigError(f"min_remote_prefill_tokens must be 0 or more, not {self.min_remote_prefill_tokens}")
-        for name in ("body_timeout_s", "request_timeout_s", "connect_timeout_s", "aside_base_s", "aside_cap_s"):
+        for name in ("body_timeout_s", "request_timeout_s", "aside_base_s", "aside_cap_s"):
             check_positive(name, getattr(self, name), maximum=86400.0)
+        check_positive("connect_timeout_s", self.connect_timeout_s, maximum=30.0)
         check_positive("shutdown_grace_s", self.shutdown_grace_s, maximum=3600.0)
         check_positive("max_inflight", self.max_inflight, maximum=1 << 20)
         check_positive("attempts_max", self.attempts_max, maximum=100)

@@ -19,7 +19,18 @@ from kvxfer.router.auth import ApiKeys
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.server import listening, serve_workers
 from kvxfer.router.workers import Workers
-from kvxfer.types import AgentRef, DataAddress, Incarnation, Member, Membership, PoolRecord, Role, WorkerInfo
+from kvxfer.types import (
+    AgentRef,
+    CompatibilityRecord,
+    DataAddress,
+    Exposure,
+    Incarnation,
+    Member,
+    Membership,
+    PoolRecord,
+    Role,
+    WorkerInfo,
+)
 
 MODEL = "tiny"
 _numbers = itertools.count(1)
@@ -73,11 +84,15 @@ class FakeWorker:
         self.role = role
         self.model = model
         self.host_id = host_id
+        self.context_tokens = 1024
         self.pools: tuple[PoolRecord, ...] = ()
         self.received: list[Received] = []
         self.failures: list[tuple[int, Any]] = []
         self.always_fails: tuple[int, Any] | None = None
         self.hold: asyncio.Event | None = None
+        self.needs_prefill = False
+        """Of decode legs: answered once one of ``peers`` did the prefill leg of the same transfer, as real ones are."""
+        self.peers: tuple[FakeWorker, ...] = ()
         self.tokens = ["one", " two", " three"]
         self.delay_s = 0.0
         self.cut_after: int | None = None
@@ -89,8 +104,22 @@ class FakeWorker:
         self.incarnation = Incarnation(next(_numbers), bytes(16))
 
     @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def has_prefilled(self, transfer_id: str) -> bool:
+        legs = (leg for leg in self.received if leg.params and leg.params["transfer_id"] == transfer_id)
+        return any(leg.answered and leg.params and leg.params["role"] == "prefill" for leg in legs)
+
+    def has_blocks(self, count: int) -> FakeWorker:
+        """With a pool of ``count`` blocks of 16 tokens."""
+        record = CompatibilityRecord("m", "c", "w", "f32", 2, 1, 8, 16, "bhd", "none", "rope", "sdpa")
+        self.pools = (PoolRecord(1, record, count, 64, Exposure.POOL, is_shareable=True),)
+        return self
+
+    @property
     def member(self) -> Member:
-        info = WorkerInfo(self.name, self.role, self.model, f"http://127.0.0.1:{self.port}", 1024, 16, self.dialect)
+        info = WorkerInfo(self.name, self.role, self.model, self.url, self.context_tokens, 16, self.dialect)
         address = DataAddress("127.0.0.1", 1, "", self.host_id)
         return Member(AgentRef(self.name, self.incarnation), info, address, self.pools)
 
@@ -139,11 +168,14 @@ class FakeWorker:
         params = request.params or {}
         if self.hold is not None:
             await self.hold.wait()
+        if self.needs_prefill and params.get("role") == "decode":
+            await eventually(lambda: any(peer.has_prefilled(params["transfer_id"]) for peer in self.peers))
         failure = self.failures.pop(0) if self.failures else self.always_fails
         if failure is not None:
             status, body = failure
             await self._json(send, status, body)
-        elif params.get("role") == "prefill" and self.dialect == "kvxfer":
+            return
+        if params.get("role") == "prefill" and self.dialect == "kvxfer":
             timings = {"queue_s": 0.0, "prefill_s": 0.25, "ended_unix_s": 1.0}
             body = {"object": "kvxfer.prefill", "usage": {"prompt_tokens": 4, "cached_tokens": 0}, "timings": timings}
             await self._json(send, 200, body)
@@ -278,6 +310,7 @@ async def router_over(*fakes: FakeWorker, keys: ApiKeys | None = None, **options
     ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
     async with contextlib.AsyncExitStack() as stack:
         for fake in fakes:
+            fake.peers = fakes
             await stack.enter_async_context(fake.running())
         listener = stack.enter_context(listening("127.0.0.1", 0))
         settings = RouterOptions(**{"shutdown_grace_s": 0.2, **options})

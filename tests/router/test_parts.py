@@ -149,6 +149,7 @@ def test_headers_are_kept_only_where_they_make_sense() -> None:
         {"max_inflight": 0},
         {"attempts_max": 0},
         {"request_timeout_s": 0},
+        {"connect_timeout_s": 31.0},
         {"max_body_bytes": 0},
         {"aside_base_s": 20.0},
         {"host": "0.0.0.0"},
@@ -167,6 +168,12 @@ def test_what_a_workers_answer_means() -> None:
 
     cases = {
         (400, body("invalid_argument", False)): (FailureKind.REFUSED, 400, "invalid_argument", False),
+        (400, body("context_length_exceeded", False)): (
+            FailureKind.DOES_NOT_FIT,
+            400,
+            "context_length_exceeded",
+            False,
+        ),
         (404, b""): (FailureKind.REFUSED, 404, "refused", False),
         (409, body("blocks_busy", True)): (FailureKind.ERROR, 409, "blocks_busy", True),
         (429, b"slow down"): (FailureKind.OVERLOADED, 503, "overloaded", True),
@@ -205,7 +212,7 @@ async def test_a_router_without_a_coordinator_starts_and_says_so(tmp_path: pathl
     async with httpx.AsyncClient(base_url=str(line["http_url"]), trust_env=False) as client:
         health = (await client.get("/health")).json()
         assert health["coordinator_connected"] is False
-        assert health["is_ready"] is False
+        assert (await client.get("/ready")).status_code == 503
         answer = await client.post("/v1/completions", json={"model": "m", "prompt": "x"})
         assert answer.status_code == 503
     stop.set()

@@ -150,7 +150,7 @@ async def test_a_wrong_request_is_told_which_field(body: bytes, param: str | Non
 async def test_a_4xx_of_either_leg_is_passed_on_and_the_other_leg_ended(refuser: str) -> None:
     p, d = pair()
     refusing, waiting = (p, d) if refuser == "p0" else (d, p)
-    status, body = failing(400, "context_length_exceeded", retryable=False, kind="invalid_request_error")
+    status, body = failing(400, "invalid_argument", retryable=False, kind="invalid_request_error")
     body["error"]["param"] = "prompt"
     refusing.always_fails = (status, body)
     waiting.hold = asyncio.Event()
@@ -209,10 +209,6 @@ async def test_other_routes_and_methods_answer_in_the_same_shape() -> None:
             assert answer.headers["x-request-id"]
         workers = (await router.client.get("/v1/workers")).json()["data"]
         assert [(worker["agent_id"], worker["role"]) for worker in workers] == [("d0", "decode"), ("p0", "prefill")]
-        health = (await router.client.get("/health")).json()
-        assert health["is_ready"]
-        assert health["coordinator_connected"]
-        assert health["workers"] == {"prefill": 1, "decode": 1, "aside": 0}
 
 
 async def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,125 @@
+"""A prefill worker whose HTTP is away while its agent lives: nobody waits for what it will never grant."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import anyio
+import pytest
+from router_fakes import FakeWorker, failing, free_port, router_over
+
+from kvxfer.types import Role
+
+
+def prefiller(name: str = "p0") -> FakeWorker:
+    return FakeWorker(name, Role.PREFILL)
+
+
+def waiting_decoder() -> FakeWorker:
+    """It waits for its prefill leg for ever, as a real one does for a minute."""
+    d = FakeWorker("d0")
+    d.needs_prefill = True
+    return d
+
+
+def swallow(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """Let no connection to ``port`` come about, as where a host or a firewall drops what is sent there."""
+    connect = anyio.connect_tcp
+
+    async def connect_tcp(remote_host: str, remote_port: int, **more: Any) -> Any:
+        if remote_port == port:
+            await asyncio.Event().wait()
+        return await connect(remote_host, remote_port, **more)
+
+    monkeypatch.setattr(anyio, "connect_tcp", connect_tcp)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("away", ["refuses", "swallows"])
+async def test_a_prefiller_that_cannot_be_reached_is_replaced_and_the_decode_leg_begun_anew(
+    away: str, is_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, live, d = prefiller("p0"), prefiller("p1"), waiting_decoder()
+    dead.port = free_port()
+    if away == "swallows":
+        swallow(monkeypatch, dead.port)
+    async with router_over(live, d, connect_timeout_s=0.3) as router:
+        router.publish(dead, d)
+        began_s = time.monotonic()
+        alone = await router.complete(stream=is_stream)  # there is no other: the decoder computes it
+        assert (alone.status_code, alone.headers["x-kvxfer-prefill"]) == (200, "local")
+        assert alone.headers["x-kvxfer-prefill-reason"] == "prefill_aside"
+        assert alone.headers["x-kvxfer-attempt"] == "2"
+        assert time.monotonic() - began_s < 10.0
+        *before, last = d.received  # it may be over before the decode leg was sent
+        for leg in before:
+            await asyncio.wait_for(leg.left.wait(), 5.0)
+            assert leg.params is not None
+        assert last.params is None
+        assert len(before) == 1 or away == "refuses"
+        assert await router.metric('kvxfer_router_leg_failures_total{kind="unreachable",part="prefill"}') == 1
+        assert await router.metric("kvxfer_router_workers_aside") == 1
+        d.received.clear()
+
+        dead.incarnation = prefiller().incarnation  # another life: not aside
+        router.publish(dead, live, d)
+        while not await router.metric("kvxfer_router_workers_aside"):
+            d.received.clear()
+            answer = await router.complete(stream=is_stream)
+            assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "remote")
+        assert answer.headers["x-kvxfer-attempt"] == "2"
+        ids = [leg.params["transfer_id"] for leg in d.received if leg.params]
+        assert len(set(ids)) == len(d.received)
+        assert live.received[-1].params is not None
+        assert live.received[-1].params["transfer_id"] == ids[-1]
+        assert (await router.complete(stream=is_stream)).headers["x-kvxfer-attempt"] == "1"
+
+
+async def test_a_rack_of_unreachable_prefillers_is_not_tried_one_by_one() -> None:
+    d = waiting_decoder()
+    dead = [prefiller(f"p{n}") for n in range(8)]
+    async with router_over(d) as router:
+        for p in dead:
+            p.port = free_port()
+        router.publish(*dead, d)
+        answer = await router.complete()
+        assert (answer.status_code, answer.headers["x-kvxfer-prefill-reason"]) == (200, "not_wanted")
+        assert answer.headers["x-kvxfer-attempt"] == "3"
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 3])
+async def test_prefillers_that_take_nothing_leave_the_decoder_to_compute_it_whatever_the_attempts(
+    attempts: int,
+) -> None:
+    d, busy = waiting_decoder(), [prefiller(f"p{n}") for n in range(4)]
+    for p in busy:
+        p.always_fails = failing(503, "overloaded", retryable=True)
+    async with router_over(*busy, d, attempts_max=attempts) as router:
+        answer = await router.complete()
+        assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "local")
+        assert sum(len(p.received) for p in busy) == min(attempts, 2)
+
+
+async def test_local_prefill_off_tells_that_no_prefiller_could_be_reached() -> None:
+    d, p = waiting_decoder(), prefiller()
+    async with router_over(d, local_prefill="off") as router:
+        p.port = free_port()
+        router.publish(p, d)
+        answer = await router.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "peer_gone")
+        assert answer.headers.get("x-kvxfer-prefill") is None
+
+
+async def test_the_wait_for_an_answer_is_not_the_wait_for_a_connection() -> None:
+    """A prefill queue may be long: what takes a connection is waited for."""
+    p, d = prefiller(), waiting_decoder()
+    p.hold = asyncio.Event()
+    async with router_over(p, d, connect_timeout_s=0.05) as router:
+        pending = asyncio.create_task(router.complete())
+        await asyncio.wait_for(p.arrived.wait(), 5.0)
+        asyncio.get_running_loop().call_later(0.3, p.hold.set)
+        answer = await pending
+        assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "remote")
+        assert answer.headers["x-kvxfer-attempt"] == "1"
