@@ -33,7 +33,7 @@ from kvxfer.router.answer import Answer
 from kvxfer.router.failure import Failure, FailureKind
 from kvxfer.router.inbound import Inbound
 from kvxfer.router.legs import Answered, DecodeLeg, Leg, Prefilled, prefill
-from kvxfer.router.merge import has_account, merge_body, merge_event
+from kvxfer.router.merge import Merger
 from kvxfer.router.metrics import Outcome, RouterMetrics
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.tasks import cancel_all, finish
@@ -42,8 +42,8 @@ from kvxfer.types import AgentRef, Member, TransferId
 
 log = logging.getLogger("kvxfer.router")
 
-PREFILL_ANSWER_WAIT_S = 0.05
-"""How long the end of an answer waits for P's own timings, which should be there already."""
+PREFILL_ANSWER_WAIT_S = 0.5
+"""How long the end of an answer waits for P's own words, once: they were sent before D could have the last block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,8 @@ class Attempt:
         self._number = number
         self._transfer_id = TransferId(secrets.token_bytes(16))
         self._prefill_task: asyncio.Task[Prefilled | Failure] | None = None
+        self._is_prefill_heard = False
+        self._merger = Merger(placement.decode.info.dialect, has_source=placement.prefill is not None)
         self.avoided: set[str] = set()
         self.excluded: set[str] = set()
         self.too_small: set[tuple[Part, str]] = set()
@@ -187,8 +189,9 @@ class Attempt:
 
     async def _answer_whole(self, begun: Answered) -> Outcome:
         content = begun.content
-        if has_account(content):
-            content = merge_body(content, await self._account())
+        if self._merger.is_concerned(content):
+            await self._hear_prefill()
+            content = self._merger.body(content, self._account(), self._prefilled())
         await self._answer.json(200, content, self._head())
         return Outcome.OK
 
@@ -200,7 +203,11 @@ class Attempt:
                 return await self._break_stream(events)
             parts: list[bytes] = []
             for event in events:
-                parts.append(merge_event(event, await self._account()) if has_account(event.data) else event.raw)
+                if self._merger.is_concerned(event.data):
+                    await self._hear_prefill()
+                    parts.append(self._merger.event(event, self._account(), self._prefilled()))
+                else:
+                    parts.append(event.raw)
             await self._answer.write(b"".join(parts))
         await self._answer.end()
         return Outcome.OK if leg.error_event is None else Outcome.BROKEN_STREAM
@@ -210,7 +217,21 @@ class Attempt:
         await self._answer.fail(ended.status, ended.body)
         return Outcome.BROKEN_STREAM
 
-    async def _account(self) -> dict[str, Any]:
+    async def _hear_prefill(self) -> None:
+        """Give P's answer, if it is still under way, its time; once."""
+        if self._prefill_task is not None and not self._is_prefill_heard:
+            self._is_prefill_heard = True
+            await asyncio.wait({self._prefill_task}, timeout=PREFILL_ANSWER_WAIT_S)
+
+    def _prefill_end(self) -> Prefilled | Failure | None:
+        task = self._prefill_task
+        return None if task is None or not task.done() or task.cancelled() else task.result()
+
+    def _prefilled(self) -> Prefilled | None:
+        ended = self._prefill_end()
+        return ended if isinstance(ended, Prefilled) else None
+
+    def _account(self) -> dict[str, Any]:
         """What the router adds to D's account: the pair, the attempt, and P's own words if it has spoken."""
         source = self._placement.prefill
         account: dict[str, Any] = {
@@ -218,14 +239,11 @@ class Attempt:
             "prefill_agent": None if source is None else source.ref.agent_id,
             "decode_agent": self._placement.decode.ref.agent_id,
         }
-        if self._prefill_task is not None:
-            await asyncio.wait({self._prefill_task}, timeout=PREFILL_ANSWER_WAIT_S)
-            if self._prefill_task.done() and not self._prefill_task.cancelled():
-                ended = self._prefill_task.result()
-                if isinstance(ended, Prefilled):
-                    account |= ended.account()
-                else:
-                    account["prefill_failure"] = ended.code
+        ended = self._prefill_end()
+        if isinstance(ended, Failure):
+            account["prefill_failure"] = ended.code
+        elif ended is not None:
+            account |= ended.account()
         return account
 
     def _prefill_at(self) -> str:

@@ -23,6 +23,12 @@ PREFILL_TIMINGS = {
     "prefill_s": "prefill_s",
     "ended_unix_s": "prefill_ended_unix_s",
 }
+CACHED_TOKENS = (
+    ("usage", "cached_tokens"),
+    ("usage", "prompt_tokens_details", "cached_tokens"),
+    ("kv_transfer_params", "remote_prefill_cached_tokens"),
+)
+"""Where P says how much its prefix cache held: kvxfer's engine; vLLM where it is told to; newer vLLM in any case."""
 ERROR_BYTES_MAX = 1 << 20
 PREFILL_BYTES_MAX = 1 << 20
 HELD_EVENTS_MAX = 64
@@ -57,11 +63,24 @@ class Prefilled:
     answer: dict[str, Any]
 
     def account(self) -> dict[str, Any]:
-        """P's timings under the names they have in the account of the whole request."""
-        timings = self.answer.get("timings")
+        """P's timings and cache hits under the names they have in the account of the whole request."""
+        timings, cached = self.answer.get("timings"), self.cached_tokens
+        account = {} if cached is None else {"prefill_cached_tokens": cached}
         if not isinstance(timings, dict):
-            return {}
-        return {new: timings[old] for old, new in PREFILL_TIMINGS.items() if old in timings}
+            return account
+        return account | {new: timings[old] for old, new in PREFILL_TIMINGS.items() if old in timings}
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that P's prefix cache held; None where it does not say."""
+        for *path, name in CACHED_TOKENS:
+            values: Any = self.answer
+            for step in path:
+                values = values.get(step) if isinstance(values, dict) else None
+            count = values.get(name) if isinstance(values, dict) else None
+            if type(count) is int and count >= 0:
+                return count
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,5 +77,5 @@ def test_timings_of_a_prefill_worker(timings: dict[str, Any]) -> None:
     """They go into D's account, or D's event stays as it is."""
     account = Prefilled({"timings": timings}).account()
     [event] = EventDecoder().feed(encode_event(CHUNK))
-    merged = merge.merge_event(event, account)
+    merged = merge.Merger("kvxfer", has_source=True).event(event, account, Prefilled({"timings": timings}))
     assert merged == event.raw or merged == encode_event({**CHUNK, "kvxfer": {"lane": "cma", **account}})

@@ -93,6 +93,10 @@ class FakeWorker:
         self.needs_prefill = False
         """Of decode legs: answered once one of ``peers`` did the prefill leg of the same transfer, as real ones are."""
         self.peers: tuple[FakeWorker, ...] = ()
+        self.cached_tokens: int | None = None
+        """What its usage says, if anything."""
+        self.prompt_tokens = 4
+        self.account: dict[str, Any] = {"bytes_moved": 7}
         self.tokens = ["one", " two", " three"]
         self.delay_s = 0.0
         self.cut_after: int | None = None
@@ -177,7 +181,8 @@ class FakeWorker:
             return
         if params.get("role") == "prefill" and self.dialect == "kvxfer":
             timings = {"queue_s": 0.0, "prefill_s": 0.25, "ended_unix_s": 1.0}
-            body = {"object": "kvxfer.prefill", "usage": {"prompt_tokens": 4, "cached_tokens": 0}, "timings": timings}
+            usage = {"prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens or 0}
+            body = {"object": "kvxfer.prefill", "usage": usage, "timings": timings}
             await self._json(send, 200, body)
         elif request.body.get("stream"):
             await self._stream(request, send)
@@ -201,12 +206,23 @@ class FakeWorker:
             "created": 1,
             "model": self.model,
             "choices": [choice],
-            "usage": {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7},
-            "kvxfer": self._account(request),
+            "usage": self._usage(),
+            **self._said(request),
         }
 
     def _account(self, request: Received) -> dict[str, Any]:
-        return {"transfer_id": (request.params or {}).get("transfer_id"), "bytes_moved": 7}
+        return {"transfer_id": (request.params or {}).get("transfer_id"), **self.account}
+
+    def _said(self, request: Received) -> dict[str, Any]:
+        account = self._account(request)
+        return {"kv_transfer_params": {"kvxfer": account}} if self.dialect == "vllm" else {"kvxfer": account}
+
+    def _usage(self) -> dict[str, Any]:
+        usage: dict[str, Any] = {"prompt_tokens": self.prompt_tokens, "completion_tokens": 3}
+        usage["total_tokens"] = self.prompt_tokens + 3
+        if self.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens, "audio_tokens": 0}
+        return usage
 
     async def _json(self, send: Any, status: int, body: Any) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -249,9 +265,9 @@ class FakeWorker:
                 yield b'data: {"id":"x","choi'
                 return
             yield chunk(token)
-        yield chunk(None, "stop", kvxfer=self._account(request))
+        yield chunk(None, "stop", **({} if self.dialect == "vllm" else {"kvxfer": self._account(request)}))
         if (request.body.get("stream_options") or {}).get("include_usage"):
-            usage = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+            usage = self._usage()
             yield (
                 b"data: "
                 + json.dumps(
