@@ -95,6 +95,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
             rank=rank,
             ranks=ranks,
             new_agent=functools.partial(_new_agent, options, rank),
+            max_context_tokens=vllm_config.model_config.max_model_len,
         )
         sink = vllm_sink(vllm_config)
         if sink is not None:

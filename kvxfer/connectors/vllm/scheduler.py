@@ -51,6 +51,8 @@ class Decode:
     content: bytes
     traceparent: str | None
     is_loading: bool = False
+    cached: int | None = None
+    """How many of its tokens this engine's own cache had, where the rest is loaded."""
     is_settled: bool = False
     """Loaded, released, or never to be."""
     first: Decode | None = None
@@ -124,6 +126,7 @@ class SchedulerHalf:
         if external == 0:
             self._release(decode)
             return
+        decode.cached = decode.tokens - external
         first = (decode.tokens - external) // self._block_tokens
         blocks = tuple(block_ids[first : blocks_for(decode.tokens, self._block_tokens)])
         decode.is_loading = True
@@ -344,6 +347,8 @@ def _account(decode: Decode) -> dict[str, Any] | None:
         return None
     values = dataclasses.asdict(_worst(decode.reports))
     del values["request_id"]
+    if decode.cached is not None:
+        values["cached_tokens"] = decode.cached
     return {"kvxfer": values}
 
 

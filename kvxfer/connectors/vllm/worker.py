@@ -64,15 +64,18 @@ class WorkerHalf:
         rank: int,
         ranks: int,
         new_agent: Callable[[WorkerInfo], Agent],
+        max_context_tokens: int = 0,
         events: Callable[[int], Callable[[], Fence]] = cuda_events,
     ) -> None:
-        """``events(device)`` is asked where the KV cache is a CUDA device's."""
+        """``events(device)`` is asked where the KV cache is a CUDA device's. ``max_context_tokens`` of the engine tell
+        routers which requests it can hold; 0: not known."""
         self._options = options
         self._make_record = make_record
         self._model = model
         self._rank = rank
         self._ranks = ranks
         self._new_agent = new_agent
+        self._max_context_tokens = max_context_tokens
         self._events = events
         self._after: Callable[[Act], None] = at_once
         self._runtime: Runtime | None = None
@@ -105,6 +108,7 @@ class WorkerHalf:
             role=self._options.role,
             model=self._model,
             http_url=self._options.http_url if is_first else "",
+            max_context_tokens=self._max_context_tokens,
             block_tokens=record.block_tokens,
             dialect=DIALECT,
         )

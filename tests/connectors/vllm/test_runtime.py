@@ -33,6 +33,23 @@ def new_worker(rank: int, **extra: object) -> WorkerHalf:
     return half
 
 
+def test_an_engine_says_how_long_a_request_it_can_hold() -> None:
+    record = CompatibilityRecord("m", "", "", "f32", 1, 1, 16, 4, "page:HNC", "", "", "none")
+    options = ConnectorOptions.from_config("kv_both", "a", {"coordinator": "127.0.0.1:1"})
+    said: list[WorkerInfo] = []
+
+    def agent_of(info: WorkerInfo) -> Agent:
+        said.append(info)
+        return new_agent()
+
+    half = WorkerHalf(
+        options, lambda _: record, model="m", rank=0, ranks=1, new_agent=agent_of, max_context_tokens=2048
+    )
+    half.register({"layer": torch.zeros(4, 1, 16, 8)})
+    half.shutdown()
+    assert [(info.max_context_tokens, info.block_tokens) for info in said] == [(2048, 4)]
+
+
 async def forever() -> None:
     await asyncio.Event().wait()
 

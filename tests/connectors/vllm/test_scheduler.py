@@ -242,6 +242,7 @@ def test_a_load_is_the_missing_tail_without_the_last_token() -> None:
     assert not is_kept
     assert answer is not None
     assert answer["kvxfer"]["bytes"] == 7
+    assert answer["kvxfer"]["cached_tokens"] == 16
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])
