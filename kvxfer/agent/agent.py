@@ -1,6 +1,5 @@
 """The agent: one worker process's part of kvxfer, as an asyncio object. Decides the order of starting and stopping, and
-what may be called when; must never judge a grant or move a byte (the transport does), nor know requests and engines.
-"""
+what may be called when; must never judge a grant or move a byte (the transport does), nor know requests and engines."""
 
 from __future__ import annotations
 
@@ -183,10 +182,8 @@ class Agent:
 
     def meet(self, card: str, agent_id: str, *, incarnation: Incarnation | None = None) -> Member:
         """Know an agent by its :meth:`card`; it gets to know this one when it is dialed. ``incarnation``: that life of
-        it, and no other; nothing is done where that is known already.
-
-        Raises PeerGone, for whatever reason (the log has it), InvalidArgument where ``introductions`` are off.
-        """
+        it, and no other; nothing is done where that is known already. Raises PeerGone, for whatever reason (the log has
+        it), InvalidArgument where ``introductions`` are off."""
         return self._introduced().meet(card, agent_id, incarnation)
 
     def load(self, load: Load) -> None:
@@ -194,6 +191,11 @@ class Agent:
         self._load = load
         if self._session is not None:
             self._session.set_load(load)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether this life takes no new work, by :meth:`set_draining` or by the coordinator's order."""
+        return self._session is not None and self._session.is_draining
 
     def set_draining(self) -> None:
         """Tell the coordinator that this agent takes no new work; stays so for this life."""
@@ -398,8 +400,7 @@ class Agent:
     def notify(self, agent_id: str, payload: bytes) -> Delivery:
         """Send a small message to the newest life of an agent; it arrives once, in order. The Delivery may be awaited.
 
-        Raises PeerGone or CoordinatorUnavailable (not known), InvalidArgument (too long), LimitExceeded.
-        """
+        Raises PeerGone or CoordinatorUnavailable (not known), InvalidArgument (too long), LimitExceeded."""
         life = self._open()
         receiver = life.peers.get(agent_id).ref
         delivery = Delivery(asyncio.get_running_loop(), receiver)
@@ -428,8 +429,7 @@ class Agent:
 
     async def close(self) -> None:
         """End: transfers fail with Closed, grants are revoked, what is under way drains (at most CLOSE_S), peers and
-        coordinator are told. Callable twice; the second call waits for the first.
-        """
+        coordinator are told. Callable twice; the second call waits for the first."""
         if self._closed is not None:
             await asyncio.shield(self._closed)
             return

@@ -25,8 +25,9 @@ from kvxfer.engine.connection import ClientGone, EventStream, read_body, while_c
 from kvxfer.engine.engine import Engine
 from kvxfer.engine.generation import Generation
 from kvxfer.engine.intake import Asked, Intake
+from kvxfer.engine.readiness import Readiness
 from kvxfer.engine.request import Delta, Leg
-from kvxfer.errors import Closed, KvxferError
+from kvxfer.errors import KvxferError
 from kvxfer.openai.errors import INVALID_REQUEST, error_body, status_for
 from kvxfer.openai.sse import DONE, encode_event
 
@@ -45,6 +46,7 @@ class WorkerHttp:
         self,
         engine: Engine,
         intake: Intake,
+        readiness: Readiness,
         *,
         max_body_bytes: int,
         statistics: Callable[[], dict[str, Any]],
@@ -52,6 +54,7 @@ class WorkerHttp:
     ) -> None:
         self._engine = engine
         self._intake = intake
+        self._readiness = readiness
         self._max_body_bytes = max_body_bytes
         self._statistics = statistics
         self._render_metrics = render_metrics
@@ -91,11 +94,19 @@ class WorkerHttp:
             entry = {"id": model.name, "object": "model", "created": self._started_unix_s, "owned_by": "kvxfer"}
             return {"object": "list", "data": [{**entry, "max_model_len": model.context_tokens}]}
 
+        @app.get("/live")
         @app.get("/health")
-        async def health() -> dict[str, str]:
-            if not self._engine.is_accepting:
-                raise Closed("this worker takes no requests")
-            return {"status": "ok"}
+        async def live() -> Response:
+            is_live = self._readiness.is_live
+            return JSONResponse({"status": "ok" if is_live else "failed"}, status_code=200 if is_live else 503)
+
+        @app.get("/ready")
+        async def ready() -> Response:
+            reason = self._readiness.reason
+            if reason is None:
+                return JSONResponse({"status": "ready"})
+            body = {"status": "not_ready", "reason": reason.value}
+            return JSONResponse(body, status_code=503, headers={"retry-after": "1"})
 
         @app.get("/metrics")
         async def metrics() -> Response:

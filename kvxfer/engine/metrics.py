@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvxfer.engine.executor import Executor
+from kvxfer.engine.readiness import Readiness
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 
@@ -72,6 +73,13 @@ class EngineMetrics:
     def watch(self, executor: Executor) -> None:
         """Read ``executor`` at every scrape."""
         self.registry.register(_EngineCollector(executor))
+
+    def watch_readiness(self, readiness: Readiness) -> None:
+        """Read ``readiness`` at every scrape."""
+        ready = Gauge(
+            "kvxfer_engine_ready", "1 while requests are taken: what GET /ready answers", registry=self.registry
+        )
+        ready.set_function(lambda: float(readiness.reason is None))
 
     def render(self) -> bytes:
         """The text exposition of everything."""

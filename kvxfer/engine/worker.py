@@ -28,6 +28,7 @@ from kvxfer.engine.metrics import EngineMetrics
 from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.model_store import resolve
 from kvxfer.engine.options import WorkerOptions
+from kvxfer.engine.readiness import Readiness
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.statistics import worker_statistics
 from kvxfer.errors import ConfigError, KvxferError
@@ -103,9 +104,12 @@ async def _serve_model(
     engine = Engine(executor, agent=agent, agent_pool=pool)
     capacity = count * options.block_tokens
     intake = Intake(model, role=options.role, agent_id=info.agent_id, capacity_tokens=capacity)
+    readiness = Readiness(engine, agent)
+    metrics.watch_readiness(readiness)
     http = WorkerHttp(
         engine,
         intake,
+        readiness,
         max_body_bytes=options.max_body_bytes,
         statistics=lambda: worker_statistics(info, executor, agent),
         render_metrics=metrics.render,
@@ -116,6 +120,7 @@ async def _serve_model(
             if agent is not None:
                 await stack.enter_async_context(agent)
             stack.push_async_callback(engine.stop, options.shutdown_grace_s)
+            readiness.registered()
             on_ready(_ready_line(options, info, listener))
             await _first_of(stop.wait(), engine.failed.wait())
             if agent is not None:

@@ -125,6 +125,11 @@ class CoordinatorSession:
         return self._is_connected
 
     @property
+    def is_draining(self) -> bool:
+        """Whether this agent takes no new work: :meth:`set_draining` was called, or the coordinator ordered so."""
+        return self._is_draining
+
+    @property
     def membership(self) -> Membership:
         """The last view, with nobody in ``gone``."""
         return self._mirror.membership

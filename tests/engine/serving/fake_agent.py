@@ -258,6 +258,7 @@ class FakeAgent:
         self.given_up: list[TransferId] = []
         self.pool: FakePool | None = None
         self.is_entered = False
+        self.is_draining = False
         world.agents[agent_id] = self
 
     async def __aenter__(self) -> FakeAgent:

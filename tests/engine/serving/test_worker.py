@@ -71,12 +71,15 @@ async def test_ready_line_and_operator_routes(alone):
     assert alone.ready["role"] == "both"
     assert alone.ready["pid"] == os.getpid()
     assert (await alone.client.get("/health")).json() == {"status": "ok"}
+    assert (await alone.client.get("/live")).json() == {"status": "ok"}
+    assert (await alone.client.get("/ready")).json() == {"status": "ready"}
     models = (await alone.client.get("/v1/models")).json()
     assert [model["id"] for model in models["data"]] == ["tiny"]
     await alone.client.post("/v1/completions", json=body(make_prompt(20)))
     metrics = (await alone.client.get("/metrics")).text
     assert 'kvxfer_engine_requests_total{code="ok",leg="local"} 1.0' in metrics
     assert "kvxfer_engine_ttft_seconds_count 1.0" in metrics
+    assert "kvxfer_engine_ready 1.0" in metrics
     now = await alone.wait_idle()
     assert now["pool"]["blocks_total"] == 96
     assert now["engine"]["decode_tokens"] >= 7
@@ -360,3 +363,23 @@ def test_every_option_says_what_it_is():
 def test_options_load_without_torch():
     code = "import sys, kvxfer.engine.options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_a_prefill_leg_is_not_refused_for_the_length_of_an_answer_that_another_worker_makes(
+    tiny_path, tiny_model, monkeypatch
+):
+    async with pair(tiny_path, monkeypatch, pool_blocks=8) as (_, p, d):
+        prompt = make_prompt(100)
+        content = body(prompt, max_tokens=tiny_model.context_tokens)
+        prefill = {**content, "kv_transfer_params": params("prefill", new_id())}
+        assert (await p.client.post("/v1/completions", json=prefill)).status_code == 200
+        decode = {**content, "kv_transfer_params": params("decode", new_id())}
+        refused = await d.client.post("/v1/completions", json=decode)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert (error["param"], error["code"], error["prompt_tokens"]) == ("max_tokens", "context_length_exceeded", 100)
+        for leg in ({"kv_transfer_params": params("prefill", new_id())}, {}):
+            worker = p if leg else d
+            refused = await worker.client.post("/v1/completions", json=body(make_prompt(129), max_tokens=1, **leg))
+            error = refused.json()["error"]
+            assert (error["param"], error["code"], error["prompt_tokens"]) == ("prompt", "context_length_exceeded", 129)
