@@ -30,9 +30,10 @@ ENV PYTHONUNBUFFERED=1 \
 USER kvxfer
 WORKDIR /var/lib/kvxfer
 VOLUME ["/var/lib/kvxfer/cache"]
-# Workers and the router answer /health; the compose file asks the coordinator with `kvxfer doctor` instead.
+# Workers and the router answer /ready: 503 while they take no requests. The compose file asks the coordinator with
+# `kvxfer doctor` instead. To restart what hangs, probe /live: a router without workers is live and not ready.
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=180s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=3)"]
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=3)"]
 ENTRYPOINT ["kvxfer"]
 CMD ["--help"]

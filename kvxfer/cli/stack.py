@@ -21,6 +21,8 @@ from kvxfer.config import check_positive
 from kvxfer.errors import ConfigError, DeadlineExceeded
 
 POLL_S = 0.1
+READY = "/ready"
+"""Where workers and router say whether a request would be served."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,8 @@ def worker_environment(threads: int) -> dict[str, str]:
 def worker_spec(name: str, role: str, model: pathlib.Path | str, threads: int, **flags: Any) -> ChildSpec:
     """A worker child; ``flags`` are more fields of WorkerOptions."""
     values = {"role": role, "model": str(model), "threads": threads, "port": 0, **flags}
-    return ChildSpec(name, ["worker", *to_flags(values), "--log-level=info"], worker_environment(threads))
+    words = ["worker", *to_flags(values), "--log-level=info"]
+    return ChildSpec(name, words, worker_environment(threads), ready_path=READY)
 
 
 async def start(
@@ -116,7 +119,7 @@ async def start(
     await _all([supervisor.start(spec, timeout_s=options.timeout_s) for spec in specs])
     router_values = {"port": options.port, **shared, **(router_flags or {})}
     router = await supervisor.start(
-        ChildSpec("router", ["router", *to_flags(router_values)]), timeout_s=options.timeout_s
+        ChildSpec("router", ["router", *to_flags(router_values)], ready_path=READY), timeout_s=options.timeout_s
     )
     await _wait_workers(router, len(worker_names), timeout_s=30.0)
     return router

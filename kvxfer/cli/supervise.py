@@ -1,7 +1,8 @@
 """Child processes of one command: started, watched, and stopped in order; none outlives this process.
 
-Decides when a child counts as ready (its JSON line came) or lost (it ended unasked). It must never know what the
-children do for each other: which ones there are, and with which flags, is the caller's.
+Decides when a child counts as ready (its JSON line came, and its probe is answered, if it has one) or lost (it ended
+unasked). It must never know what the children do for each other: which ones there are, and with which flags, is the
+caller's.
 """
 
 from __future__ import annotations
@@ -24,17 +25,23 @@ STOP_GRACE_S = 15.0
 """A child that has not ended this long after SIGTERM is killed."""
 START_GRACE_S = 1.0
 """The same for one that was not ready yet: loading a model cannot be broken off, and there is nothing to finish."""
+PROBE_EVERY_S = 0.1
+PROBE_TIMEOUT_S = 5.0
 TAIL_LINES = 40
 LINE_BYTES_MAX = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class ChildSpec:
-    """One child: its name on screen, the words after ``kvxfer``, and additions to its environment."""
+    """One child: its name on screen, the words after ``kvxfer``, and additions to its environment.
+
+    ``ready_path``: it is not ready before its HTTP server answers 200 there; empty: once its ready line came.
+    """
 
     name: str
     words: Sequence[str]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ready_path: str = ""
 
 
 @dataclasses.dataclass
@@ -47,7 +54,9 @@ class Child:
     ready: dict[str, Any] = dataclasses.field(default_factory=dict)
     ready_after_s: float = 0.0
     tail: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
+    is_ready: bool = False
     is_stopping: bool = False
+    why_not_ready: str = ""
 
     @property
     def address(self) -> str:
@@ -102,7 +111,7 @@ class Supervisor:
         return tuple(self._children)
 
     async def start(self, spec: ChildSpec, *, timeout_s: float) -> Child:
-        """Start a child and wait for its ready line.
+        """Start a child and wait until it is ready.
 
         Raises ConfigError where the child ended with code 2, KvxferError where it ended otherwise, both with the
         child's own last words; DeadlineExceeded after ``timeout_s``, when the child has been stopped.
@@ -127,13 +136,18 @@ class Supervisor:
         try:
             async with asyncio.timeout(timeout_s):
                 await is_ready
+                if spec.ready_path:
+                    await self._probe(child)
         except TimeoutError:
             await self.stop(child)
+            why = f": {child.why_not_ready}" if child.why_not_ready else ""
             last = f"; its last words: {child.tail[-1]}" if child.tail else ""
-            raise DeadlineExceeded(f"{spec.name} was not ready within {timeout_s:g} s{last}") from None
+            raise DeadlineExceeded(f"{spec.name} was not ready within {timeout_s:g} s{why}{last}") from None
         except BaseException:
             await self.stop(child)
             raise
+        child.is_ready = True
+        child.ready_after_s = time.monotonic() - child.started_s
         self._on_ready(child)
         return child
 
@@ -158,6 +172,24 @@ class Supervisor:
         if child in self._children:
             self._children.remove(child)
 
+    async def _probe(self, child: Child) -> None:
+        """Return once ``ready_path`` is answered with 200; raise KvxferError where the child ends before that."""
+        import httpx
+
+        async with httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_S) as client:
+            while True:
+                try:
+                    answer = await client.get(child.http_url + child.spec.ready_path)
+                    if answer.status_code == 200:
+                        return
+                    child.why_not_ready = _reason(answer.content) or f"it answers {answer.status_code}"
+                except httpx.HTTPError as error:
+                    child.why_not_ready = f"it cannot be asked ({type(error).__name__})"
+                if child.process.returncode is not None:
+                    await self._tasks[id(child)][1]
+                    raise _failed_start(child)
+                await asyncio.sleep(PROBE_EVERY_S)
+
     async def _read_stdout(self, child: Child, is_ready: asyncio.Future[None]) -> None:
         assert child.process.stdout is not None
         async for raw in _lines(child.process.stdout):
@@ -167,7 +199,6 @@ class Supervisor:
                 line = None
             if isinstance(line, dict) and line.get("event") == "ready" and not is_ready.done():
                 child.ready = line
-                child.ready_after_s = time.monotonic() - child.started_s
                 is_ready.set_result(None)
 
     async def _read_stderr(self, child: Child) -> None:
@@ -182,7 +213,7 @@ class Supervisor:
         if not is_ready.done():
             await self._tasks[id(child)][1]
             is_ready.set_exception(_failed_start(child))
-        elif not child.is_stopping:
+        elif child.is_ready and not child.is_stopping:
             self._on_lost(child)
 
 
@@ -198,6 +229,15 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
         if not line:
             return
         yield line
+
+
+def _reason(content: bytes) -> str:
+    """What an answer that is not 200 says; empty where it is none of ours."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return ""
+    return str(body.get("message") or body.get("reason") or "")[:200] if isinstance(body, dict) else ""
 
 
 def _failed_start(child: Child) -> KvxferError:

@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
+import itertools
 import json
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 
 from kvxfer.cli import lifetime
 
 
-async def serve(parent: int) -> None:
+def answering(answers: Iterator[int | None]) -> str:
+    """A URL where each request is answered with the next status; None ends the process."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status = next(answers)
+            if status is None:
+                os._exit(3)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps({"reason": "no_worker", "message": f"none at {self.path}"}).encode())
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+ANSWERS: dict[str, Callable[[], Iterator[int | None]]] = {
+    "slow": lambda: itertools.chain([503, 503], itertools.repeat(200)),
+    "dying": lambda: itertools.chain([503], itertools.repeat(None)),
+}
+
+
+async def serve(parent: int, url: str = "") -> None:
     stop = asyncio.Event()
     lifetime.stop_on_signals(stop)
     lifetime.watch_parent(parent, stop)
     print("noise that is not JSON", flush=True)
-    print(json.dumps({"event": "ready", "address": "127.0.0.1:1", "pid": os.getpid()}), flush=True)
+    ready = {"event": "ready", "address": "127.0.0.1:1", "http_url": url, "pid": os.getpid()}
+    print(json.dumps(ready), flush=True)
     print("serving", file=sys.stderr, flush=True)
     await stop.wait()
     print("stopped well", file=sys.stderr, flush=True)
@@ -46,7 +74,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print(json.dumps({"event": "ready"}), flush=True)
         time.sleep(60)
-    asyncio.run(serve(parent))
+    asyncio.run(serve(parent, answering(ANSWERS[mode]()) if mode in ANSWERS else ""))
     return 0
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvxfer.cli import supervise
+from kvxfer.cli import stack, supervise
 from kvxfer.cli.supervise import Child, ChildSpec, Supervisor
 from kvxfer.errors import ConfigError, DeadlineExceeded, KvxferError
 
@@ -70,6 +70,35 @@ async def test_never_ready() -> None:
         with pytest.raises(DeadlineExceeded, match=r"worker was not ready within 0\.5 s"):
             await supervisor.start(ChildSpec("worker", ["silent"]), timeout_s=0.5)
         assert supervisor.children == ()
+
+
+async def test_ready_is_what_the_probe_answers() -> None:
+    ready: list[Child] = []
+    lost: list[Child] = []
+    async with Supervisor(command=FAKE, on_ready=ready.append, on_lost=lost.append) as supervisor:
+        child = await supervisor.start(ChildSpec("router", ["slow"], ready_path="/ready"), timeout_s=30)
+        assert ready == [child]
+        assert child.why_not_ready == "none at /ready"
+        with pytest.raises(KvxferError, match=r"router could not start: it ended with code 3"):
+            await supervisor.start(ChildSpec("router", ["dying"], ready_path="/ready"), timeout_s=30)
+        assert supervisor.children == (child,)
+    assert (ready, lost) == ([child], [])
+
+
+async def test_why_a_child_was_not_ready_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def out_of_time(self: Supervisor, child: Child) -> None:
+        child.why_not_ready = "no decode worker"
+        raise TimeoutError
+
+    monkeypatch.setattr(Supervisor, "_probe", out_of_time)
+    async with Supervisor(command=FAKE) as supervisor:
+        with pytest.raises(DeadlineExceeded, match=r"^router was not ready within 30 s: no decode worker"):
+            await supervisor.start(ChildSpec("router", ["slow"], ready_path="/ready"), timeout_s=30)
+        assert supervisor.children == ()
+
+
+def test_all_that_serve_starts_and_has_http_is_probed() -> None:
+    assert stack.worker_spec("prefill-0", "prefill", "tiny", 1).ready_path == "/ready" == stack.READY
 
 
 async def test_an_endless_line_does_not_stop_the_child_that_writes_it() -> None:

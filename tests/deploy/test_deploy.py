@@ -6,6 +6,7 @@ import pathlib
 import re
 import shlex
 import tomllib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,13 @@ from kvxfer import cli
 from kvxfer.cli import services
 from kvxfer.cli.flags import options_from
 from kvxfer.engine import model_store
+from kvxfer.engine.http import WorkerHttp
+from kvxfer.policy.admit import AdmitOptions
+from kvxfer.router.app import Door, build_app
+from kvxfer.router.auth import ApiKeys
+from kvxfer.router.metrics import RouterMetrics
+from kvxfer.router.options import RouterOptions
+from kvxfer.router.workers import Workers
 from kvxfer.types import check_agent_id
 
 pytestmark = pytest.mark.checkout
@@ -117,12 +125,41 @@ def test_what_compose_names_exists() -> None:
     assert {service["image"] for service in SERVICES.values()} == {"kvxfer:latest"}
 
 
-def test_workers_and_router_listen_where_the_health_check_asks() -> None:
-    (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)/health", " ".join(instructions("HEALTHCHECK")))
+def test_workers_and_router_listen_where_the_health_check_asks_whether_they_are_ready() -> None:
+    (found,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", " ".join(instructions("HEALTHCHECK")))
+    port, path = found
+    assert path == "/ready"
     assert instructions("EXPOSE") == [port]
     for service in ("prefill", "decode", "router"):
         assert "healthcheck" not in SERVICES[service]
         assert options(service).port == int(port)
+
+
+def test_the_health_checks_route_is_one_of_router_and_worker() -> None:
+    door, room = Door(AdmitOptions()), SimpleNamespace(workers=Workers(), options=RouterOptions())
+    room.metrics = RouterMetrics(room.workers)
+    router = build_app(room, ApiKeys(), door)  # type: ignore[arg-type]
+    engine = SimpleNamespace(executor=SimpleNamespace(digests=None))
+    worker = WorkerHttp(
+        engine,  # type: ignore[arg-type]
+        SimpleNamespace(),  # type: ignore[arg-type]
+        SimpleNamespace(),  # type: ignore[arg-type]
+        max_body_bytes=1,
+        statistics=dict,
+        render_metrics=bytes,
+    )
+    for app in (router, worker.app()):
+        assert {"/live", "/health", "/ready"} <= {getattr(route, "path", "") for route in app.routes}
+    worker.close()
+
+
+def test_nothing_is_started_before_what_it_needs_is_ready() -> None:
+    for service in ROLES[1:]:
+        needs = SERVICES[service]["depends_on"]
+        assert needs["coordinator"]["condition"] == "service_healthy"
+    assert {SERVICES["router"]["depends_on"][worker]["condition"] for worker in ("prefill", "decode")} == {
+        "service_healthy"
+    }
 
 
 def test_image_runs_the_command_as_nobody_special() -> None:
