@@ -61,9 +61,11 @@ class Source:
 
 
 @contextlib.asynccontextmanager
-async def serving_source(cluster: Cluster, reference: Reference, **more: Any) -> AsyncIterator[Source]:
-    """A source in the cluster."""
-    info = WorkerInfo(Source.AGENT_ID, Role.PREFILL, reference.model.name, "", 0, BLOCK_TOKENS)
+async def serving_source(
+    cluster: Cluster, reference: Reference, *, http_url: str = "", **more: Any
+) -> AsyncIterator[Source]:
+    """A source in the cluster; ``http_url`` is where it says that it serves HTTP, which it does not."""
+    info = WorkerInfo(Source.AGENT_ID, Role.PREFILL, reference.model.name, http_url, 0, BLOCK_TOKENS)
     agent = Agent(info, coordinator=cluster.address, token=load_token(cluster.token_file), **more)
     source = Source(agent, reference)
     async with agent:
