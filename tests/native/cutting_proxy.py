@@ -9,7 +9,9 @@ WINDOW_BYTES = 128 * 1024
 
 
 class CuttingProxy:
-    """Forwards TCP connections, and cuts each of the first ones after so many bytes towards, or from, the dialer."""
+    """Forwards TCP connections, and cuts each of the first ones after so many bytes towards, or from, the dialer. A
+    connection that the dialer gave up before its cut, as it does where an answer is late, leaves the cut to a later one.
+    """
 
     def __init__(self, port: int, cuts: list[int], outward: list[int] | None = None) -> None:
         self.port, self.cuts, self.outward, self.cut = port, list(cuts), list(outward or []), 0
@@ -34,19 +36,22 @@ class CuttingProxy:
             limit = self.cuts.pop(0) if self.cuts else None
             outward = self.outward.pop(0) if self.outward else None
             self.sockets += [near, far]
-            for pair in ((near, far, outward), (far, near, limit)):
-                self.threads.append(threading.Thread(target=self.forward, args=pair))
+            for way in ((near, far, outward, self.outward), (far, near, limit, self.cuts)):
+                self.threads.append(threading.Thread(target=self.forward, args=way))
                 self.threads[-1].start()
 
-    def forward(self, origin: socket.socket, to: socket.socket, limit: int | None) -> None:
+    def forward(self, origin: socket.socket, to: socket.socket, limit: int | None, cuts: list[int]) -> None:
+        left = limit
         try:
-            while data := origin.recv(min(65536, limit) if limit else 65536):
+            while data := origin.recv(min(65536, left) if left else 65536):
                 to.sendall(data)
-                if limit is not None and (limit := limit - len(data)) == 0:
+                if left is not None and (left := left - len(data)) == 0:
                     self.cut += 1
                     break
         except OSError:
             pass
+        if limit is not None and left:
+            cuts.insert(0, limit)
         for end in (origin, to):
             try:
                 end.shutdown(socket.SHUT_RDWR)
