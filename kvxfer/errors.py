@@ -28,6 +28,7 @@
     │   ├── GrantReleased
     │   └── GrantUnknown
     ├── ChecksumMismatch            bytes arrived, and were wrong
+    ├── MemoryGone                  registered memory is not mapped any more
     └── TransferCancelled           the caller cancelled
 
 ``code`` is stable: it stands in HTTP error bodies, logs and metric labels. ``retryable`` says
@@ -171,6 +172,16 @@ class GrantUnknown(GrantGone):
 class ChecksumMismatch(KvxferError):
     code = "checksum"
     retryable = True
+
+
+class MemoryGone(KvxferError):
+    """Memory that is registered, of the source or of the destination, was unmapped, or cannot be read or written any more.
+
+    The text names whose it is, and the region or block. Not retryable: no second try finds it before its owner has
+    registered what is there now.
+    """
+
+    code = "memory_gone"
 
 
 class TransferCancelled(KvxferError):

@@ -218,6 +218,11 @@ void bind_tables(nb::module_& m) {
              return effects_of([&](Effects& out) { t.data_sent(session, id, attempt, count, is_lent, now_ns, out); });
            },
            nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_lent") = false)
+      .def("data_failed",
+           [](GrantTable& t, TransferId id, Code code, const std::string& text, Nanos now_ns, uint64_t serial) {
+             return effects_of([&](Effects& out) { t.data_failed(id, serial, code, text, now_ns, out); });
+           },
+           nb::arg("id"), nb::arg("code"), nb::arg("text"), nb::arg("now_ns"), nb::arg("serial") = 0)
       .def("session_closed", &GrantTable::session_closed, nb::arg("session"))
       .def("reader_dead",
            [](GrantTable& t, const AgentRef& reader, Nanos now_ns) { return effects_of([&](Effects& out) { t.reader_dead(reader, now_ns, out); }); },
@@ -352,6 +357,11 @@ void bind_endpoint(nb::module_& m) {
            },
            nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_lent") = false,
            nb::arg("serial") = 0)
+      .def("data_failed",
+           [](Endpoint& e, TransferId id, Code code, const std::string& text, Nanos now_ns, uint64_t serial) {
+             return effects_of([&](Effects& out) { e.data_failed(id, serial, code, text, now_ns, out); });
+           },
+           nb::arg("id"), nb::arg("code"), nb::arg("text"), nb::arg("now_ns"), nb::arg("serial") = 0)
       .def("data_arrives", &Endpoint::data_arrives, nb::arg("session"), nb::arg("data"), nb::arg("now_ns"))
       .def("is_landing", &Endpoint::is_landing, nb::arg("id"), nb::arg("token"))
       .def("read_landed",

@@ -16,11 +16,11 @@ constexpr double kWorthIt = 0.97;         // of the time: what is as quick as pl
 
 }  // namespace
 
-void read_into_cache(const iovec* runs, size_t count) {
+void read_into_cache(const iovec* runs, size_t count, bool may_load) {
   for (size_t i = 0; i < count; ++i) {
     const auto* at = static_cast<const volatile uint8_t*>(runs[i].iov_base);
     const auto* const end = at + runs[i].iov_len;
-    if (runs[i].iov_len < kLoadedRun) {
+    if (!may_load || runs[i].iov_len < kLoadedRun) {
       for (; at < end; at += kCacheLine) __builtin_prefetch(const_cast<const uint8_t*>(at));
     } else {
       for (; at < end; at += kCacheLine) static_cast<void>(*at);

@@ -11,8 +11,9 @@
 
 namespace kvxfer {
 
-// Brings runs of memory into the cache.
-void read_into_cache(const iovec* runs, size_t count);
+// Brings runs of memory into the cache. `may_load`: they are surely there. Where they may be gone they are only asked for, which
+// no memory that is missing can make a fault of.
+void read_into_cache(const iovec* runs, size_t count, bool may_load);
 
 // Whether the next call's blocks are read first. On some processors the kernel's copy waits for memory longer than plain
 // loads do, on others loads only come on top of it, and no flag of the processor says which. So stretches of both kinds are

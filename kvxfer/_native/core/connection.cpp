@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "lanes/mapped.hpp"
+#include "lanes/owner_memory.hpp"
 
 namespace kvxfer {
 namespace {
@@ -190,7 +191,13 @@ void Connection::take_buffered_payload() {
       continue;
     }
     const size_t blocks = static_cast<size_t>(std::min<uint64_t>(bytes.size(), landing_->left));
-    land(bytes.substr(0, blocks));
+    try {
+      land(bytes.substr(0, blocks));
+    } catch (const Error& error) {
+      if (error.code() != Code::memory_gone) throw;
+      stop_landing(error.code(), error.what());
+      return take_buffered_payload();
+    }
     std::memcpy(landing_->trailer.data() + landing_->trailer_at, bytes.data() + blocks, bytes.size() - blocks);
     landing_->trailer_at += bytes.size() - blocks;
     statistics_.bytes_streamed_in.add(blocks);
@@ -206,7 +213,13 @@ void Connection::land(std::string_view bytes) {
     for (size_t at = 0; at < bytes.size();) {
       const BlockWalk::Span span = walk.take(bytes.size() - at);
       if (span.size == 0) throw Error(Code::internal, "a payload longer than its blocks");
-      std::memcpy(span.data, bytes.data() + at, span.size);
+      if (landing_->memory.is_ours) {
+        std::memcpy(span.data, bytes.data() + at, span.size);
+      } else {
+        const iovec run{span.data, span.size};
+        const size_t put = copy_to_owner(&run, 1, reinterpret_cast<const uint8_t*>(bytes.data()) + at);
+        if (put != span.size) throw landing_->memory_gone(at + put);
+      }
       at += span.size;
     }
   }
@@ -231,14 +244,26 @@ size_t Connection::read_payload() {
     vectors[count++] = {tools_.scratch.get(), bytes};
   }
   if (bytes == pending) vectors[count++] = {tail, sizeof tail};
-  const size_t got = check_read(read_some(vectors, count));
+  const ssize_t read = read_some(vectors, count);
+  // What came stays in the socket, and is thrown away with the rest of it.
+  if (read < 0 && errno == EFAULT && is_wanted && !landing_->scatter) {
+    const Error error = landing_->memory_gone(readable_bytes(vectors, count));
+    stop_landing(error.code(), error.what());
+    return read_payload();
+  }
+  const size_t got = check_read(read);
   if (got == 0) return 0;
   const size_t payload = std::min(got, bytes);
   decoder_.skip_payload(payload);
   if (is_wanted) {
     const size_t blocks = static_cast<size_t>(std::min<uint64_t>(payload, landing_->left));
-    landing_->landed(blocks);
-    landing_->trailer_at += payload - blocks;
+    try {
+      landing_->trailer_at += payload - blocks;
+      landing_->landed(blocks);
+    } catch (const Error& error) {
+      if (error.code() != Code::memory_gone) throw;
+      stop_landing(error.code(), error.what());
+    }
     statistics_.bytes_streamed_in.add(blocks);
   } else {
     statistics_.bytes_discarded.add(payload);
@@ -446,6 +471,9 @@ void Connection::flush(size_t budget) {
   std::vector<Sent> finished;
   while (budget != 0) {
     const bool can_more = outbox_.send(fd_.get(), shared_, finished, kind_ == SessionKind::Tcp);
+    for (const Unreadable& one : outbox_.take_unreadable()) {
+      shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.data_failed(one.id, one.serial, Code::memory_gone, one.text, now, out); });
+    }
     if (!finished.empty() && session != 0) {
       shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) {
         for (const auto& [data, serial] : finished) endpoint.data_sent(session, data.id, data.attempt, data.count, data.is_lent, now, out, serial);

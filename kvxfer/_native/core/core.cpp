@@ -247,7 +247,7 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
     const auto count = static_cast<uint32_t>(list.size());
     const Extent extent{pool, nullptr, std::make_shared<const std::vector<uint32_t>>(std::move(list)), 0, count};
     if (const OwnMemory memory = shared_.find(extent); memory && !memory.device) {  // a device's: as they are sent
-      RunningSums running(*memory.layout, extent, RunningSums::Bytes::Anywhere);
+      RunningSums running(memory, extent, RunningSums::Bytes::Anywhere, "source");
       running.advance(count * memory.pool->info.block_bytes);
       sums = running.sums();
     }

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "lanes/owner_memory.hpp"
+
 namespace kvxfer {
 namespace {
 
@@ -15,6 +17,7 @@ constexpr size_t kLongRun = 32 * 1024;    // from here on that pays on loopback 
 constexpr size_t kZerosBytes = 64 * 1024;
 constexpr size_t kSpliceBytesMax = 256 * 1024;  // of a call
 constexpr size_t kSpliceRunsMax = 256;
+constexpr size_t kLookRuns = 256;  // for the first byte that is not there
 
 uint8_t* zeros() {
   static uint8_t bytes[kZerosBytes];
@@ -101,7 +104,7 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
     if (payload.frame.has_sums) {
       payload.sum(looked);
     } else if (is_timed_ && cache_reads_.is_on()) {
-      read_into_cache(runs, used);
+      read_into_cache(runs, used, payload.memory.is_ours);
     } else if (!is_prompt_) {
       looked = 0;
       used = payload.walk.gather(runs, room, kSendBytesMax, looked);
@@ -123,6 +126,12 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
     vectors[count++] = {const_cast<char*>(sums), size};
     bytes += size;
   }
+}
+
+void Outbox::give_up(OutgoingBlocks& payload, const std::string& text) {
+  payload.end();
+  pipe_.reset();
+  unreadable_.push_back({payload.frame.id, payload.serial, text});
 }
 
 // As send(), of the first item's payload. Where its grant has ended, or its pages are not to be had, what is left goes out as
@@ -156,6 +165,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
   iovec vectors[kIovecsMax];
   size_t count = 0, bytes = 0;
   bool is_more = false;  // a payload that is spliced follows
+  OutgoingBlocks* looked = nullptr;
   Sending sending(shared);
   const Nanos began = monotonic_now();
   int passed_fd = -1;
@@ -172,7 +182,15 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
     if (passed_fd >= 0) break;
     if (!item.payload) continue;
     if ((is_more = is_spliced(*item.payload))) break;
-    if (count != kIovecsMax) gather(item, sending, vectors, count, bytes);
+    if (count == kIovecsMax) break;
+    try {
+      gather(item, sending, vectors, count, bytes);
+    } catch (const Error& error) {
+      if (error.code() != Code::memory_gone) throw;
+      give_up(*item.payload, error.what());
+      return true;
+    }
+    looked = item.payload.get();
     break;
   }
   if (count == 0) return false;
@@ -195,6 +213,15 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
   const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_hold || is_more ? MSG_MORE : 0));
   const int error = errno;
   if (is_timed_) cache_reads_.spent(began, monotonic_now() - began, static_cast<size_t>(std::max<ssize_t>(sent, 0)));
+  // The kernel takes what comes before such a byte first: this call found it where the payload goes on.
+  if (sent < 0 && error == EFAULT && looked != nullptr && !looked->has_ended) {
+    iovec runs[kLookRuns];
+    size_t next = 0;
+    const size_t there = readable_bytes(runs, looked->walk.gather(runs, kLookRuns, kSendBytesMax, next));
+    const uint64_t at = looked->payload_bytes() - looked->left + there;
+    give_up(*looked, memory_gone("source", *looked->memory.layout, looked->extent, at).what());
+    return true;
+  }
   sending.end();
   return took(sent, error, bytes, may_hold, finished);
 }

@@ -23,6 +23,13 @@ struct Sent {
   uint64_t serial;  // of the grant
 };
 
+// Memory of its blocks is not there. What is left of it goes out as zeros, and must never be confirmed.
+struct Unreadable {
+  TransferId id;
+  uint64_t serial;
+  std::string text;
+};
+
 class Outbox {
  public:
   Outbox(Statistics& statistics, SplicePipes& pipes) : statistics_(statistics), pipes_(pipes) {}
@@ -48,6 +55,8 @@ class Outbox {
   // `may_hold`: over TCP, the end of a payload may wait in the kernel for what is sent next: the verdict, as a rule. See
   // is_held(). Throws Error(transport).
   bool send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_hold);
+  // Payloads that were found unreadable since the last call: to be told before anything of them is.
+  std::vector<Unreadable> take_unreadable() { return std::exchange(unreadable_, {}); }
   size_t sent_last() const { return sent_last_; }
   bool is_held() const { return is_held_; }  // the kernel has all, and waits for more of it
   void let_go() { is_held_ = false; }        // it was told not to wait
@@ -65,6 +74,7 @@ class Outbox {
   bool send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_hold);
   bool took(ssize_t sent, int error, size_t bytes, bool is_held, std::vector<Sent>& finished);
   void gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes);
+  void give_up(OutgoingBlocks& payload, const std::string& text);
   void consume(size_t bytes, std::vector<Sent>& finished);
 
   Statistics& statistics_;
@@ -74,6 +84,7 @@ class Outbox {
   bool is_waiting_ = false, is_held_ = false, is_prompt_ = false, is_timed_ = false;
   CacheReads cache_reads_;
   SplicePipes& pipes_;
+  std::vector<Unreadable> unreadable_;
   std::unique_ptr<SplicePipe> pipe_;  // holds what is next of the first item's payload, or null
 };
 

@@ -26,6 +26,31 @@ uint64_t check_segments(const std::vector<Segment>& segments, uint32_t block_cou
   return sum;
 }
 
+std::string place_name(const Layout& layout, const Extent& extent, uint64_t at) {
+  if (!extent.ranges) {
+    uint64_t bytes = 0;
+    for (const Segment& segment : layout.segments) bytes += segment.length;
+    const auto i = static_cast<uint32_t>(bytes == 0 ? 0 : std::min<uint64_t>(at / bytes, extent.count - 1));
+    return "block " + std::to_string(extent[i]) + " of pool " + std::to_string(extent.pool);
+  }
+  const Ranges& ranges = *extent.ranges;
+  uint32_t i = 0;
+  if (const uint64_t uniform = ranges.uniform_bytes(); uniform != 0) {
+    i = static_cast<uint32_t>(std::min<uint64_t>(at / uniform, extent.count - 1));
+    at -= i * uniform;
+  } else {
+    for (uint64_t bytes; i + 1 < extent.count && at >= (bytes = ranges.bytes_of(extent[i])); ++i) at -= bytes;
+  }
+  const uint32_t grid = ranges.grid_of(extent[i]);
+  const Grid& from = ranges.grids()[grid];
+  const uint64_t byte = from.offset + (extent[i] - ranges.first_of(grid)) * from.stride + at;
+  return "region " + std::to_string(from.region) + " at byte " + std::to_string(byte);
+}
+
+Error memory_gone(const char* whose, const Layout& layout, const Extent& extent, uint64_t at) {
+  return Error(Code::memory_gone, std::string("the ") + whose + "'s memory is registered, and not mapped (or not accessible) any more: " + place_name(layout, extent, at));
+}
+
 void Bases::add(uint32_t region, uint8_t* base) {
   if (2 * (used_ + 1) > slots_.size()) {
     const std::vector<Slot> before = std::exchange(slots_, std::vector<Slot>(std::max<size_t>(8, slots_.size() * 2)));

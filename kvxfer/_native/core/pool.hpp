@@ -109,8 +109,14 @@ struct OwnMemory {
   std::vector<std::shared_ptr<const OwnRegion>> regions;  // of pieces, and no other
   std::shared_ptr<cuda::Context> device;       // some of it is there: nobody else may touch it
   bool is_exposed = false;                     // one-sided lanes may read it
+  bool is_ours = false;                        // kvxfer allocated all of it: it is there as long as this is
   explicit operator bool() const { return layout != nullptr; }
 };
+
+// Where byte `at` of some blocks or pieces lies, in words: for errors.
+std::string place_name(const Layout& layout, const Extent& extent, uint64_t at);
+// What is said of memory that is registered, and not there at that byte. `whose`: "source" or "destination".
+Error memory_gone(const char* whose, const Layout& layout, const Extent& extent, uint64_t at);
 
 // A position inside the bytes of some blocks or pieces. Layout and extent must stay where they are.
 class BlockWalk {

@@ -312,14 +312,16 @@ OwnMemory SharedEndpoint::find(const Extent& extent) const {
     memory.layout = std::shared_ptr<const Layout>(memory.pool, &memory.pool->layout);
     memory.device = memory.pool->device;
     memory.is_exposed = memory.pool->info.is_exposed;
+    memory.is_ours = memory.pool->region != nullptr;
     return memory;
   }
   const std::shared_ptr<const RegionTable> table = region_table();
   memory.regions = table->of(extent);
   if (memory.regions.empty()) return {};
-  memory.is_exposed = true;
+  memory.is_exposed = memory.is_ours = true;
   for (const auto& region : memory.regions) {
     memory.is_exposed &= region->info.is_exposed && region->info.can_read;
+    memory.is_ours &= region->region != nullptr;
     // Copies by the context of one device reach those of others and the host's too.
     if (!memory.device) memory.device = region->device;
   }

@@ -85,6 +85,13 @@ class CmaMemory final : public RemoteMemory {
   mutable bool has_worked = false;  // some bytes came
 };
 
+// Of a list of more bytes than that.
+const uint8_t* byte_at(const iovec* runs, size_t count, size_t at) {
+  size_t i = 0;
+  for (; i + 1 < count && at >= runs[i].iov_len; ++i) at -= runs[i].iov_len;
+  return static_cast<const uint8_t*>(runs[i].iov_base) + at;
+}
+
 // Takes up to `count` runs of up to `max` bytes together off the walk. Returns how many, and adds their bytes to `bytes`.
 size_t take_runs(BlockWalk& walk, iovec* out, size_t count, size_t max, size_t& bytes) {
   size_t used = 0;
@@ -118,6 +125,7 @@ class CmaRead final : public ReadJob {
   struct Call {
     std::unique_ptr<iovec[]> from{new iovec[CmaPeer::kRunsMax + 1]}, to{new iovec[CmaPeer::kRunsMax + 1]};  // one more, for the nonce
     size_t from_count = 0, to_count = 0, bytes = 0;
+    uint64_t begin = 0;  // of its bytes, in the whole read
     std::exception_ptr error;
   };
 
@@ -129,6 +137,8 @@ class CmaRead final : public ReadJob {
     for (; used < threads && bytes < max && !to_.is_done(); bytes += calls_[used++].bytes) {
       if (used == calls_.size()) calls_.emplace_back();
       take(calls_[used], std::min(each, max - bytes));
+      calls_[used].begin = read_ + bytes;
+      calls_[used].error = nullptr;
       effort_.runs += std::max(calls_[used].from_count, calls_[used].to_count);
     }
     const auto make = [this](size_t i) noexcept {
@@ -143,13 +153,20 @@ class CmaRead final : public ReadJob {
     used == 1 ? make(0) : memory_.copier->share(threads, used, make);
     try {
       for (size_t i = 0; i < used; ++i) {
-        if (calls_[i].error) std::rethrow_exception(calls_[i].error);
+        if (!calls_[i].error) continue;
+        try {
+          std::rethrow_exception(calls_[i].error);
+        } catch (const CmaPeer::Gone& gone) {
+          throw gone.is_own ? memory_gone("destination", *target().layout, filled(), calls_[i].begin + gone.at)
+                            : memory_gone("source", source().layout, asked(), calls_[i].begin + gone.at);
+        }
       }
     } catch (const Error& error) {  // what could be read is gone: the source says more, and no lane would do better
       if (error.code() == Code::no_lane && memory_.has_worked) throw Error(Code::transport, error.what());
       throw;
     }
     memory_.has_worked = true;
+    read_ += bytes;
     return bytes;
   }
 
@@ -170,6 +187,7 @@ class CmaRead final : public ReadJob {
   const CmaMemory& memory_;  // one of those that this read keeps
   BlockWalk from_, to_;
   std::vector<Call> calls_;
+  uint64_t read_ = 0;  // so far
 };
 
 std::unique_ptr<ReadJob> CmaMemory::open(ReadBlocks read, RemotePlace from, OwnMemory to) const {
@@ -212,6 +230,19 @@ bool CmaPeer::is_alive() const {
   return ::poll(&look, 1, 0) == 0;
 }
 
+// The memory says whose it is; a process that is about to end, or to be another one, no longer does.
+bool CmaPeer::has_nonce(uint64_t nonce_address) const {
+  Bytes16 nonce{};
+  const iovec to{nonce.data(), nonce.size()}, from{reinterpret_cast<void*>(nonce_address), nonce.size()};
+  return ::process_vm_readv(pid_, &to, 1, &from, 1, 0) == static_cast<ssize_t>(nonce.size()) && nonce == boot_nonce_;
+}
+
+bool CmaPeer::is_readable(const void* address) const {
+  uint8_t byte;
+  const iovec to{&byte, 1}, from{const_cast<void*>(address), 1};
+  return ::process_vm_readv(pid_, &to, 1, &from, 1, 0) == 1;
+}
+
 void CmaPeer::fail(int error) const {
   if (error == ESRCH || !is_alive()) throw Error(Code::transport, "the source's process has ended");
   if (error == EPERM) throw Error(Code::no_lane, refusal_text(pid_));
@@ -228,8 +259,13 @@ void CmaPeer::read(iovec* to, size_t to_count, iovec* from, size_t from_count, s
   do {
     got = ::process_vm_readv(pid_, to, to_count, from, from_count, 0);
   } while (got < 0 && errno == EINTR);
-  if (got < 0) fail(errno);
-  if (static_cast<size_t>(got) != bytes + nonce.size()) fail(EFAULT);  // it stops, without a word, at the first byte that is not there
+  const int error = got < 0 ? errno : EFAULT;  // it stops, without a word, at the first byte that is not there
+  const size_t there = static_cast<size_t>(std::max<ssize_t>(got, 0));
+  if (error == EFAULT && there < bytes && is_alive() && has_nonce(nonce_address)) {
+    const uint8_t* const read_from = byte_at(from, from_count, there);
+    throw Gone{there, is_readable(read_from)};
+  }
+  if (got < 0 || there != bytes + nonce.size()) fail(error);
   if (nonce != boot_nonce_) throw Error(Code::transport, "the source's process is not the one that the session was made with");
   if (!is_alive()) throw Error(Code::transport, "the source's process has ended");
 }

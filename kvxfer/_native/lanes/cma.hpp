@@ -27,13 +27,21 @@ class CmaPeer {
   CmaPeer(int unix_socket, const Bytes16& boot_nonce);
 
   // Fills `to` from `from`, lists of as many bytes together and at most kRunsMax entries, each with room for one more
-  // entry, which is for the nonce at `nonce_address`. Throws Error: no_lane, transport.
+  // entry, which is for the nonce at `nonce_address`. Throws Error: no_lane, transport; Gone where the process is the right one,
+  // and memory of it, or of ours, is not there.
   void read(iovec* to, size_t to_count, iovec* from, size_t from_count, size_t bytes, uint64_t nonce_address) const;
 
   static constexpr size_t kRunsMax = 1023;
 
+  struct Gone {
+    size_t at;      // the byte that cannot be read or written
+    bool is_own;    // it is the target that is gone
+  };
+
  private:
   bool is_alive() const;
+  bool has_nonce(uint64_t nonce_address) const;
+  bool is_readable(const void* address) const;
   [[noreturn]] void fail(int error) const;
 
   int pid_ = 0;

@@ -86,7 +86,7 @@ ReadJob::ReadJob(ReadBlocks read, RemotePlace from, OwnMemory to) : read_(std::m
   if (uniform != 0) bytes_ = uniform * read_.to.count;
   if (read_.sums.empty()) return;
   if (read_.sums.size() != read_.to.count) throw Error(Code::internal, "a checksum for each block was due");
-  running_.emplace(*to_.layout, read_.to);
+  running_.emplace(to_, read_.to, RunningSums::Bytes::InCache, "destination");
 }
 
 void ReadJob::verify(size_t bytes) {

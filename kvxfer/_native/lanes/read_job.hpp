@@ -98,6 +98,7 @@ class ReadJob {
   const RemotePlace& source() const { return from_; }
   const OwnMemory& target() const { return to_; }
   const Extent& filled() const { return read_.to; }
+  const Extent& asked() const { return read_.from; }
   bool has_sums() const { return running_.has_value(); }
   // The next `bytes` of the target, in order, are in place. Throws Error(checksum) where the source had said otherwise of
   // a piece that they complete. Does nothing where it had said nothing.

@@ -1,11 +1,14 @@
 #include "stream.hpp"
 
 #include "crc32c.hpp"
+#include "owner_memory.hpp"
 
 namespace kvxfer {
 namespace {
 
 constexpr size_t kSumBytes = 4;
+constexpr size_t kCopiedBytes = 32 * 1024;  // of others' memory at a time: what a first cache has room for
+constexpr size_t kCopiedRuns = 64;
 constexpr size_t kAheadBytes = 4096;  // from what is summed to what is asked into the cache: hardware looks no further than a page
 
 void append_sum(std::string& to, uint32_t sum) {
@@ -22,7 +25,9 @@ uint64_t trailer_bytes(const Data& data) { return data.has_sums ? uint64_t{data.
 
 }  // namespace
 
-RunningSums::RunningSums(const Layout& layout, const Extent& extent, Bytes are) : extent_(&extent), are_(are), walk_(layout, extent) {
+RunningSums::RunningSums(const OwnMemory& memory, const Extent& extent, Bytes are, const char* whose)
+    : layout_(memory.layout.get()), extent_(&extent), are_(are), whose_(whose), is_ours_(memory.is_ours), walk_(*layout_, extent) {
+  const Layout& layout = *layout_;
   if (extent.ranges) {
     block_bytes_ = extent.ranges->uniform_bytes();
   } else {
@@ -33,6 +38,7 @@ RunningSums::RunningSums(const Layout& layout, const Extent& extent, Bytes are) 
 }
 
 void RunningSums::advance(size_t bytes) {
+  if (!is_ours_) return advance_copied(bytes);
   passed_ += bytes;
   while (bytes != 0) {
     const BlockWalk::Span span = walk_.take(static_cast<size_t>(std::min<uint64_t>(bytes, left_)));
@@ -41,6 +47,20 @@ void RunningSums::advance(size_t bytes) {
     if (span.size != ahead) add(span.data, span.size - ahead, span.data + ahead);
     if (ahead != 0) add(span.data + (span.size - ahead), ahead, walk_.next());
     bytes -= span.size;
+  }
+}
+
+void RunningSums::advance_copied(size_t bytes) {
+  alignas(64) uint8_t copied[kCopiedBytes];
+  iovec runs[kCopiedRuns];
+  while (bytes != 0) {
+    size_t part = 0;
+    const size_t count = walk_.gather(runs, kCopiedRuns, std::min(bytes, sizeof copied), part);
+    if (part == 0) throw Error(Code::internal, "a checksum past the last block");
+    if (const size_t there = copy_from_owner(copied, runs, count); there != part) throw memory_gone(whose_, *layout_, *extent_, passed_ + there);
+    walk_.advance(part);
+    advance(copied, part);
+    bytes -= part;
   }
 }
 
@@ -70,19 +90,21 @@ OutgoingBlocks::OutgoingBlocks(SendData send, OwnMemory from, Staging& staging)
   if (frame.payload_bytes < trailer_bytes(frame) || frame.count != extent.count) {
     throw Error(Code::internal, "a DATA frame of other blocks than it has");
   }
-  if (frame.has_sums && known_.size() != frame.count) running_.emplace(*memory.layout, extent, RunningSums::Bytes::Anywhere);
+  if (frame.has_sums && known_.size() != frame.count) running_.emplace(memory, extent, RunningSums::Bytes::Anywhere, "source");
   if (is_staged) gather = std::make_unique<Gather>(staging, memory.device, *memory.layout, extent, left);
 }
 
+uint64_t OutgoingBlocks::payload_bytes() const { return frame.payload_bytes - trailer_bytes(frame); }
+
 void OutgoingBlocks::sum(size_t bytes) {
   if (!running_) return;
-  const uint64_t sent = frame.payload_bytes - trailer_bytes(frame) - left;
+  const uint64_t sent = payload_bytes() - left;
   if (sent + bytes > running_->passed()) running_->advance(static_cast<size_t>(sent + bytes - running_->passed()));
 }
 
 void OutgoingBlocks::sum(const uint8_t* data, size_t bytes) {
   if (!running_) return;
-  const uint64_t sent = frame.payload_bytes - trailer_bytes(frame) - left;
+  const uint64_t sent = payload_bytes() - left;
   const uint64_t known = running_->passed() - sent;
   if (bytes > known) running_->advance(data + known, static_cast<size_t>(bytes - known));
 }
@@ -113,7 +135,7 @@ void OutgoingBlocks::end() {
 IncomingBlocks::IncomingBlocks(const Data& data, Landing landing, OwnMemory to, Staging& staging)
     : id(data.id), token(landing.token), extent(std::move(landing.to)), memory(std::move(to)), left(data.payload_bytes - trailer_bytes(data)),
       trailer(trailer_bytes(data), '\0'), walk(*memory.layout, extent) {
-  if (data.has_sums) running_.emplace(*memory.layout, extent);
+  if (data.has_sums) running_.emplace(memory, extent, RunningSums::Bytes::InCache, "destination");
   if (memory.device) scatter = std::make_unique<Scatter>(staging, memory.device, *memory.layout, extent, left);
 }
 
@@ -135,6 +157,10 @@ bool IncomingBlocks::must_wait(bool has_come_whole) {
   if (!scatter) return false;
   if (has_come_whole) return !scatter->is_done();
   return left != 0 && scatter->room(1).iov_len == 0;
+}
+
+Error IncomingBlocks::memory_gone(uint64_t ahead) const {
+  return kvxfer::memory_gone("destination", *memory.layout, extent, bytes_ - left + ahead);
 }
 
 bool IncomingBlocks::is_intact() const {

@@ -20,8 +20,9 @@ constexpr uint32_t kNoSum = 0x9d1ce5a7;  // as likely to be a checksum as any ot
 class RunningSums {
  public:
   enum class Bytes { InCache, Anywhere };  // where they are when they are summed
-  RunningSums(const Layout& layout, const Extent& extent, Bytes are = Bytes::InCache);
-  // The next `bytes` are what they are.
+  // Memory of others, which may be gone, is summed through a copy: see owner_memory.hpp. `whose`: as memory_gone() takes it.
+  RunningSums(const OwnMemory& memory, const Extent& extent, Bytes are, const char* whose);
+  // The next `bytes` are what they are. Throws Error(memory_gone).
   void advance(size_t bytes);
   // As they lie at `data`, and not where the blocks do.
   void advance(const uint8_t* data, size_t bytes);
@@ -30,10 +31,14 @@ class RunningSums {
 
  private:
   void add(const uint8_t* data, size_t bytes, const uint8_t* ahead = nullptr);  // of one block
+  void advance_copied(size_t bytes);
   uint64_t bytes_of(uint32_t i) const { return block_bytes_ != 0 ? block_bytes_ : extent_->ranges->bytes_of((*extent_)[i]); }
 
+  const Layout* layout_;
   const Extent* extent_;
   Bytes are_;
+  const char* whose_;
+  bool is_ours_;
   uint64_t block_bytes_ = 0;  // of each; 0 where they differ
   BlockWalk walk_;
   uint64_t left_ = 0, passed_ = 0;
@@ -47,6 +52,7 @@ struct OutgoingBlocks {
   OutgoingBlocks& operator=(const OutgoingBlocks&) = delete;
 
   // Where checksums are to be taken: takes those of the next `bytes` from the walk's position on, where they are not known.
+  // Throws Error(memory_gone).
   void sum(size_t bytes);
   // The same of bytes that were gathered.
   void sum(const uint8_t* data, size_t bytes);
@@ -61,6 +67,7 @@ struct OutgoingBlocks {
   // Its grant has: zeros go out from here on, and the memory may go.
   void end();
   bool is_done() const { return left == 0 && trailer_left == 0; }
+  uint64_t payload_bytes() const;  // of all blocks, without their checksums
 
   const Data frame;
   const uint64_t serial;  // of the grant
@@ -86,7 +93,7 @@ struct IncomingBlocks {
   IncomingBlocks(const IncomingBlocks&) = delete;
   IncomingBlocks& operator=(const IncomingBlocks&) = delete;
 
-  // `bytes` more of the blocks are in place.
+  // `bytes` more of the blocks are in place. Throws Error: transport, memory_gone.
   void landed(size_t bytes) {
     if (scatter) return scatter_more(bytes);
     walk.advance(bytes);
@@ -102,6 +109,8 @@ struct IncomingBlocks {
   bool is_in_flight() const { return scatter && scatter->is_in_flight(); }
   // Whether the blocks have the checksums that followed them.
   bool is_intact() const;
+  // Said where byte `ahead` of what comes next has no place any more.
+  Error memory_gone(uint64_t ahead) const;
 
   const TransferId id;
   const uint64_t token;
@@ -115,6 +124,8 @@ struct IncomingBlocks {
 
  private:
   void scatter_more(size_t bytes);
+
+  const uint64_t bytes_ = left;
 
   std::optional<RunningSums> running_;
 };

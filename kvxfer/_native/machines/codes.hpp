@@ -29,14 +29,16 @@ enum class Code : uint16_t {
   grant_unknown,
   checksum,
   cancelled,
+  memory_gone,
 };
-constexpr uint16_t kCodeCount = 21;
+constexpr uint16_t kCodeCount = 22;
 
 inline const char* name(Code code) {
   static const char* const names[kCodeCount] = {
       "ok",          "internal",   "invalid_argument", "blocks_busy",   "limit_exceeded", "closed",         "incompatible",
       "refused",     "unauthenticated", "protocol",    "overloaded",    "transport",      "peer_gone",      "deadline",
       "no_lane",     "grant_expired",   "grant_revoked", "grant_released", "grant_unknown", "checksum",     "cancelled",
+      "memory_gone",
   };
   const auto index = static_cast<uint16_t>(code);
   return index < kCodeCount ? names[index] : "internal";

@@ -152,6 +152,10 @@ class Endpoint {
 
   void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
                  uint64_t serial = 0);
+  // The shell's, also after the session ended; see GrantTable.
+  void data_failed(const TransferId& id, uint64_t serial, Code code, const std::string& text, Nanos now, Effects& out) {
+    grants_.data_failed(id, serial, code, text, now, out);
+  }
   Landing data_arrives(SessionId session, const Data& data, Nanos now);
   bool is_landing(const TransferId& id, uint64_t token) const;
   // Whether a PUSH of this id would be taken for one that came before.

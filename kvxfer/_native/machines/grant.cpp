@@ -351,6 +351,15 @@ void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t att
   if (grant.reading) serve(grant, now, out);
 }
 
+void GrantTable::data_failed(const TransferId& id, uint64_t serial, Code code, const std::string& text, Nanos now, Effects& out) {
+  const auto found = grants_.find(id);
+  if (found == grants_.end() || (serial != 0 && serial != found->second.serial)) return;
+  Grant& grant = found->second;
+  lapse(grant, now, out);
+  if (grant.reading) out.push_back(SendFrame{grant.reading->session, ErrorFrame{id, grant.reading->pull.attempt, code, text}});
+  finish(grant, GrantEvent::Revoke, out);
+}
+
 Code GrantTable::judge(Grant& grant, uint64_t nonce, Nanos now, Effects& out) {
   for (const auto& [known, code] : grant.verdicts) {
     if (known == nonce) return code;

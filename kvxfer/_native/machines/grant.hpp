@@ -117,6 +117,9 @@ class GrantTable {
   // `serial`: of that SendData; 0: of whichever grant has the id.
   void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
                  uint64_t serial = 0);
+  // The bytes of a SendData of this grant cannot be read: its memory is gone, and what goes out in their place must never be
+  // confirmed, over this session or another. So the grant ends (revoked), and whoever reads under it is told `code`.
+  void data_failed(const TransferId& id, uint64_t serial, Code code, const std::string& text, Nanos now, Effects& out);
   void session_closed(SessionId session);
   void reader_dead(const AgentRef& reader, Nanos now, Effects& out);
 

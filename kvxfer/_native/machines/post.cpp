@@ -8,6 +8,9 @@ namespace {
 constexpr Nanos kDialBackoff = 20 * kMillisecond;
 constexpr Nanos kDialBackoffMax = 500 * kMillisecond;
 constexpr uint32_t kSilencesMax = 4;
+constexpr uint32_t kFutileMax = 8;  // sessions that are lost at once: by then the peer counts as out of reach
+
+Nanos backoff(uint32_t before) { return std::min(kDialBackoff << std::min(before, 16u), kDialBackoffMax); }
 
 }  // namespace
 
@@ -26,8 +29,9 @@ void Post::session_up(SessionId session, bool is_mapped, Nanos now, Effects& out
   unreachable_code_ = Code::peer_gone;
   unreachable_text_.clear();
   heard_at_ = now;
+  up_at_ = now;
   silences_ = 0;
-  unreachable_since_ = kNever;
+  if (futile_ < kFutileMax) unreachable_since_ = kNever;
   on_session(now, out);
 }
 
@@ -35,8 +39,10 @@ void Post::session_lost(Nanos now) {
   session_ = 0;
   if (is_final(state_)) return;
   on_session_lost();
-  if (unreachable_since_ == kNever) unreachable_since_ = now;
-  dial_at_ = now;
+  if (now - up_at_ >= limits_.reconnect_ns) futile_ = 0;
+  if (futile_ < kFutileMax || unreachable_since_ == kNever) unreachable_since_ = now;
+  dial_at_ = futile_ == 0 ? now : now + backoff(futile_ - 1);
+  if (++futile_ > kFutileMax) unreachable_text_ = ": its sessions end before anything is read";
 }
 
 void Post::dial_failed(Code code, const std::string& text, Nanos now, Effects& out) {
@@ -49,7 +55,7 @@ void Post::dial_failed(Code code, const std::string& text, Nanos now, Effects& o
   if (now - unreachable_since_ >= limits_.reconnect_ns) {
     return fail(unreachable_code_, std::string("cannot reach the ") + peer_word() + unreachable_text_, now, out);
   }
-  dial_at_ = now + std::min(kDialBackoff << std::min(dials_failed_++, 16u), kDialBackoffMax);
+  dial_at_ = now + backoff(dials_failed_++);
 }
 
 void Post::note_lane(const std::string& why) {
@@ -65,6 +71,7 @@ void Post::leave_lane(Nanos now, Effects& out) {
   }
   dial_at_ = now;
   unreachable_since_ = now;
+  futile_ = 0;
 }
 
 void Post::next_lane(const std::string& why, Nanos now, Effects& out) {

@@ -4,6 +4,9 @@
 //
 // A post holds at most one session and asks its owner, the endpoint, for another where it has none. One that a peer's push
 // asked for (is_offered) dials nobody: the peer that wants it comes itself, and the owner is told of its end in other words.
+//
+// A peer is unreachable where it cannot be dialed, and also where session after session comes up, brings nothing and is lost at
+// once: whatever breaks them will break the next one. Those are dialed ever more slowly, and not for ever.
 #pragma once
 
 #include "bugs.hpp"
@@ -109,8 +112,13 @@ class Post {
   Nanos posted_at_, heard_at_, dial_at_, unreachable_since_;
   TransferFinal outcome_{};
 
+  // Bytes landed: what sessions brought nothing before counts no more.
+  void progressed() { futile_ = 0; }
+
  private:
   uint32_t dials_failed_ = 0;
+  uint32_t futile_ = 0;           // sessions in a row that were lost soon, with nothing landed
+  Nanos up_at_ = 0;
   Code unreachable_code_ = Code::peer_gone;  // of the last dial that failed
   std::string unreachable_text_;
 };

@@ -1,6 +1,7 @@
 #include "transfer.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvxfer {
 namespace {
@@ -103,6 +104,7 @@ void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
 }
 
 void Transfer::ask_again(Nanos now, Effects& out) {
+  if (!gone_text_.empty()) return on_gone(now, out);
   if (state_ == TransferState::Confirming) {
     ask_verdict(false, now, out);
   } else {
@@ -153,7 +155,7 @@ uint32_t Transfer::end_read(Nanos now) {
 }
 
 void Transfer::read_on(Nanos now, Effects& out) {
-  if (!is_one_sided(lane()) || state_ != TransferState::Reading || reading_ != 0) return;
+  if (!is_one_sided(lane()) || state_ != TransferState::Reading || reading_ != 0 || !gone_text_.empty()) return;
   const auto known_end = knows_pieces() ? total() : static_cast<uint32_t>(known_base_ + known_.size());
   if (known_end <= done_) return;
   const uint32_t count = into_->fitting(done_, known_end - done_, limits_.read_bytes_max);
@@ -198,6 +200,7 @@ void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
   heard_at_ = now;
   silences_ = 0;
   reasked_ = 0;
+  progressed();
   last_landed_at_ = now;
   has_lent_ |= !is_one_sided(lane()) && reading_is_lent_;
   const bool is_after = is_one_sided(lane()) ? is_complete_ : reading_is_complete_;
@@ -250,6 +253,12 @@ void Transfer::stopped(uint64_t token, Code code, const std::string& text, Nanos
   if (is_final(state_)) return drain(out);
   if (code == Code::checksum) return fail(code, text, now, out);
   if (has_turn_) return change_turn(now, out);
+  if (code == Code::memory_gone) {
+    if (!is_one_sided(lane())) return fail(code, text, now, out);
+    if (session_ == 0) return;  // what it was read over is gone too: the next session shows
+    gone_text_ = text;
+    return ask_verdict(true, now, out);
+  }
   if (code == Code::no_lane) return next_lane(text, now, out);
   heard_at_ = now;
   if (session_ == 0) dial_at_ = now;
@@ -270,6 +279,7 @@ void Transfer::on_verdict(const Verdict& verdict, Nanos now, Effects& out) {
   const bool is_asked = std::find(asked_.begin(), asked_.end(), verdict.nonce) != asked_.end();
   if (!is_trailer && !is_asked) return;  // of an attempt that was given up
   heard_at_ = now;
+  if (!gone_text_.empty()) return verdict.code == Code::ok ? on_gone(now, out) : fail(verdict.code, "the source did not confirm", now, out);
   // Of a fetch that says only that the source does not know the question, which was lost or is yet to come: it is asked anew.
   // What was read stays good, because the region that was read is still the one of that id, or nothing will be confirmed.
   // Not where the source sent it: it knew, and what it sent after the end were zeros.
@@ -281,6 +291,14 @@ void Transfer::on_verdict(const Verdict& verdict, Nanos now, Effects& out) {
   }
   if (verdict.code != Code::ok) return fail(verdict.code, "the source did not confirm", now, out);
   if (state_ == TransferState::Confirming) end(TransferState::Committed, Code::ok, "", now, out);
+}
+
+// The source did not know of it, or says nothing.
+void Transfer::on_gone(Nanos now, Effects& out) {
+  const std::string text = std::exchange(gone_text_, {});
+  const bool has_next = is_offered() ? !spec_.is_last : lane_ + 1 < way_.lanes.size();
+  if (has_next) return next_lane(text, now, out);
+  fail(Code::memory_gone, text, now, out);
 }
 
 void Transfer::on_error(const ErrorFrame& error, Nanos now, Effects& out) {

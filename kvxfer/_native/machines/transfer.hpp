@@ -27,6 +27,12 @@
 // Which lane comes next is the reader's own choice, but for a peer's push: who reads for that cannot dial, so it says that a lane
 // does not serve, and waits (CONNECTING, without a lane) until the pusher has named another.
 //
+// Memory that a read finds gone (memory_gone) was unmapped, and no second try will find it. But the source may have ended the
+// grant first, as it should, and that word be on its way. So a one-sided lane asks it for a verdict, which comes after the word:
+// not ok names the reason. ok means that nobody said so: then the next lane is tried, where there is one, because one lane may be
+// unable to read what another can (pages of a driver), and after the last one the transfer fails. `stream` and `unix` find by
+// themselves only that this agent's own memory is gone; the source's, the source reports.
+//
 // Only a verdict `ok` for a nonce of this transfer, taken while every block has landed, commits.
 #pragma once
 
@@ -95,7 +101,10 @@ class Transfer final : public Post {
   const char* peer_word() const override { return "source"; }
   bool is_reading() const override { return reading_ != 0; }
   void on_session(Nanos now, Effects& out) override;
-  void on_session_lost() override { move(TransferEvent::SessionLost); }
+  void on_session_lost() override {
+    move(TransferEvent::SessionLost);
+    gone_text_.clear();
+  }
   void leave(Effects& out) override { send(Cancel{spec_.id, attempt_}, out); }
   void ask_again(Nanos now, Effects& out) override;
   void keep(Nanos now, Effects& out) override;
@@ -114,6 +123,7 @@ class Transfer final : public Post {
   Extent begin_read(uint32_t count, bool is_checked, Nanos now);
   uint32_t end_read(Nanos now);
   void change_turn(Nanos now, Effects& out);
+  void on_gone(Nanos now, Effects& out);
   void drain(Effects& out);
   uint64_t draw_nonce();
 
@@ -126,6 +136,7 @@ class Transfer final : public Post {
   uint64_t attempt_nonce_ = 0;
   uint64_t nonce_state_;
   std::vector<uint64_t> asked_;     // nonces made after the last read: the latest few
+  std::string gone_text_;           // memory was not there: what the source has to say of it is awaited
   uint32_t reasked_ = 0;            // how often the source knew nothing of the question since the last bytes landed
   uint32_t done_ = 0;               // landed, always a prefix
   uint32_t reading_ = 0;            // blocks of the read under way

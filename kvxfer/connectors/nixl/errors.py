@@ -78,6 +78,7 @@ _KINDS: tuple[tuple[type[errors.KvxferError], type[nixlError]], ...] = (
     (errors.PeerError, nixlBackendError),
     (errors.TransportError, nixlBackendError),
     (errors.ChecksumMismatch, nixlBackendError),
+    (errors.MemoryGone, nixlBackendError),
 )
 """The first that fits."""
 
