@@ -27,6 +27,7 @@ from kvxfer.protocol.directory import Directory
 from kvxfer.protocol.handshake import session_root
 from kvxfer.protocol.liveness import LivenessLimits
 from kvxfer.rpc.convert import MESSAGE_BYTES_MAX
+from kvxfer.rpc.link import KEEPALIVE_OPTIONS, PINGS_APART_MIN_MS
 from kvxfer.rpc.token import default_token_path, load_or_create_token
 
 log = logging.getLogger("kvxfer.coordinator")
@@ -41,11 +42,8 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", RECEIVE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    *KEEPALIVE_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", PINGS_APART_MIN_MS),
 )
 
 

@@ -37,13 +37,24 @@ Argument = TypeVar("Argument")
 
 ChannelOptions = Sequence[tuple[str, Any]]
 
-CHANNEL_OPTIONS: ChannelOptions = (
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.keepalive_time_ms", 5_000),
+KEEPALIVE_MS = 5_000
+PINGS_APART_MIN_MS = 100
+"""Pings that come faster than this, with no data sent between, are held against the client: with the third the coordinator
+hangs up (``too_many_pings``). gRPC's default is five minutes, which every client of ours would break."""
+
+KEEPALIVE_OPTIONS: ChannelOptions = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+)
+"""The same on both sides. One that was stopped or is slow finds one ping of the other in its socket, never several: the
+next is sent after the answer to the last, and no gRPC sends two within a second."""
+
+CHANNEL_OPTIONS: ChannelOptions = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    *KEEPALIVE_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
