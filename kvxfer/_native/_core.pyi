@@ -165,6 +165,8 @@ class Code(enum.Enum):
 
     cancelled = 20
 
+    memory_gone = 21
+
 class AgentRef:
     """One life of one agent."""
 
@@ -1092,6 +1094,8 @@ class GrantTable:
 
     def data_sent(self, session: int, id: bytes, attempt: int, count: int, now_ns: int, is_lent: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
+    def data_failed(self, id: bytes, code: Code, text: str, now_ns: int, serial: int = 0) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
     def session_closed(self, session: int) -> None: ...
 
     def reader_dead(self, reader: AgentRef, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
@@ -1198,6 +1202,8 @@ class Endpoint:
     def on_frame(self, session: int, frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map | Fetch | Done, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def data_sent(self, session: int, id: bytes, attempt: int, count: int, now_ns: int, is_lent: bool = False, serial: int = 0) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+
+    def data_failed(self, id: bytes, code: Code, text: str, now_ns: int, serial: int = 0) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def data_arrives(self, session: int, data: Data, now_ns: int) -> Landing: ...
 

@@ -21,6 +21,7 @@ constexpr size_t kLookEvery = 1 << 20;        // bytes, at the window
 constexpr uint32_t kHostRoundTripUs = 15;     // hardly a network card answers so soon
 constexpr const char* kHostControl = "reno";  // nothing congests inside a host: the plainest, which every kernel has
 constexpr const char* kPacing = "bbr";        // and what its name begins with
+constexpr int kKeepIdleS = 20, kKeepIntervalS = 5, kKeepCount = 3;  // what forgets an idle connection waits longer, as a rule
 constexpr uint64_t kUnknownBytesMax = 8 << 20;  // of so many round trips one is undisturbed, or the path is long
 
 struct Address {
@@ -165,8 +166,18 @@ void send_at_once(int fd) {
   ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
+// By the kernel: an idle session stays known on its way, and one that is gone ends within 35 s, without a process being woken.
+void keep_alive(int fd) {
+  const int on = 1;
+  ::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &kKeepIdleS, sizeof kKeepIdleS);
+  ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &kKeepIntervalS, sizeof kKeepIntervalS);
+  ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &kKeepCount, sizeof kKeepCount);
+}
+
 void tune_tcp(int fd) {
   send_at_once(fd);
+  keep_alive(fd);
   if (is_local(fd)) tune_to_host(fd);  // across a network the kernel's own tuning follows the round-trip time
 }
 

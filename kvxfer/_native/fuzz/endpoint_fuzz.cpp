@@ -209,6 +209,7 @@ class World : public Shell {
         if (!sends_.empty()) {
           const SendData send = std::move(sends_.front());
           sends_.pop_front();
+          if (send.frame.first % 4 == 3) call([&](Effects& out) { endpoint_.data_failed(send.frame.id, send.serial, Code::memory_gone, "gone", now_, out); });
           call([&](Effects& out) { endpoint_.data_sent(send.session, send.frame.id, send.frame.attempt, send.frame.count, send.frame.count % 2 == 0, now_, out); });
         }
         return;
@@ -220,8 +221,8 @@ class World : public Shell {
           const Incoming over{read.id, read.token};
           const bool is_held = endpoint_.is_landing(read.id, read.token);
           if (is_held && !in_.flag()) return landed(over);
-          const Code codes[] = {Code::transport, Code::no_lane, Code::checksum};
-          return stop(over, is_held ? codes[in_.below(3)] : Code::cancelled);
+          const Code codes[] = {Code::transport, Code::no_lane, Code::checksum, Code::memory_gone};
+          return stop(over, is_held ? codes[in_.below(4)] : Code::cancelled);
         }
         return;
       default:

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "core/shared_endpoint.hpp"
+#include "owner_memory.hpp"
 #include "stream.hpp"
 
 namespace kvxfer {
@@ -34,8 +35,9 @@ class StagingDevice {
   // Null: as many are in use as may be. `is_first`: of a frame that has none.
   StagingBuffer* take(bool is_first);
   void give(StagingBuffer* buffer);
-  // The next `buffer.bytes` of `walk` and the buffer, in `direction`; goes past them.
-  void copy(StagingBuffer& buffer, BlockWalk& walk, Direction direction);
+  // The next `buffer.bytes` of `walk` and the buffer, in `direction`; goes past them. Returns how many there were before the first
+  // that the host has not any more: then no copy was begun.
+  size_t copy(StagingBuffer& buffer, BlockWalk& walk, const HostParts& host, Direction direction);
   // Appends the numbers of the gathers that are over.
   void settle(std::vector<uint64_t>& numbers);
   size_t in_flight() const { return in_flight_.size(); }
@@ -115,7 +117,7 @@ void StagingDevice::give(StagingBuffer* buffer) {
   }
 }
 
-void StagingDevice::copy(StagingBuffer& buffer, BlockWalk& walk, Direction direction) {
+size_t StagingDevice::copy(StagingBuffer& buffer, BlockWalk& walk, const HostParts& host, Direction direction) {
   const cuda::Context::Current current(*context_);
   const cuda::Library& driver = context_->library();
   const cuda::Stream copies = stream(direction == Direction::FromDevice ? gathers_ : scatters_);
@@ -126,9 +128,17 @@ void StagingDevice::copy(StagingBuffer& buffer, BlockWalk& walk, Direction direc
   for (size_t at = 0; at < buffer.bytes;) {
     const BlockWalk::Span span = walk.take(buffer.bytes - at);
     if (span.size == 0) throw Error(Code::internal, "a copy longer than its blocks");
-    const auto device = reinterpret_cast<cuda::Address>(span.data), host = reinterpret_cast<cuda::Address>(buffer.data + at);
-    from_.push_back(direction == Direction::FromDevice ? device : host);
-    to_.push_back(direction == Direction::FromDevice ? host : device);
+    if (host.has(span.data)) {
+      const iovec run{span.data, span.size};
+      uint8_t* const staged = buffer.data + at;
+      const size_t done = direction == Direction::FromDevice ? copy_from_owner(staged, &run, 1) : copy_to_owner(&run, 1, staged);
+      at += done;
+      if (done != span.size) return at;
+      continue;
+    }
+    const auto device = reinterpret_cast<cuda::Address>(span.data), staged = reinterpret_cast<cuda::Address>(buffer.data + at);
+    from_.push_back(direction == Direction::FromDevice ? device : staged);
+    to_.push_back(direction == Direction::FromDevice ? staged : device);
     sizes_.push_back(span.size);
     at += span.size;
   }
@@ -144,6 +154,7 @@ void StagingDevice::copy(StagingBuffer& buffer, BlockWalk& walk, Direction direc
   context_->check(driver.stream_wait_event(rings, buffer.event, 0), "waiting for an event");
   context_->check(driver.launch_host(rings, &ring, const_cast<int*>(&wake_fd_)), "a host function");
   if (!buffer.failure.empty()) throw Error(Code::transport, buffer.failure);
+  return buffer.bytes;
 }
 
 void StagingDevice::issue(cuda::Stream stream) {
@@ -228,8 +239,20 @@ std::vector<StoppedLanding> Staging::take_stopped() {
   return over;
 }
 
-Gather::Gather(Staging& staging, std::shared_ptr<cuda::Context> context, const Layout& layout, const Extent& extent, uint64_t bytes)
-    : staging_(staging), context_(std::move(context)), walk_(layout, extent), left_(bytes) {}
+HostParts::HostParts(const OwnMemory& memory) {
+  for (const auto& region : memory.regions) {
+    if (region->device == nullptr) parts_.emplace_back(region->base, region->base + region->info.bytes);
+  }
+  std::sort(parts_.begin(), parts_.end());
+}
+
+bool HostParts::has(const uint8_t* at) const {
+  const auto after = std::upper_bound(parts_.begin(), parts_.end(), at, [](const uint8_t* value, const auto& part) { return value < part.first; });
+  return after != parts_.begin() && at < std::prev(after)->second;
+}
+
+Gather::Gather(Staging& staging, const OwnMemory& memory, const Extent& extent, uint64_t bytes)
+    : staging_(staging), context_(memory.device), layout_(*memory.layout), extent_(extent), host_(memory), walk_(layout_, extent), bytes_(bytes), left_(bytes) {}
 
 Gather::~Gather() {
   for (StagingBuffer* buffer : buffers_) staging_.device(context_).give(buffer);
@@ -248,9 +271,11 @@ void Gather::fill(const std::function<uint64_t()>& begin) {
       buffers_.pop_back();
       return;
     }
+    const uint64_t begins = bytes_ - left_;
     left_ -= buffer->bytes;
     try {
-      device.copy(*buffer, walk_, Direction::FromDevice);
+      const size_t there = device.copy(*buffer, walk_, host_, Direction::FromDevice);
+      if (there != buffer->bytes) throw memory_gone("source", layout_, extent_, begins + there);
     } catch (const Error&) {
       if (!buffer->is_in_flight) staging_.unbegun_.push_back(std::exchange(buffer->number, 0));
       throw;
@@ -278,8 +303,8 @@ void Gather::sent(size_t bytes) {
   }
 }
 
-Scatter::Scatter(Staging& staging, std::shared_ptr<cuda::Context> context, const Layout& layout, const Extent& extent, uint64_t bytes)
-    : staging_(staging), context_(std::move(context)), walk_(layout, extent), left_(bytes) {}
+Scatter::Scatter(Staging& staging, const OwnMemory& memory, const Extent& extent, uint64_t bytes)
+    : staging_(staging), context_(memory.device), layout_(*memory.layout), extent_(extent), host_(memory), walk_(layout_, extent), bytes_(bytes), left_(bytes) {}
 
 Scatter::~Scatter() {
   if (filling_ == nullptr && buffers_.empty()) return;
@@ -313,7 +338,8 @@ void Scatter::filled(size_t bytes) {
   if (left_ != 0 && filling_->bytes != Staging::kBufferBytes) return;
   StagingBuffer* const full = std::exchange(filling_, nullptr);
   buffers_.push_back(full);
-  staging_.device(context_).copy(*full, walk_, Direction::ToDevice);
+  const size_t there = staging_.device(context_).copy(*full, walk_, host_, Direction::ToDevice);
+  if (there != full->bytes) throw memory_gone("destination", layout_, extent_, bytes_ - left_ - full->bytes + there);
 }
 
 bool Scatter::is_done() {

@@ -76,16 +76,27 @@ class Staging {
   std::vector<StoppedLanding> stopped_;
 };
 
+// Which parts of such memory are the host's: no driver touches those, whose own loads and stores would trust that they are there.
+class HostParts {
+ public:
+  explicit HostParts(const OwnMemory& memory);
+  bool has(const uint8_t* at) const;
+
+ private:
+  std::vector<std::pair<const uint8_t*, const uint8_t*>> parts_;  // ascending
+};
+
 // The bytes of some blocks on their way from a device into pinned memory, some buffers ahead of who sends them.
 class Gather {
  public:
-  // Layout and extent must stay where they are.
-  Gather(Staging& staging, std::shared_ptr<cuda::Context> context, const Layout& layout, const Extent& extent, uint64_t bytes);
+  // Memory and extent must stay where they are.
+  Gather(Staging& staging, const OwnMemory& memory, const Extent& extent, uint64_t bytes);
   Gather(const Gather&) = delete;
   Gather& operator=(const Gather&) = delete;
   ~Gather();
 
-  // Begins what copies there is room for; `begin` gives each its number, 0 where it must not begin. Throws Error(transport).
+  // Begins what copies there is room for; `begin` gives each its number, 0 where it must not begin. Throws Error: transport,
+  // memory_gone (of the host's parts).
   void fill(const std::function<uint64_t()>& begin);
   bool is_waiting() const { return !buffers_.empty() && buffers_.front()->is_in_flight; }
   // What is there to be sent next. Throws Error(transport).
@@ -95,7 +106,11 @@ class Gather {
  private:
   Staging& staging_;
   const std::shared_ptr<cuda::Context> context_;
+  const Layout& layout_;
+  const Extent& extent_;
+  const HostParts host_;
   BlockWalk walk_;
+  const uint64_t bytes_;
   uint64_t left_;  // not yet asked of the device
   std::deque<StagingBuffer*> buffers_;
   size_t at_ = 0;  // sent of the first of them
@@ -104,14 +119,14 @@ class Gather {
 // The other way. Bytes are said to be scattered only after the event of their copy.
 class Scatter {
  public:
-  Scatter(Staging& staging, std::shared_ptr<cuda::Context> context, const Layout& layout, const Extent& extent, uint64_t bytes);
+  Scatter(Staging& staging, const OwnMemory& memory, const Extent& extent, uint64_t bytes);
   Scatter(const Scatter&) = delete;
   Scatter& operator=(const Scatter&) = delete;
   ~Scatter();
 
   // Room for what comes next, at most `max` bytes of it; none where every buffer is in use. Throws Error(transport).
   iovec room(size_t max);
-  // `bytes` came into that room. Throws Error(transport).
+  // `bytes` came into that room. Throws Error: transport, memory_gone.
   void filled(size_t bytes);
   // Whether every byte is in the blocks. Throws Error(transport) where the driver gave up on some.
   bool is_done();
@@ -122,7 +137,11 @@ class Scatter {
 
   Staging& staging_;
   const std::shared_ptr<cuda::Context> context_;
+  const Layout& layout_;
+  const Extent& extent_;
+  const HostParts host_;
   BlockWalk walk_;
+  const uint64_t bytes_;
   uint64_t left_;  // not yet come
   StagingBuffer* filling_ = nullptr;
   std::deque<StagingBuffer*> buffers_;  // on their way to the device

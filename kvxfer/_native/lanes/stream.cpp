@@ -91,7 +91,7 @@ OutgoingBlocks::OutgoingBlocks(SendData send, OwnMemory from, Staging& staging)
     throw Error(Code::internal, "a DATA frame of other blocks than it has");
   }
   if (frame.has_sums && known_.size() != frame.count) running_.emplace(memory, extent, RunningSums::Bytes::Anywhere, "source");
-  if (is_staged) gather = std::make_unique<Gather>(staging, memory.device, *memory.layout, extent, left);
+  if (is_staged) gather = std::make_unique<Gather>(staging, memory, extent, left);
 }
 
 uint64_t OutgoingBlocks::payload_bytes() const { return frame.payload_bytes - trailer_bytes(frame); }
@@ -136,7 +136,7 @@ IncomingBlocks::IncomingBlocks(const Data& data, Landing landing, OwnMemory to, 
     : id(data.id), token(landing.token), extent(std::move(landing.to)), memory(std::move(to)), left(data.payload_bytes - trailer_bytes(data)),
       trailer(trailer_bytes(data), '\0'), walk(*memory.layout, extent) {
   if (data.has_sums) running_.emplace(memory, extent, RunningSums::Bytes::InCache, "destination");
-  if (memory.device) scatter = std::make_unique<Scatter>(staging, memory.device, *memory.layout, extent, left);
+  if (memory.device) scatter = std::make_unique<Scatter>(staging, memory, extent, left);
 }
 
 size_t IncomingBlocks::room(iovec* out, size_t count, size_t max, size_t& bytes) {

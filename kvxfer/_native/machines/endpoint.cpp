@@ -144,6 +144,7 @@ uint64_t Endpoint::notify(const AgentRef& to, std::string payload, Nanos now, Ef
   const uint64_t seq = notifier_.post(to, std::move(payload), now);
   if (const SessionId session = find_up(to)) {
     notifier_.flush(to, session, false, now, out);
+    probe(session, sessions_.at(session), now, out);
   } else {
     dial(to, peer->second.control, out);
   }
@@ -219,13 +220,14 @@ void Endpoint::attach(Post& post, SessionId session, Nanos now, Effects& out) {
 
 // The session that a post is on, as the post sees it. Silence is counted from the moment in which somebody waits for an
 // answer: an idle session is not a silent one.
-void Endpoint::follow_session(Post& post, Nanos now) {
+void Endpoint::follow_session(Post& post, Nanos now, Effects& out) {
   if (post.listed_on == post.session()) return;
   detach(post);
   const auto found = sessions_.find(post.session());
   if (found == sessions_.end()) return;
   Session& session = found->second;
   if (session.posts.empty()) {
+    probe(post.session(), session, now, out);
     session.heard_at = now;
     session.pinged_at = 0;
   }
@@ -263,7 +265,7 @@ void Endpoint::settle(Posts::iterator it, Nanos now, Effects& out) {
   while (post.needs_session(now)) connect(post, now, out);
   if (!post.is_over()) {
     if (post.is_offered() && is_final(post.state())) offers_draining_.insert(post.id());
-    follow_session(post, now);
+    follow_session(post, now, out);
     return wake(post, post.wake_at());
   }
   const std::unique_ptr<Post> over = std::move(it->second);
@@ -301,9 +303,12 @@ void Endpoint::tick(Nanos now, Effects& out) {
   forget_leaving(now, out);
   const Nanos stall = limits_.transfers.stall_ns;
   std::vector<std::pair<SessionId, const char*>> lost;
+  std::vector<SessionId> late, quiet;
   for (const SessionId id : watched_) {
     Session& session = sessions_.at(id);
-    if (!session.is_up()) {
+    if (session.is_up() && session.posts.empty() && session.probed_at == 0) {
+      quiet.push_back(id);  // it answered its probe, and nobody waits for it
+    } else if (!session.is_up()) {
       if (now >= session.deadline) lost.emplace_back(id, "the handshake took too long");
     } else if (now - session.heard_at >= 2 * stall) {
       lost.emplace_back(id, "the peer fell silent");
@@ -311,7 +316,10 @@ void Endpoint::tick(Nanos now, Effects& out) {
       session.pinged_at = now;
       out.push_back(SendFrame{id, Ping{PingKind::Ask, static_cast<uint64_t>(now)}});
     }
+    if (session.is_up() && now >= probe_at(session)) late.push_back(id);
   }
+  for (const SessionId id : quiet) watched_.erase(id);
+  for (const SessionId id : late) on_probe_late(id, now, out);
   for (const auto& [id, why] : lost) hang_up(id, Code::transport, why, now, out);
   while (!wakes_.empty() && wakes_.begin()->first <= now) {
     const TransferId id = wakes_.begin()->second;
@@ -339,6 +347,7 @@ Nanos Endpoint::next_deadline() const {
   if (!leaving_.empty()) next = std::min(next, leaving_.begin()->first);
   for (const SessionId id : watched_) {
     const Session& session = sessions_.at(id);
+    next = std::min(next, probe_at(session));
     next = std::min(next, !session.is_up() ? session.deadline : session.heard_at + (session.pinged_at <= session.heard_at ? stall : 2 * stall));
   }
   return next;

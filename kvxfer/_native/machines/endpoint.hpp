@@ -7,6 +7,10 @@
 // Three files: endpoint.cpp (the owner's acts, posts, time), endpoint_sessions.cpp, endpoint_regions.cpp (what FETCH, PUSH and
 // DONE mean here).
 //
+// A session that carried nothing for a while may be gone without a word: whatever keeps state on the way (NAT, a balancer) forgot
+// it. So the first to use it again has it probed, and where no byte comes back soon another session is dialed beside it; if that
+// is up first, the old one is dropped. A peer that is only slow costs a session too many, until the next probe.
+//
 // Not thread-safe: the shell serialises calls.
 #pragma once
 
@@ -182,6 +186,9 @@ class Endpoint {
     Handshake handshake;
     Nanos deadline = kNever;  // of the handshake
     Nanos heard_at = 0, pinged_at = 0;
+    Nanos opened_at = 0, round_trip = 0;           // the handshake took no less than one
+    Nanos probed_at = 0;                           // after idleness, and nothing was heard since; 0: it was not
+    bool is_suspect = false;                       // the probe was not answered in time
     std::set<TransferId> posts;                    // attached
     std::set<std::pair<uint32_t, Lane>> maps;      // what the peer let us read by it
     bool is_by_guest_key = false;                  // its name is only what it says of itself
@@ -216,6 +223,12 @@ class Endpoint {
   SessionId find_up(const AgentRef& peer) const;  // that carries what is ours
   SessionId find_session(const AgentRef& peer, const Post& post, Effects& out);
   void dial(const AgentRef& peer, SessionKind kind, Effects& out);
+  Nanos quiet_ns() const { return limits_.transfers.stall_ns / 4; }
+  Nanos probe_at(const Session& session) const;
+  void probe(SessionId id, Session& session, Nanos now, Effects& out);
+  void on_probe_late(SessionId id, Nanos now, Effects& out);
+  void drop_suspects(SessionId fresh, const AgentRef& peer, SessionKind kind, Nanos now, Effects& out);
+  static void hear(Session& session, Nanos now);
   void session_up(SessionId id, Session& session, Nanos now, Effects& out);
   void hang_up(SessionId id, Code code, const std::string& text, Nanos now, Effects& out);
   void remove(Sessions::iterator session);
@@ -254,7 +267,7 @@ class Endpoint {
   Transfer* find_transfer(const TransferId& id) const;
   void attach(Post& post, SessionId session, Nanos now, Effects& out);
   void connect(Post& post, Nanos now, Effects& out);
-  void follow_session(Post& post, Nanos now);
+  void follow_session(Post& post, Nanos now, Effects& out);
   void detach(Post& post);
   void wake(Post& post, Nanos at);
   void settle(Posts::iterator it, Nanos now, Effects& out);

@@ -122,7 +122,7 @@ void Endpoint::on_pull(SessionId session, const AgentRef& peer, const Pull& pull
     return;
   }
   if (PushPost* push = push_of(peer, pull.id)) {
-    push->heard(now);
+    push->heard(pull.first, now);
     settle(posts_.find(push->id()), now, out);
   }
   grants_.on_pull(session, peer, pull, now, out);

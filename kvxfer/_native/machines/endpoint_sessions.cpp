@@ -8,6 +8,7 @@ namespace {
 
 constexpr size_t kMapsMax = 16384;  // of what one session let us read
 constexpr size_t kForgottenAtOnce = 16;  // guests
+constexpr Nanos kProbeRoundTrips = 4;
 
 }  // namespace
 
@@ -121,6 +122,54 @@ void Endpoint::dial(const AgentRef& peer, SessionKind kind, Effects& out) {
   if (!is_guest(peer) && dialing_.insert({peer, kind}).second) out.push_back(Dial{peer, kind});
 }
 
+// When the probe of this session is late.
+Nanos Endpoint::probe_at(const Session& session) const {
+  if (session.probed_at == 0 || session.is_suspect) return kNever;
+  return session.probed_at + std::min(std::max(limits_.transfers.stall_ns / 5, kProbeRoundTrips * session.round_trip), limits_.transfers.stall_ns);
+}
+
+// Something is about to wait for this session. Inside a host nothing forgets one.
+void Endpoint::probe(SessionId id, Session& session, Nanos now, Effects& out) {
+  if (session.kind != SessionKind::Tcp || session.probed_at != 0 || now - session.heard_at < quiet_ns()) return;
+  session.heard_at = now;
+  session.pinged_at = 0;
+  session.probed_at = now;
+  watched_.insert(id);
+  out.push_back(SendFrame{id, Ping{PingKind::Ask, static_cast<uint64_t>(now)}});
+}
+
+void Endpoint::on_probe_late(SessionId id, Nanos now, Effects& out) {
+  const auto found = sessions_.find(id);
+  if (found == sessions_.end()) return;
+  Session& session = found->second;
+  session.is_suspect = true;
+  const AgentRef peer = session.handshake.peer();
+  const SessionKind kind = session.kind;
+  for (const SessionId other : up_.at(peer)) {
+    const Session& beside = sessions_.at(other);
+    if (other != id && beside.kind == kind && !beside.is_suspect && carries_ours(beside)) {
+      return hang_up(id, Code::transport, "an idle session answered nothing", now, out);
+    }
+  }
+  if (knows(peer)) dial(peer, kind, out);
+}
+
+// There is a fresh session: what did not answer its probe is no good.
+void Endpoint::drop_suspects(SessionId fresh, const AgentRef& peer, SessionKind kind, Nanos now, Effects& out) {
+  std::vector<SessionId> dropped;
+  for (const SessionId id : up_.at(peer)) {
+    const Session& session = sessions_.at(id);
+    if (id != fresh && session.kind == kind && session.is_suspect) dropped.push_back(id);
+  }
+  for (const SessionId id : dropped) hang_up(id, Code::transport, "an idle session answered nothing", now, out);
+}
+
+void Endpoint::hear(Session& session, Nanos now) {
+  session.heard_at = now;
+  session.probed_at = 0;
+  session.is_suspect = false;
+}
+
 SessionId Endpoint::open(Session session) {
   const SessionId id = next_session_++;
   if (!session.is_dialed) ++unproven_;
@@ -130,13 +179,13 @@ SessionId Endpoint::open(Session session) {
 }
 
 SessionId Endpoint::dialed(const AgentRef& peer, SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out) {
-  const SessionId id = open(Session{kind, true, Handshake(self_, peer, nonce), now + limits_.handshake_ns, now, 0, {}, {}, false});
+  const SessionId id = open(Session{kind, true, Handshake(self_, peer, nonce), now + limits_.handshake_ns, now, 0, now});
   out.push_back(SendFrame{id, sessions_.at(id).handshake.dial_hello()});
   return id;
 }
 
 SessionId Endpoint::accepted(SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out) {
-  const SessionId id = open(Session{kind, false, Handshake(self_, nonce), now + limits_.handshake_ns, now, 0, {}, {}, false});
+  const SessionId id = open(Session{kind, false, Handshake(self_, nonce), now + limits_.handshake_ns, now, 0, now});
   if (sessions_.size() > limits_.sessions_max || unproven_ > share_of_one(limits_.sessions_max)) {
     // The oldest that proved nothing yet, perhaps this one: who only holds connections open keeps nobody out.
     const auto oldest = std::find_if(watched_.begin(), watched_.end(), [this](SessionId each) {
@@ -210,11 +259,12 @@ void Endpoint::hang_up(SessionId id, Code code, const std::string& text, Nanos n
 }
 
 void Endpoint::heard(SessionId session, Nanos now) {
-  if (const auto found = sessions_.find(session); found != sessions_.end()) found->second.heard_at = now;
+  if (const auto found = sessions_.find(session); found != sessions_.end()) hear(found->second, now);
 }
 
 void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& out) {
   session.deadline = kNever;
+  session.round_trip = now - session.opened_at;
   const AgentRef peer = session.handshake.peer();
   const SessionKind kind = session.kind;
   if (session.is_dialed) {
@@ -243,7 +293,9 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
     attach(post, id, now, out);
     settle(current, now, out);
   }
-  if (carries_ours(session)) notifier_.flush(peer, id, true, now, out);
+  if (!carries_ours(session)) return;
+  notifier_.flush(peer, id, true, now, out);
+  drop_suspects(id, peer, kind, now, out);
 }
 
 bool Endpoint::has_maps(const Session& session, const Post& post) {
@@ -264,7 +316,7 @@ void Endpoint::on_frame(SessionId id, const Frame& frame, Nanos now, Effects& ou
   const auto found = sessions_.find(id);
   if (found == sessions_.end()) return;
   Session& session = found->second;
-  session.heard_at = now;
+  hear(session, now);
   try {
     if (const auto* error = std::get_if<ErrorFrame>(&frame); error != nullptr && error->id == TransferId{}) {
       return hang_up(id, error->code, printable(error->text), now, out);

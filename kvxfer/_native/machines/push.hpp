@@ -48,8 +48,13 @@ class PushPost final : public Post {
 
   PushPost* as_push() override { return this; }
   void on_done(const Done& done, Nanos now, Effects& out);
-  // The destination is at it.
-  void heard(Nanos now) { heard_at_ = now; }
+  // The destination is at it: it asks for what follows the first `landed` pieces.
+  void heard(uint32_t landed, Nanos now) {
+    heard_at_ = now;
+    if (landed <= landed_) return;
+    landed_ = landed;
+    progressed();
+  }
   bool leans_on(uint32_t region) const;
   // It is over, and the destination was neither told nor said so itself.
   bool may_be_read() const { return asked_ != 0 && !is_told_ && state_ != TransferState::Committed; }
@@ -77,7 +82,7 @@ class PushPost final : public Post {
   bool has_grant_ = false;
   bool is_told_ = false;  // by the destination, that it failed there
   Nanos grant_end_ = kNever;
-  uint32_t asked_ = 0, checked_ = 0;
+  uint32_t asked_ = 0, checked_ = 0, landed_ = 0;
   Nanos first_asked_at_ = 0;
 };
 

@@ -1,0 +1,146 @@
+"""A session that was idle is asked whether it is there before anybody waits long for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvxfer._native import _core
+from kvxfer._native._core import Code, Lane, SessionKind
+from kvxfer.testing.clock import MS, S
+from kvxfer.testing.pair import KEY
+from kvxfer.testing.region_pair import RegionPair
+
+DATA = bytes(range(256))
+STALL = 1 * S  # the default
+
+
+class FarPair(RegionPair):
+    """By TCP. What goes over the `swallowed` sessions of ``b`` gets nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swallowed: set[int] = set()
+        self.pings, self.dials = 0, 0
+        self.add_region("a", 7, DATA)
+        self.add_region("b", 9, bytes(256))
+
+    def introduce(self, name: str) -> None:
+        self.ends[name].set_peer(self.refs[self.other(name)], KEY, SessionKind.TCP)
+
+    def do(self, name: str, effects: list[Any]) -> None:
+        for effect in effects:
+            if isinstance(effect, _core.SendFrame):
+                self.pings += isinstance(effect.frame, _core.Ping) and effect.frame.kind == _core.PingKind.ASK
+                here = effect.session if name == "b" else self.peer_session.get((name, effect.session), ("", 0))[1]
+                if here in self.swallowed:
+                    continue
+            self.dials += isinstance(effect, _core.Dial)
+            super().do(name, [effect])
+
+    def sessions(self) -> set[int]:
+        return {session for name, session in self.peer_session if name == "b"}
+
+    def swallow(self) -> None:
+        self.swallowed = self.sessions()
+
+    def fetch(self, number: int) -> int:
+        """How long it takes, in steps of 10 ms."""
+        self.memory["b"][9][:] = bytes(256)
+        self.post("b", "fetch", bytes([number]) * 16, [(9, 0, 16, 16, 8)], [(7, 0, 16, 16, 8)], lanes=[Lane.STREAM])
+        begun = self.now
+        self.run()
+        while not (finals := self.finals("b")):
+            self.advance(10 * MS)
+            self.run()
+        assert finals == [("COMMITTED", "ok")]
+        assert self.memory["b"][9][:128] == DATA[:128]
+        return self.now - begun
+
+
+def test_a_session_that_does_not_answer_after_idleness_is_replaced_within_a_fifth_of_the_stall() -> None:
+    pair = FarPair()
+    pair.fetch(1)
+    pair.advance(60 * S)
+    pair.swallow()
+    assert pair.fetch(2) <= STALL // 5 + 20 * MS
+    assert pair.dials == 2
+    assert not pair.sessions() & pair.swallowed
+    assert pair.ends["b"].counts().sessions_up == 1
+
+
+def test_one_that_answers_is_kept_and_asked_once() -> None:
+    pair = FarPair()
+    pair.fetch(1)
+    pings = pair.pings
+    for number in range(2, 6):
+        pair.advance(60 * S)
+        assert pair.fetch(number) == 0
+    assert pair.pings - pings == 4
+    assert pair.dials == 1
+
+
+def test_idleness_itself_says_nothing_and_wakes_nobody() -> None:
+    pair = FarPair()
+    pair.fetch(1)
+    pair.advance(20 * S)  # the grant's end is the last that is due
+    pings = pair.pings
+    assert min(end.next_deadline() for end in pair.ends.values()) > pair.now + 3600 * S
+    pair.advance(3600 * S)
+    assert pair.pings == pings
+
+
+def test_transfers_without_a_pause_ask_nothing() -> None:
+    pair = FarPair()
+    pair.fetch(1)
+    pings = pair.pings
+    for number in range(2, 30):
+        pair.advance(STALL // 5)
+        pair.fetch(number)
+    assert pair.pings == pings
+
+
+def test_a_slow_answer_costs_one_session_too_many_and_no_more() -> None:
+    """It comes after another was dialed: both are good, and the next time a late answer ends one of them."""
+    pair = FarPair()
+    pair.fetch(1)
+    for number in range(2, 8):
+        pair.advance(60 * S)
+        pair.post("b", "fetch", bytes([number]) * 16, [(9, 0, 16, 16, 8)], [(7, 0, 16, 16, 8)], lanes=[Lane.STREAM])
+        held, pair.wire = pair.wire, []
+        pair.advance(STALL // 5 + 10 * MS)
+        pair.wire = held + pair.wire
+        pair.run()
+        pair.advance(100 * MS)
+        pair.run()
+        assert pair.finals("b") == [("COMMITTED", "ok")]
+        assert pair.ends["b"].counts().sessions_up <= 2
+
+
+def test_a_notification_probes_too_and_a_session_that_stays_silent_ends() -> None:
+    pair = FarPair()
+    pair.fetch(1)
+    pair.advance(60 * S)
+    pair.swallow()
+    _, effects = pair.ends["b"].notify(pair.refs["a"], b"n", pair.now)
+    pair.do("b", effects)
+    pair.run()
+    pair.advance(STALL // 5 + 10 * MS)
+    pair.run()
+    assert [event.payload for event in pair.take("a", _core.NotifReceived)] == [b"n"]
+    assert pair.ends["b"].counts().sessions_up == 1
+    pair.advance(60 * S)
+    assert pair.ends["b"].counts().sessions_up == 1
+
+
+def test_where_no_other_can_be_dialed_the_old_patience_holds() -> None:
+    pair = FarPair()
+    pair.fetch(1)
+    pair.advance(60 * S)
+    pair.swallow()
+    pair.reachable = False
+    pair.post("b", "fetch", b"x" * 16, [(9, 0, 16, 16, 8)], [(7, 0, 16, 16, 8)], lanes=[Lane.STREAM])
+    begun = pair.now
+    while not (finals := pair.finals("b")):
+        pair.advance(10 * MS)
+    assert finals == [("FAILED", Code.peer_gone.name)]
+    assert pair.now - begun <= 2 * STALL + 3 * S + 100 * MS
