@@ -17,7 +17,7 @@ from kvxfer.openai.errors import RequestError, error_body, status_for
 from kvxfer.policy.backoff import Backoff
 from kvxfer.policy.capacity import Need
 from kvxfer.policy.disagg import DisaggOptions, PrefillAt, decide_prefill
-from kvxfer.policy.place import Placement, Sizes, place
+from kvxfer.policy.place import Placement, PlaceReason, Sizes, place
 from kvxfer.router import failure
 from kvxfer.router.answer import Answer
 from kvxfer.router.attempt import Attempt, Room
@@ -120,16 +120,18 @@ class Dispatcher:
     def _place(self, inbound: Inbound, course: _Course) -> Placement:
         tokens, is_exact = inbound.prompt_tokens()
         wanted = decide_prefill(tokens, self._disagg, is_exact=is_exact)
-        return place(
+        goes_alone = self._goes_alone(course)
+        placement = place(
             self._room.workers.candidates(),
             model=inbound.parsed.model,
             tie_break=self._tie_break(),
             sizes=course.sizes(),
-            wants_remote_prefill=wanted.at is PrefillAt.REMOTE and not self._goes_alone(course),
+            wants_remote_prefill=wanted.at is PrefillAt.REMOTE and not goes_alone,
             allows_local_prefill=self._room.options.allows_local_prefill,
             excluded=frozenset(course.excluded),
             avoided=frozenset(course.avoided),
         )
+        return dataclasses.replace(placement, reason=PlaceReason.PREFILL_ASIDE) if goes_alone else placement
 
 
 @dataclasses.dataclass

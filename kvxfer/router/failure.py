@@ -15,6 +15,7 @@ from kvxfer.errors import DeadlineExceeded, DoesNotFit, KvxferError, Overloaded,
 from kvxfer.openai.errors import INVALID_REQUEST, SERVER_ERROR, error_body, status_for
 from kvxfer.openai.sse import encode_object
 
+TOO_LARGE = 413
 TOO_MANY = 429
 INTERNAL = 500
 UNAVAILABLE = 503
@@ -125,7 +126,7 @@ def from_answer(what: str, status: int, content: bytes) -> Failure:
     if 400 <= status < 500:
         if body is None:
             body = error_body(f"the {what} worker refused the request ({status})", kind=INVALID_REQUEST, code="refused")
-        if _says_too_long(body):
+        if _says_too_long(body) or status == TOO_LARGE:
             return Failure(FailureKind.DOES_NOT_FIT, status, body)
         kind = FailureKind.ERROR if body["error"]["retryable"] else FailureKind.REFUSED
         return Failure(kind, status, body)

@@ -32,15 +32,17 @@ CACHED_TOKENS = (
 ERROR_BYTES_MAX = 1 << 20
 PREFILL_BYTES_MAX = 1 << 20
 HELD_EVENTS_MAX = 64
-KEEPALIVE_S = 2.0
-"""Shorter than the workers' own (5 s), so that a request seldom meets a connection that is just being closed."""
 
 
 def new_client(*, connect_timeout_s: float) -> httpx.AsyncClient:
-    """The one client that all legs share: no proxies, no redirects; callers bound how many there are and how long."""
+    """The one client that all legs share: no proxies, no redirects; callers bound how many there are and how long.
+
+    Each leg has a connection of its own. One that was kept might lead nowhere by now, which only the wait for an answer
+    would show; a new one shows within ``connect_timeout_s`` whether the worker can be reached.
+    """
     return httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=connect_timeout_s),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,
         follow_redirects=False,
     )

@@ -174,6 +174,7 @@ def test_what_a_workers_answer_means() -> None:
             "context_length_exceeded",
             False,
         ),
+        (413, body("invalid_argument", False)): (FailureKind.DOES_NOT_FIT, 413, "invalid_argument", False),
         (404, b""): (FailureKind.REFUSED, 404, "refused", False),
         (409, body("blocks_busy", True)): (FailureKind.ERROR, 409, "blocks_busy", True),
         (429, b"slow down"): (FailureKind.OVERLOADED, 503, "overloaded", True),

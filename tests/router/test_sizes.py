@@ -204,3 +204,14 @@ async def test_a_prompt_that_vllm_itself_cuts_is_not_judged_by_its_length() -> N
         assert (await router.complete(prompt=PROMPT)).status_code == 400
         assert (await router.complete(prompt=PROMPT, truncate_prompt_tokens=64)).status_code == 200
         assert (await router.complete(prompt=PROMPT[:100], max_tokens=100)).status_code == 200  # it clips the answer
+
+
+async def test_a_body_that_is_too_long_for_one_worker_is_asked_of_another() -> None:
+    p, d = prefiller(), decoder()
+    p.always_fails = failing(413, "invalid_argument", retryable=False, kind="invalid_request_error")
+    async with router_over(p, d) as router:
+        answer = await router.complete()
+        assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "local")
+        d.always_fails = p.always_fails
+        assert (await router.complete()).status_code == 413
+        assert await router.metric("kvxfer_router_workers_aside") == 0

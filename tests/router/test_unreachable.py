@@ -85,7 +85,7 @@ async def test_a_rack_of_unreachable_prefillers_is_not_tried_one_by_one() -> Non
             p.port = free_port()
         router.publish(*dead, d)
         answer = await router.complete()
-        assert (answer.status_code, answer.headers["x-kvxfer-prefill-reason"]) == (200, "not_wanted")
+        assert (answer.status_code, answer.headers["x-kvxfer-prefill-reason"]) == (200, "prefill_aside")
         assert answer.headers["x-kvxfer-attempt"] == "3"
 
 
@@ -123,3 +123,14 @@ async def test_the_wait_for_an_answer_is_not_the_wait_for_a_connection() -> None
         answer = await pending
         assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "remote")
         assert answer.headers["x-kvxfer-attempt"] == "1"
+
+
+async def test_a_prefiller_that_was_reached_a_moment_ago_is_reached_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that was kept would swallow the request, and only the wait for an answer would end."""
+    p, d = prefiller(), waiting_decoder()
+    async with router_over(p, d, connect_timeout_s=0.3) as router:
+        assert (await router.complete()).headers["x-kvxfer-prefill"] == "remote"
+        swallow(monkeypatch, p.port)
+        answer = await router.complete()
+        assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "local")
+        assert len(p.received) == 1
