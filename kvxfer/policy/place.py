@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -62,14 +61,16 @@ class Candidate:
     """Agents of its engine, each with an equal share of the heads; ``member`` is the first of them."""
     clips_answers: bool = False
     """Whether its engine ends an answer where its context does, rather than refuse to begin it."""
+    known_capacity: Capacity | None = None
+    """``capacity_of(member)``, where the caller knows it already."""
 
     @property
     def agent_id(self) -> str:
         return self.member.ref.agent_id
 
-    @functools.cached_property
+    @property
     def capacity(self) -> Capacity:
-        return capacity_of(self.member)
+        return self.known_capacity or capacity_of(self.member)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,12 +235,11 @@ def _able(
 ) -> list[Candidate]:
     """Those that may hold ``need``: not one that said that it cannot, nor one that is no larger than such a one of its
     kind."""
+    able = [c for c in candidates if can(c, need)]
+    if not too_small:
+        return able
     refused = [c for c in candidates if c.agent_id in too_small]
-    return [
-        c
-        for c in candidates
-        if c.agent_id not in too_small and can(c, need) and not any(_is_no_larger(c, other) for other in refused)
-    ]
+    return [c for c in able if c.agent_id not in too_small and not any(_is_no_larger(c, other) for other in refused)]
 
 
 def _is_no_larger(candidate: Candidate, other: Candidate) -> bool:

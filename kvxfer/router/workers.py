@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvxfer.policy.backoff import Backoff
-from kvxfer.policy.capacity import capacity_of
+from kvxfer.policy.capacity import Capacity, capacity_of
 from kvxfer.policy.place import Candidate, is_placeable
 from kvxfer.router.dialects import CLIPPING, DIALECTS, VLLM
 from kvxfer.types import AgentRef, Member, Membership
@@ -67,6 +67,7 @@ class Workers:
         self._now = now
         self._draw = draw
         self._members: dict[AgentRef, Member] = {}
+        self._capacities: dict[AgentRef, Capacity] = {}
         self._followers: frozenset[str] = frozenset()
         """Names of vLLM's agents without HTTP of their own."""
         self._front_ends: Counter[str] = Counter()
@@ -82,6 +83,7 @@ class Workers:
         """Take a whole new view; a life that it does not list has ended."""
         ended = set(self._members) - {member.ref for member in membership.members}
         self._members = {member.ref: member for member in membership.members}
+        self._capacities = {ref: capacity_of(member) for ref, member in self._members.items()}
         self._followers = frozenset(
             member.ref.agent_id
             for member in membership.members
@@ -110,6 +112,7 @@ class Workers:
                 is_aside=self.is_aside(ref) or (doubts and member.is_suspect and tells_apart),
                 ranks=self.ranks(member),
                 clips_answers=member.info.dialect in CLIPPING,
+                known_capacity=self._capacities[ref],
             )
             for ref, member in self._members.items()
             if member.info.dialect in DIALECTS
@@ -199,7 +202,7 @@ class Workers:
                 "http_url": member.info.http_url,
                 "dialect": member.info.dialect,
                 "max_context_tokens": member.info.max_context_tokens,
-                "pool_tokens": capacity_of(member).pool_tokens,
+                "pool_tokens": self._capacities[member.ref].pool_tokens,
                 "is_ready": member.ref in ready,
                 "is_suspect": member.is_suspect,
                 "is_draining": member.is_draining,

@@ -183,3 +183,24 @@ async def test_engines_of_different_block_sizes_are_a_pair(tmp_path: pathlib.Pat
         assert answer["headers"]["x-kvxfer-prefill"] == "remote"
         account = answer["kv_transfer_params"]["kvxfer"]
         assert (account["code"], account["bytes"] > 0) == ("", True)
+
+
+async def test_the_router_knows_how_long_a_request_each_engine_holds(urls: Urls) -> None:
+    """And leaves the decision of what vLLM would cut to vLLM."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        workers = (await client.get(f"{urls.router}/v1/workers")).json()["data"]
+        assert (await client.get(f"{urls.router}/ready")).status_code == 200
+    assert {(worker["agent_id"], worker["max_context_tokens"]) for worker in workers} == {("p", 2048), ("d", 2048)}
+    refused = await post(urls.router, prompt(2048, seed="too long"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    text = "the quick brown fox " * 4000
+    refused = await post(urls.router, text)  # type: ignore[arg-type]
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert len(tokens(await complete(urls.router, prompt(2040, seed="cut"), max_tokens=100))) == 8
+
+
+async def test_what_was_loaded_is_not_counted_as_cached(urls: Urls) -> None:
+    """Neither engine here keeps a prefix cache. vLLM's own count would be all of the prompt but its last token."""
+    answer = await complete(urls.router, prompt(300, seed="uncached"))
+    assert answer["kv_transfer_params"]["kvxfer"]["cached_tokens"] == 0
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
