@@ -191,6 +191,7 @@ async def test_the_router_knows_how_long_a_request_each_engine_holds(urls: Urls)
         workers = (await client.get(f"{urls.router}/v1/workers")).json()["data"]
         assert (await client.get(f"{urls.router}/ready")).status_code == 200
     assert {(worker["agent_id"], worker["max_context_tokens"]) for worker in workers} == {("p", 2048), ("d", 2048)}
+    assert {worker["pool_tokens"] for worker in workers} == {64 * 128}
     refused = await post(urls.router, prompt(2048, seed="too long"))
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     text = "the quick brown fox " * 4000
