@@ -4,6 +4,7 @@ error that enforces it."""
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import math
 from collections.abc import Mapping, Sequence
 
@@ -47,6 +48,18 @@ def check_address(name: str, value: str) -> None:
     is_short = port.isascii() and port.isdigit() and len(port) <= 5
     if not host or not (is_short and 0 < int(port) < 65536):
         raise ConfigError(f"{name} must be host:port, not {value!r:.100}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``: a loopback address (an IPv6 one also in brackets), or
+    ``localhost``. Any other name counts as reachable from elsewhere.
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 DEFAULT_LANES = (Lane.MAPPED, Lane.UCX, Lane.CMA, Lane.UNIX, Lane.STREAM)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from kvxfer.agent.complaints import Complaint
 from kvxfer.agent.life import Life
 from kvxfer.agent.peers import NOWHERE
 from kvxfer.agent.pools import Pools
 from kvxfer.errors import InvalidArgument, KvxferError, PeerGone, ProtocolViolation
 from kvxfer.protocol.handshake import session_key, session_root
 from kvxfer.protocol.introduction import Seal
+from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.transport.base import Transport
 from kvxfer.types import AgentRef, Incarnation, Member, Role, WorkerInfo
 
@@ -37,7 +37,7 @@ class Introductions:
         self._pools = pools
         self._peers = life.peers
         self._transport = transport
-        self._complaint = Complaint(log, "agent %r was not met: %s")
+        self._complaint = RateLimitedWarning(log, "agent %r was not met: %s")
         life.on_session_up = self.was_met
         self._peers.admits_strangers = True
         transport.set_root(self._root)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from kvxfer._native import _core
 from kvxfer.agent.books import Books, outcome_of
-from kvxfer.agent.complaints import Complaint
 from kvxfer.agent.grants import Grants
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Notifications
@@ -21,6 +20,7 @@ from kvxfer.agent.pulls import Pulls
 from kvxfer.agent.pump import EventPump
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.transport.base import LANES_BACK, Event, Transport, read_ref
 from kvxfer.transport.calibrations import Calibrations
 from kvxfer.types import AgentRef
@@ -57,7 +57,7 @@ class Life:
         self.pump = EventPump(transport, self._on_event, self._fail, self.pulls.tell)
         self.posts = Posts(transport, config, self.peers, books, metrics, self.calibrations, self.pump.drain)
         self.on_session_up: Callable[[AgentRef], None] = lambda _: None
-        self._refusals = Complaint(log, "%s: a session was refused (%s): %s")
+        self._refusals = RateLimitedWarning(log, "%s: a session was refused (%s): %s")
         self._on_failure = on_failure
         self.is_over = False
 

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 
-from kvxfer.config import CoordinatorConfig, check_positive
+from kvxfer.config import CoordinatorConfig, check_positive, is_loopback
 from kvxfer.errors import ConfigError
 
 DEFAULTS = CoordinatorConfig()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` can only be reached from this machine; a name other than ``localhost`` counts as not."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclasses.dataclass(frozen=True)

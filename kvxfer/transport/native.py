@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
-from kvxfer.config import AgentConfig, allowed_lanes
+from kvxfer.config import AgentConfig, allowed_lanes, is_loopback
 from kvxfer.errors import ConfigError
 from kvxfer.transport import ucx
 from kvxfer.transport.base import (
@@ -72,7 +72,7 @@ class NativeBinding:
             raise ConfigError(f"none of the lanes {', '.join(allowed)} can join processes here")
         host = _numeric(config.bind_host)
         advertised = _numeric(config.advertise_host) if config.advertise_host else host
-        if not ipaddress.ip_address(host).is_loopback and not config.insecure:
+        if not is_loopback(host) and not config.insecure:
             raise ConfigError(
                 f"bind_host {config.bind_host!r} is not loopback, and the stream lane does not encrypt yet: "
                 "set insecure to accept that on a trusted network"

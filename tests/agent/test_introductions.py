@@ -14,7 +14,8 @@ import pytest
 from agent_support import BLOCK_BYTES, RECORD, fresh_id, info, until
 
 from kvxfer import Agent, AgentConfig
-from kvxfer.agent import complaints, peers
+from kvxfer import ratelimit
+from kvxfer.agent import peers
 from kvxfer.clock import SystemClock
 from kvxfer.errors import ConfigError, InvalidArgument, KvxferError, PeerGone
 from kvxfer.protocol.handshake import session_key, session_root
@@ -332,7 +333,7 @@ async def test_complaints_are_few_and_have_neither_token_nor_card(
         for _ in range(50):
             with pytest.raises(PeerGone):
                 d.meet(wrong, "p")
-        monkeypatch.setattr(complaints, "COMPLAIN_S", 0.0)
+        monkeypatch.setattr(ratelimit, "PERIOD_S", 0.0)
         with pytest.raises(PeerGone):
             d.meet(wrong, "p")
     said = [record.getMessage() for record in caplog.records if "was not met" in record.getMessage()]

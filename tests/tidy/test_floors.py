@@ -21,6 +21,8 @@ FLOORS = {
     "policy": 3,
     "clock": 4,
     "observe": 4,
+    "open_files": 4,
+    "ratelimit": 4,
     "_native": 4,
     "_pb": 4,
     "transport": 5,
@@ -28,17 +30,18 @@ FLOORS = {
     "agent": 6,
     "coordinator": 6,
     "openai": 6,
-    "router": 7,
-    "connectors": 7,
-    "engine": 7,
-    "cli": 8,
-    "testing": 8,
+    "serving": 7,
+    "router": 8,
+    "connectors": 8,
+    "engine": 8,
+    "cli": 9,
+    "testing": 9,
 }
 PURE_FLOOR = 3
 """Floors up to this one decide purely: standard library and numpy, and none of IMPURE."""
 IMPURE = {"time", "random", "asyncio", "logging", "os", "socket", "threading", "subprocess", "secrets", "datetime"}
 EDGE_FLOOR = 7
-EDGE_ONLY = {"torch", "transformers", "fastapi", "starlette", "uvicorn", "httpx", "vllm", "sglang"}
+EDGE_ONLY = {"torch", "transformers", "fastapi", "starlette", "uvicorn", "h11", "httpx", "vllm", "sglang"}
 """Packages that only floors from EDGE_FLOOR upward may import."""
 NEVER = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 

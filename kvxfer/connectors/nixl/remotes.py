@@ -7,10 +7,10 @@ whole metadata replaces the known regions, partial metadata adds to them.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import threading
 
+from kvxfer.config import is_loopback
 from kvxfer.connectors.nixl.errors import nixlInvalidParamError, nixlNotAllowedError, nixlNotFoundError, translated
 from kvxfer.connectors.nixl.metadata import AgentMetadata
 from kvxfer.connectors.nixl.registry import newest
@@ -125,11 +125,10 @@ class Remotes:
 
     def _warn_where_unreachable(self, remote: Remote) -> None:
         address = remote.address
-        try:
-            is_loopback = ipaddress.ip_address(address.tcp_host).is_loopback
-        except ValueError:
-            return
-        if is_loopback and address.host_id.partition(":")[0] != self._transport.address.host_id.partition(":")[0]:
+        if (
+            is_loopback(address.tcp_host)
+            and address.host_id.partition(":")[0] != self._transport.address.host_id.partition(":")[0]
+        ):
             log.warning(
                 "agent %s is on another host and listens on its loopback only: set KVXFER_NIXL_HOST there", remote.name
             )
