@@ -175,7 +175,7 @@ class ChecksumMismatch(KvxferError):
 
 
 class MemoryGone(KvxferError):
-    """Memory that is registered, of the source or of the destination, was unmapped, or cannot be read or written any more.
+    """Registered memory, of the source or of the destination, was unmapped, or cannot be read or written any more.
 
     The text names whose it is, and the region or block. Not retryable: no second try finds it before its owner has
     registered what is there now.

@@ -13,7 +13,7 @@ import importlib
 import logging
 from typing import Any
 
-from kvxfer import observe
+from kvxfer import observe, open_files
 from kvxfer.cli import lifetime
 from kvxfer.cli.flags import add_flags, options_from, print_json_line
 
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.exit_with_parent is not None:
         lifetime.die_with_parent(args.exit_with_parent)
     observe.configure_logging(level=args.log_level, style=args.log_style)
+    open_files.raise_limit()
     options = options_from(options_class(args.command), args)
     asyncio.run(_serve(args, options))
     return 0

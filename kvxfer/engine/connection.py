@@ -1,4 +1,4 @@
-"""The client's end of a connection: its body with a bound, its leaving, and a stream of events to it.
+"""The client's end of a connection: its leaving, and a stream of events to it.
 
 It decides what happens when a client leaves: whatever is done for it is cancelled at once. It must never know what the
 client asked for.
@@ -11,11 +11,9 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvxfer.openai.errors import RequestError
 from kvxfer.openai.sse import CONTENT_TYPE
 
 ResultT = TypeVar("ResultT")
@@ -23,17 +21,6 @@ ResultT = TypeVar("ResultT")
 
 class ClientGone(Exception):
     """The client closed the connection before it had its answer."""
-
-
-async def read_body(request: Request, bytes_max: int) -> bytes:
-    """The whole body; raise RequestError (413) where it is longer than ``bytes_max``."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > bytes_max:
-            raise RequestError(f"the body is longer than max_body_bytes {bytes_max}", status=413)
-        parts.append(part)
-    return b"".join(parts)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:

@@ -19,9 +19,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from kvxfer.engine.answer import AnswerShape
-from kvxfer.engine.connection import ClientGone, EventStream, read_body, while_connected
+from kvxfer.engine.connection import ClientGone, EventStream, while_connected
 from kvxfer.engine.engine import Engine
 from kvxfer.engine.generation import Generation
 from kvxfer.engine.intake import Asked, Intake
@@ -30,6 +31,7 @@ from kvxfer.engine.request import Delta, Leg
 from kvxfer.errors import KvxferError
 from kvxfer.openai.errors import INVALID_REQUEST, error_body, status_for
 from kvxfer.openai.sse import DONE, encode_event
+from kvxfer.serving.bodies import Bodies
 
 _log = logging.getLogger(__name__)
 
@@ -48,14 +50,14 @@ class WorkerHttp:
         intake: Intake,
         readiness: Readiness,
         *,
-        max_body_bytes: int,
+        bodies: Bodies,
         statistics: Callable[[], dict[str, Any]],
         render_metrics: Callable[[], bytes],
     ) -> None:
         self._engine = engine
         self._intake = intake
         self._readiness = readiness
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self._statistics = statistics
         self._render_metrics = render_metrics
         self._tokenising = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvxfer-tokenise")
@@ -128,7 +130,10 @@ class WorkerHttp:
     async def _serve(self, request: Request, read: Callable[[bytes, str], Asked]) -> Response:
         received = request.headers.get(REQUEST_ID, "")
         request_id = received if _REQUEST_ID.fullmatch(received) else f"req-{secrets.token_hex(16)}"
-        body = await read_body(request, self._max_body_bytes)
+        try:
+            body = await self._bodies.read(request)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE_STATUS)
         asked = await asyncio.get_running_loop().run_in_executor(self._tokenising, read, body, request_id)
         shape = AnswerShape(asked, self._engine.executor.model.name)
         headers = {REQUEST_ID: request_id}
@@ -191,6 +196,4 @@ async def _events(generation: Generation, first: Delta, shape: AnswerShape) -> A
 def _error_response(error: KvxferError) -> Response:
     status = status_for(error)
     headers = {"retry-after": "1"} if status in RETRY_AFTER_STATUS else {}
-    if status == 413:
-        headers["connection"] = "close"
     return JSONResponse(error_body(error), status_code=status, headers=headers)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import os
 import secrets
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_address, check_positive
+from kvxfer.config import AgentConfig, check_address, check_positive, is_loopback
 from kvxfer.engine.request import FailurePolicy
 from kvxfer.engine.scheduler import SchedulerLimits
 from kvxfer.errors import ConfigError
+from kvxfer.openai.transfer_params import BODY_BYTES_MAX, LEG_BYTES_MAX
+from kvxfer.serving.limits import ServingLimits
 from kvxfer.types import Lane, Role, check_agent_id
 
 DEFAULTS = SchedulerLimits()
@@ -25,7 +26,7 @@ def _option(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class WorkerOptions:
+class WorkerOptions(ServingLimits):
     """What ``kvxfer worker`` is told; checked once, here. Raises ConfigError for a bad value."""
 
     role: Role = dataclasses.field(default=Role.BOTH, metadata={"help": "which part of a request this worker takes"})
@@ -64,7 +65,10 @@ class WorkerOptions:
     runtime_dir: str = _option("", "directory for the agent's Unix socket; empty picks one")
     dtype: str = _option("float32", "type of weights and KV", DTYPES)
     device: str = _option("cpu", "torch device that computes")
-    max_body_bytes: int = _option(16 << 20, "longest request body")
+    max_body_bytes: int = _option(
+        BODY_BYTES_MAX + LEG_BYTES_MAX,
+        f"longest request body; a router in front needs one that is {LEG_BYTES_MAX} bytes shorter",
+    )
     shutdown_grace_s: float = _option(5.0, "how long requests in flight may go on after a stop was asked for")
     record_block_digests: bool = _option(
         False, "hash every committed block, and show the hashes at /debug/block-digests"
@@ -72,6 +76,7 @@ class WorkerOptions:
     insecure: bool = _option(False, "listen beyond loopback without TLS")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("port", "data_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise ConfigError(f"{name} must be 0 to 65535, not {getattr(self, name)}")
@@ -81,7 +86,6 @@ class WorkerOptions:
         check_positive("block_tokens", self.block_tokens, maximum=1024)
         check_positive("kv_cache_mb", self.kv_cache_mb, maximum=1 << 24)
         check_positive("host_workers", self.host_workers, maximum=1024)
-        check_positive("max_body_bytes", self.max_body_bytes, maximum=1 << 30)
         if not 0 <= self.shutdown_grace_s <= 3600:
             raise ConfigError(f"shutdown_grace_s must be 0 to 3600, not {self.shutdown_grace_s}")
         if self.dtype not in DTYPES:
@@ -90,7 +94,7 @@ class WorkerOptions:
             check_agent_id(self.agent_id)
         if self.coordinator:
             check_address("coordinator", self.coordinator)
-        if not self.insecure and not _is_loopback(self.host):
+        if not self.insecure and not is_loopback(self.host):
             raise ConfigError(f"host {self.host!r} is not loopback: nothing is encrypted, so this needs --insecure")
         self.limits()
         self.agent_config()
@@ -131,12 +135,3 @@ class WorkerOptions:
         if count < 1:
             raise ConfigError(f"kv_cache_mb {self.kv_cache_mb} does not hold one block of {block_bytes} bytes")
         return count
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

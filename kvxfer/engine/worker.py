@@ -11,12 +11,11 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import uvicorn
 from prometheus_client import CollectorRegistry
 
 from kvxfer.engine.block_digests import BlockDigests
@@ -33,6 +32,9 @@ from kvxfer.engine.runner import Runner
 from kvxfer.engine.statistics import worker_statistics
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.observe import hide
+from kvxfer.serving.bodies import Bodies
+from kvxfer.serving.limits import share_now
+from kvxfer.serving.server import in_url, listening, serving
 from kvxfer.types import WorkerInfo
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-BACKLOG = 512
+PEER_SOCKETS_MAX = 1024
+"""Descriptors kept back for this worker's agent, of as many as there are: its peers' sessions and their stripes."""
 Ready = Callable[[dict[str, Any]], None]
 
 
@@ -55,7 +58,7 @@ async def serve(options: WorkerOptions, *, on_ready: Ready, stop: asyncio.Event)
         model = await asyncio.to_thread(_load, options, threads)
         torch.set_num_threads(threads)
         agent_id = options.new_agent_id()
-        url = f"http://{_shown(options.advertise_host or options.host)}:{listener.getsockname()[1]}"
+        url = f"http://{in_url(options.advertise_host or options.host)}:{listener.getsockname()[1]}"
         info = WorkerInfo(
             agent_id=agent_id,
             role=options.role,
@@ -106,23 +109,30 @@ async def _serve_model(
     intake = Intake(model, role=options.role, agent_id=info.agent_id, capacity_tokens=capacity)
     readiness = Readiness(engine, agent)
     metrics.watch_readiness(readiness)
+    sockets = share_now(options.max_connections, legs_each=1, legs_max=PEER_SOCKETS_MAX)
+    bodies = Bodies(options)
     http = WorkerHttp(
         engine,
         intake,
         readiness,
-        max_body_bytes=options.max_body_bytes,
+        bodies=bodies,
         statistics=lambda: worker_statistics(info, executor, agent),
         render_metrics=metrics.render,
     )
     engine.start()
     try:
-        async with _serving(http, listener), contextlib.AsyncExitStack() as stack:
+        async with (
+            serving(
+                http.app(), listener, options, bodies, connections_max=sockets.connections, name="kvxfer worker http"
+            ) as server,
+            contextlib.AsyncExitStack() as stack,
+        ):
             if agent is not None:
                 await stack.enter_async_context(agent)
             stack.push_async_callback(engine.stop, options.shutdown_grace_s)
             readiness.registered()
             on_ready(_ready_line(options, info, listener))
-            await _first_of(stop.wait(), engine.failed.wait())
+            await server.wait_ended(stop.wait(), engine.failed.wait())
             if agent is not None:
                 agent.set_draining()
     finally:
@@ -150,86 +160,11 @@ def _make_agent(options: WorkerOptions, info: WorkerInfo, registry: CollectorReg
     return Agent(info, coordinator=options.coordinator, token=token, config=options.agent_config(), registry=registry)
 
 
-async def _first_of(*waits: Any) -> None:
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-@contextlib.asynccontextmanager
-async def _serving(http: WorkerHttp, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve HTTP within the block."""
-    server = _Server(
-        uvicorn.Config(
-            http.app(),
-            lifespan="off",
-            ws="none",
-            http="h11",
-            loop="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=1,
-        )
-    )
-    running = asyncio.create_task(server.serve(sockets=[listener]), name="kvxfer worker http")
-    try:
-        await _first_of(server.listens.wait(), asyncio.shield(running))
-        yield
-    finally:
-        server.should_exit = True
-        await running
-
-
-class _Server(uvicorn.Server):
-    """Says when it listens, and leaves signals alone: they belong to whoever sets ``stop``."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listens = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.listens.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@contextlib.contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound TCP socket; raise ConfigError that says why there is none."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-            listener.setblocking(False)
-            stack.pop_all()
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    try:
-        yield listener
-    finally:
-        listener.close()
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 def _ready_line(options: WorkerOptions, info: WorkerInfo, listener: socket.socket) -> dict[str, Any]:
     return {
         "event": "ready",
         "role": str(options.role),
-        "address": f"{_shown(options.host)}:{listener.getsockname()[1]}",
+        "address": f"{in_url(options.host)}:{listener.getsockname()[1]}",
         "http_url": info.http_url,
         "pid": os.getpid(),
         "agent_id": info.agent_id,

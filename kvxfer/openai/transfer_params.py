@@ -16,6 +16,12 @@ from kvxfer.types import TransferId, check_agent_id
 
 PARAM = "kv_transfer_params"
 ATTEMPT_MAX = 1 << 16
+BODY_BYTES_MAX = 16 << 20
+"""Longest body of a client, where nothing else is said."""
+LEG_BYTES_MAX = 4096
+"""No more than this does the router add to a client's body for a leg: with two addresses of the longest kind, and in
+the words of any dialect. A worker's bound lies above the router's by as much, so that it never refuses what the router
+let in."""
 
 
 class Part(enum.StrEnum):

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvxfer.errors import KvxferError
-from kvxfer.openai.errors import INVALID_REQUEST, RequestError, error_body, status_for
+from kvxfer.openai.errors import INVALID_REQUEST, error_body, status_for
 from kvxfer.openai.schemas import load_object, parse_chat, parse_completion
 from kvxfer.policy.admit import Admission, AdmitOptions, admit, refusal
 from kvxfer.router import headers
@@ -31,13 +31,12 @@ from kvxfer.router.inbound import Inbound
 from kvxfer.router.metrics import Outcome
 from kvxfer.router.readiness import Readiness
 from kvxfer.router.relay import Relay
+from kvxfer.serving.bodies import Bodies
 
 log = logging.getLogger("kvxfer.router")
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-LENGTH_DIGITS_MAX = 18
-"""Of a content-length that is read as a number; what is longer is too long."""
 
 
 class Door:
@@ -51,8 +50,13 @@ class Door:
         self.is_draining = False
         self.stop = asyncio.Event()
 
+    def check_open(self) -> None:
+        """Raise Overloaded where no request comes in any more, however few are inside."""
+        if self.is_draining:
+            raise refusal(Admission.DRAINING, self._options)
+
     def enter(self) -> None:
-        """Raise Overloaded unless one more request may come in."""
+        """Raise Overloaded unless one more request, with its body, may come in."""
         verdict = admit(self.inflight, is_draining=self.is_draining, options=self._options)
         if verdict is not Admission.ADMITTED:
             raise refusal(verdict, self._options)
@@ -102,12 +106,10 @@ def error_response(error: Exception) -> JSONResponse:
     """OpenAI's error object for an exception, with ``Retry-After`` where waiting helps."""
     status = status_for(error)
     extra = {headers.RETRY_AFTER: "1"} if status in RETRY_AFTER_STATUS else {}
-    if status in (408, 413):
-        extra["connection"] = "close"
     return JSONResponse(error_body(error), status_code=status, headers=extra)
 
 
-def build_app(room: Room, keys: ApiKeys, door: Door) -> FastAPI:
+def build_app(room: Room, keys: ApiKeys, door: Door, bodies: Bodies) -> FastAPI:
     """The ASGI application; it owns nothing that must be closed."""
     app = FastAPI(title="kvxfer router", openapi_url=None, docs_url=None, redoc_url=None)
     dispatcher = Dispatcher(room)
@@ -134,18 +136,14 @@ def build_app(room: Room, keys: ApiKeys, door: Door) -> FastAPI:
         ended = _Ended(room, path, arrived_s)
         try:
             keys.check(request.headers.get("authorization"))
+            door.check_open()
+            body = await bodies.read(request)
+            inbound = _inbound(request, path, body, room, arrived_s)
             door.enter()
-        except KvxferError as error:
-            ended(_outcome(error))
-            raise
-        try:
-            inbound = await _read(request, path, room, keys, arrived_s)
         except ClientDisconnect:
-            door.leave()
             ended(Outcome.DISCONNECTED)
             return Response(status_code=400)
         except BaseException as error:
-            door.leave()
             ended(_outcome(error))
             raise
 
@@ -222,41 +220,21 @@ def _outcome(error: BaseException) -> Outcome:
     return Outcome.UNAVAILABLE if status == 503 else Outcome.FAILED
 
 
-async def _read(request: Request, path: str, room: Room, keys: ApiKeys, arrived_s: float) -> Inbound:
-    """Read and check the body; raise RequestError, or ClientDisconnect if the client left meanwhile."""
-    timeout_s = room.options.body_timeout_s
-    try:
-        async with asyncio.timeout(timeout_s):
-            body = await _read_body(request, room.options.max_body_bytes)
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within body_timeout_s {timeout_s:g}", status=408) from None
+def _inbound(request: Request, path: str, body: bytes, room: Room, arrived_s: float) -> Inbound:
+    """Raises RequestError for a body that is no request."""
     values = load_object(body)
     parsed = parse_chat(values) if path == CHAT else parse_completion(values)
     request_id: str = request.state.request_id
     return Inbound(
         path=path,
-        values=values,
+        body=body,
+        names=frozenset(values),
         parsed=parsed,
         leg_headers=headers.leg_headers(
-            request.headers, request_id=request_id, forwards_authorization=not keys.is_required
+            request.headers,
+            request_id=request_id,
+            forwards_authorization=room.options.forward_authorization,
         ),
         request_id=request_id,
         arrived_s=arrived_s,
     )
-
-
-async def _read_body(request: Request, bytes_max: int) -> bytes:
-    declared = request.headers.get("content-length", "0")
-    parts: list[bytes] = []
-    is_too_long = declared.isdecimal() and (len(declared) > LENGTH_DIGITS_MAX or int(declared) > bytes_max)
-    size = 0
-    if not is_too_long:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > bytes_max:
-                is_too_long = True
-                break
-            parts.append(chunk)
-    if is_too_long:
-        raise RequestError(f"the body is longer than max_body_bytes {bytes_max}", status=413)
-    return b"".join(parts)

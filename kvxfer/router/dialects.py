@@ -7,9 +7,9 @@ headers on only where it traces by itself, so the trace stands in the parameters
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection
 
+from kvxfer.openai.members import with_members
 from kvxfer.openai.transfer_params import PARAM, Part, TransferParams
 
 KVXFER = "kvxfer"
@@ -24,20 +24,21 @@ _LEFT_OUT = frozenset({"stream", "stream_options", "min_tokens", "prompt_logprob
 
 
 def leg_body(
-    dialect: str, values: Mapping[str, Any], params: TransferParams | None, traceparent: str | None
-) -> dict[str, Any]:
-    """The client's ``values`` as one leg carries them: ``params`` stand in place of any that the client sent."""
-    body = {name: value for name, value in values.items() if name != PARAM}
+    dialect: str, body: bytes, names: Collection[str], params: TransferParams | None, traceparent: str | None
+) -> bytes:
+    """The client's ``body``, whose members are ``names``, as one leg carries it: ``params`` stand in place of any that
+    the client sent, and what need not change is passed on byte for byte. At most LEG_BYTES_MAX bytes longer.
+    """
     if params is None:
-        return body
-    body[PARAM] = params.to_json()
+        return with_members(body, names, {}, without=(PARAM,))
+    values = params.to_json()
     if dialect != VLLM:
-        return body
+        return with_members(body, names, {PARAM: values})
     is_prefill = params.role is Part.PREFILL
-    body[PARAM] |= {"do_remote_decode": is_prefill, "do_remote_prefill": not is_prefill}
+    values |= {"do_remote_decode": is_prefill, "do_remote_prefill": not is_prefill}
     if traceparent is not None:
-        body[PARAM]["traceparent"] = traceparent
-    if is_prefill:
-        body = {name: value for name, value in body.items() if name not in _LEFT_OUT}
-        body |= {name: one for name, one in _ONE_TOKEN.items() if name in body or name == "max_tokens"}
-    return body
+        values["traceparent"] = traceparent
+    if not is_prefill:
+        return with_members(body, names, {PARAM: values})
+    limits = {name: one for name, one in _ONE_TOKEN.items() if name in names or name == "max_tokens"}
+    return with_members(body, names, {**limits, PARAM: values}, without=_LEFT_OUT)

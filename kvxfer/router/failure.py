@@ -32,6 +32,11 @@ class FailureKind(enum.StrEnum):
     """The connection was refused or could not be made: the worker never saw the request."""
     LOST = "lost"
     """The connection broke, or the answer ended too early: the worker died, or left."""
+    UNREAD = "unread"
+    """The connection broke before the worker had taken the whole body: perhaps it does not take one of that size.
+    Nothing is known of the worker itself."""
+    EXHAUSTED = "exhausted"
+    """This router could open no connection: it lacks descriptors, memory or ports, and the worker is not to blame."""
     GONE = "gone"
     """The coordinator says that this life of the worker ended."""
     REFUSED = "refused"
@@ -100,6 +105,14 @@ def unreachable(what: str) -> Failure:
 
 def lost(what: str) -> Failure:
     return from_error(FailureKind.LOST, PeerGone(f"the {what} worker was lost before it was done"))
+
+
+def unread(what: str) -> Failure:
+    return from_error(FailureKind.UNREAD, PeerGone(f"the {what} worker hung up before it had read the whole request"))
+
+
+def out_of_sockets() -> Failure:
+    return from_error(FailureKind.EXHAUSTED, Overloaded("the router can open no more connections to workers"))
 
 
 def gone(what: str) -> Failure:

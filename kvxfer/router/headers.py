@@ -21,6 +21,8 @@ DATA_PARALLEL_RANK = "x-data-parallel-rank"
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _TRACESTATE_CHARS_MAX = 512
+_AUTHORIZATION_CHARS_MAX = 8192
+"""With the others it stays below the 16 KiB that a worker reads of all headers."""
 
 
 def request_id(received: str | None) -> str:
@@ -31,7 +33,9 @@ def request_id(received: str | None) -> str:
 
 
 def leg_headers(received: Mapping[str, str], *, request_id: str, forwards_authorization: bool) -> dict[str, str]:
-    """Headers that both legs get: the same request id and trace; the client's credentials only where asked to."""
+    """Headers that both legs get: the same request id and trace; the client's credentials only where asked to. No other
+    header of the client goes to a worker, and none of a worker's to the client.
+    """
     headers = {
         "content-type": "application/json",
         "accept": "text/event-stream, application/json",
@@ -47,6 +51,6 @@ def leg_headers(received: Mapping[str, str], *, request_id: str, forwards_author
     else:
         headers["traceparent"] = next_traceparent(None)
     authorization = received.get("authorization", "")
-    if forwards_authorization and authorization and authorization.isascii():
+    if forwards_authorization and authorization.isascii() and 0 < len(authorization) <= _AUTHORIZATION_CHARS_MAX:
         headers["authorization"] = authorization
     return headers

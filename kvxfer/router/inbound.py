@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
-from kvxfer.openai.errors import RequestError
 from kvxfer.openai.schemas import AnyRequest, ChatCompletionRequest, CompletionRequest
-from kvxfer.openai.sse import encode_object
 from kvxfer.openai.transfer_params import TransferParams
 from kvxfer.policy.capacity import Need
 from kvxfer.policy.disagg import estimate_tokens
@@ -17,10 +14,11 @@ from kvxfer.router.dialects import leg_body
 
 @dataclasses.dataclass(frozen=True)
 class Inbound:
-    """``values`` is the client's own JSON object; ``leg_headers`` are what both legs get."""
+    """``body`` is the client's own JSON object as it came, with members ``names``; both legs get ``leg_headers``."""
 
     path: str
-    values: dict[str, Any]
+    body: bytes
+    names: frozenset[str]
     parsed: AnyRequest
     leg_headers: Mapping[str, str]
     request_id: str
@@ -30,7 +28,7 @@ class Inbound:
         """What the request takes at least, and what it will take by the router's estimate."""
         tokens, is_exact = self.prompt_tokens()
         asked = self.parsed.max_new_tokens if self.token_limit_field is not None else None
-        is_whole = is_exact and self.values.get("truncate_prompt_tokens") is None  # vLLM's: it cuts the prompt itself
+        is_whole = is_exact and "truncate_prompt_tokens" not in self.names  # vLLM's: the engine cuts the prompt itself
         need = Need(tokens if is_whole else 1, asked or 1)
         return need, Need(max(1, tokens), self.parsed.max_new_tokens or 1)
 
@@ -56,11 +54,5 @@ class Inbound:
     def content(self, dialect: str, params: TransferParams | None) -> bytes:
         """The body of one leg: the client's own, with ``params`` in place of any that the client sent, in the words of
         an engine of that dialect.
-
-        Raises RequestError for what could be read but cannot be written again: a number like 1e999, nesting at the
-        very limit.
         """
-        try:
-            return encode_object(leg_body(dialect, self.values, params, self.leg_headers.get("traceparent")))
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"the body cannot be passed on as JSON: {error}") from None
+        return leg_body(dialect, self.body, self.names, params, self.leg_headers.get("traceparent"))

@@ -7,8 +7,10 @@ errors are bounded, nothing is read from the environment, and events are passed 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx
@@ -32,17 +34,23 @@ CACHED_TOKENS = (
 ERROR_BYTES_MAX = 1 << 20
 PREFILL_BYTES_MAX = 1 << 20
 HELD_EVENTS_MAX = 64
+PIECE_BYTES = 256 << 10
+"""A body is sent in pieces, so that it is known whether a worker took all of it."""
+CAUSES_MAX = 64
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
 
-def new_client(*, connect_timeout_s: float) -> httpx.AsyncClient:
-    """The one client that all legs share: no proxies, no redirects; callers bound how many there are and how long.
+def new_client(*, connect_timeout_s: float, connections_max: int) -> httpx.AsyncClient:
+    """The one client that all legs share: no proxies, no redirects, no cookies (a worker's would go out with another
+    client's request); callers bound how long a leg takes.
 
     Each leg has a connection of its own. One that was kept might lead nowhere by now, which only the wait for an answer
     would show; a new one shows within ``connect_timeout_s`` whether the worker can be reached.
     """
     return httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=connect_timeout_s),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        limits=httpx.Limits(max_connections=connections_max, max_keepalive_connections=0),
+        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         trust_env=False,
         follow_redirects=False,
     )
@@ -100,19 +108,28 @@ class Exchange:
         self._leg = leg
         self._response: httpx.Response | None = None
         self._chunks: AsyncIterator[bytes] | None = None
+        self._is_sent = False
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """The body; the last piece has gone out, but for what fits a socket's buffer, when it is done."""
+        content = self._leg.content
+        for start in range(0, len(content), PIECE_BYTES):
+            yield content[start : start + PIECE_BYTES]
+        self._is_sent = True
 
     async def open(self) -> Failure | None:
         """Send the request and read the answer's head; a Failure if there is no 200."""
         leg = self._leg
         try:
-            request = self._client.build_request("POST", leg.url, content=leg.content, headers=leg.headers)
+            sized = {**leg.headers, "content-length": str(len(leg.content))}
+            request = self._client.build_request("POST", leg.url, content=self._pieces(), headers=sized)
             self._response = await self._client.send(request, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL):
-            return failure.unreachable(leg.what)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+            return failure.out_of_sockets() if is_exhausted(error) else failure.unreachable(leg.what)
         except httpx.TimeoutException:
             return failure.slow(leg.what)
         except httpx.HTTPError:
-            return failure.lost(leg.what)
+            return failure.lost(leg.what) if self._is_sent else failure.unread(leg.what)
         self._chunks = self._response.aiter_raw()
         if self._response.status_code == 200:
             return None
@@ -159,6 +176,22 @@ class Exchange:
             await self._response.aclose()
         if isinstance(self._chunks, AsyncGenerator):
             await self._chunks.aclose()
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether a connection failed for want of something in this process or on this host: descriptors, memory, ports."""
+    seen: list[BaseException | None] = [error]
+    for _ in range(CAUSES_MAX):
+        if not seen:
+            return False
+        cause = seen.pop()
+        if isinstance(cause, OSError) and cause.errno in EXHAUSTED:
+            return True
+        if isinstance(cause, BaseExceptionGroup):
+            seen += cause.exceptions
+        if cause is not None:
+            seen += [cause.__cause__, cause.__context__]
+    return False
 
 
 async def prefill(client: httpx.AsyncClient, leg: Leg) -> Prefilled | Failure:

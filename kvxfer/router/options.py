@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 from typing import Any
 
-from kvxfer.config import check_address, check_positive
+from kvxfer.config import check_address, check_positive, is_loopback
 from kvxfer.errors import ConfigError
+from kvxfer.serving.limits import ServingLimits
 
 LOCAL_PREFILL = ("on", "off")
 PREFILL_FAILURE = ("leave", "redispatch")
@@ -19,7 +19,7 @@ def _option(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class RouterOptions:
+class RouterOptions(ServingLimits):
     """What ``kvxfer router`` is told; checked once, here."""
 
     host: str = _option("127.0.0.1", "address to listen on; anything but loopback needs --insecure")
@@ -34,11 +34,9 @@ class RouterOptions:
     on_prefill_failure: str = _option(
         "leave", "leave: the decode worker recomputes by itself; redispatch: start again elsewhere", PREFILL_FAILURE
     )
-    max_inflight: int = _option(1024, "requests served at once; more are answered 503")
-    max_body_bytes: int = _option(16 << 20, "longest request body")
+    max_inflight: int = _option(1024, "requests served at once, from when their body is there; more are answered 503")
     max_answer_bytes: int = _option(64 << 20, "longest answer of a worker to a request without streaming")
     attempts_max: int = _option(3, "how often one request is tried in all")
-    body_timeout_s: float = _option(30.0, "longest time for a request's body to arrive")
     request_timeout_s: float = _option(600.0, "longest time for one request, from its arrival to its last byte")
     connect_timeout_s: float = _option(
         2.0, "longest time until a worker takes a connection; for its answer only --request-timeout-s counts"
@@ -46,9 +44,16 @@ class RouterOptions:
     aside_base_s: float = _option(1.0, "how long a worker that could not be reached is tried last, the first time")
     aside_cap_s: float = _option(15.0, "how long a worker that could not be reached is tried last, at most")
     shutdown_grace_s: float = _option(5.0, "how long requests in flight may go on after a stop was asked for")
+    forward_authorization: bool = _option(
+        False, "pass the client's Authorization header on to the workers; otherwise it ends here"
+    )
+    allow_http_host: tuple[str, ...] = _option(
+        (), "hosts that requests are sent to, as addresses, networks or names; empty: what the coordinator let in"
+    )
     insecure: bool = _option(False, "listen beyond loopback without TLS")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be 0 to 65535, not {self.port}")
         if self.coordinator:
@@ -61,14 +66,13 @@ class RouterOptions:
             )
         if self.min_remote_prefill_tokens < 0:
             raise ConfigError(f"min_remote_prefill_tokens must be 0 or more, not {self.min_remote_prefill_tokens}")
-        for name in ("body_timeout_s", "request_timeout_s", "aside_base_s", "aside_cap_s"):
+        for name in ("request_timeout_s", "aside_base_s", "aside_cap_s"):
             check_positive(name, getattr(self, name), maximum=86400.0)
         check_positive("connect_timeout_s", self.connect_timeout_s, maximum=30.0)
         check_positive("shutdown_grace_s", self.shutdown_grace_s, maximum=3600.0)
         check_positive("max_inflight", self.max_inflight, maximum=1 << 20)
         check_positive("attempts_max", self.attempts_max, maximum=100)
-        for name in ("max_body_bytes", "max_answer_bytes"):
-            check_positive(name, getattr(self, name), maximum=1 << 30)
+        check_positive("max_answer_bytes", self.max_answer_bytes, maximum=1 << 30)
         if self.aside_base_s > self.aside_cap_s:
             raise ConfigError(f"aside_base_s {self.aside_base_s} must not exceed aside_cap_s {self.aside_cap_s}")
         if not self.insecure and not is_loopback(self.host):
@@ -77,13 +81,3 @@ class RouterOptions:
     @property
     def allows_local_prefill(self) -> bool:
         return self.local_prefill == "on"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

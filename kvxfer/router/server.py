@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import uvicorn
 
 from kvxfer.errors import ConfigError, CoordinatorUnavailable
 from kvxfer.observe import hide
@@ -27,8 +25,12 @@ from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.workers import Workers
 from kvxfer.rpc import MembershipWatch, member_token
+from kvxfer.serving.bodies import Bodies
+from kvxfer.serving.limits import share_now
+from kvxfer.serving.server import in_url, listening, serving
 
-BACKLOG = 2048
+LEGS_EACH = 2
+"""Connections to workers that one request may need at once."""
 FIRST_MEMBERSHIP_WAIT_S = 1.0
 """How long the start waits for a first membership, so that a router that says it is ready usually knows its workers."""
 
@@ -69,87 +71,30 @@ async def serve_workers(
     stop: asyncio.Event,
 ) -> None:
     """Serve HTTP on ``listener`` over ``workers``, whoever keeps those up to date, until ``stop`` is set."""
+    sockets = share_now(options.max_connections, legs_each=LEGS_EACH, legs_max=LEGS_EACH * options.max_inflight)
     door = Door(AdmitOptions(options.max_inflight))
     metrics = RouterMetrics(workers)
-    async with new_client(connect_timeout_s=options.connect_timeout_s) as client:
-        app = build_app(Room(options, workers, client, metrics), keys, door)
-        server = _Server(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                ws="none",
-                http="h11",
-                loop="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                backlog=BACKLOG,
-                timeout_graceful_shutdown=1,
-            )
-        )
-        running = asyncio.create_task(server.serve(sockets=[listener]), name="kvxfer router http")
-        listening_task = asyncio.create_task(server.listens.wait())
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({running, listening_task}, return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
+    bodies = Bodies(options)
+    async with new_client(connect_timeout_s=options.connect_timeout_s, connections_max=sockets.legs) as client:
+        app = build_app(Room(options, workers, client, metrics), keys, door, bodies)
+        async with serving(
+            app, listener, options, bodies, connections_max=sockets.connections, name="kvxfer router http"
+        ) as http:
+            try:
                 on_ready(ready_line(options.host, listener))
-                await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            await door.drain(options.shutdown_grace_s)
-        finally:
-            door.stop.set()
-            server.should_exit = True
-            stopping.cancel()
-            listening_task.cancel()
-            await asyncio.wait({running, stopping, listening_task})
-        running.result()
-
-
-class _Server(uvicorn.Server):
-    """Says when it listens, and leaves signals alone: they belong to whoever sets ``stop``."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listens = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.listens.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@contextlib.contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound TCP socket; raise ConfigError that says why there is none."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-            listener.setblocking(False)
-            stack.pop_all()
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    try:
-        yield listener
-    finally:
-        listener.close()
+                await http.wait_ended(stop.wait())
+                await door.drain(options.shutdown_grace_s)
+            finally:
+                door.stop.set()
 
 
 def ready_line(host: str, listener: socket.socket) -> dict[str, Any]:
     """What the router says when it listens."""
-    port = listener.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
+    address = f"{in_url(host)}:{listener.getsockname()[1]}"
     return {
         "event": "ready",
         "role": "router",
-        "address": f"{shown}:{port}",
-        "http_url": f"http://{shown}:{port}",
+        "address": address,
+        "http_url": f"http://{address}",
         "pid": os.getpid(),
     }

@@ -39,8 +39,8 @@ ChannelOptions = Sequence[tuple[str, Any]]
 
 KEEPALIVE_MS = 5_000
 PINGS_APART_MIN_MS = 100
-"""Pings that come faster than this, with no data sent between, are held against the client: with the third the coordinator
-hangs up (``too_many_pings``). gRPC's default is five minutes, which every client of ours would break."""
+"""Pings that come faster than this, with no data sent between, are held against the client: with the third the
+coordinator hangs up (``too_many_pings``). gRPC's default is five minutes, which every client of ours would break."""
 
 KEEPALIVE_OPTIONS: ChannelOptions = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),

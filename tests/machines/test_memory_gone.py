@@ -159,7 +159,9 @@ def test_a_grant_of_blocks_ends_with_its_memory_and_its_owner_is_told() -> None:
     pair = RegionPair()
     a = pair.ends["a"]
     pair.do("a", a.grant(ID, 1, [0, 1, 2], "b", 10 * S, 3, pair.now))
-    pair.do("b", pair.ends["b"].pull(ID, pair.refs["a"], 1, [4, 5, 6], 0, [Lane.STREAM], pair.now + 60 * S, 7, pair.now))
+    pair.do(
+        "b", pair.ends["b"].pull(ID, pair.refs["a"], 1, [4, 5, 6], 0, [Lane.STREAM], pair.now + 60 * S, 7, pair.now)
+    )
     pair.pump()
     (send,) = pair.take("a", _core.SendData)
     pair.do("a", a.data_failed(ID, Code.memory_gone, "block 0 of pool 1", pair.now, send.serial + 1))

@@ -33,7 +33,9 @@ SOON_S = 3.0
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 PAGE = mmap.PAGESIZE
-each_lane = pytest.mark.parametrize("lane", [pytest.param(CMA, marks=needs_cma), UNIX, STREAM], ids=["cma", "unix", "stream"])
+each_lane = pytest.mark.parametrize(
+    "lane", [pytest.param(CMA, marks=needs_cma), UNIX, STREAM], ids=["cma", "unix", "stream"]
+)
 each_verb = pytest.mark.parametrize("verb", ["fetch", "push"])
 each_side = pytest.mark.parametrize("gone", ["source", "destination"])
 each_sums = pytest.mark.parametrize("sums", [False, True], ids=["plain", "sums"])

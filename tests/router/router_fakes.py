@@ -17,8 +17,9 @@ import uvicorn
 
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.options import RouterOptions
-from kvxfer.router.server import listening, serve_workers
+from kvxfer.router.server import serve_workers
 from kvxfer.router.workers import Workers
+from kvxfer.serving.server import listening
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,

@@ -420,13 +420,13 @@ async def test_a_request_ends_at_its_time_limit() -> None:
         await asyncio.wait_for(d.received[1].left.wait(), 5.0)
 
 
-async def test_a_body_that_cannot_be_passed_on_is_the_clients_fault() -> None:
+async def test_a_body_that_python_could_not_write_again_is_passed_on_as_it_came() -> None:
     d = FakeWorker("d0")
     async with router_over(d) as router:
         for extra in ("1e999", "[" * 900 + "]" * 900):
             body = b'{"model": "tiny", "prompt": "hi", "extra": ' + extra.encode() + b"}"
             answer = await router.client.post("/v1/completions", content=body)
-            assert answer.status_code in ((400,) if extra == "1e999" else (200, 400))
+            assert answer.status_code in ((200,) if extra == "1e999" else (200, 400))
             assert answer.status_code == 200 or answer.json()["error"]["type"] == "invalid_request_error"
 
 

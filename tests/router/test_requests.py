@@ -176,11 +176,16 @@ async def test_api_key() -> None:
         assert all("authorization" not in leg.headers for leg in p.received + d.received)
 
 
-async def test_credentials_are_forwarded_where_the_router_asks_for_none() -> None:
+@pytest.mark.parametrize("keys", [ApiKeys(), ApiKeys(("for-the-worker",))])
+@pytest.mark.parametrize("forwards", [False, True])
+async def test_authorization_goes_to_workers_only_where_that_was_asked_for(keys: ApiKeys, forwards: bool) -> None:
     p, d = pair()
-    async with router_over(p, d) as router:
-        await router.complete(headers={"authorization": "Bearer for-the-worker"})
-        assert d.received[0].headers["authorization"] == "Bearer for-the-worker"
+    async with router_over(p, d, keys=keys, forward_authorization=forwards) as router:
+        sent = {"authorization": "Bearer for-the-worker", "cookie": "a=b", "proxy-authorization": "Basic Yg=="}
+        assert (await router.complete(headers=sent)).status_code == 200
+        for leg in p.received + d.received:
+            assert leg.headers.get("authorization") == ("Bearer for-the-worker" if forwards else None)
+            assert not {"cookie", "proxy-authorization"} & leg.headers.keys()
 
 
 async def test_bodies_are_bounded() -> None:

@@ -16,7 +16,14 @@ from kvxfer.errors import InvalidArgument, ProtocolViolation
 from kvxfer.openai import schemas
 from kvxfer.openai.errors import RequestError, error_body
 from kvxfer.openai.sse import CONTENT_TYPE, DONE, EventDecoder, encode_event, encode_object
-from kvxfer.openai.transfer_params import Part, TransferEnd, TransferParams, parse_transfer_params
+from kvxfer.openai.transfer_params import (
+    LEG_BYTES_MAX,
+    PARAM,
+    Part,
+    TransferEnd,
+    TransferParams,
+    parse_transfer_params,
+)
 from kvxfer.router import dialects, failure, headers, legs, merge
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.inbound import Inbound
@@ -29,17 +36,26 @@ def transfer_params(data: bytes) -> object:
     return found
 
 
+CHANGED = {PARAM, "max_tokens", "max_completion_tokens", "stream", "stream_options"}
+CHANGED |= {"min_tokens", "prompt_logprobs", "return_token_ids"}
 PARAMS = TransferParams(TRANSFER, 2, Part.DECODE, TransferEnd("p", 1, "a"), TransferEnd("d", 1, "b"))
 
 
-def passed_on(path: str, parsed: schemas.AnyRequest, values: dict[str, Any]) -> object:
-    """As the router reads a request, and writes it for engines of each dialect."""
-    inbound = Inbound(path, values, parsed, {"traceparent": headers.next_traceparent(None)}, "id", 0.0)
+def passed_on(path: str, parsed: schemas.AnyRequest, body: bytes, values: dict[str, Any]) -> object:
+    """As the router reads a request, and writes it for engines of each dialect: no member that need not change does, and
+    the body grows by no more than the router may add.
+    """
+    trace = {"traceparent": headers.next_traceparent(None)}
+    inbound = Inbound(path, body, frozenset(values), parsed, trace, "id", 0.0)
     tokens, _ = inbound.prompt_tokens()
     assert tokens >= 0
     for dialect in sorted(dialects.DIALECTS):
         for params in (None, PARAMS, dataclasses.replace(PARAMS, role=Part.PREFILL)):
-            assert isinstance(json.loads(inbound.content(dialect, params)), dict)
+            content = inbound.content(dialect, params)
+            assert len(content) <= len(body) + LEG_BYTES_MAX
+            passed = json.loads(content)
+            assert all(name not in values or values[name] == passed[name] for name in passed.keys() - CHANGED)
+            assert values.keys() - passed.keys() <= CHANGED
     return parsed
 
 
@@ -48,14 +64,14 @@ def completion(data: bytes) -> object:
     parsed = schemas.parse_completion(values)
     if parsed.kv_transfer_params is not None:
         parse_transfer_params(parsed.kv_transfer_params)
-    return passed_on("/v1/completions", parsed, values)
+    return passed_on("/v1/completions", parsed, data, values)
 
 
 def chat(data: bytes) -> object:
     values = schemas.load_object(data)
     parsed = schemas.parse_chat(values)
     assert [message.model_dump() for message in parsed.messages]
-    return passed_on("/v1/chat/completions", parsed, values)
+    return passed_on("/v1/chat/completions", parsed, data, values)
 
 
 KEYS = ApiKeys(("secret-key",))

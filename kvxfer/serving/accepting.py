@@ -1,0 +1,119 @@
+"""Takes connections from a listening socket, one at a time, as long as there is room.
+
+Where there is none, the connection that does least is given up for the next one; where all are at work, new ones wait
+in the kernel's queue. asyncio's own servers take all that wait at once, log a line for each where descriptors run out,
+and try again each second. Decides when to accept; it must never know what a connection says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable
+
+from kvxfer.ratelimit import RateLimitedWarning
+from kvxfer.serving.connections import Connections
+
+log = logging.getLogger("kvxfer.serving")
+
+ACCEPTED_AT_ONCE = 64
+"""In one turn of the loop."""
+RETRY_S = 0.25
+"""How long accepting rests where the process, or the system, has no descriptors or no memory."""
+COMPLAIN_S = 30.0
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Acceptor:
+    """Accepts from ``listener``, which stays the caller's, between :meth:`start` and :meth:`stop`."""
+
+    def __init__(
+        self, listener: socket.socket, connections: Connections, new_protocol: Callable[[], asyncio.Protocol]
+    ) -> None:
+        self._listener = listener
+        self._connections = connections
+        self._new_protocol = new_protocol
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._is_started = False
+        self._is_reading = False
+        self._exhausted = RateLimitedWarning(log, "cannot accept connections: %s", period_s=COMPLAIN_S)
+        self._full = RateLimitedWarning(
+            log,
+            "max_connections %d are open and all at work: new connections wait",
+            period_s=COMPLAIN_S,
+        )
+
+    def start(self) -> None:
+        self._is_started = True
+        self._connections.on_room = self._resume
+        self._resume()
+
+    def stop(self) -> None:
+        """Accept nothing more; what is open stays open. Callable twice."""
+        self._is_started = False
+        self._connections.on_room = lambda: None
+        self._pause()
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+
+    def _resume(self) -> None:
+        if self._is_started and not self._is_reading and self._retry is None:
+            self._is_reading = True
+            self._loop.add_reader(self._listener.fileno(), self._on_readable)
+
+    def _pause(self) -> None:
+        if self._is_reading:
+            self._is_reading = False
+            self._loop.remove_reader(self._listener.fileno())
+
+    def _on_readable(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            if len(self._connections) + len(self._opening) >= self._connections.maximum:
+                self._pause()  # until there may be room
+                if not self._opening and not self._connections.make_room():
+                    self._full.say(self._connections.maximum)
+                return
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in EXHAUSTED:
+                    log.debug("a connection was lost while it was accepted: %s", error)
+                    return
+                self._exhausted.say(error.strerror)
+                self._rest()
+                return
+            accepted.setblocking(False)
+            task = self._loop.create_task(self._open(accepted))
+            self._opening.add(task)
+            task.add_done_callback(self._opened)
+
+    def _rest(self) -> None:
+        """Descriptors ran out although there are fewer connections than planned: give one up, and try again soon."""
+        self._pause()
+        self._connections.make_room()
+        self._retry = self._loop.call_later(RETRY_S, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self._retry = None
+        self._resume()
+
+    async def _open(self, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._new_protocol, accepted)
+        except OSError as error:
+            accepted.close()
+            log.debug("a connection was lost while it was opened: %s", error)
+
+    def _opened(self, task: asyncio.Task[None]) -> None:
+        self._opening.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a connection could not be opened", exc_info=error)
+        if not self._opening:
+            self._resume()

@@ -1,0 +1,138 @@
+"""Reads the bodies of requests, all of them under one budget of bytes and each against the clock.
+
+Decides which body is refused where they do not all fit: the one that is being read for longest, since a client that
+sends at the speed of its network is done before it gets to be that. It must never know what a body means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from starlette.requests import Request
+
+from kvxfer.errors import Closed, KvxferError, Overloaded
+from kvxfer.openai.errors import RequestError
+from kvxfer.serving.limits import BODY_STEP_BYTES, ServingLimits
+
+LENGTH_DIGITS_MAX = 18
+"""Of a content-length that is read as a number; what is longer is too long."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Body:
+    """One body that is being read."""
+
+    clock: asyncio.Timeout
+    end_s: float
+    parts: list[bytes] = dataclasses.field(default_factory=list)
+    size: int = 0
+    step: int = 0
+    """Bytes since the clock was last set."""
+    refusal: KvxferError | None = None
+
+
+class Bodies:
+    """All bodies of one server; lives on one event loop."""
+
+    def __init__(self, limits: ServingLimits) -> None:
+        self._limits = limits
+        self._reading: dict[_Body, None] = {}
+        """Oldest first."""
+        self._held = 0
+        self._is_closed = False
+
+    @property
+    def held_bytes(self) -> int:
+        """What the bodies that are being read hold now."""
+        return self._held
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body.
+
+        Raises RequestError (408, 413), Overloaded where the budget is used up and this body is being read for longest,
+        Closed after :meth:`close`, and starlette's ClientDisconnect where the client left amid it.
+        """
+        if self._is_closed:
+            raise _stopping()
+        self._check_declared(request.headers.get("content-length", "0"))
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._limits.body_timeout_s
+        clock = asyncio.timeout_at(min(end_s, loop.time() + self._limits.body_stall_s))
+        body = _Body(clock, end_s)
+        self._reading[body] = None
+        try:
+            async with clock:
+                async for chunk in request.stream():
+                    self._take(body, chunk, loop.time())
+        except TimeoutError:
+            raise (body.refusal or self._late(body, loop.time())) from None
+        finally:
+            self._let_go(body)
+        if body.refusal is not None:
+            raise body.refusal
+        return b"".join(body.parts)
+
+    def close(self) -> None:
+        """Refuse every body that is not whole yet, and all later ones: the server stops."""
+        self._is_closed = True
+        for body in tuple(self._reading):
+            self._refuse(body, _stopping())
+
+    def _check_declared(self, declared: str) -> None:
+        bytes_max = self._limits.max_body_bytes
+        if declared.isdecimal() and (len(declared) > LENGTH_DIGITS_MAX or int(declared) > bytes_max):
+            raise self._too_long()
+
+    def _too_long(self) -> RequestError:
+        return RequestError(f"the body is longer than max_body_bytes {self._limits.max_body_bytes}", status=413)
+
+    def _take(self, body: _Body, chunk: bytes, now_s: float) -> None:
+        if body.refusal is not None:
+            raise body.refusal
+        body.size += len(chunk)
+        if body.size > self._limits.max_body_bytes:
+            raise self._too_long()
+        body.parts.append(chunk)
+        self._held += len(chunk)
+        while self._held > self._limits.body_budget_bytes:
+            budget = self._limits.body_budget_bytes
+            self._refuse(
+                next(iter(self._reading)),
+                Overloaded(f"requests that are being read hold all of body_budget_bytes {budget}"),
+            )
+        if body.refusal is not None:
+            raise body.refusal
+        body.step += len(chunk)
+        if body.step >= BODY_STEP_BYTES:
+            body.step = 0
+            body.clock.reschedule(min(body.end_s, now_s + self._limits.body_stall_s))
+
+    def _refuse(self, body: _Body, refusal: KvxferError) -> None:
+        """Give its bytes back now, and wake its reader."""
+        body.refusal = refusal
+        self._let_go(body)
+        if not body.clock.expired():  # otherwise it is being woken already
+            body.clock.reschedule(0.0)
+
+    def _let_go(self, body: _Body) -> None:
+        if body in self._reading:
+            del self._reading[body]
+            self._held -= sum(map(len, body.parts))
+            if body.refusal is not None:
+                body.parts.clear()
+
+    def _late(self, body: _Body, now_s: float) -> RequestError:
+        limits = self._limits
+        if now_s >= body.end_s:
+            return RequestError(f"the body did not arrive within body_timeout_s {limits.body_timeout_s:g}", status=408)
+        return RequestError(
+            f"the body came slower than {BODY_STEP_BYTES} bytes in body_stall_s {limits.body_stall_s:g}", status=408
+        )
+
+    def __repr__(self) -> str:
+        return f"Bodies(reading={len(self._reading)}, held_bytes={self._held})"
+
+
+def _stopping() -> Closed:
+    return Closed("this server is stopping")

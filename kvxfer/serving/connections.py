@@ -1,0 +1,95 @@
+"""The connections of one server: how many there may be, and which one is closed where one too many wants in.
+
+Decides on sequence alone (what a connection is doing, since when); it must never know bytes or requests.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Phase(enum.Enum):
+    """What a connection is doing; in the order in which connections are given up for a new one."""
+
+    CLOSING = enum.auto()
+    """Its last answer is out: its client is given time to read it."""
+    IDLE = enum.auto()
+    """No byte of a next request has come."""
+    HEAD = enum.auto()
+    """Some of a request's head has come."""
+    BODY = enum.auto()
+    """A request's head is here, and its body is not."""
+    WORK = enum.auto()
+    """A whole request is being served: never given up."""
+
+
+class Dispensable(Protocol):
+    """A connection, as far as it can be given up."""
+
+    def give_up(self) -> None:
+        """Close it now, and let its descriptor go with the next turn of the loop."""
+
+
+class Connections:
+    """Counts connections by phase, each with the longest in it first.
+
+    ``on_room`` is called when a connection has ended, or is no longer at work and could be given up.
+    """
+
+    def __init__(self, maximum: int) -> None:
+        self.maximum = maximum
+        self.on_room: Callable[[], None] = lambda: None
+        self.given_up = 0
+        self._phases: dict[Dispensable, Phase] = {}
+        self._members: dict[Phase, dict[Dispensable, None]] = {phase: {} for phase in Phase}
+
+    def __len__(self) -> int:
+        return len(self._phases)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self) >= self.maximum
+
+    def count(self, phase: Phase) -> int:
+        return len(self._members[phase])
+
+    def phase_of(self, connection: Dispensable) -> Phase | None:
+        return self._phases.get(connection)
+
+    def move(self, connection: Dispensable, phase: Phase) -> bool:
+        """``connection``, new or not, is in ``phase`` now; False where it was before."""
+        before = self._phases.get(connection)
+        if before is phase:
+            return False
+        if before is not None:
+            del self._members[before][connection]
+        self._phases[connection] = phase
+        self._members[phase][connection] = None
+        if before is Phase.WORK:
+            self.on_room()
+        return True
+
+    def remove(self, connection: Dispensable) -> None:
+        """``connection`` has ended."""
+        phase = self._phases.pop(connection, None)
+        if phase is not None:
+            del self._members[phase][connection]
+            self.on_room()
+
+    def make_room(self) -> bool:
+        """Give up the connection that has been doing least for longest; False where all are at work.
+
+        Its place is free when :meth:`remove` is called for it.
+        """
+        for phase in Phase:
+            if phase is not Phase.WORK and self._members[phase]:
+                self.given_up += 1
+                next(iter(self._members[phase])).give_up()
+                return True
+        return False
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{phase.name.lower()}={self.count(phase)}" for phase in Phase)
+        return f"Connections({len(self)} of {self.maximum}: {counts})"

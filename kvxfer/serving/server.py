@@ -1,0 +1,131 @@
+"""An HTTP server of ours from bind to close: uvicorn over our own connections. Decides the order of starting and
+stopping; it must never know what is served. Nothing is printed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvxfer.errors import ConfigError
+from kvxfer.serving.accepting import Acceptor
+from kvxfer.serving.bodies import Bodies
+from kvxfer.serving.connections import Connections
+from kvxfer.serving.limits import ServingLimits
+from kvxfer.serving.protocol import Connection
+
+BACKLOG = 2048
+"""Connections that wait in the kernel while none is accepted."""
+KEEPALIVE_S = 5
+"""How long a connection may be without a request after an answer."""
+STOP_GRACE_S = 1
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A bound TCP socket; raise ConfigError that says why there is none."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+            stack.pop_all()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+def in_url(host: str) -> str:
+    """``host`` as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
+
+
+class HttpServer:
+    """A server that runs."""
+
+    def __init__(self, running: asyncio.Task[None], connections: Connections) -> None:
+        self._running = running
+        self.connections = connections
+
+    async def wait_ended(self, *events: Awaitable[object]) -> None:
+        """Until the server has ended by itself, which is a failure, or the first of ``events``."""
+        waits = [asyncio.ensure_future(event) for event in events]
+        try:
+            await asyncio.wait({self._running, *waits}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    app: ASGIApp, listener: socket.socket, limits: ServingLimits, bodies: Bodies, *, connections_max: int, name: str
+) -> AsyncIterator[HttpServer]:
+    """Serve ``app`` on ``listener`` within the block; ``name`` is the task's.
+
+    At its end no more is accepted, ``bodies`` are refused, and what is being answered gets STOP_GRACE_S. Raises what
+    the server failed of.
+    """
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        http=Connection,
+        loop="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEPALIVE_S,
+        timeout_graceful_shutdown=STOP_GRACE_S,
+    )
+    server = _Server(config)
+    connections = Connections(connections_max)
+
+    def new_connection() -> Connection:
+        return Connection(
+            config, server.server_state, connections=connections, header_timeout_s=limits.header_timeout_s
+        )
+
+    acceptor = Acceptor(listener, connections, new_connection)
+    running = asyncio.create_task(server.serve(sockets=[]), name=name)
+    http = HttpServer(running, connections)
+    try:
+        await http.wait_ended(server.listens.wait())
+        if running.done():
+            running.result()
+        acceptor.start()
+        yield http
+    finally:
+        acceptor.stop()
+        bodies.close()
+        server.should_exit = True
+        await asyncio.wait({running})
+    running.result()
+
+
+class _Server(uvicorn.Server):
+    """Says when it is set up, and leaves signals alone: they belong to the process's own stop."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.listens.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
