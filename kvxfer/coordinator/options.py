@@ -6,6 +6,7 @@ import dataclasses
 
 from kvxfer.config import CoordinatorConfig, check_positive, is_loopback
 from kvxfer.errors import ConfigError
+from kvxfer.protocol.http_url import HostList
 
 DEFAULTS = CoordinatorConfig()
 
@@ -37,6 +38,13 @@ class CoordinatorOptions:
     )
     members_max: int = dataclasses.field(default=DEFAULTS.members_max, metadata={"help": "most agents at a time"})
     watchers_max: int = dataclasses.field(default=1024, metadata={"help": "most membership watchers at a time"})
+    allow_http_host: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata={
+            "help": "hosts that a worker may say it serves HTTP at, beside the one that it registers from: addresses, "
+            "networks, names, or *.name for all below one"
+        },
+    )
     stop_grace_s: float = dataclasses.field(
         default=2.0, metadata={"help": "seconds that streams get to end when the coordinator stops"}
     )
@@ -54,6 +62,7 @@ class CoordinatorOptions:
                 "version): its token and session keys would cross the network in the clear; --insecure accepts that, "
                 "for a network that you trust"
             )
+        HostList("allow_http_host", self.allow_http_host)
         _ = self.config
 
     @property

@@ -17,6 +17,7 @@ import grpc.aio
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.clock import NS_PER_S, Clock, SystemClock
 from kvxfer.coordinator.health import HEALTH_SERVICE, Health
+from kvxfer.coordinator.hosts import RegisteredHosts
 from kvxfer.coordinator.metrics import CoordinatorMetrics, MetricsServer
 from kvxfer.coordinator.options import CoordinatorOptions
 from kvxfer.coordinator.service import CoordinatorService, TokenGate
@@ -73,6 +74,7 @@ async def serve(
         clock,
         metrics,
         watchers_max=options.watchers_max,
+        hosts=RegisteredHosts(options.allow_http_host),
     )
     health = Health("kvxfer.v1.Coordinator")
     server = grpc.aio.server(

@@ -23,6 +23,7 @@ from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.clock import Clock
 from kvxfer.config import CoordinatorConfig
+from kvxfer.coordinator.hosts import RegisteredHosts
 from kvxfer.coordinator.metrics import CoordinatorMetrics
 from kvxfer.coordinator.store import Store
 from kvxfer.errors import (
@@ -81,6 +82,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         metrics: CoordinatorMetrics,
         *,
         watchers_max: int,
+        hosts: RegisteredHosts,
     ) -> None:
         """``root``: the secret under all session keys, from :func:`kvxfer.protocol.handshake.session_root`."""
         self._config = config
@@ -90,6 +92,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._clock = clock
         self._metrics = metrics
         self._watchers_max = watchers_max
+        self._hosts = hosts
         self._sessions: dict[int, Outbox] = {}
         self._watchers: set[Outbox] = set()
         self._told_revision = directory.revision
@@ -165,6 +168,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             raise ProtocolViolation("the first message of a session must register")
         try:
             hello = convert.read_hello(message.register)
+            self._hosts.check(hello, context.peer())
             fresh_number = None
             if hello.number:
                 await self._store.admit_number(hello.number)

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvxfer.config import check_address, check_positive, is_loopback
 from kvxfer.errors import ConfigError
+from kvxfer.protocol.http_url import HostList
 from kvxfer.serving.limits import ServingLimits
 
 LOCAL_PREFILL = ("on", "off")
@@ -75,6 +76,7 @@ class RouterOptions(ServingLimits):
         check_positive("max_answer_bytes", self.max_answer_bytes, maximum=1 << 30)
         if self.aside_base_s > self.aside_cap_s:
             raise ConfigError(f"aside_base_s {self.aside_base_s} must not exceed aside_cap_s {self.aside_cap_s}")
+        HostList("allow_http_host", self.allow_http_host)
         if not self.insecure and not is_loopback(self.host):
             raise ConfigError(f"host {self.host!r} is not loopback and there is no TLS: pass --insecure to allow it")
 

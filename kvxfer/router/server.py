@@ -17,6 +17,7 @@ from kvxfer.errors import ConfigError, CoordinatorUnavailable
 from kvxfer.observe import hide
 from kvxfer.policy.admit import AdmitOptions
 from kvxfer.policy.backoff import Backoff
+from kvxfer.protocol.http_url import HostList
 from kvxfer.router.app import Door, build_app
 from kvxfer.router.attempt import Room
 from kvxfer.router.auth import ApiKeys
@@ -48,7 +49,10 @@ async def serve(options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event)
     keys = ApiKeys.from_file(options.api_key_file) if options.api_key_file else ApiKeys()
     token = member_token(options.token_file)
     hide(token)
-    workers = Workers(aside=Backoff(base_s=options.aside_base_s, cap_s=options.aside_cap_s))
+    workers = Workers(
+        aside=Backoff(base_s=options.aside_base_s, cap_s=options.aside_cap_s),
+        allowed=HostList("allow_http_host", options.allow_http_host),
+    )
 
     def on_state(is_connected: bool) -> None:
         workers.is_connected = is_connected

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import enum
 import itertools
+import logging
 import random
 import re
 import time
@@ -18,11 +19,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvxfer.errors import InvalidArgument
 from kvxfer.policy.backoff import Backoff
 from kvxfer.policy.capacity import Capacity, capacity_of
 from kvxfer.policy.place import Candidate, is_placeable
+from kvxfer.protocol.http_url import HostList, HttpUrl
 from kvxfer.router.dialects import CLIPPING, DIALECTS, VLLM
 from kvxfer.types import AgentRef, Member, Membership
+
+log = logging.getLogger("kvxfer.router")
 
 _DATA_PARALLEL = re.compile(r"_dp([0-9]{1,9})$")
 
@@ -60,9 +65,13 @@ class Workers:
         self,
         *,
         aside: Backoff | None = None,
+        allowed: HostList | None = None,
         now: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
+        self._allowed = allowed or HostList("allow_http_host", ())
+        self._barred: frozenset[AgentRef] = frozenset()
+        """Those whose HTTP address is none that a request is sent to."""
         self._backoff = aside or Backoff(base_s=1.0, cap_s=15.0)
         self._now = now
         self._draw = draw
@@ -89,12 +98,27 @@ class Workers:
             for member in membership.members
             if member.info.dialect == VLLM and not member.info.http_url
         )
+        self._bar({member.ref: member.info.http_url for member in membership.members if member.info.http_url})
         self._front_ends = Counter(m.info.http_url for m in membership.members if m.info.dialect == VLLM)
         self._revision = membership.revision
         for ref in ended:
             self._aside.pop(ref, None)
             for event in self._gone.pop(ref, ()):
                 event.set()
+
+    def _bar(self, urls: dict[AgentRef, str]) -> None:
+        """The coordinator looked at these addresses when they were registered; no request follows one that is wrong."""
+        barred: set[AgentRef] = set()
+        for ref, text in urls.items():
+            try:
+                host = HttpUrl.parse("http_url", text).host
+                if self._allowed and not self._allowed.allows(host):
+                    raise InvalidArgument(f"http_url names the host {host}, which allow_http_host does not")
+            except InvalidArgument as error:
+                barred.add(ref)
+                if ref not in self._barred:
+                    log.warning("a worker gets no requests", extra={"agent_id": ref.agent_id, "reason": str(error)})
+        self._barred = frozenset(barred)
 
     def candidates(self) -> tuple[Candidate, ...]:
         """The frozen snapshot for one placement.
@@ -115,7 +139,7 @@ class Workers:
                 known_capacity=self._capacities[ref],
             )
             for ref, member in self._members.items()
-            if member.info.dialect in DIALECTS
+            if member.info.dialect in DIALECTS and ref not in self._barred
         )
 
     def ranks(self, member: Member) -> int:
@@ -139,7 +163,7 @@ class Workers:
 
     def models(self) -> tuple[str, ...]:
         """Names of the models that some worker with an HTTP address serves."""
-        return tuple(sorted({m.info.model for m in self.members() if m.info.http_url}))
+        return tuple(sorted({m.info.model for m in self.members() if m.info.http_url and m.ref not in self._barred}))
 
     @contextlib.contextmanager
     def working(self, ref: AgentRef, part: Part) -> Iterator[None]:

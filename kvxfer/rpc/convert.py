@@ -8,12 +8,14 @@ stands here by name. ``write_*`` takes our own values; InvalidArgument if one of
 from __future__ import annotations
 
 import dataclasses
+import unicodedata
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from kvxfer._pb import control_pb2 as pb
 from kvxfer.errors import InvalidArgument, ProtocolViolation
 from kvxfer.protocol.directory import Change, Hello
+from kvxfer.protocol.http_url import HttpUrl, address_of
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,
@@ -41,6 +43,10 @@ PART_MEMBERS_MAX = 32
 MESSAGE_BYTES_MAX = 32 << 20
 """No message is larger: PART_MEMBERS_MAX members of POOLS_MAX pools with all texts at their bound stay below."""
 
+_UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
+"""Control characters and the ends of lines and paragraphs: texts stand in logs and in messages."""
+UNIX_PATH_BYTES_MAX = 107
+"""The kernel's own bound."""
 _ROLES = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE, Role.BOTH: pb.ROLE_BOTH}
 _EXPOSURES = {Exposure.POOL: pb.EXPOSURE_POOL, Exposure.GRANT: pb.EXPOSURE_GRANT}
 _ROLES_BACK = {number: role for role, number in _ROLES.items()}
@@ -64,7 +70,7 @@ def _count(name: str, value: int, *, minimum: int = 0, maximum: int = COUNT_MAX)
 def _text(name: str, value: str) -> str:
     if len(value.encode()) > TEXT_BYTES_MAX:
         raise ProtocolViolation(f"{name} exceeds TEXT_BYTES_MAX={TEXT_BYTES_MAX} bytes")
-    if any(ord(character) < 32 for character in value):
+    if any(unicodedata.category(character) in _UNPRINTABLE for character in value):
         raise ProtocolViolation(f"{name} has control characters")
     return value
 
@@ -271,15 +277,32 @@ def read_hello(message: pb.Register) -> Hello:
     for field in ("info", "address", "incarnation"):
         _required("register", message, field)
     incarnation = read_incarnation(message.incarnation)
+    info, address = read_info(message.info), read_address(message.address)
+    _check_places(info, address)
     return Hello(
-        read_info(message.info),
-        read_address(message.address),
+        info,
+        address,
         incarnation.boot_nonce,
         incarnation.number,
         read_pools(message.pools),
         read_load(message.load),
         message.is_draining,
     )
+
+
+def _check_places(info: WorkerInfo, address: DataAddress) -> None:
+    """Others dial these: each is of its kind, or empty."""
+    try:
+        if info.http_url:
+            HttpUrl.parse("info.http_url", info.http_url)
+    except InvalidArgument as error:
+        raise ProtocolViolation(str(error)) from None
+    host = address_of(address.tcp_host)
+    if address.tcp_host and (host is None or host.is_unspecified or host.is_multicast):
+        raise ProtocolViolation(f"address.tcp_host must be an IP address that can be dialled, not {address.tcp_host!r}")
+    path = address.unix_path
+    if path and not (path.startswith("/") and len(path.encode()) <= UNIX_PATH_BYTES_MAX):
+        raise ProtocolViolation(f"address.unix_path must be absolute and at most {UNIX_PATH_BYTES_MAX} bytes")
 
 
 def write_hello(value: Hello) -> pb.Register:

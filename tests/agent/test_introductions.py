@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from agent_support import BLOCK_BYTES, RECORD, fresh_id, info, until
 
-from kvxfer import Agent, AgentConfig
-from kvxfer import ratelimit
+from kvxfer import Agent, AgentConfig, ratelimit
 from kvxfer.agent import peers
 from kvxfer.clock import SystemClock
 from kvxfer.errors import ConfigError, InvalidArgument, KvxferError, PeerGone

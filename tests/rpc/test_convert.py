@@ -27,7 +27,7 @@ from kvxfer.types import (
     WorkerInfo,
 )
 
-texts = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=60)
+texts = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), max_size=60)
 counts = st.integers(0, convert.COUNT_MAX)
 small = st.integers(0, 2**32 - 1)
 agent_ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
@@ -53,9 +53,12 @@ pools = st.lists(
     unique_by=lambda pool: pool.pool_id,
 ).map(tuple)
 lanes = st.lists(st.sampled_from(Lane), unique=True).map(tuple)
-addresses = st.builds(DataAddress, texts, st.integers(0, 65535), texts, texts, lanes)
+hosts = st.sampled_from(["", "127.0.0.1", "10.1.2.3", "fe80::1", "2001:db8::7"])
+paths = st.sampled_from(["", "/run/kvxfer/p0.sock", "/" + "d" * 106])
+addresses = st.builds(DataAddress, hosts, st.integers(0, 65535), paths, texts, lanes)
 loads = st.builds(Load, counts, counts, counts, counts, counts)
-infos = st.builds(WorkerInfo, agent_ids, st.sampled_from(Role), texts, texts, counts, small, texts)
+urls = st.sampled_from(["", "http://127.0.0.1:1", "https://[2001:db8::7]:8000/", "http://decode-0.svc:65535"])
+infos = st.builds(WorkerInfo, agent_ids, st.sampled_from(Role), texts, urls, counts, small, texts)
 hellos = st.builds(Hello, infos, addresses, nonces, st.integers(0, convert.NUMBER_MAX), pools, loads, st.booleans())
 members = st.builds(
     lambda ref, info, *rest: Member(ref, dataclasses.replace(info, agent_id=ref.agent_id), *rest),
@@ -104,7 +107,9 @@ def test_the_largest_part_fits_the_largest_message() -> None:
         key_of=lambda _: bytes(32),
     )[0]
     assert part.ByteSize() <= convert.MESSAGE_BYTES_MAX
-    hello = convert.write_hello(Hello(info, member.address, bytes(16), 1, full))
+    info = dataclasses.replace(info, http_url=f"http://{'.'.join(['h' * 63] * 3)}:80")
+    address = DataAddress("2001:db8::7", 65535, "/" + "p" * 106, text)
+    hello = convert.write_hello(Hello(info, address, bytes(16), 1, full))
     assert pb.AgentMessage(register=hello).ByteSize() <= 2 << 20
 
 

@@ -42,7 +42,7 @@ PARAMS = TransferParams(TRANSFER, 2, Part.DECODE, TransferEnd("p", 1, "a"), Tran
 
 
 def passed_on(path: str, parsed: schemas.AnyRequest, body: bytes, values: dict[str, Any]) -> object:
-    """As the router reads a request, and writes it for engines of each dialect: no member that need not change does, and
+    """As the router reads a request, and writes it for engines of each dialect: no member changes that need not, and
     the body grows by no more than the router may add.
     """
     trace = {"traceparent": headers.next_traceparent(None)}
