@@ -31,6 +31,9 @@ class Dispensable(Protocol):
     def give_up(self) -> None:
         """Close it now, and let its descriptor go with the next turn of the loop."""
 
+    def abort(self) -> None:
+        """The same, whatever is still going out."""
+
 
 class Connections:
     """Counts connections by phase, each with the longest in it first.
@@ -89,6 +92,11 @@ class Connections:
                 next(iter(self._members[phase])).give_up()
                 return True
         return False
+
+    def abort_all(self) -> None:
+        """End all that are left."""
+        for connection in tuple(self._phases):
+            connection.abort()
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{phase.name.lower()}={self.count(phase)}" for phase in Phase)

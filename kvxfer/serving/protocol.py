@@ -98,6 +98,9 @@ class Connection(H11Protocol):
         status, reason = self.conn.refused
         self._refuse(status, reason)
 
+    def abort(self) -> None:
+        self.transport.abort()
+
     def give_up(self) -> None:
         """Close for a new connection's sake."""
         if self._phase() is Phase.IDLE:
@@ -135,6 +138,8 @@ class Connection(H11Protocol):
         phase = self._phase()
         if not self._roster.move(self, phase):
             return
+        if phase is Phase.CLOSING:
+            self.connections.discard(self)  # uvicorn's, which it waits for when it stops
         if phase is Phase.HEAD:
             if self._head_timer is None:
                 self._start_head_timer()

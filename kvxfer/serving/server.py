@@ -112,7 +112,25 @@ async def serving(
         bodies.close()
         server.should_exit = True
         await asyncio.wait({running})
+        await _end(connections)
     running.result()
+
+
+async def _end(connections: Connections) -> None:
+    """Let clients take their last answers, for STOP_GRACE_S at most, and close what is open then."""
+    await _wait_none(connections)
+    connections.abort_all()
+    await _wait_none(connections)
+
+
+async def _wait_none(connections: Connections) -> None:
+    changed = asyncio.Event()
+    connections.on_room = changed.set
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STOP_GRACE_S):
+            while len(connections):
+                changed.clear()
+                await changed.wait()
 
 
 class _Server(uvicorn.Server):

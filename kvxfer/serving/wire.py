@@ -10,6 +10,7 @@ import h11
 HEAD_BYTES_MAX = 16 << 10
 """Longest head of a request (request line and fields)."""
 BAD_REQUEST = 400
+TOO_LARGE = 431
 
 
 class Wire(h11.Connection):
@@ -47,6 +48,8 @@ class Wire(h11.Connection):
                 names = {name for name, _ in event.headers}
                 if b"transfer-encoding" in names and b"content-length" in names:
                     raise h11.RemoteProtocolError("the request has both content-length and transfer-encoding")
+                if _size(event) > HEAD_BYTES_MAX:
+                    raise h11.RemoteProtocolError(f"the request's head exceeds {HEAD_BYTES_MAX} bytes", TOO_LARGE)
                 if b"transfer-encoding" in names and event.http_version < b"1.1":
                     raise h11.RemoteProtocolError("the request is HTTP/1.0 and has transfer-encoding")
         except h11.RemoteProtocolError as error:
@@ -64,3 +67,9 @@ class Wire(h11.Connection):
                 status_code=event.status_code, headers=[*headers, (b"connection", b"close")], reason=event.reason
             )
         return super().send_with_data_passthrough(event)
+
+
+def _size(request: h11.Request) -> int:
+    """Bytes of the head; h11 itself looks at its size only while it is incomplete."""
+    fields = sum(len(name) + len(value) + len(b": \r\n") for name, value in request.headers)
+    return len(request.method) + len(request.target) + len(b"  HTTP/1.1\r\n\r\n") + fields

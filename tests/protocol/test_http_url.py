@@ -68,7 +68,7 @@ def test_http_url_origin_is_read(text: str, host: str, port: int) -> None:
     ],
 )
 def test_http_url_that_is_no_origin_is_refused_by_the_fields_name(text: str) -> None:
-    with pytest.raises(InvalidArgument, match="^info.http_url must"):
+    with pytest.raises(InvalidArgument, match=r"^info\.http_url must"):
         HttpUrl.parse("info.http_url", text)
 
 

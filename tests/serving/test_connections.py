@@ -1,0 +1,190 @@
+"""The bound of connections: who is given up, who waits, and what happens where descriptors run out."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+
+import pytest
+from serving_support import Phase, eventually, hang_up, head, is_closed, logged, read_answer, served
+
+from kvxfer.errors import ConfigError
+from kvxfer.serving.connections import Connections
+from kvxfer.serving.limits import CONNECTIONS_MAX, Sockets, share_descriptors
+
+
+async def test_server_full_of_idle_connections_gives_up_the_oldest() -> None:
+    async with served(connections_max=5) as server:
+        idle = []
+        for count in range(1, 6):
+            idle.append(await server.connect())
+            await server.wait_phase(Phase.IDLE, count)
+        for number in range(3):
+            reader, writer = await server.connect()
+            writer.write(head(2) + b"{}")
+            assert (await read_answer(reader))[0] == 200
+            assert await is_closed(idle[number][0])
+            writer.close()
+            await eventually(lambda: len(server.http.connections) <= 4)
+            idle.append(await server.connect())
+            await eventually(lambda: len(server.http.connections) == 5)
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_server_flood_of_idle_connections_keeps_no_request_out() -> None:
+    async with served(connections_max=8) as server:
+        with logged(logging.WARNING) as records:
+            idle = [await server.connect() for _ in range(200)]
+            for _ in range(5):
+                reader, writer = await server.connect()
+                writer.write(head(2) + b"{}")
+                assert (await read_answer(reader))[0] == 200
+                writer.close()
+            assert len(server.http.connections) <= 8
+            for _, writer in idle:
+                writer.close()
+        assert not records
+
+
+async def test_server_full_of_unfinished_requests_gives_up_heads_before_bodies() -> None:
+    async with served(connections_max=2) as server:
+        body_reader, body_writer = await server.connect()
+        body_writer.write(head(1000) + b"x")
+        await server.wait_phase(Phase.BODY, 1)
+        head_reader, head_writer = await server.connect()
+        head_writer.write(b"POST")
+        await server.wait_phase(Phase.HEAD, 1)
+        for closed in (head_reader, body_reader):
+            reader, writer = await server.connect()
+            writer.write(head(1000) + b"y")
+            assert await is_closed(closed)
+        for each in (body_writer, head_writer):
+            each.close()
+
+
+async def test_server_full_of_requests_at_work_lets_others_wait_and_serves_them_then() -> None:
+    async with served(connections_max=2) as server:
+        server.hold.clear()
+        working = [await server.connect() for _ in range(2)]
+        for _, writer in working:
+            writer.write(head(2) + b"{}")
+        await server.wait_phase(Phase.WORK, 2)
+        with logged(logging.WARNING) as records:
+            waiting = [await server.connect() for _ in range(3)]  # the kernel takes them
+            for _, writer in waiting:
+                writer.write(head(2) + b"{}")
+            await eventually(lambda: bool(records))
+            server.hold.set()
+            for reader, writer in [*working, *waiting]:
+                assert (await read_answer(reader))[0] == 200
+                writer.close()
+        assert [record.levelname for record in records] == ["WARNING"]
+        assert "max_connections 2" in records[0].getMessage()
+
+
+async def test_server_out_of_descriptors_rests_says_so_once_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as server:
+        monkeypatch.setattr("kvxfer.serving.accepting.RETRY_S", 0.01)
+        tried = 0
+
+        def accept(listener: socket.socket) -> tuple[socket.socket, object]:
+            nonlocal tried
+            tried += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with logged(logging.WARNING) as records:
+            with monkeypatch.context() as broken:
+                broken.setattr(socket.socket, "accept", accept)
+                reader, writer = await server.connect()
+                writer.write(head(2) + b"{}")
+                await eventually(lambda: tried >= 5)
+            assert (await read_answer(reader))[0] == 200
+            writer.close()
+        assert [record.getMessage() for record in records] == [
+            "cannot accept connections: Too many open files (one of 1 since this was last said)"
+        ]
+
+
+async def test_server_client_that_takes_no_byte_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.serving.transport.WRITE_STALL_S", 0.1)
+    async with served() as server:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(head(method="GET") * 20_000)
+            await eventually(lambda: len(server.http.connections) == 1)
+            await eventually(lambda: len(server.http.connections) == 0)
+
+
+class Fake:
+    def __init__(self, connections: Connections, phase: Phase) -> None:
+        self.is_given_up = False
+        connections.move(self, phase)
+
+    def give_up(self) -> None:
+        self.is_given_up = True
+
+
+def test_connections_give_up_by_phase_and_then_by_age() -> None:
+    connections = Connections(10)
+    work, body, young_idle = (Fake(connections, phase) for phase in (Phase.WORK, Phase.BODY, Phase.BODY))
+    old_idle, first_head, closing = (Fake(connections, phase) for phase in (Phase.IDLE, Phase.HEAD, Phase.CLOSING))
+    connections.move(young_idle, Phase.IDLE)
+    for expected in (closing, old_idle, young_idle, first_head, body):
+        assert connections.make_room()
+        assert expected.is_given_up
+        connections.remove(expected)
+    assert not connections.make_room()
+    assert not work.is_given_up
+    assert (len(connections), connections.given_up) == (1, 5)
+
+
+def test_connections_tell_of_room_when_work_ends_and_when_a_connection_does() -> None:
+    connections = Connections(1)
+    told: list[int] = []
+    connections.on_room = lambda: told.append(1)
+    one = Fake(connections, Phase.IDLE)
+    connections.move(one, Phase.WORK)
+    assert not told
+    connections.move(one, Phase.IDLE)
+    assert len(told) == 1
+    connections.remove(one)
+    connections.remove(one)
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (64, Sockets(12, 24)),
+        (1024, Sockets(332, 664)),
+        (20_000, Sockets(CONNECTIONS_MAX, 2048)),
+        (1 << 20, Sockets(CONNECTIONS_MAX, 2048)),
+    ],
+)
+def test_descriptors_are_shared_so_that_every_client_can_have_its_legs(limit: int, expected: Sockets) -> None:
+    found = share_descriptors(0, legs_each=2, legs_max=2048, limit=limit, used=20)
+    assert found == expected
+    assert found.connections + found.legs <= limit - 20
+
+
+def test_descriptors_for_a_number_that_was_asked_for_must_be_there() -> None:
+    assert share_descriptors(100, legs_each=2, legs_max=2048, limit=1024, used=20) == Sockets(100, 200)
+    with pytest.raises(ConfigError, match=r"max_connections 500 .* limit of 1528 open files, and it is 1024"):
+        share_descriptors(500, legs_each=2, legs_max=2048, limit=1024, used=20)
+    with pytest.raises(ConfigError, match=r"the fewest .* limit of 40 open files, and it is 32: raise it"):
+        share_descriptors(0, legs_each=2, legs_max=2048, limit=32, used=20)
+
+
+async def test_server_that_stops_closes_idle_connections_and_leaves_no_task() -> None:
+    async with served() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(head(2) + b"{}")
+        assert (await read_answer(reader))[0] == 200
+    assert await is_closed(reader)
+    await hang_up(writer)
+    names = {task.get_name() for task in asyncio.all_tasks()}
+    assert "test http" not in names
