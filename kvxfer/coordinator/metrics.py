@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
-from wsgiref.simple_server import WSGIServer
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import prometheus_client
 
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.directory import DirectoryStatistics
+
+log = logging.getLogger("kvxfer.coordinator")
+
+SCRAPES_MAX = 16
+READ_S = 5.0
+"""How long a connection may keep the thread waiting."""
 
 
 class CoordinatorMetrics:
@@ -60,18 +70,58 @@ class CoordinatorMetrics:
         return prometheus_client.generate_latest(self.registry).decode()
 
 
+class _Handler(WSGIRequestHandler):
+    timeout = READ_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each scrape, SCRAPES_MAX at once: a connection beyond them is closed."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._places = threading.BoundedSemaphore(SCRAPES_MAX)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that left, or said nothing in time, is no traceback."""
+        log.debug("a metrics connection from %s failed", client_address, exc_info=True)
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
 class MetricsServer:
     """``/metrics`` over HTTP from a thread of its own, until :meth:`close`."""
 
     def __init__(self, metrics: CoordinatorMetrics, host: str, port: int) -> None:
         """Raises ConfigError if the port cannot be had."""
+        host = host.strip("[]")
+        kind = _Server6 if ":" in host else _Server
         try:
-            self._server: WSGIServer
-            self._thread: threading.Thread
-            self._server, self._thread = prometheus_client.start_http_server(port, host.strip("[]"), metrics.registry)
+            self._server = kind((host, port), _Handler)
         except OSError as error:
             raise ConfigError(f"metrics cannot listen on {host}:{port}: {error.strerror}") from None
+        self._server.set_app(prometheus_client.make_wsgi_app(metrics.registry))
         self.port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="kvxfer-metrics", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         self._server.shutdown()

@@ -33,8 +33,8 @@ class FailureKind(enum.StrEnum):
     LOST = "lost"
     """The connection broke, or the answer ended too early: the worker died, or left."""
     UNREAD = "unread"
-    """The connection broke before the worker had taken the whole body: perhaps it does not take one of that size.
-    Nothing is known of the worker itself."""
+    """The connection broke, and the worker may be well: it had not taken the whole body (it may refuse one of that size),
+    or the connection had been idle and was just being closed."""
     EXHAUSTED = "exhausted"
     """This router could open no connection: it lacks descriptors, memory or ports, and the worker is not to blame."""
     GONE = "gone"
@@ -108,7 +108,7 @@ def lost(what: str) -> Failure:
 
 
 def unread(what: str) -> Failure:
-    return from_error(FailureKind.UNREAD, PeerGone(f"the {what} worker hung up before it had read the whole request"))
+    return from_error(FailureKind.UNREAD, PeerGone(f"the {what} worker hung up on the request"))
 
 
 def out_of_sockets() -> Failure:

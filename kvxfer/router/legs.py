@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
@@ -34,8 +34,6 @@ CACHED_TOKENS = (
 ERROR_BYTES_MAX = 1 << 20
 PREFILL_BYTES_MAX = 1 << 20
 HELD_EVENTS_MAX = 64
-PIECE_BYTES = 256 << 10
-"""A body is sent in pieces, so that it is known whether a worker took all of it."""
 CAUSES_MAX = 64
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
@@ -109,27 +107,29 @@ class Exchange:
         self._response: httpx.Response | None = None
         self._chunks: AsyncIterator[bytes] | None = None
         self._is_sent = False
+        self._is_fresh = False
+        """Whether the connection was made for this request."""
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        """The body; the last piece has gone out, but for what fits a socket's buffer, when it is done."""
-        content = self._leg.content
-        for start in range(0, len(content), PIECE_BYTES):
-            yield content[start : start + PIECE_BYTES]
-        self._is_sent = True
+    async def _trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """Called by httpcore as the request goes out; all of a body is sent when the rest fits a socket's buffer."""
+        self._is_sent = self._is_sent or event == "http11.send_request_body.complete"
+        self._is_fresh = self._is_fresh or event == "connection.connect_tcp.complete"
 
     async def open(self) -> Failure | None:
         """Send the request and read the answer's head; a Failure if there is no 200."""
         leg = self._leg
         try:
-            sized = {**leg.headers, "content-length": str(len(leg.content))}
-            request = self._client.build_request("POST", leg.url, content=self._pieces(), headers=sized)
+            request = self._client.build_request(
+                "POST", leg.url, content=leg.content, headers=leg.headers, extensions={"trace": self._trace}
+            )
             self._response = await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             return failure.out_of_sockets() if is_exhausted(error) else failure.unreachable(leg.what)
         except httpx.TimeoutException:
             return failure.slow(leg.what)
         except httpx.HTTPError:
-            return failure.lost(leg.what) if self._is_sent else failure.unread(leg.what)
+            was_taken = self._is_sent and self._is_fresh
+            return failure.lost(leg.what) if was_taken else failure.unread(leg.what)
         self._chunks = self._response.aiter_raw()
         if self._response.status_code == 200:
             return None

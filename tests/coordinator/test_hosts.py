@@ -31,9 +31,7 @@ def session(cluster: Cluster, url: str) -> CoordinatorSession:
 async def test_registration_with_another_hosts_http_url_is_refused_by_name(cluster: Cluster, url: str) -> None:
     worker = session(cluster, url)
     try:
-        with pytest.raises(
-            Refused, match=r"info.http_url names the host .* registers from 127.*--allow-http-host"
-        ):
+        with pytest.raises(Refused, match=r"info.http_url names the host .* registers from 127.*--allow-http-host"):
             await worker.start()
     finally:
         await worker.close()

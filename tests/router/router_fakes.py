@@ -104,7 +104,7 @@ class FakeWorker:
         self.first_event: dict[str, Any] | None = None
         self.sends_done = True
         self.arrived = asyncio.Event()
-        self.port = 0
+        self.port = 1  # nobody listens there until it runs
         self.quit: Callable[[], None] = lambda: None
         self.incarnation = Incarnation(next(_numbers), bytes(16))
 

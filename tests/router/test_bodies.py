@@ -1,19 +1,29 @@
-"""Bodies of requests that do not come, or say that they are longer than may be."""
+"""Bodies of requests that do not come, that are longer than may be, and what of them a worker gets."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from typing import Any
 
 import pytest
-from router_fakes import FakeWorker, router_over
+from router_fakes import MODEL, FakeWorker, router_over
+
+from kvxfer.engine.options import WorkerOptions
+from kvxfer.openai.transfer_params import LEG_BYTES_MAX, Part, TransferEnd, TransferParams
+from kvxfer.protocol.http_url import URL_CHARS_MAX
+from kvxfer.router.dialects import DIALECTS, leg_body
+from kvxfer.router.options import RouterOptions
+from kvxfer.types import Role, TransferId
 
 
-async def test_a_body_that_never_ends_gives_its_place_back() -> None:
+async def test_router_body_that_never_ends_is_408_and_keeps_no_other_out() -> None:
     d = FakeWorker("d0")
     async with router_over(d, max_inflight=1, body_timeout_s=1.0) as router:
         host, _, port = router.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        assert (await router.complete()).status_code == 200  # an unfinished body is no request yet
         answer = await asyncio.wait_for(reader.read(), 5.0)
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"body_timeout_s 1" in answer
@@ -23,7 +33,7 @@ async def test_a_body_that_never_ends_gives_its_place_back() -> None:
 
 
 @pytest.mark.parametrize("digits", [7, 30, 5000])
-async def test_a_body_that_says_it_is_too_long(digits: int) -> None:
+async def test_router_body_that_says_it_is_too_long_is_refused(digits: int) -> None:
     d = FakeWorker("d0")
     async with router_over(d, max_body_bytes=100_000) as router:
         host, _, port = router.url.removeprefix("http://").partition(":")
@@ -35,3 +45,80 @@ async def test_a_body_that_says_it_is_too_long(digits: int) -> None:
         assert (await router.complete()).status_code == 200
         writer.close()
         await writer.wait_closed()
+
+
+class Raw(FakeWorker):
+    """Keeps the bodies as they came."""
+
+    def __init__(self, *names: Any, **more: Any) -> None:
+        super().__init__(*names, **more)
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        content = bytearray()
+
+        async def recorded() -> Any:
+            message = await receive()
+            content.extend(message.get("body", b""))
+            if message["type"] == "http.request" and not message.get("more_body"):
+                self.bodies.append(bytes(content))
+            return message
+
+        await super().__call__(scope, recorded, send)
+
+
+ODD = (
+    '{ "model" :"tiny",\t"prompt":"\u9de1 \\u00e9","x":["\\ud800",1.0,1e2,-0,1e999,{"a":1,"a":2}],'
+    '"x\\u0079":"}",  "max_tokens": 3 }\n'
+).encode()
+
+
+@pytest.mark.parametrize("dialect", sorted(DIALECTS))
+async def test_router_legs_get_the_clients_bytes_as_they_came(dialect: str) -> None:
+    p, d = Raw("p", Role.PREFILL, dialect=dialect), Raw("d", dialect=dialect)
+    async with router_over(p, d) as router:
+        answer = await router.client.post("/v1/completions", content=ODD)
+        assert answer.headers["x-kvxfer-prefill"] == "remote"
+        router.publish(d)
+        assert (await router.client.post("/v1/completions", content=ODD)).status_code == 200
+    head = ODD.rstrip()[:-1].rstrip() + b',"kv_transfer_params":{"transfer_id"'
+    assert d.bodies[0].startswith(head)
+    assert d.bodies[1] == ODD  # nothing to add, nothing to change
+    if dialect == "kvxfer":
+        assert p.bodies[0].startswith(head)
+    else:
+        members = [
+            b'"model" :"tiny"',
+            '"prompt":"\u9de1 \\u00e9"'.encode(),
+            b'"x":["\\ud800",1.0,1e2,-0,1e999,{"a":1,"a":2}]',
+            b'"x\\u0079":"}"',
+            b'"max_tokens":1',
+            b'"kv_transfer_params":{"transfer_id"',
+        ]
+        assert p.bodies[0].startswith(b"{" + b",".join(members))
+
+
+async def test_router_clients_own_transfer_params_never_reach_a_worker() -> None:
+    p, d = FakeWorker("p", Role.PREFILL), FakeWorker("d")
+    async with router_over(p, d) as router:
+        body = b'{"kv_transfer_\\u0070arams":{"mine":1},"model":"tiny","kv_transfer_params":{"mine":2},"prompt":"hi"}'
+        for fakes in ((p, d), (d,)):
+            router.publish(*fakes)
+            assert (await router.client.post("/v1/completions", content=body)).status_code == 200
+    assert [leg.body.get("kv_transfer_params", {}).get("mine") for leg in p.received + d.received] == [None] * 3
+
+
+@pytest.mark.parametrize("dialect", sorted(DIALECTS))
+@pytest.mark.parametrize("role", list(Part))
+def test_router_adds_no_more_to_a_leg_than_the_workers_bound_leaves_room_for(dialect: str, role: Part) -> None:
+    longest = TransferEnd("a" * 64, 1 << 31, "h" * URL_CHARS_MAX)
+    params = TransferParams(TransferId(bytes(16)), 1 << 16, role, longest, longest)
+    text = "\u9de1" * 5000
+    for values in ({}, {"max_completion_tokens": 5, "kv_transfer_params": {}}, {"stream": True}):
+        body = json.dumps({"model": MODEL, "prompt": text, **values}, ensure_ascii=False).encode()
+        names = {"model", "prompt", *values}
+        assert len(leg_body(dialect, body, names, params, "0" * 55)) <= len(body) + LEG_BYTES_MAX
+
+
+def test_router_body_bound_lies_below_the_workers_by_what_the_router_adds() -> None:
+    assert RouterOptions().max_body_bytes + LEG_BYTES_MAX <= WorkerOptions().max_body_bytes

@@ -58,7 +58,7 @@ async def test_server_full_of_unfinished_requests_gives_up_heads_before_bodies()
         head_writer.write(b"POST")
         await server.wait_phase(Phase.HEAD, 1)
         for closed in (head_reader, body_reader):
-            reader, writer = await server.connect()
+            _, writer = await server.connect()
             writer.write(head(1000) + b"y")
             assert await is_closed(closed)
         for each in (body_writer, head_writer):
@@ -126,6 +126,9 @@ class Fake:
 
     def give_up(self) -> None:
         self.is_given_up = True
+
+    def abort(self) -> None:
+        self.give_up()
 
 
 def test_connections_give_up_by_phase_and_then_by_age() -> None:
