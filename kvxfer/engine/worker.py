@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +33,7 @@ from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.observe import hide
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.limits import share_now
-from kvxfer.serving.server import in_url, listening, serving
+from kvxfer.serving.server import in_url, listening, ready_line, serving
 from kvxfer.types import WorkerInfo
 
 if TYPE_CHECKING:
@@ -131,7 +130,8 @@ async def _serve_model(
                 await stack.enter_async_context(agent)
             stack.push_async_callback(engine.stop, options.shutdown_grace_s)
             readiness.registered()
-            on_ready(_ready_line(options, info, listener))
+            names = {"http_url": info.http_url, "agent_id": info.agent_id, "model": info.model}
+            on_ready(ready_line(str(options.role), options.host, listener, **names))
             await server.wait_ended(stop.wait(), engine.failed.wait())
             if agent is not None:
                 agent.set_draining()
@@ -158,15 +158,3 @@ def _make_agent(options: WorkerOptions, info: WorkerInfo, registry: CollectorReg
     token = member_token(options.token_file)
     hide(token)
     return Agent(info, coordinator=options.coordinator, token=token, config=options.agent_config(), registry=registry)
-
-
-def _ready_line(options: WorkerOptions, info: WorkerInfo, listener: socket.socket) -> dict[str, Any]:
-    return {
-        "event": "ready",
-        "role": str(options.role),
-        "address": f"{in_url(options.host)}:{listener.getsockname()[1]}",
-        "http_url": info.http_url,
-        "pid": os.getpid(),
-        "agent_id": info.agent_id,
-        "model": info.model,
-    }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,7 @@ from kvxfer.router.workers import Workers
 from kvxfer.rpc import MembershipWatch, member_token
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.limits import share_now
-from kvxfer.serving.server import in_url, listening, serving
+from kvxfer.serving.server import listening, ready_line, serving
 
 LEGS_EACH = 2
 """Connections to workers that one request may need at once."""
@@ -85,20 +84,8 @@ async def serve_workers(
             app, listener, options, bodies, connections_max=sockets.connections, name="kvxfer router http"
         ) as http:
             try:
-                on_ready(ready_line(options.host, listener))
+                on_ready(ready_line("router", options.host, listener))
                 await http.wait_ended(stop.wait())
                 await door.drain(options.shutdown_grace_s)
             finally:
                 door.stop.set()
-
-
-def ready_line(host: str, listener: socket.socket) -> dict[str, Any]:
-    """What the router says when it listens."""
-    address = f"{in_url(host)}:{listener.getsockname()[1]}"
-    return {
-        "event": "ready",
-        "role": "router",
-        "address": address,
-        "http_url": f"http://{address}",
-        "pid": os.getpid(),
-    }

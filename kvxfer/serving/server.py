@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -49,6 +51,13 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 def in_url(host: str) -> str:
     """``host`` as it stands in a URL."""
     return f"[{host}]" if ":" in host else host
+
+
+def ready_line(role: str, host: str, listener: socket.socket, **more: Any) -> dict[str, Any]:
+    """What a server says when it listens on ``host``; ``more`` is added, or stands instead."""
+    address = f"{in_url(host)}:{listener.getsockname()[1]}"
+    line = {"event": "ready", "role": role, "address": address, "http_url": f"http://{address}", "pid": os.getpid()}
+    return line | more
 
 
 class HttpServer:
