@@ -39,8 +39,12 @@ TICKS_PER_HEARTBEAT = 4
 OTHER_CALLS_MAX = 64
 """Health checks and operator calls at a time, beside members and watchers."""
 
+HANDSHAKE_MS = 5_000
+"""How long a connection may hold a descriptor before it has begun to speak HTTP/2."""
+
 SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.max_receive_message_length", RECEIVE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     *KEEPALIVE_OPTIONS,
