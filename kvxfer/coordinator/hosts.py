@@ -48,11 +48,11 @@ def peer_host(peer: str) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Whether ``address`` is one of this machine's: only those can be bound."""
+    """Whether ``address`` is one of this machine's: the kernel reaches only those from themselves. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
+            probe.connect((address, 9))
+            return bool(probe.getsockname()[0] == address)
     except OSError:
         return False
-    return True

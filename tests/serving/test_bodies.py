@@ -8,6 +8,9 @@ import logging
 import pytest
 from serving_support import Phase, eventually, hang_up, head, is_closed, logged, read_answer, read_error, served
 
+from kvxfer.serving.bodies import Bodies, _Body
+from kvxfer.serving.limits import ServingLimits
+
 MIB = 1 << 20
 
 
@@ -102,16 +105,23 @@ async def test_server_body_that_trickles_is_408() -> None:
             writer.close()
 
 
-async def test_server_body_that_comes_steadily_may_take_longer_than_a_stall() -> None:
-    async with served(body_stall_s=0.5, max_body_bytes=MIB) as server:
-        reader, writer = await server.connect()
-        writer.write(head(4096 * 30))
-        for _ in range(30):
-            writer.write(b"x" * 4096)
-            await asyncio.sleep(0.025)
-        assert await read_answer(reader) is not None
-        assert server.done == 1
-        writer.close()
+class Clock:
+    """Stands for the asyncio timeout around one body."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+
+    def reschedule(self, when: float) -> None:
+        self.at_s = when
+
+
+def test_bodies_clock_is_set_anew_by_each_step_and_never_beyond_the_end() -> None:
+    bodies = Bodies(ServingLimits(max_body_bytes=MIB, body_stall_s=5.0, body_timeout_s=30.0))
+    clock = Clock()
+    body = _Body(clock, end_s=130.0)  # type: ignore[arg-type]
+    for size, now_s, expected_s in ((4095, 104.0, 0.0), (1, 104.0, 109.0), (1, 108.0, 109.0), (9000, 128.0, 130.0)):
+        bodies._take(body, b"x" * size, now_s)
+        assert clock.at_s == expected_s
 
 
 async def test_server_bodies_beyond_the_budget_refuse_the_one_that_is_read_for_longest() -> None:
