@@ -34,7 +34,7 @@ class AnswerShape:
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
         if self._asked.has_token_ids:
             choice["token_ids"] = token_ids
-        return {**self._head, "choices": [choice], "usage": _usage(outcome), "kvxfer": outcome.as_dict()}
+        return {**self._head, "choices": [choice], "usage": _usage(outcome), "kvxfer": self._account(outcome)}
 
     def first(self) -> list[dict[str, Any]]:
         """What a stream begins with."""
@@ -54,7 +54,7 @@ class AnswerShape:
         chunks = [self._chunk({} if self._asked.is_chat else "", finish_reason)]
         if self._asked.has_usage:
             chunks.append({**self._chunk_head(), "choices": [], "usage": _usage(outcome)})
-        chunks[-1]["kvxfer"] = outcome.as_dict()
+        chunks[-1]["kvxfer"] = self._account(outcome)
         return chunks
 
     def prefilled(self, outcome: PrefillOutcome, transfer_id: str) -> dict[str, Any]:
@@ -71,6 +71,10 @@ class AnswerShape:
             },
             "transfer_id": transfer_id,
         }
+
+    def _account(self, outcome: Outcome) -> dict[str, Any]:
+        ignored = self._asked.ignored_fields
+        return {**outcome.as_dict(), "ignored_fields": list(ignored)} if ignored else outcome.as_dict()
 
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"} if self._asked.is_chat else dict(self._head)

@@ -12,9 +12,10 @@ from typing import Any
 from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.request import Leg, Remote, Request
 from kvxfer.engine.sampling import SamplingParams
+from kvxfer.engine.schemas import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
+from kvxfer.engine.unsupported import IgnoredFields
 from kvxfer.errors import DoesNotFit, InvalidArgument, Refused
 from kvxfer.openai.errors import RequestError
-from kvxfer.openai.schemas import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from kvxfer.openai.transfer_params import PARAM, Part, TransferParams, parse_transfer_params
 from kvxfer.types import Role
 
@@ -28,6 +29,7 @@ class Asked:
     is_stream: bool
     has_usage: bool
     has_token_ids: bool
+    ignored_fields: tuple[str, ...] = ()
 
 
 class Intake:
@@ -38,6 +40,7 @@ class Intake:
         self._role = role
         self._agent_id = agent_id
         self._capacity_tokens = capacity_tokens
+        self._ignored = IgnoredFields()
 
     def completion(self, body: bytes, request_id: str) -> Asked:
         """Read a body of ``/v1/completions``. Raises RequestError that names the field, Refused for a wrong worker."""
@@ -100,7 +103,8 @@ class Intake:
             is_chat=isinstance(parsed, ChatCompletionRequest),
             is_stream=parsed.stream,
             has_usage=parsed.include_usage,
-            has_token_ids=(parsed.model_extra or {}).get("return_token_ids") is True,
+            has_token_ids=parsed.return_token_ids,
+            ignored_fields=self._ignored.note(parsed.model_extra or {}),
         )
 
     def _max_tokens(

@@ -120,13 +120,19 @@ class Dispatcher:
     def _place(self, inbound: Inbound, course: _Course) -> Placement:
         tokens, is_exact = inbound.prompt_tokens()
         wanted = decide_prefill(tokens, self._disagg, is_exact=is_exact)
+        is_one = inbound.parsed.is_one_sequence  # one transfer id stands for one sequence
+        if not is_one and not self._room.options.allows_local_prefill:
+            raise RequestError(
+                "several prompts or answers in one request need a decode worker that computes the prompt itself, and "
+                "local_prefill is off: send them one by one"
+            )
         goes_alone = self._goes_alone(course)
         placement = place(
             self._room.workers.candidates(),
             model=inbound.parsed.model,
             tie_break=self._tie_break(),
             sizes=course.sizes(),
-            wants_remote_prefill=wanted.at is PrefillAt.REMOTE and not goes_alone,
+            wants_remote_prefill=is_one and wanted.at is PrefillAt.REMOTE and not goes_alone,
             allows_local_prefill=self._room.options.allows_local_prefill,
             excluded=frozenset(course.excluded),
             avoided=frozenset(course.avoided),

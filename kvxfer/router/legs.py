@@ -296,7 +296,8 @@ class DecodeLeg:
 
 
 def has_answer(event: Event) -> bool:
-    """Whether an event carries some of the answer (text, or the reason why it ended), not only its frame."""
+    """Whether an event carries some of the answer (text, a tool's call, reasoning, the reason why it ended), not only
+    its frame."""
     if event.is_done:
         return True
     if not event.data:
@@ -305,7 +306,9 @@ def has_answer(event: Event) -> bool:
         chunk = event.json()
         choices = chunk["choices"]
         return any(
-            choice.get("finish_reason") or choice.get("text") or (choice.get("delta") or {}).get("content")
+            choice.get("finish_reason")
+            or choice.get("text")
+            or any(value for name, value in (choice.get("delta") or {}).items() if name != "role")
             for choice in choices
         )
     except (ProtocolViolation, KeyError, TypeError, AttributeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
@@ -110,8 +111,8 @@ async def test_openai_client_works() -> None:
             text = await client.completions.create(model=MODEL, prompt="hi", max_tokens=3)
             assert text.choices[0].text == "one two three"
             with pytest.raises(openai.BadRequestError) as caught:
-                await client.completions.create(model=MODEL, prompt="hi", max_tokens=-1)
-            assert caught.value.param == "max_tokens"
+                await client.completions.create(model=MODEL, prompt="")
+            assert caught.value.param == "prompt"
         async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="other", max_retries=0) as client:
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
@@ -123,11 +124,10 @@ async def test_openai_client_works() -> None:
     [
         (b"{", None, "JSON"),
         (b"[]", None, "object"),
-        (b'{"model": "tiny", "prompt": "x", "max_tokens": -1}', "max_tokens", "-1"),
+        (b'{"model": "tiny", "prompt": "x", "stream": "yes"}', "stream", "yes"),
         (b'{"model": "other", "prompt": "x"}', "model", "other"),
         (b'{"model": "tiny"}', "prompt", "required"),
-        (b'{"model": "tiny", "prompt": "x", "n": 2}', "n", "less than"),
-        (b'{"model": "tiny", "prompt": ["a", "b"]}', "prompt", "list of prompts"),
+        (b'{"model": "tiny", "prompt": ["a", ""]}', "prompt", "empty"),
     ],
 )
 async def test_a_wrong_request_is_told_which_field(body: bytes, param: str | None, word: str) -> None:
@@ -144,6 +144,34 @@ async def test_a_wrong_request_is_told_which_field(body: bytes, param: str | Non
         assert not d.received
         outcome = 'kvxfer_router_requests_total{outcome="client_error",route="/v1/completions"}'
         await router.wait_metric(outcome, 1)
+
+
+@pytest.mark.parametrize("dialect", ["kvxfer", "vllm"])
+async def test_fields_of_some_engines_are_passed_on_to_both_legs(dialect: str) -> None:
+    """The engine that lacks one says so itself: another one has it."""
+    p, d = FakeWorker("p", Role.PREFILL, dialect=dialect), FakeWorker("d", Role.DECODE, dialect=dialect)
+    fields: dict[str, Any] = {"top_k": 40, "min_p": 0.1, "repetition_penalty": 1.1, "guided_json": {"type": "object"}}
+    fields |= {"reasoning_effort": "high", "response_format": {"type": "json_object"}, "logprobs": 3, "temperature": 3}
+    fields |= {"tools": [{"type": "function", "function": {"name": "f"}}], "user": "u", "no_such_field": [1]}
+    async with router_over(p, d) as router:
+        answer = await router.complete(**fields)
+        assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "remote")
+    for leg in (*p.received, *d.received):
+        assert {name: leg.body[name] for name in fields} == fields
+
+
+@pytest.mark.parametrize("many", [{"n": 2}, {"best_of": 2}, {"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}])
+async def test_several_sequences_of_one_request_are_computed_where_they_are_decoded(many: dict[str, Any]) -> None:
+    """One transfer id stands for one sequence."""
+    p, d = pair()
+    async with router_over(p, d) as router:
+        answer = await router.complete(**many)
+        assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "local")
+        assert (p.received, d.received[0].params) == ([], None)
+    async with router_over(p, d, local_prefill="off") as router:
+        answer = await router.complete(**many)
+        assert answer.status_code == 400
+        assert "local_prefill is off" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("refuser", ["p0", "d0"])

@@ -158,6 +158,8 @@ async def test_a_seed_repeats_an_answer(alone):
         ({"top_p": 0}, "top_p"),
         ({"stop": [""]}, "stop"),
         ({"n": 2}, "n"),
+        ({"top_k": 40}, "top_k"),
+        ({"guided_regex": "a+"}, "guided_regex"),
         ({"kv_transfer_params": {"transfer_id": "x"}}, "kv_transfer_params.transfer_id"),
     ],
 )
@@ -168,6 +170,17 @@ async def test_a_bad_field_is_named(alone, change, param):
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert not error["retryable"]
+
+
+async def test_an_ignored_field_is_named_in_the_answer(alone):
+    content = body([5, 6, 7], max_tokens=2, user="u", metadata={}, top_k=-1, min_p=0, repetition_penalty=1.0)
+    plain = await alone.client.post("/v1/completions", json=content)
+    assert plain.status_code == 200
+    assert "ignored_fields" not in plain.json()["kvxfer"]
+    said = {**content, "temprature": 0.1}
+    assert (await alone.client.post("/v1/completions", json=said)).json()["kvxfer"]["ignored_fields"] == ["temprature"]
+    events = await events_of(alone.client, "/v1/completions", {**said, "stream": True})
+    assert events[-2].json()["kvxfer"]["ignored_fields"] == ["temprature"]
 
 
 async def test_bad_bodies_and_routes(alone):

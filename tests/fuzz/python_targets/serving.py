@@ -12,6 +12,8 @@ import httpx
 
 from kvxfer.connectors.vllm import params as vllm_params
 from kvxfer.connectors.vllm import wire
+from kvxfer.engine import schemas as engine_schemas
+from kvxfer.engine.unsupported import IgnoredFields
 from kvxfer.errors import InvalidArgument, ProtocolViolation
 from kvxfer.openai import schemas
 from kvxfer.openai.errors import RequestError, error_body
@@ -61,17 +63,19 @@ def passed_on(path: str, parsed: schemas.AnyRequest, body: bytes, values: dict[s
 
 def completion(data: bytes) -> object:
     values = schemas.load_object(data)
-    parsed = schemas.parse_completion(values)
+    passed_on("/v1/completions", schemas.parse_completion(values), data, values)
+    parsed = engine_schemas.parse_completion(values)
     if parsed.kv_transfer_params is not None:
         parse_transfer_params(parsed.kv_transfer_params)
-    return passed_on("/v1/completions", parsed, data, values)
+    return IgnoredFields().note(parsed.model_extra or {})
 
 
 def chat(data: bytes) -> object:
     values = schemas.load_object(data)
-    parsed = schemas.parse_chat(values)
+    passed_on("/v1/chat/completions", schemas.parse_chat(values), data, values)
+    parsed = engine_schemas.parse_chat(values)
     assert [message.model_dump() for message in parsed.messages]
-    return passed_on("/v1/chat/completions", parsed, data, values)
+    return IgnoredFields().note(parsed.model_extra or {})
 
 
 KEYS = ApiKeys(("secret-key",))
