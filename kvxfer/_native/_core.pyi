@@ -1375,7 +1375,8 @@ class Region:
     def __init__(self, nbytes: int, *, populate: bool = True, huge: str = 'auto') -> None:
         """
         `populate` makes every page resident now, so that memory that is not there is missed here. `huge` pages: "auto" (where the
-        host has them), "never", "require" (raises LimitExceeded where it has none).
+        host has them), "never", "require" (raises LimitExceeded where it has none). Raises LaneUnavailable where the host gives
+        processes no sealed shared memory: memfd_create is forbidden, or the kernel is too old.
         """
 
     @property
@@ -1612,6 +1613,11 @@ def cma_obstacle(pid: int = 0) -> str:
     """
     Why this process can read no other one of its user by the `cma` lane, or not be read, and what to do about it; empty: it can.
     With a process id: why it cannot read that one.
+    """
+
+def cma_missing_calls() -> str:
+    """
+    Why this process cannot make the system calls with which the `cma` lane reads (process_vm_readv, pidfd_open); empty: it can.
     """
 
 class CacheReads:

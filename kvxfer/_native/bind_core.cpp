@@ -215,7 +215,8 @@ void bind_region(nb::module_& m) {
            },
            nb::arg("nbytes"), nb::kw_only(), nb::arg("populate") = true, nb::arg("huge") = "auto",
            "`populate` makes every page resident now, so that memory that is not there is missed here. `huge` pages: \"auto\" (where the\n"
-           "host has them), \"never\", \"require\" (raises LimitExceeded where it has none).")
+           "host has them), \"never\", \"require\" (raises LimitExceeded where it has none). Raises LaneUnavailable where the host gives\n"
+           "processes no sealed shared memory: memfd_create is forbidden, or the kernel is too old.")
       .def_prop_ro("page_bytes", [](const PyRegion& r) { return r.region->page_bytes(); }, "Of most of its pages.")
       .def_prop_ro("address", [](const PyRegion& r) { return reinterpret_cast<uintptr_t>(r.region->address()); })
       .def_prop_ro("nbytes", [](const PyRegion& r) { return r.region->bytes(); })

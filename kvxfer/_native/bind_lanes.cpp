@@ -62,6 +62,8 @@ void bind_lanes(nb::module_& m) {
         nb::arg("pid") = 0,
         "Why this process can read no other one of its user by the `cma` lane, or not be read, and what to do about it; empty: it can.\n"
         "With a process id: why it cannot read that one.");
+  m.def("cma_missing_calls", &cma_missing_calls,
+        "Why this process cannot make the system calls with which the `cma` lane reads (process_vm_readv, pidfd_open); empty: it can.");
   nb::class_<CacheReads>(m, "CacheReads", "Whether `stream` reads blocks into the cache before a call: what of the two was quicker lately, on one connection.")
       .def(nb::init<>())
       .def_prop_ro("is_on", &CacheReads::is_on)

@@ -73,12 +73,12 @@ class Pool:
         Raises InvalidArgument for a registered pool: its memory is the caller's own.
         """
         owner = self.region.owner
-        if not self.is_shareable or not isinstance(owner, np.ndarray):
+        if not self.region.is_allocated or not isinstance(owner, np.ndarray):
             raise InvalidArgument("only a pool that kvxfer allocated has an array; this one's memory is the caller's")
         return owner[: self.block_count * self.block_bytes].reshape(self.block_count, self.block_bytes)
 
     def __repr__(self) -> str:
-        kind = "allocated" if self.is_shareable else "registered"
+        kind = "allocated" if self.region.is_allocated else "registered"
         return f"<Pool {self.pool_id} {self.record.model}: {self.block_count} blocks of {self.block_bytes} B, {kind}>"
 
 

@@ -8,7 +8,9 @@ needs neither torch nor FastAPI.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import resource
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -54,6 +56,14 @@ def _sentence(error: BaseException) -> str:
     return text
 
 
+def _advice(error: OSError) -> str:
+    """What to do about it, where the name of the error does not say."""
+    if error.errno != errno.EMFILE:
+        return ""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f" (ulimit -n is {soft}): raise it"
+
+
 def _missing_extra(error: ImportError) -> str | None:
     module = (error.name or "").partition(".")[0]
     extra = "engine" if module in _ENGINE_MODULES else _EXTRA_OF.get(module)
@@ -90,6 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.strerror is None:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        return fail(f"{where}{error.strerror}", 1)
+        return fail(f"{where}{error.strerror}{_advice(error)}", 1)
     except KeyboardInterrupt:
         return fail("interrupted", 130)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvxfer import __version__
+from kvxfer import __version__, places
 from kvxfer.cli.console import size, table
 from kvxfer.cli.flags import print_json_line
 from kvxfer.config import LANES_VARIABLE, check_address, check_positive, operator_lanes
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.pid is not None:
         check_positive("pid", args.pid, maximum=PID_MAX)
     asked = [] if args.pid is None else [process(args.pid)]
-    findings = [*lanes(), *asked, *host(), *versions()]
+    findings = [*lanes(), *asked, *files(), *host(), *versions()]
     if args.coordinator:
         findings.append(asyncio.run(_coordinator(args.coordinator, args.timeout_s)))
     if args.json:
@@ -128,9 +128,15 @@ def _checksums() -> str:
 
 
 def _mapped() -> str:
+    _check_socket_place()
     if not hasattr(os, "memfd_create"):
         raise ConfigError("this Python has no memfd_create")
-    descriptor = os.memfd_create("kvxfer-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        descriptor = os.memfd_create("kvxfer-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise ConfigError(
+            f"memfd_create: {error.strerror} (a seccomp profile has to allow it); pools lie in private memory instead"
+        ) from None
     try:
         os.ftruncate(descriptor, mmap.PAGESIZE)
         with mmap.mmap(descriptor, mmap.PAGESIZE):
@@ -156,6 +162,7 @@ def _cma() -> str:
     obstacle = importlib.import_module("kvxfer._native._core").cma_obstacle()
     if obstacle:
         raise ConfigError(obstacle)
+    _check_socket_place()
     return "the kernel copies between processes: same host and user, any memory"
 
 
@@ -203,7 +210,17 @@ def _ucx() -> str:
     return str(report)
 
 
+def _check_socket_place() -> None:
+    """Agents of one host meet over a Unix socket; raise ConfigError where it has no place, saying what to set."""
+    place = importlib.import_module("kvxfer.transport.socket_place").find_socket_place("")
+    if place.own is not None:
+        place.own.remove()
+    if place.obstacle:
+        raise ConfigError(place.obstacle)
+
+
 def _unix() -> str:
+    _check_socket_place()
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
         ours.sendall(b"x")
@@ -215,6 +232,28 @@ def _stream() -> str:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=2):
         pass
     return "TCP: any host; authenticates, does not encrypt"
+
+
+def files() -> list[Finding]:
+    """Where files of this user lie, and what to set where they cannot lie there."""
+    return [_tried("files", "cluster token", _token_file), _tried("files", "models", _models)]
+
+
+def _token_file() -> str:
+    token = importlib.import_module("kvxfer.rpc.token")
+    return _place(token.default_token_path(), token.INSTEAD)
+
+
+def _models() -> str:
+    store = importlib.import_module("kvxfer.engine.model_store")
+    return _place(store.default_cache_dir(), store.INSTEAD)
+
+
+def _place(path: Path, instead: str) -> str:
+    obstacle = "" if path.is_file() else places.unwritable(path)
+    if obstacle:
+        raise ConfigError(f"{path} cannot be made: {obstacle}; {instead} names another place")
+    return str(path)
 
 
 def host() -> list[Finding]:

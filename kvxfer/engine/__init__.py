@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.engine.torch_cache import do_without_directory
+
 if TYPE_CHECKING:
     from kvxfer.engine.detokenizer import Detokenizer
     from kvxfer.engine.model import LoadedModel
@@ -49,6 +51,8 @@ __all__ = [
     "make_tiny_model",
     "resolve",
 ]
+
+do_without_directory()
 
 
 def __getattr__(name: str) -> Any:

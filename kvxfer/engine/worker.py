@@ -11,7 +11,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,7 +144,7 @@ async def _serve_model(
 def _load(options: WorkerOptions, threads: int) -> LoadedModel:
     torch.set_num_threads(threads)
     path = resolve(options.model)
-    name = options.served_model_name or (None if Path(options.model).expanduser().is_dir() else options.model)
+    name = options.served_model_name or (None if os.path.isdir(os.path.expanduser(options.model)) else options.model)
     model = LoadedModel.load(path, name=name, dtype=options.dtype, device=options.device)
     model.record(options.block_tokens)
     return model

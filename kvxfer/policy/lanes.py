@@ -128,7 +128,7 @@ def _obstacle(lane: Lane, ours: LaneEnd, theirs: LaneEnd) -> str | None:
         return None if is_memory and are_together else "the two agents do not share an in-process network"
     for end, where in ((ours, "here"), (theirs, "at the source")):
         if end.address.lanes and lane not in end.address.lanes:
-            return f"not served {where} (its operator's lanes, or nothing to load)"
+            return f"not served {where} (its operator's lanes, or what its host allows: kvxfer doctor)"
     if lane not in _DEVICE_LANES:
         for end, side in ((ours, "destination"), (theirs, "source")):
             if end.pool.memory is not MemoryKind.HOST:
@@ -144,5 +144,5 @@ def _obstacle(lane: Lane, ours: LaneEnd, theirs: LaneEnd) -> str | None:
     if not ours.address.unix_path or not theirs.address.unix_path:
         return f"the {'reader' if theirs.address.unix_path else 'source'} listens on no Unix socket"
     if lane is Lane.MAPPED and not theirs.pool.is_shareable:
-        return "the source pool's memory was not allocated by kvxfer"
+        return "kvxfer did not allocate the source pool's memory as shared memory"
     return None

@@ -4,25 +4,32 @@ must never know what is proved with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
 import secrets
 
+from kvxfer import places
 from kvxfer.errors import ConfigError
 
 TOKEN_FILE_VARIABLE = "KVXFER_TOKEN_FILE"
+INSTEAD = "KVXFER_TOKEN_FILE, XDG_STATE_HOME or HOME"
+"""What names another place for the token, where the default one is no good."""
 TOKEN_BYTES_MAX = 4096
 _TOKEN = re.compile(rb"[\x21-\x7e]{16,4096}")
 
 
 def default_token_path() -> pathlib.Path:
-    """``$KVXFER_TOKEN_FILE``, else ``$XDG_STATE_HOME/kvxfer/cluster-token``, else the same under ``~/.local/state``."""
+    """``$KVXFER_TOKEN_FILE``, else ``$XDG_STATE_HOME/kvxfer/cluster-token``, else the same under ``~/.local/state``.
+
+    Raises ConfigError where this user has none of them.
+    """
     named = os.environ.get(TOKEN_FILE_VARIABLE)
     if named:
         return pathlib.Path(named)
-    state = os.environ.get("XDG_STATE_HOME")
-    return (pathlib.Path(state) if state else pathlib.Path.home() / ".local" / "state") / "kvxfer" / "cluster-token"
+    state = places.base_dir("XDG_STATE_HOME", ".local/state", what="the cluster token", instead=INSTEAD)
+    return state / "kvxfer" / "cluster-token"
 
 
 def load_token(path: str | os.PathLike[str]) -> bytes:
@@ -58,7 +65,7 @@ def load_or_create_token(path: str | os.PathLike[str]) -> bytes:
     Raises ConfigError as :func:`load_token`, or if the file cannot be made.
     """
     target = pathlib.Path(path)
-    if not target.exists():
+    if not _is_there(target):
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,10 +79,19 @@ def load_or_create_token(path: str | os.PathLike[str]) -> bytes:
             except FileExistsError:
                 pass
             finally:
-                os.unlink(draft)
+                with contextlib.suppress(OSError):
+                    os.unlink(draft)
         except OSError as error:
-            raise ConfigError(f"cluster token file {target} cannot be made: {error.strerror}") from None
+            hint = f"; {INSTEAD} names another place" if error.errno in places.NOT_WRITABLE else ""
+            raise ConfigError(f"cluster token file {target} cannot be made: {error.strerror}{hint}") from None
     return load_token(target)
+
+
+def _is_there(target: pathlib.Path) -> bool:
+    try:
+        return target.exists()
+    except OSError:  # a directory that we may not enter: what comes next says so
+        return False
 
 
 def member_token(path: str) -> bytes:

@@ -9,6 +9,7 @@ machines' own events, in order. Whoever waits for events waits for :meth:`Transp
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -18,8 +19,9 @@ import numpy.typing as npt
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgument, LaneUnavailable
 from kvxfer.policy import striping
+from kvxfer.transport.private_memory import allocate_private
 from kvxfer.types import (
     AgentRef,
     DataAddress,
@@ -33,6 +35,8 @@ from kvxfer.types import (
     TransferId,
     TransferState,
 )
+
+log = logging.getLogger("kvxfer.memory")
 
 Blocks: TypeAlias = npt.NDArray[np.uint32]
 
@@ -73,6 +77,8 @@ class Region:
     """Held as long as the region: the tensor, array or mapping that the address belongs to."""
     shared: _core.Region | None = None
     """The memory file behind it, where kvxfer allocated it so that readers may map it."""
+    is_allocated: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether kvxfer made the memory; ``owner`` is a uint8 array over it then."""
     memory: MemoryKind = MemoryKind.HOST
     device: int = 0
     """Which of its kind, as this process numbers them."""
@@ -372,11 +378,17 @@ def as_nanoseconds(name: str, duration_s: float) -> int:
 def allocate_region(length_bytes: int) -> Region:
     """Zeroed memory, all of it resident, that readers on this host can be let to map and that nobody else can change.
 
+    Where the host forbids shared memory it is private: lane ``mapped`` cannot carry it, and a warning says so.
     ``owner`` is a uint8 array over it. Raises InvalidArgument, and LimitExceeded where the host has not so much.
     """
-    shared = _core.Region(length_bytes)
+    try:
+        shared = _core.Region(length_bytes)
+    except LaneUnavailable as error:
+        log.warning("memory is private to this process, so lane mapped cannot carry it: %s", error)
+        array = allocate_private(length_bytes)
+        return Region(int(array.__array_interface__["data"][0]), length_bytes, array, is_allocated=True)
     array = np.frombuffer(shared, dtype=np.uint8)  # type: ignore[call-overload]
-    return Region(shared.address, shared.nbytes, array, shared)
+    return Region(shared.address, shared.nbytes, array, shared, is_allocated=True)
 
 
 def check_segments(segments: Sequence[Segment], *, block_count: int, block_bytes: int, length_bytes: int) -> None:

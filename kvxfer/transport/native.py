@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import pathlib
 import socket
@@ -42,7 +43,7 @@ from kvxfer.transport.base import (
     limits_from,
     write_ref,
 )
-from kvxfer.transport.socket_place import place_for_socket
+from kvxfer.transport.socket_place import SocketPlace, find_socket_place
 from kvxfer.types import (
     AgentRef,
     DataAddress,
@@ -57,6 +58,11 @@ from kvxfer.types import (
     TransferState,
 )
 
+log = logging.getLogger("kvxfer.transport")
+
+UNIX_SOCKET_LANES = (Lane.MAPPED, Lane.CMA, Lane.UNIX)
+"""Two agents of one host meet over a Unix socket for these."""
+
 
 class NativeBinding:
     """A :class:`~kvxfer.transport.base.Binding` on this host."""
@@ -67,6 +73,10 @@ class NativeBinding:
         allowed = allowed_lanes(config.lanes, os.environ)
         self._ucx = ucx.core_options(config, allowed)
         missing = {Lane.MEMORY} if self._ucx[0] else {Lane.MEMORY, Lane.UCX}
+        obstacle = _core.cma_missing_calls() if Lane.CMA in allowed else ""
+        if obstacle:
+            missing.add(Lane.CMA)
+            log.info("lane cma is not offered: %s", obstacle)
         lanes = tuple(lane for lane in allowed if lane not in missing)
         if not lanes:
             raise ConfigError(f"none of the lanes {', '.join(allowed)} can join processes here")
@@ -86,14 +96,14 @@ class NativeBinding:
         try:
             self._held.bind((host, config.bind_port))
             self._port = int(self._held.getsockname()[1])
-            self._socket_path, self._own_directory = place_for_socket(config.runtime_dir)
+            self._place = _place_for(lanes, config.runtime_dir)
         except OSError as error:
             self._held.close()
             raise ConfigError(f"cannot listen on {host} port {config.bind_port}: {error.strerror}") from None
         except BaseException:
             self._held.close()
             raise
-        self._address = DataAddress(advertised, self._port, str(self._socket_path), host_id(), lanes)
+        self._address = DataAddress(advertised, self._port, self._unix_path, host_id(), lanes)
 
     @property
     def address(self) -> DataAddress:
@@ -105,7 +115,7 @@ class NativeBinding:
             limits_from(config, self._address.lanes),
             bind_host=self._host,
             bind_port=self._port,
-            unix_path=str(self._socket_path),
+            unix_path=self._unix_path,
             ucx_library=self._ucx[0],
             ucx_tls=self._ucx[1],
             copy_threads=config.copy_threads,
@@ -120,14 +130,33 @@ class NativeBinding:
         if self._held is not None:
             self._held.close()
             self._held = None
-        with contextlib.suppress(OSError):
-            self._socket_path.unlink()
-        if self._own_directory is not None:
-            self._own_directory.remove()
-            self._own_directory = None
+        if self._place.path is not None:
+            with contextlib.suppress(OSError):
+                self._place.path.unlink()
+        if self._place.own is not None:
+            self._place.own.remove()
+            self._place = SocketPlace(None)
 
     def __repr__(self) -> str:
-        return f"<NativeBinding {self._host}:{self._port} {self._socket_path}>"
+        return f"<NativeBinding {self._host}:{self._port} {self._unix_path}>"
+
+    @property
+    def _unix_path(self) -> str:
+        return "" if self._place.path is None else str(self._place.path)
+
+
+def _place_for(lanes: Sequence[Lane], runtime_dir: str) -> SocketPlace:
+    """A place for the Unix socket, or none where the lanes that need no such socket are left.
+
+    Raises ConfigError where every lane needs one.
+    """
+    place = find_socket_place(runtime_dir)
+    needing = [lane for lane in lanes if lane in UNIX_SOCKET_LANES]
+    if place.obstacle and len(needing) == len(lanes):
+        raise ConfigError(place.obstacle)
+    if place.obstacle and needing:
+        log.warning("%s: without it there are no lanes %s", place.obstacle, ", ".join(needing))
+    return place
 
 
 class NativeTransport:
@@ -312,8 +341,12 @@ class NativeTransport:
 
 
 def host_id() -> str:
-    """This kernel's boot id and our uid: agents with an equal one can share memory."""
-    boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """This kernel's boot id and our uid: agents with an equal one can share memory. Empty where the kernel does not say
+    (a masked /proc): such an agent is met over the network alone."""
+    try:
+        boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
     return f"{boot_id}:{os.geteuid()}"
 
 

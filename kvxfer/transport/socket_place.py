@@ -5,6 +5,7 @@ were killed. Decides the path; must never bind it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import os
@@ -15,6 +16,7 @@ import stat
 import tempfile
 import time
 
+from kvxfer import places
 from kvxfer.errors import ConfigError
 
 SOCKET_PATH_MAX = 107
@@ -25,25 +27,45 @@ STALE_AFTER_S = 60.0
 """A socket file that is older and that nobody listens on was left by a killed process."""
 
 
-def place_for_socket(runtime_dir: str) -> tuple[pathlib.Path, OwnDirectory | None]:
-    """A free socket path in a directory that only we can enter, and the directory if it is to go with it."""
+@dataclasses.dataclass(frozen=True)
+class SocketPlace:
+    """``path`` is free, in a directory that only we can enter; ``own`` is that directory if it is to go with the
+    socket. Without a path ``obstacle`` says why there is none, and what to set.
+    """
+
+    path: pathlib.Path | None
+    own: OwnDirectory | None = None
+    obstacle: str = ""
+
+
+def find_socket_place(runtime_dir: str) -> SocketPlace:
+    """A place for one socket: in ``runtime_dir`` where that is given, else in ``$XDG_RUNTIME_DIR/kvxfer``, else in a
+    new temporary directory.
+
+    Raises ConfigError where ``runtime_dir`` is given and no good.
+    """
     name = f"{secrets.token_hex(8)}.sock"
     if runtime_dir:
         directory = _make_private(pathlib.Path(runtime_dir).absolute())
         if len(os.fsencode(directory / name)) > SOCKET_PATH_MAX:
             raise ConfigError(f"runtime_dir {runtime_dir!r} is too long for a socket's path (SOCKET_PATH_MAX=107)")
-        return directory / name, None
+        return SocketPlace(directory / name)
     user_directory = os.environ.get("XDG_RUNTIME_DIR", "")
     if user_directory:
         shared = pathlib.Path(user_directory, "kvxfer").absolute()
         if len(os.fsencode(shared / name)) <= SOCKET_PATH_MAX:
             with contextlib.suppress(ConfigError):
-                return _make_private(shared) / name, None
-    own = OwnDirectory(tempfile.gettempdir())
-    if len(os.fsencode(own.path / name)) > SOCKET_PATH_MAX:
-        own.remove()
-        own = OwnDirectory("/tmp")
-    return own.path / name, own
+                return SocketPlace(_make_private(shared) / name)
+    try:
+        own = OwnDirectory(places.temporary_dir())
+        if len(os.fsencode(own.path / name)) > SOCKET_PATH_MAX:
+            own.remove()
+            own = OwnDirectory("/tmp")
+    except (ConfigError, OSError) as error:
+        why = str(error) if isinstance(error, ConfigError) else f"{error.filename or '/tmp'}: {error.strerror}"
+        why = why.removesuffix("; set TMPDIR")
+        return SocketPlace(None, obstacle=f"there is no place for a Unix socket: {why}; set XDG_RUNTIME_DIR or TMPDIR")
+    return SocketPlace(own.path / name, own)
 
 
 class OwnDirectory:

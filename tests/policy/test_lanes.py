@@ -39,7 +39,7 @@ def test_all_that_can() -> None:
         (END, end(unix_path=""), "source listens on no Unix socket"),
         (end(unix_path=""), END, "reader listens on no Unix socket"),
         (END, end(exposure=Exposure.GRANT), "exposed by grant only"),
-        (END, end(is_shareable=False), "not allocated by kvxfer"),
+        (END, end(is_shareable=False), "did not allocate"),
     ],
 )
 def test_why_not_mapped(ours: LaneEnd, theirs: LaneEnd, why: str) -> None:
@@ -96,7 +96,8 @@ def test_a_lane_that_is_expected_to_be_slower_says_so() -> None:
     order = Calibration(is_same_host=True).order(lanes, 4096)
     assert order.lanes == (Lane.UNIX, Lane.CMA, Lane.UCX, Lane.STREAM)
     assert explain(Lane.UNIX, reasons, passed_over=order.passed_over(Lane.UNIX)) == (
-        "unix: same host, sent over its Unix socket (not mapped: the source pool's memory was not allocated by kvxfer; "
+        "unix: same host, sent over its Unix socket "
+        "(not mapped: kvxfer did not allocate the source pool's memory as shared memory; "
         "cma: possible, expected at 50 us where unix is expected at 45 us; "
         "ucx: possible, expected at 55 us where unix is expected at 45 us)"
     )
@@ -146,7 +147,10 @@ def test_in_the_operators_order_nothing_was_passed_over() -> None:
 def test_a_merit_is_no_reason_against_a_lane() -> None:
     """Where nothing is used yet, and where there are no figures."""
     _, reasons = choose_lanes(END, NUMPYS, (Lane.MAPPED, Lane.CMA))
-    assert explain(None, reasons) == "mapped: the source pool's memory was not allocated by kvxfer; cma: possible"
+    assert (
+        explain(None, reasons)
+        == "mapped: kvxfer did not allocate the source pool's memory as shared memory; cma: possible"
+    )
     _, reasons = choose_lanes(END, END, ALL)
     assert explain(Lane.STREAM, reasons) == "stream: the source is reached over TCP (not mapped: possible)"
 

@@ -23,6 +23,7 @@ FLOORS = {
     "observe": 4,
     "open_files": 4,
     "ratelimit": 4,
+    "places": 4,
     "_native": 4,
     "_pb": 4,
     "transport": 5,

@@ -282,7 +282,7 @@ def test_prepared_once_for_all_starts(setting: Setting) -> None:
 def test_lanes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.poster.start(setting.plan(10))
     assert setting.transport.asked[-1].lanes == (Lane.STREAM,)  # numpy's memory cannot be mapped
-    with pytest.raises(LaneUnavailable, match="not allocated by kvxfer"):
+    with pytest.raises(LaneUnavailable, match="did not allocate"):
         setting.poster.start(setting.plan(10), lanes=[Lane.MAPPED])
     given = setting.poster.allocate(1 << 16)
     peer = RemotePeer(PEER_REF, ADDRESS, [given.record])

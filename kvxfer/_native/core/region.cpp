@@ -96,16 +96,19 @@ bool Region::try_reserved(bool populate) {
 void Region::make(unsigned flags, uint64_t mapped, HugePages huge) {
   mapped_ = mapped;
   fd_ = Fd(::memfd_create("kvxfer region", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags));
-  if (!fd_) fail_errno(Code::limit_exceeded, "memfd_create");
+  if (!fd_) {  // a filter of system calls, the setting vm.memfd_noexec, a kernel without it: no memory is missing
+    const bool is_forbidden = errno == EPERM || errno == EACCES || errno == ENOSYS;
+    fail_errno(is_forbidden ? Code::no_lane : Code::limit_exceeded, "memfd_create");
+  }
   if (::ftruncate(fd_.get(), static_cast<off_t>(mapped_)) != 0) fail_errno(Code::limit_exceeded, "cannot size a region of " + std::to_string(bytes_) + " bytes");
   void* const at = ::mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
   if (at == MAP_FAILED) fail_errno(Code::limit_exceeded, "cannot map a region of " + std::to_string(bytes_) + " bytes");
   address_ = static_cast<uint8_t*>(at);
   ::madvise(address_, mapped_, huge == HugePages::Never ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);  // harmless where the host does not consent
   if (::fcntl(fd_.get(), F_ADD_SEALS, required_seals() | F_SEAL_SEAL) == 0) return;
-  const std::string text = errno_text("cannot seal a region");
+  const std::string text = errno_text("cannot seal a region (that needs Linux 5.1 or newer)");
   release();
-  throw Error(Code::limit_exceeded, text);
+  throw Error(Code::no_lane, text);
 }
 
 void Region::make_resident() {

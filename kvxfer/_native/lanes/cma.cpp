@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <exception>
 #include <fstream>
+#include <vector>
 
 #ifndef SYS_pidfd_open
 #define SYS_pidfd_open 434
@@ -48,21 +49,41 @@ std::string yama_text(int scope) {
   return std::string(kYamaScope) + " is " + std::to_string(scope) + " (" + how + ")";
 }
 
-// Why the kernel may have said EPERM of that process.
+bool is_held_back_by(int scope) { return scope != 0 && (scope >= 3 || !can_trace_anybody()); }
+
+std::string joined(const std::vector<std::string>& reasons) {
+  std::string text = reasons.front();
+  for (size_t i = 1; i < reasons.size(); ++i) text += "; " + reasons[i];
+  return text;
+}
+
+// Why the kernel may have said EPERM of that process: everything that stands against it, since mending one of two
+// obstacles helps nobody. The directory of a process in /proc stays its user's; the files in it are root's once the
+// process is not dumpable.
 std::string refusal_text(int pid) {
-  std::string text = "ptrace is not allowed: ";
+  std::vector<std::string> reasons;
   const int scope = yama_scope();
-  struct stat status {};
-  const bool is_found = ::stat(("/proc/" + std::to_string(pid) + "/stat").c_str(), &status) == 0;  // its directory stays the user's
-  if (scope != 0 && (scope >= 3 || !can_trace_anybody())) return text + yama_text(scope);
-  if (is_found && status.st_uid == ::geteuid()) {
-    return text + "the source has more capabilities or another group than this process, or a filter of system calls forbids it (run both alike)";
+  if (is_held_back_by(scope)) reasons.push_back(yama_text(scope));
+  const std::string directory = "/proc/" + std::to_string(pid);
+  struct stat owned {}, shown {};
+  if (::stat(directory.c_str(), &owned) != 0 || ::stat((directory + "/stat").c_str(), &shown) != 0) {
+    reasons.push_back("the source cannot be seen in /proc: it is another user's, or not dumpable (run both as one user; do not start it setuid or with file capabilities)");
+  } else if (owned.st_uid != shown.st_uid) {
+    reasons.push_back("the source is not dumpable (do not start it setuid or with file capabilities)");
+  } else if (shown.st_uid != ::geteuid()) {
+    reasons.push_back(shown.st_uid == 0 ? "the source is root's (run both as one user)" : "the source is another user's process (run both as one user, or give this one CAP_SYS_PTRACE)");
+  } else if (reasons.empty()) {
+    reasons.push_back("the source is not dumpable, has more capabilities or another group than this process, or a filter of system calls forbids it (run both alike)");
   }
-  // The kernel shows a process that is not dumpable as root's.
-  if (is_found && status.st_uid == 0) {
-    return text + "the source is root's, or not dumpable (run both as one user; do not start it setuid or with file capabilities)";
-  }
-  return text + "the source is another user's process (run both as one user, or give this one CAP_SYS_PTRACE)";
+  return "ptrace is not allowed: " + joined(reasons);
+}
+
+// A descriptor that stands for the process at the other end of a Unix socket, whatever becomes of its number; or errno.
+int hold_peer(int unix_socket, int pid) {
+  int fd = -1;
+  socklen_t size = sizeof fd;
+  if (::getsockopt(unix_socket, SOL_SOCKET, SO_PEERPIDFD, &fd, &size) == 0) return fd;
+  return static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
 }
 
 class CmaMemory final : public RemoteMemory {
@@ -196,19 +217,31 @@ std::unique_ptr<ReadJob> CmaMemory::open(ReadBlocks read, RemotePlace from, OwnM
 
 }  // namespace
 
-std::string cma_obstacle(int pid) {
+std::string cma_missing_calls() {
   uint64_t here = 1, there = 2;
   const iovec to{&here, sizeof here}, from{&there, sizeof there};
   if (::process_vm_readv(::getpid(), &to, 1, &from, 1, 0) != static_cast<ssize_t>(sizeof here)) return kNotToBeHad;
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) return errno_text("no Unix socket can be made");
+  const Fd one(ends[0]), other(ends[1]);
+  const Fd held(hold_peer(one.get(), ::getpid()));
+  return held ? "" : errno_text("pidfd_open is not to be had (a kernel without it, or a seccomp profile that has to allow it)");
+}
+
+std::string cma_obstacle(int pid) {
+  const std::string missing = cma_missing_calls();
+  if (!missing.empty()) return missing;
   if (pid != 0) {  // where it may be read, it is only our address that means nothing there
-    const iovec nowhere{reinterpret_cast<void*>(8), 8};
+    uint64_t here = 1;
+    const iovec to{&here, sizeof here}, nowhere{reinterpret_cast<void*>(8), 8};
     const bool is_read = ::process_vm_readv(pid, &to, 1, &nowhere, 1, 0) >= 0 || errno == EFAULT;
     return is_read ? "" : errno == EPERM ? refusal_text(pid) : errno_text("process " + std::to_string(pid) + " cannot be read");
   }
+  std::vector<std::string> reasons;
   const int scope = yama_scope();
-  if (scope != 0 && (scope >= 3 || !can_trace_anybody())) return "ptrace is not allowed: " + yama_text(scope);
-  if (::prctl(PR_GET_DUMPABLE) != 1) return "this process is not dumpable, so no other can read it (do not start it setuid or with file capabilities)";
-  return "";
+  if (is_held_back_by(scope)) reasons.push_back("ptrace is not allowed: " + yama_text(scope));
+  if (::prctl(PR_GET_DUMPABLE) != 1) reasons.push_back("this process is not dumpable, so no other can read it (do not start it setuid or with file capabilities)");
+  return reasons.empty() ? "" : joined(reasons);
 }
 
 CmaPeer::CmaPeer(int unix_socket, const Bytes16& boot_nonce) : boot_nonce_(boot_nonce) {
@@ -218,11 +251,8 @@ CmaPeer::CmaPeer(int unix_socket, const Bytes16& boot_nonce) : boot_nonce_(boot_
     throw Error(Code::no_lane, "the source's process cannot be seen from here (another pid namespace)");
   }
   pid_ = peer.pid;
-  int fd = -1;
-  size = sizeof fd;
-  if (::getsockopt(unix_socket, SOL_SOCKET, SO_PEERPIDFD, &fd, &size) != 0) fd = static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0));
-  pidfd_ = Fd(fd);
-  if (!pidfd_) throw Error(Code::no_lane, errno_text("cannot hold on to the source's process"));
+  pidfd_ = Fd(hold_peer(unix_socket, pid_));
+  if (!pidfd_) throw Error(Code::no_lane, errno_text("cannot hold on to the source's process (pidfd_open)"));
 }
 
 bool CmaPeer::is_alive() const {

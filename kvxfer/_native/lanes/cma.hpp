@@ -20,6 +20,9 @@ namespace kvxfer {
 // With a process id: why it cannot read that one.
 std::string cma_obstacle(int pid = 0);
 
+// Why this process cannot make the system calls that reading needs, whatever it would read; empty where it can.
+std::string cma_missing_calls();
+
 // The process at the other end of a Unix socket.
 class CmaPeer {
  public:
