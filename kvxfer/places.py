@@ -73,7 +73,5 @@ def unwritable(path: pathlib.Path) -> str:
             return f"{parent}: {error.strerror}"
         if not parent.is_dir():
             return f"{parent} is no directory"
-        if os.access(parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-            return ""
-        return f"{parent} cannot be written"
+        return "" if os.access(parent, os.W_OK | os.X_OK, effective_ids=True) else f"{parent} cannot be written"
     return f"{path} cannot be reached"

@@ -77,7 +77,7 @@ def test_doctor_knows_what_the_operator_allows(
 def test_doctor_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)["findings"]
-    assert {finding["section"] for finding in findings} == {"core", "lanes", "host", "versions"}
+    assert {finding["section"] for finding in findings} == {"core", "lanes", "files", "host", "versions"}
 
 
 def test_doctor_coordinator_down(capsys: pytest.CaptureFixture[str]) -> None:

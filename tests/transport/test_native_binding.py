@@ -12,15 +12,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from kvxfer._native import _core
 from kvxfer.config import AgentConfig
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, LaneUnavailable, LimitExceeded
 from kvxfer.transport import native
-from kvxfer.transport.base import limits_from
+from kvxfer.transport.base import allocate_region, limits_from
 from kvxfer.transport.native import NativeBinding, host_id
 from kvxfer.transport.socket_place import OwnDirectory
-from kvxfer.types import AgentRef, Incarnation
+from kvxfer.types import AgentRef, Incarnation, Lane
 
 REF = AgentRef("a", Incarnation(1, bytes(16)))
 
@@ -105,7 +107,7 @@ HOLDING = """
 import sys
 from kvxfer.config import AgentConfig
 from kvxfer.transport.native import NativeBinding
-from kvxfer.types import AgentRef, Incarnation
+from kvxfer.types import AgentRef, Incarnation, Lane
 
 binding = NativeBinding(AgentConfig())
 if "open" in sys.argv:
@@ -182,6 +184,69 @@ def test_what_is_refused(tmp_path: pathlib.Path) -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             NativeBinding(config)
+
+
+def no_temporary_directory() -> str:
+    raise FileNotFoundError(2, "No usable temporary directory found in [...]")
+
+
+def test_without_a_place_for_its_socket_a_binding_goes_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr(tempfile, "gettempdir", no_temporary_directory)
+    binding = NativeBinding(AgentConfig(lanes=(Lane.MAPPED, Lane.STREAM)))
+    assert binding.address.unix_path == ""
+    assert caplog.messages[-1].endswith("; set XDG_RUNTIME_DIR or TMPDIR: without it there are no lanes mapped")
+    binding.close()
+    with pytest.raises(ConfigError, match=r"^there is no place for a Unix socket: .*; set XDG_RUNTIME_DIR or TMPDIR$"):
+        NativeBinding(AgentConfig(lanes=(Lane.MAPPED, Lane.UNIX)))
+
+
+def test_a_temporary_directory_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/gone/.*: No such file or directory; set XDG_RUNTIME_DIR"):
+        NativeBinding(AgentConfig(lanes=(Lane.UNIX,)))
+
+
+def test_a_host_without_a_boot_id_is_met_over_the_network_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def masked(path: pathlib.Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(pathlib.Path, "read_text", masked)
+    assert host_id() == ""
+
+
+def test_cma_is_not_offered_where_its_system_calls_are_forbidden(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_core, "cma_missing_calls", lambda: "forbidden here")
+    caplog.set_level("INFO", "kvxfer.transport")
+    binding = NativeBinding(AgentConfig(lanes=(Lane.CMA, Lane.STREAM)))
+    assert binding.address.lanes == (Lane.STREAM,)
+    assert "lane cma is not offered: forbidden here" in caplog.messages
+    binding.close()
+
+
+def test_memory_is_private_where_shared_memory_is_forbidden(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forbidden(length_bytes: int) -> None:
+        raise LaneUnavailable("memfd_create: Operation not permitted")
+
+    monkeypatch.setattr(_core, "Region", forbidden)
+    region = allocate_region(12345)
+    assert (region.shared, region.is_allocated, region.length_bytes) == (None, True, 12345)
+    assert isinstance(region.owner, np.ndarray)
+    assert region.owner.shape == (12345,)
+    assert not region.owner.any()
+    assert "memfd_create: Operation not permitted" in caplog.messages[-1]
+    for length in (1 << 62, 1 << 80):
+        with pytest.raises(LimitExceeded, match=f"cannot map {length} bytes"):
+            allocate_region(length)
 
 
 def test_a_name_is_published_as_a_number() -> None:
