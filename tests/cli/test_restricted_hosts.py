@@ -214,6 +214,35 @@ def test_the_demo_compares_equal_where_everything_is_missing_at_once(filled_with
     assert "Traceback" not in errors
 
 
+NIXL_READS = """
+import time
+import numpy as np
+from nixl._api import nixl_agent
+
+source, reader = nixl_agent("source"), nixl_agent("reader")
+theirs, ours = np.full(65536, 7, np.uint8), np.zeros(65536, np.uint8)
+for agent, array in ((source, theirs), (reader, ours)):
+    agent.register_memory([(array.ctypes.data, array.nbytes, 0, "")], "DRAM")
+name = reader.add_remote_agent(source.get_agent_metadata())
+rows = [reader.get_xfer_descs([(array.ctypes.data, array.nbytes, 0)], "DRAM") for array in (ours, theirs)]
+handle = reader.initialize_xfer("READ", *rows, name)
+state = reader.transfer(handle)
+while state == "PROC":
+    time.sleep(0.001)
+    state = reader.check_xfer_state(handle)
+print(state, bool((ours == 7).all()))
+"""
+
+
+@pytest.mark.parametrize("host", ["nobody", "read-only", "powerless", "no-memfd", "no-readv", "no-pidfd", "few-files"])
+def test_a_program_of_nixl_on_a_restricted_host_reads(host: str) -> None:
+    process = command_on(HOSTS[host], ["nixl", "--", sys.executable, "-c", NIXL_READS], {})
+    output, errors = process.communicate(timeout=60)
+    skip_where_not_applicable(process.returncode, errors)
+    assert output == "DONE True\n", errors
+    assert "Traceback" not in errors
+
+
 def test_a_directory_is_not_made_for_a_home_that_is_not_known(tmp_path: pathlib.Path) -> None:
     """``~`` in a path of a program that does not find a home becomes a directory of that name."""
     words = [sys.executable, "-P", "-m", "kvxfer.cli", "demo", "--model=some/model"]
