@@ -175,6 +175,8 @@ HARMLESS = frozenset(
 )
 """Change no token whatever they say: for accounts, caches and queues, or details of what is refused when it is on."""
 
+_KNOWN = HARMLESS | NEUTRAL.keys() | ONLY_IN_CHAT.keys() | ONLY_IN_COMPLETIONS.keys()
+
 
 def refuse_in_body(values: Mapping[str, Any], *, route: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise RequestError for the first field of a body that would change the answer and is not supported.
@@ -192,8 +194,9 @@ def refuse_in_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         if message["role"] in TOOL_ROLES:
             param = f"messages.{number}.role"
             raise RequestError(f"{param}: the built-in engine has no tools (got {message['role']!r})", param=param)
-        for name in IN_MESSAGE.keys() & message.keys():
-            _refuse_unless_neutral(f"messages.{number}.{name}", message[name], IN_MESSAGE[name])
+        for name, value in message.items():
+            if name in IN_MESSAGE:
+                _refuse_unless_neutral(f"messages.{number}.{name}", value, IN_MESSAGE[name])
 
 
 def _refuse_unless_neutral(param: str, value: Any, neutral: tuple[Any, ...] | None) -> None:
@@ -226,7 +229,7 @@ class IgnoredFields:
         """The names among ``extra`` (fields that no schema declares) that are ignored, NAMES_MAX at most."""
         names: list[str] = []
         for name, value in extra.items():
-            if value is not None and name not in HARMLESS and name not in NEUTRAL and len(names) < NAMES_MAX:
+            if value is not None and name not in _KNOWN and len(names) < NAMES_MAX:
                 names.append(_shown(name))
         with self._lock:
             for name in names:
