@@ -10,7 +10,7 @@ WINDOW_BYTES = 128 * 1024
 
 class CuttingProxy:
     """Forwards TCP connections, and cuts each of the first ones after so many bytes towards, or from, the dialer. A
-    connection that the dialer gave up before its cut, as it does where an answer is late, leaves the cut to a later one.
+    connection that the dialer gave up before its cut, because an answer was late, leaves the cut to a later one.
     """
 
     def __init__(self, port: int, cuts: list[int], outward: list[int] | None = None) -> None:
