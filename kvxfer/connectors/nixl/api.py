@@ -17,7 +17,7 @@ import numpy as np
 
 from kvxfer.connectors.nixl import bindings
 from kvxfer.connectors.nixl.codec import decode_any, encode_dlist
-from kvxfer.connectors.nixl.descs import MEMORY, to_dlist
+from kvxfer.connectors.nixl.descs import MEMORY, NoDescriptors, to_dlist
 from kvxfer.connectors.nixl.dlists import as_bytes, as_name, nixlRegDList, nixlRemoteDList, nixlXferDList
 from kvxfer.connectors.nixl.enums import (
     DEFAULT_COMM_PORT,
@@ -33,6 +33,7 @@ from kvxfer.connectors.nixl.requests import nixlXferTelemetry, state_of
 
 __all__ = [
     "DEFAULT_COMM_PORT",
+    "nixlBind",
     "nixl_agent",
     "nixl_agent_config",
     "nixl_backend_handle",
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 DListT = TypeVar("DListT", nixlXferDList, nixlRegDList, nixlRemoteDList)
+nixlBind = bindings
+"""By this name programs take the compiled module from here: its lists, its exceptions, an agent of its own."""
 logger = get_logger(__name__)
 
 
@@ -168,14 +171,20 @@ class nixl_agent:
         self.agent.deregisterMem(dereg_list, self._handles(backends))
 
     def query_memory(self, reg_list: Any, backend: str, mem_type: str | None = None) -> list[dict[str, str] | None]:
-        """Of files, by backend POSIX. Raises nixlInvalidParamError (no such backend), nixlNotSupportedError."""
+        """What a storage plugin says of its files or objects. There is none here: raises nixlNotSupportedError, and
+        nixlInvalidParamError for a backend that was not made."""
         descs = self._need(self.get_reg_descs(reg_list, mem_type))
         if backend not in self.backends:
             raise nixlInvalidParamError(f"backend {backend!r} was not made; there are {list(self.backends)}")
         return self.agent.queryMem(descs, self.backends[backend])
 
     def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> nixlXferDList:
-        """A list to transfer, of tuples or an array (with ``mem_type``), a tensor, or a list of tensors."""
+        """A list to transfer, of tuples or an array (with ``mem_type``), a tensor, or a list of tensors.
+
+        What is of no such form is logged, and None is returned, as NIXL does; with ``KVXFER_NIXL_BAD_INPUT=raise`` it
+        raises nixlInvalidParamError, as a wrong row or nothing at all always does. So :meth:`get_reg_descs` and
+        :meth:`get_remote_descs`.
+        """
         return self._descs(nixlXferDList, descs, mem_type)
 
     def get_remote_descs(self, descs: Any, mem_type: str | None = None) -> nixlRemoteDList:
@@ -399,9 +408,9 @@ class nixl_agent:
     def _descs(self, kind: type[DListT], descs: Any, mem_type: str | None) -> DListT:
         try:
             return to_dlist(kind, descs, mem_type)
-        except nixlInvalidParamError as error:
+        except NoDescriptors as error:
             if not self.agent.none_for_bad_input:
-                raise
+                raise nixlInvalidParamError(str(error)) from None
             logger.error("%s", error)
             return None  # type: ignore[return-value]
 

@@ -8,8 +8,8 @@
 ``KVXFER_NIXL_STRIPES``     connections to one peer over which transfers are spread (1); 0: as many as are the fastest
 ``KVXFER_NIXL_COPY_THREADS``
                             threads that copy large reads on one host (a quarter of the processors, at most 4)
-``KVXFER_NIXL_BAD_INPUT``   ``none``: the ``get_*_descs`` calls log and return None for bad input, as NIXL does; they
-                            raise otherwise
+``KVXFER_NIXL_BAD_INPUT``   ``raise``: the ``get_*_descs`` calls raise for what is no list of descriptors, where NIXL
+                            logs and returns None, as they do without it (``none``)
 ``KVXFER_LANES``            the lanes that everything in the process may use
 ``NIXL_LOG_LEVEL``, ``NIXL_ETCD_*``, ``NIXL_TCPSTORE_*`` and most of ``NIXL_TELEMETRY_*`` mean what they mean to NIXL,
 in NIXL's own file of settings too (:func:`with_file`); docs/nixl.md lists them all.
@@ -47,7 +47,7 @@ class Settings:
     checks: str = "off"
     stripes: int = 1
     copy_threads: int = 0
-    none_for_bad_input: bool = False
+    none_for_bad_input: bool = True
     telemetry: bool | None = None
     """``None``: what the agent's own config says."""
     telemetry_dir: str = ""
@@ -65,7 +65,7 @@ class Settings:
         """Raises ConfigError for a value that means nothing."""
         bad_input = environ.get("KVXFER_NIXL_BAD_INPUT", "").lower()
         if bad_input not in ("", "raise", "none"):
-            raise ConfigError(f"KVXFER_NIXL_BAD_INPUT must be raise or none, not {bad_input!r}")
+            raise ConfigError(f"KVXFER_NIXL_BAD_INPUT must be none or raise, not {bad_input!r}")
         deadline = environ.get("KVXFER_NIXL_DEADLINE_S") or "600"
         try:
             deadline_s = float(deadline)
@@ -79,7 +79,7 @@ class Settings:
             checks=environ.get("KVXFER_NIXL_CHECKS") or "off",
             stripes=_number(environ, "KVXFER_NIXL_STRIPES", 1),
             copy_threads=_number(environ, "KVXFER_NIXL_COPY_THREADS", 0),
-            none_for_bad_input=bad_input == "none",
+            none_for_bad_input=bad_input != "raise",
             telemetry=_switch(environ, "NIXL_TELEMETRY_ENABLE"),
             telemetry_dir=environ.get("NIXL_TELEMETRY_DIR", ""),
             telemetry_exporter=environ.get("NIXL_TELEMETRY_EXPORTER", ""),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nixl_support import logged
 
 from kvxfer.connectors.nixl import codec, nixl_agent
 from kvxfer.connectors.nixl.bindings import (
@@ -127,34 +128,66 @@ def test_equality_is_of_type_rows_and_order() -> None:
 # --- what agents make lists of ---
 
 
-def test_bad_input_raises(pair: tuple[nixl_agent, nixl_agent]) -> None:
+BAD_LISTS: list[tuple[Any, str | None]] = [
+    ([(1, 2, 3, 4)], "DRAM"),
+    ([(1, 2, 3)], None),
+    (nixlRegDList(DRAM_SEG), None),
+    ([[1, 2, 3]], "DRAM"),
+    ([1, 2, 3], "DRAM"),
+    ("abc", "DRAM"),
+    (np.zeros((2, 4), np.uint64), "DRAM"),
+    (np.zeros((2, 3), np.uint64), None),
+]
+"""What NIXL 1.5.1 logs, and answers with None."""
+BAD_ROWS: list[Any] = [
+    [(1, 2, 3), (1, 2)],
+    [(1, -2, 3)],
+    [(1, 2, "3")],
+    np.zeros((2, 3)),
+    [],
+    None,
+]
+"""What it raises for."""
+
+
+@pytest.mark.parametrize(("descs", "memory_type"), BAD_LISTS)
+def test_bad_list_is_logged_and_none(
+    descs: Any, memory_type: str | None, pair: tuple[nixl_agent, nixl_agent], caplog: pytest.LogCaptureFixture
+) -> None:
+    with logged(caplog):
+        assert pair[0].get_xfer_descs(descs, memory_type) is None
+    assert len(caplog.records) == 1
+    assert caplog.records[0].levelname == "ERROR"
+
+
+def test_bad_registration_is_none_and_not_registered(pair: tuple[nixl_agent, nixl_agent]) -> None:
     agent = pair[0]
-    for descs, memory_type in [
-        ([(1, 2, 3, 4)], "DRAM"),
-        ([(1, 2, 3)], None),
-        (nixlRegDList(DRAM_SEG), None),
-        ([], "DRAM"),
-        ([[1, 2, 3]], "DRAM"),
-        ("abc", "DRAM"),
-        (None, "DRAM"),
-        (np.zeros((2, 4), np.uint64), "DRAM"),
-    ]:
-        with pytest.raises(nixlInvalidParamError):
-            agent.get_xfer_descs(descs, memory_type)
+    assert agent.get_reg_descs([(1, 2, 3)], "DRAM") is None
+    assert agent.get_reg_descs(nixlXferDList(DRAM_SEG)) is None
+    assert agent.get_remote_descs([(1, 2, 3)], "DRAM") is None
     with pytest.raises(nixlInvalidParamError):
-        agent.get_reg_descs([(1, 2, 3)], "DRAM")
+        agent.register_memory([(1, 2, 3)], "DRAM")
+
+
+@pytest.mark.parametrize("descs", BAD_ROWS)
+def test_bad_row_raises(descs: Any, pair: tuple[nixl_agent, nixl_agent]) -> None:
+    with pytest.raises(nixlInvalidParamError):
+        pair[0].get_xfer_descs(descs, "DRAM")
     with pytest.raises(KeyError):
-        agent.get_xfer_descs([(1, 2, 3)], "V-RAM")
+        pair[0].get_xfer_descs([(1, 2, 3)], "V-RAM")
 
 
-def test_bad_input_is_none_where_the_program_wants_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVXFER_NIXL_BAD_INPUT", "none")
+@pytest.mark.parametrize(("value", "is_none"), [("", True), ("none", True), ("raise", False)])
+def test_bad_input_setting_decides(value: str, is_none: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_NIXL_BAD_INPUT", value)
     agent = nixl_agent("a")
     try:
-        assert agent.get_xfer_descs([(1, 2, 3, 4)]) is None
-        assert agent.get_reg_descs(nixlXferDList(DRAM_SEG)) is None
-        with pytest.raises(nixlInvalidParamError):
-            agent.register_memory([(1, 2, 3)], "DRAM")
+        if is_none:
+            assert agent.get_xfer_descs([(1, 2, 3, 4)], "DRAM") is None
+        else:
+            with pytest.raises(nixlInvalidParamError) as caught:
+                agent.get_xfer_descs([(1, 2, 3, 4)], "DRAM")
+            assert type(caught.value) is nixlInvalidParamError
     finally:
         agent.close()
 
