@@ -11,7 +11,6 @@ import datetime
 import functools
 import itertools
 import os
-import pathlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -170,10 +169,9 @@ class nixlAgent:
 
     def createBackend(self, type: str, initParams: dict[str, str]) -> int:
         with self._lock:
-            handle = self._backends.create(type, initParams)
-            if PLUGINS[type].is_network:
-                self._endpoint.open()
-            return handle
+            plugin_of(type)
+            self._endpoint.open()
+            return self._backends.create(type, initParams)
 
     # --- memory ---
 
@@ -192,12 +190,10 @@ class nixlAgent:
         return SUCCESS
 
     def queryMem(self, descs: nixlRegDList, backend: int) -> list[dict[str, str] | None]:
-        """Of files (memory type FILE, the path as meta): size, mode and mtime, or None where there is none."""
+        """Raises nixlNotSupportedError, as NIXL's network plugins do: only storage can be asked what it has."""
         self._check_list(descs, nixlRegDList)
         name = self._backends.name(backend)
-        if PLUGINS[name].is_network or descs.getType() is not nixl_mem_t.FILE_SEG:
-            raise nixlNotSupportedError(f"backend {name} cannot be asked about {descs.getType().name}")
-        return [_stat(meta) for meta in descs.metas]
+        raise nixlNotSupportedError(f"backend {name} cannot be asked about {descs.getType().name}")
 
     # --- connections and prepared lists ---
 
@@ -444,22 +440,16 @@ class nixlAgent:
         return request
 
     def _network(self, backends: Sequence[int]) -> int:
-        handle = self._backends.network(backends)
+        handle = self._backends.first(backends)
         if handle is None:
-            names = ", ".join(self._backends.names(backends)) or "none was created"
-            raise nixlBackendError(f"no backend that reaches other agents: {names}")
+            raise nixlBackendError("no backend that reaches other agents: none was created")
         return handle
 
     def _check_memory(
         self, memory: nixl_mem_t, backends: Sequence[int], missing: type[Exception] = nixlBackendError
     ) -> None:
-        names = self._backends.names(backends)
-        if not any(PLUGINS[name].is_network for name in names):
-            if any(memory in PLUGINS[name].memory for name in names):
-                raise nixlNotSupportedError(
-                    f"kvxfer moves memory between agents; {memory.name} of {names[0]} it does not"
-                )
-            raise nixlNotFoundError(f"no backend of this agent takes {memory.name}")
+        if not self._backends.names(backends):
+            raise nixlNotFoundError(f"no backend of this agent takes {memory.name}: none was created")
         if memory is nixl_mem_t.VRAM_SEG:
             raise missing("the NIXL connector of kvxfer registers host memory (DRAM) only, not VRAM")
         if memory is not nixl_mem_t.DRAM_SEG:
@@ -478,11 +468,3 @@ def _close(pid: int, exchange: Exchange, endpoint: Endpoint, events: Ring | None
     endpoint.close()
     if events is not None:
         events.close()
-
-
-def _stat(meta: bytes) -> dict[str, str] | None:
-    try:
-        found = pathlib.Path(os.fsdecode(meta)).stat()
-    except (OSError, ValueError):
-        return None
-    return {"size": str(found.st_size), "mode": str(found.st_mode), "mtime": str(int(found.st_mtime))}

@@ -1,5 +1,8 @@
 """NIXL's plugin names, and what each stands for here. Decides which names are taken; must never know lanes: whatever
 network plugin a program names, the best lane that joins the pair is picked.
+
+A name is taken where the plugin's work is done here, and refused when the backend is made otherwise: a program that
+looks for a storage plugin must not learn with its first transfer that there is none.
 """
 
 from __future__ import annotations
@@ -11,26 +14,30 @@ from collections.abc import Iterable, Mapping
 from kvxfer.connectors.nixl.enums import nixl_mem_t
 from kvxfer.connectors.nixl.errors import nixlInvalidParamError, nixlNotFoundError
 
-DRAM, FILE = nixl_mem_t.DRAM_SEG, nixl_mem_t.FILE_SEG
+DRAM = nixl_mem_t.DRAM_SEG
 
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
     """``params``: the names and defaults that NIXL's plugin takes; ours takes any, and needs none."""
 
-    is_network: bool
     memory: tuple[nixl_mem_t, ...]
     params: Mapping[str, str]
 
 
 PLUGINS: Mapping[str, Plugin] = {
-    "LIBFABRIC": Plugin(True, (DRAM,), {}),
-    "MOONCAKE": Plugin(True, (DRAM,), {}),
-    "POSIX": Plugin(False, (DRAM, FILE), {}),
-    "UCCL": Plugin(True, (DRAM,), {}),
-    "UCX": Plugin(True, (DRAM,), {"num_workers": "1", "ucx_devices": "", "ucx_error_handling_mode": "peer"}),
+    "LIBFABRIC": Plugin((DRAM,), {}),
+    "MOONCAKE": Plugin((DRAM,), {}),
+    "UCCL": Plugin((DRAM,), {}),
+    "UCX": Plugin((DRAM,), {"num_workers": "1", "ucx_devices": "", "ucx_error_handling_mode": "peer"}),
 }
-"""Every network plugin is kvxfer; POSIX only answers questions about files."""
+"""Those that move memory between agents: each is kvxfer."""
+OTHER_WORK: Mapping[str, str] = {
+    **dict.fromkeys(("GDS", "GDS_MT", "GUSLI", "HF3FS", "POSIX"), "files and block devices"),
+    **dict.fromkeys(("AZURE_BLOB", "INFINIA", "OBJ"), "objects"),
+    "GPUNETIO": "transfers that a GPU starts",
+}
+"""NIXL's other plugins, and what they are for."""
 
 _handles = itertools.count(0x1000, 0x10)
 
@@ -69,15 +76,22 @@ class Backends:
         chosen = tuple(self.name(handle) for handle in handles)
         return chosen or tuple(self._names.values())
 
-    def network(self, handles: Iterable[int]) -> int | None:
-        """The first of these handles (none given: of all) that can move memory."""
+    def first(self, handles: Iterable[int]) -> int | None:
+        """The first of these handles; none given: of all."""
         chosen = tuple(handles) or tuple(self._names)
-        return next((handle for handle in chosen if PLUGINS[self.name(handle)].is_network), None)
+        for handle in chosen:
+            self.name(handle)
+        return chosen[0] if chosen else None
 
 
 def plugin_of(name: str) -> Plugin:
     """Raises nixlNotFoundError."""
     plugin = PLUGINS.get(name)
     if plugin is None:
-        raise nixlNotFoundError(f"there is no plugin {name!r}; there are {', '.join(PLUGINS)}")
+        there_are = f"there are {', '.join(PLUGINS)}"
+        if name in OTHER_WORK:
+            raise nixlNotFoundError(
+                f"plugin {name!r} is for {OTHER_WORK[name]}, and kvxfer moves host memory between agents; {there_are}"
+            )
+        raise nixlNotFoundError(f"there is no plugin {name!r}; {there_are}")
     return plugin

@@ -197,40 +197,6 @@ def test_an_agent_without_backends(make_agent: MakeAgent) -> None:
     assert agent.get_agent_metadata()
 
 
-def test_backends(make_agent: MakeAgent) -> None:
-    with pytest.raises(ValueError, match="name"):
-        nixl_agent("")
-    agent = make_agent("a", backends=["NOPE", "UCX", "LIBFABRIC"], num_threads=4)
-    assert list(agent.backends) == ["UCX", "LIBFABRIC"]
-    assert agent.get_backend_params("UCX") == {"num_threads": "4"}
-    assert agent.get_plugin_mem_types("UVX") == []
-    assert agent.get_plugin_params("UVX") == {}
-    assert agent.get_backend_mem_types("UCX") == ["DRAM_SEG"]
-    with pytest.raises(nixlNotFoundError):
-        agent.create_backend("UVX")
-    with pytest.raises(nixlInvalidParamError):
-        agent.create_backend("UCX")
-    with pytest.raises(KeyError):
-        agent.register_memory([(4096, 64, 0, "")], "DRAM", ["POSIX"])
-    with pytest.raises(nixlBackendError, match="VRAM"):
-        agent.register_memory([(4096, 64, 0, "")], "VRAM")
-    with pytest.raises(nixlNotFoundError):
-        agent.register_memory([(0, 0, 0, "file")], "FILE")
-
-
-def test_query_memory(make_agent: MakeAgent, tmp_path: Any) -> None:
-    agent = make_agent("a", backends=["POSIX"])
-    path = tmp_path / "file"
-    path.write_bytes(bytes(33))
-    found = agent.query_memory([(0, 0, 0, str(path)), (0, 0, 0, str(tmp_path / "none"))], "POSIX", "FILE")
-    assert found[0] is not None
-    assert found[0]["size"] == "33"
-    assert set(found[0]) == {"size", "mode", "mtime"}
-    assert found[1] is None
-    with pytest.raises(ValueError, match="NOPE"):
-        agent.query_memory([(0, 0, 0, "x")], "NOPE", "FILE")
-
-
 def test_wrong_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("KVXFER_NIXL_BAD_INPUT", "maybe"),

@@ -21,7 +21,7 @@ from nixl_support import held_port, until
 SOURCE = os.environ.get("KVXFER_NIXL_SOURCE", "")
 TESTS, EXAMPLES = pathlib.Path(SOURCE, "test/python"), pathlib.Path(SOURCE, "examples/python")
 HOST = "127.0.0.1"
-SKIPPED = {"test_instantiate_all", "test_incorrect_plugin_env", "test_prep_mem_view"}
+SKIPPED = {"test_instantiate_all", "test_incorrect_plugin_env", "test_prep_mem_view", "test_query_mem"}
 WANT_NONE = {"test_improper_get_xfer_descs", "test_improper_get_reg_descs", "test_noncontiguous_tensor"}
 
 pytestmark = [
@@ -66,7 +66,7 @@ def target(script: pathlib.Path, log: pathlib.Path) -> Iterator[tuple[subprocess
 
 
 @pytest.mark.parametrize("backend", ["UCX", "LIBFABRIC"])
-@pytest.mark.parametrize(("bad_input", "failed"), [("none", set()), ("raise", WANT_NONE)])
+@pytest.mark.parametrize(("bad_input", "failed"), [("", set()), ("raise", WANT_NONE)])
 def test_their_tests(backend: str, bad_input: str, failed: set[str]) -> None:
     run(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=verdicts.xml"),
@@ -79,7 +79,7 @@ def test_their_tests(backend: str, bad_input: str, failed: set[str]) -> None:
         kind = next((child.tag for child in case if child.tag in verdicts), "passed")
         verdicts[kind].add(case.attrib["name"])
     assert (verdicts["failure"], verdicts["skipped"], verdicts["error"]) == (failed, SKIPPED, set())
-    assert len(verdicts["passed"]) + len(failed) >= 24
+    assert len(verdicts["passed"]) + len(failed) >= 23
 
 
 @pytest.mark.parametrize("words", [("desc_perf.py",), ("prep_xfer_perf.py", "list"), ("prep_xfer_perf.py", "array")])
@@ -116,12 +116,10 @@ def test_partial_metadata() -> None:
         assert "KeyError: 'NIXL_ETCD_ENDPOINTS'" in run(example, *words, code=1)
 
 
-def test_query_memory() -> None:
-    assert "Example completed successfully" in run(EXAMPLES / "query_mem_example.py")
-
-
 def test_storage_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     assert 'assert "GDS" in plugin_list' in run(EXAMPLES / "nixl_gds_example.py", tmp_path / "file", code=1)
+    said = run(EXAMPLES / "query_mem_example.py", code=1)
+    assert "nixlNotFoundError: plugin 'POSIX' is for files" in said
     example = EXAMPLES / "remote_storage_example/nixl_p2p_storage_example.py"
     words = ("--role", "server", "--name", "one", "--port", "0", "--fileprefix", tmp_path / "file")
-    assert "nixlNotFoundError: no backend of this agent takes FILE_SEG" in run(example, *words, code=1)
+    assert "No storage backends available, exiting" in run(example, *words, code=255)
