@@ -98,11 +98,13 @@ nightly-wheel:
 slowest:
 	@python3 .ci/slowest $(if $(FILES),--files) build/durations
 
-# The drop-in's names, parameters and numbers beside those of NIXL's own wheel, which is looked at and never used.
+# The drop-in's names, parameters and numbers beside those of NIXL's own wheel, which is looked at and never used; and what
+# public programs take from NIXL, in both.
 NIXL = build/nixl-wheel
 test-nixl: install $(NIXL)/.installed
 	@PYTHONPATH=$(NIXL) $(PY) -c "import nixl_cu12._api"
-	@PYTHONPATH=$(NIXL) $(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/connectors/nixl/test_surface.py $(ARGS)
+	@PYTHONPATH=$(NIXL) $(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/connectors/nixl/test_surface.py \
+	    tests/connectors/nixl/test_public_code.py $(ARGS)
 
 $(NIXL)/.installed: benchmarks/peers/requirements.txt
 	@rm -rf $(NIXL)

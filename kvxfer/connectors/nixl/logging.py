@@ -12,6 +12,8 @@ import threading
 from kvxfer.connectors.nixl.settings import with_file
 from kvxfer.errors import ConfigError
 
+__all__ = ["get_logger", "setup_logging"]
+
 _LEVELS = {
     "TRACE": logging.DEBUG,
     "DEBUG": logging.DEBUG,

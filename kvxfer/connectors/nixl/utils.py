@@ -7,6 +7,8 @@ import ctypes
 
 from kvxfer.connectors.nixl.errors import nixlInvalidParamError, nixlMismatchError
 
+__all__ = ["ba_buf", "free_passthru", "malloc_passthru", "verify_transfer"]
+
 ALIGNMENT = 4096
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.aligned_alloc.restype = ctypes.c_void_p
