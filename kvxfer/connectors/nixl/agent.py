@@ -47,8 +47,9 @@ from kvxfer.connectors.nixl.errors import (
     translated,
 )
 from kvxfer.connectors.nixl.exchange import Exchange
+from kvxfer.connectors.nixl.prepared import DList, pair, prepare
 from kvxfer.connectors.nixl.requests import (
-    DList,
+    EmptyRequest,
     LoopRequest,
     RemoteRequest,
     Request,
@@ -57,8 +58,6 @@ from kvxfer.connectors.nixl.requests import (
 )
 from kvxfer.connectors.nixl.settings import Settings, with_file
 from kvxfer.connectors.nixl.telemetry import Event, Ring, ring_for
-from kvxfer.errors import InvalidArgument
-from kvxfer.transport.descriptors import Descriptors
 from kvxfer.transport.plan import Op
 
 SUCCESS = nixl_status_t.NIXL_SUCCESS
@@ -349,8 +348,8 @@ class nixlAgent:
         if descs.getType() is not nixl_mem_t.DRAM_SEG:
             return missing
         try:
-            remote.peer.table.resolve(Descriptors(descs.rows), remote.peer)
-        except InvalidArgument:
+            prepare(self._endpoint.link.poster, remote_name, remote, descs.rows)
+        except nixlNotFoundError:
             return missing
         return SUCCESS
 
@@ -380,35 +379,39 @@ class nixlAgent:
     def _prepare(self, agent: str, rows: Any) -> DList:
         link = self._endpoint.link
         remote = None if agent in (NIXL_INIT_AGENT, self._endpoint.name) else link.remotes.get(agent)
-        if len(rows) == 0:
-            raise nixlNotFoundError("an empty list of descriptors is found nowhere")
-        try:
-            prepared = link.poster.prepare(Descriptors(rows), peer=None if remote is None else remote.peer)
-        except InvalidArgument as error:
-            whose = "registered here" if remote is None else f"in the metadata of agent {agent!r}"
-            raise nixlNotFoundError(f"not all of this is {whose}: {error}") from error
-        return DList(agent, prepared, remote, rows)
+        return prepare(link.poster, agent, remote, rows, link.registry.empties)
 
     def _request(
         self, op: Op, local: DList, ours: Any, remote: DList, theirs: Any, message: bytes, backend: int
     ) -> int:
         on_end = None if self._events is None else functools.partial(self._events.add_end, op is Op.WRITE)
+        endpoint = self._endpoint
+        picked = pair(local, ours, remote, theirs)
         if remote.remote is None:
-            mine = local.pieces(np.arange(local.prepared.count, dtype=np.uint32) if ours is None else ours)
-            other = remote.pieces(np.arange(remote.prepared.count, dtype=np.uint32) if theirs is None else theirs)
-            source, destination = (other, mine) if op is Op.READ else (mine, other)
-            name, inbox, poster = self._endpoint.name, self._endpoint.inbox, self._endpoint.link.poster
-            regions = local.prepared.regions | remote.prepared.regions
+            name, inbox, poster = endpoint.name, endpoint.inbox, endpoint.link.poster
+            regions = local.regions | remote.regions
 
             def check() -> None:
                 if not regions <= {record.region_id for record in poster.records()}:
                     raise nixlNotAllowedError("memory of this transfer was deregistered after it was made")
 
-            loop = LoopRequest(source, destination, message, backend, lambda text: inbox.put(name, text), check, on_end)
-            return self._keep(loop)
+            def deliver(text: bytes) -> None:
+                inbox.put(name, text)
+
+            if picked is None:
+                return self._keep(EmptyRequest(message, backend, deliver, check, on_end))
+            mine, other = local.pieces(picked[0]), remote.pieces(picked[1])
+            source, destination = (other, mine) if op is Op.READ else (mine, other)
+            return self._keep(LoopRequest(source, destination, message, backend, deliver, check, on_end))
+        if picked is None:
+            tell = functools.partial(endpoint.notify, remote.agent_name)
+            endpoint.link.wrap(message)  # a message that is too long is told of now
+            return self._keep(EmptyRequest(message, backend, tell, remote.check_alive, on_end))
+        assert local.prepared is not None
+        assert remote.prepared is not None
         with translated():
-            plan = self._endpoint.link.poster.plan(op, local.prepared, ours, remote.prepared, theirs)
-        return self._keep(RemoteRequest(self._endpoint, remote.remote, plan, message, backend, on_end))
+            plan = endpoint.link.poster.plan(op, local.prepared, picked[0], remote.prepared, picked[1])
+        return self._keep(RemoteRequest(endpoint, remote.remote, plan, message, backend, on_end))
 
     @_counted
     def _post(self, request: Request, message: bytes) -> None:

@@ -34,7 +34,7 @@ from kvxfer.connectors.nixl.remotes import Remotes
 from kvxfer.connectors.nixl.settings import Settings
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.posts import Poster
-from kvxfer.types import AgentRef, Incarnation
+from kvxfer.types import AgentRef, Incarnation, RegionRecord
 
 HOT_LOOP_S = 50e-6
 """A poll that finds nothing so soon after another one is a loop: the processor is offered to whoever moves the
@@ -122,14 +122,16 @@ class Endpoint:
         """All of it. Raises nixlInvalidParamError where nothing could be reached."""
         if self._link is None:
             raise nixlInvalidParamError(f"agent {self.name!r} has no backend that reaches other agents")
-        return encode_metadata(self._describe(self._link.poster.records(), is_whole=True, has_connection=True))
+        records, empties = self._link.poster.records(), self._link.registry.empties
+        return encode_metadata(self._describe(records, empties, is_whole=True, has_connection=True))
 
     def partial_metadata(self, descs: nixlRegDList, *, has_connection: bool) -> bytes:
         """Of these rows, with or without how to reach us; an empty list means only that."""
         link = self.link
         records = () if descs.isEmpty() else link.registry.records(descs)
+        empties = frozenset(descs.rows[descs.rows[:, 1] == 0, 0].tolist())
         return encode_metadata(
-            self._describe(records, is_whole=False, has_connection=has_connection or descs.isEmpty())
+            self._describe(records, empties, is_whole=False, has_connection=has_connection or descs.isEmpty())
         )
 
     def load(self, blob: bytes, name: str | None = None) -> str:
@@ -183,9 +185,9 @@ class Endpoint:
         state = "closed" if self._is_closed else repr(self._link.transport) if self._link is not None else "not open"
         return f"<Endpoint {self.name} {state}>"
 
-    def _describe(self, records: tuple[object, ...], *, is_whole: bool, has_connection: bool) -> AgentMetadata:
+    def _describe(
+        self, records: tuple[RegionRecord, ...], empties: frozenset[int], *, is_whole: bool, has_connection: bool
+    ) -> AgentMetadata:
         link = self.link
-        metadata = AgentMetadata(self.name, link.ref, records, is_whole)  # type: ignore[arg-type]
-        if not has_connection:
-            return metadata
-        return AgentMetadata(self.name, link.ref, metadata.records, is_whole, link.transport.address, link.capability)
+        address, capability = (link.transport.address, link.capability) if has_connection else (None, b"")
+        return AgentMetadata(self.name, link.ref, records, is_whole, address, capability, empties)

@@ -50,6 +50,8 @@ class AgentMetadata:
     """Whether ``records`` are all there are; otherwise they are added to what is known."""
     address: DataAddress | None = None
     capability: bytes = dataclasses.field(default=b"", repr=False)
+    empties: frozenset[int] = frozenset()
+    """Where rows of no bytes are registered."""
 
     @property
     def has_connection(self) -> bool:
@@ -72,6 +74,7 @@ def encode_metadata(metadata: AgentMetadata) -> bytes:
         "boot_nonce": incarnation.boot_nonce.hex(),
         "whole": metadata.is_whole,
         "regions": [_from_record(record) for record in metadata.records],
+        "empties": sorted(metadata.empties),
         "connection": None,
     }
     if metadata.address is not None:
@@ -142,12 +145,16 @@ def _read(values: Any) -> AgentMetadata:
     if not isinstance(regions, list) or len(regions) > REGIONS_MAX:
         raise ValueError("too many regions")
     records = tuple(_read_record(region) for region in regions)
+    places = values.get("empties", [])
+    if not isinstance(places, list) or len(places) > REGIONS_MAX:
+        raise ValueError("too many empty regions")
+    empties = frozenset(_number(place) for place in places)
     is_whole = values["whole"]
     if not isinstance(is_whole, bool):
         raise TypeError("whole must be true or false")
     connection = values["connection"]
     if connection is None:
-        return AgentMetadata(name, ref, records, is_whole)
+        return AgentMetadata(name, ref, records, is_whole, empties=empties)
     texts = [connection[key] for key in ("tcp_host", "unix_path", "host_id")]
     if not all(isinstance(text, str) and len(text.encode()) <= NAME_BYTES_MAX and "\0" not in text for text in texts):
         raise TypeError("a host or path is no text")
@@ -160,7 +167,7 @@ def _read(values: Any) -> AgentMetadata:
     if len(capability) != 32:
         raise ValueError("a capability has 32 bytes")
     return AgentMetadata(
-        name, ref, records, is_whole, DataAddress(texts[0], port, texts[1], texts[2], lanes), capability
+        name, ref, records, is_whole, DataAddress(texts[0], port, texts[1], texts[2], lanes), capability, empties
     )
 
 

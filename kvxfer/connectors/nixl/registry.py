@@ -28,27 +28,36 @@ class Registry:
     def __init__(self, poster: Poster) -> None:
         self._poster = poster
         self._lock = threading.RLock()
-        self._held: dict[Key, list[Registration]] = {}
+        self._held: dict[Key, list[Registration | None]] = {}
+        """``None``: a row of no bytes, which no peer reads or writes."""
+        self.empties: frozenset[int] = frozenset()
+        """Where rows of no bytes are registered."""
 
     def register(self, descs: nixlRegDList) -> None:
-        """All rows, or none. Raises nixlInvalidParamError for an empty list or row."""
+        """All rows, or none. A row of no bytes may lie anywhere. Raises nixlInvalidParamError for an empty list, or
+        bytes at 0."""
         if descs.isEmpty():
             raise nixlInvalidParamError("a list to register must not be empty")
-        done: list[tuple[Key, Registration]] = []
+        done: list[tuple[Key, Registration | None]] = []
         with self._lock:
             try:
                 for place, (address, length, _) in enumerate(descs.rows.tolist()):
-                    if length == 0 or address == 0:
+                    if length == 0:
+                        done.append(((address, length), None))
+                        continue
+                    if address == 0:
                         raise nixlInvalidParamError(f"descriptor {place} is no memory: {length} bytes at {address:#x}")
                     with translated():
                         region = Region(address, length, descs.owners or None)
                         done.append(((address, length), self._poster.register(region)))
             except BaseException:
                 for _, registration in done:
-                    self._poster.deregister(registration)
+                    if registration is not None:
+                        self._poster.deregister(registration)
                 raise
             for key, registration in done:
                 self._held.setdefault(key, []).append(registration)
+            self._find_empties(descs)
 
     def deregister(self, descs: nixlRegDList) -> None:
         """Once this returns no peer reads or writes these rows.
@@ -61,26 +70,32 @@ class Registry:
             wanted = self._find(descs)
             for key, registration in wanted:
                 try:
-                    self._take_back(registration)
+                    if registration is not None:
+                        self._take_back(registration)
                 except KvxferError as error:
                     failure = failure or translate(error)
                     continue
                 self._held[key].remove(registration)
                 if not self._held[key]:
                     del self._held[key]
+            self._find_empties(descs)
         if failure is not None:
             raise failure
 
     def records(self, descs: nixlRegDList) -> tuple[RegionRecord, ...]:
         """Of these rows. Raises nixlNotFoundError."""
         with self._lock:
-            return tuple(registration.record for _, registration in self._find(descs))
+            return tuple(found.record for _, found in self._find(descs) if found is not None)
+
+    def _find_empties(self, changed: nixlRegDList) -> None:
+        if not changed.rows[:, 1].all():
+            self.empties = frozenset(address for address, length in self._held if length == 0)
 
     def __repr__(self) -> str:
         return f"<Registry of {sum(map(len, self._held.values()))} rows>"
 
-    def _find(self, descs: nixlRegDList) -> list[tuple[Key, Registration]]:
-        left: dict[Key, list[Registration]] = {}
+    def _find(self, descs: nixlRegDList) -> list[tuple[Key, Registration | None]]:
+        left: dict[Key, list[Registration | None]] = {}
         found = []
         for place, (address, length, _) in enumerate(descs.rows.tolist()):
             key = (address, length)

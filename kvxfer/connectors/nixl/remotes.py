@@ -34,6 +34,7 @@ class Remote:
         self.is_gone = False
         self.speed = Calibration(is_same_host=address.host_id == ours.host_id)
         self.peer = RemotePeer(metadata.ref, address, newest(metadata.records))
+        self.empties = metadata.empties
 
     def update(self, metadata: AgentMetadata) -> None:
         """Raises nixlNotAllowedError for the metadata of another life, or of this one elsewhere."""
@@ -49,6 +50,7 @@ class Remote:
         records = metadata.records if metadata.is_whole else (*self.peer.table.records, *metadata.records)
         unique = {record.region_id: record for record in records}
         self.peer = RemotePeer(self.ref, self.address, newest(unique.values()))
+        self.empties = metadata.empties if metadata.is_whole else self.empties | metadata.empties
 
     def estimate_s(self, lane: Lane | None, nbytes: int) -> float | None:
         """How long so many bytes took so far; None where nothing was moved yet. ``lane`` None: of the one used most."""

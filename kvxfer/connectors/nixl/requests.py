@@ -30,7 +30,6 @@ from kvxfer.connectors.nixl.errors import (
 from kvxfer.connectors.nixl.remotes import Remote
 from kvxfer.errors import PeerGone
 from kvxfer.transport.base import as_blocks
-from kvxfer.transport.descriptors import Prepared
 from kvxfer.transport.plan import Plan
 from kvxfer.transport.post import Post
 from kvxfer.types import Lane
@@ -54,35 +53,6 @@ class nixlXferTelemetry:
 
 
 OnEnd: TypeAlias = Callable[[nixlXferTelemetry | nixlError], None]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class DList:
-    """A prepared list: of our own memory (``agent_name`` empty), or of a remote's, or of ours as a remote's."""
-
-    agent_name: str
-    prepared: Prepared
-    remote: Remote | None
-    rows: npt.NDArray[np.uint64]
-
-    def check_alive(self) -> None:
-        """Raises nixlNotFoundError where its remote was removed since."""
-        if self.remote is not None and self.remote.is_gone:
-            raise nixlNotFoundError(
-                f"agent {self.agent_name!r} was removed since this list was prepared: prepare it again"
-            )
-
-    def pieces(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-        """(address, length) of the descriptors ``ids``, shape [n, 2]."""
-        rows = self.rows
-        if rows.shape[1] == 5:
-            counts = rows[:, 3].astype(np.int64)
-            row = np.repeat(np.arange(len(rows)), counts)
-            step = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-            rows = np.stack((rows[row, 0] + step.astype(np.uint64) * rows[row, 4], rows[row, 1]), axis=1)
-        if int(ids.max()) >= len(rows):
-            raise nixlInvalidParamError(f"index {int(ids.max())} is outside a list of {len(rows)} descriptors")
-        return rows[ids, :2]
 
 
 class Request(Protocol):
@@ -265,6 +235,51 @@ class LoopRequest:
 
     def estimate_us(self) -> int | None:
         return None if self._telemetry is None else self._telemetry.xferDuration
+
+
+class EmptyRequest:
+    """Of no bytes at all: over when :meth:`post` returns; its message is told as that of any other."""
+
+    def __init__(
+        self,
+        message: bytes,
+        backend: int,
+        deliver: Callable[[bytes], None],
+        check: Callable[[], None],
+        on_end: OnEnd | None = None,
+    ) -> None:
+        """``deliver`` and ``check`` raise what posting a request to that agent raises."""
+        self.backend = backend
+        self._message = message
+        self._deliver = deliver
+        self._check = check
+        self._on_end = on_end
+        self._telemetry: nixlXferTelemetry | None = None
+
+    def post(self, message: bytes) -> None:
+        self._check()
+        self._message = message or self._message
+        if self._message:
+            self._deliver(self._message)
+        self._telemetry = nixlXferTelemetry(time.monotonic_ns() // 1000, 1, 1)
+        if self._on_end is not None:
+            self._on_end(self._telemetry)
+
+    def status(self) -> nixl_status_t:
+        if self._telemetry is None:
+            raise nixlNotPostedError("the transfer was not posted")
+        return SUCCESS
+
+    def release(self) -> None:
+        pass
+
+    def telemetry(self) -> nixlXferTelemetry:
+        self.status()
+        assert self._telemetry is not None
+        return self._telemetry
+
+    def estimate_us(self) -> int | None:
+        return None
 
 
 def as_indices(indices: object) -> npt.NDArray[np.uint32]:
