@@ -32,6 +32,8 @@ def check_checks(name: str, value: str) -> None:
 
 STRIPES_MAX = 64
 COPY_THREADS_MAX = 64
+NOTIFICATION_BYTES_MAX = (16 << 20) + 8192
+"""The core's own bound: 16 MiB, and what a connector puts around them."""
 
 
 def check_copy_threads(name: str, value: int) -> None:
@@ -142,6 +144,9 @@ class AgentConfig:
     notifications_max: int = 1024
     """Unacknowledged notifications to one peer."""
     notification_bytes_max: int = 65536
+    """At most NOTIFICATION_BYTES_MAX."""
+    notification_queue_bytes_max: int = 64 << 20
+    """Of notifications that wait for one peer, and of those that posts to it under way will tell."""
     refusals_max: int = 64
     """A session whose peer asked so often for what is not its own ends. 1, for who serves strangers: the first refusal
     ends it. One stale descriptor of an honest peer then interrupts all that its process has under way here, which goes
@@ -155,9 +160,15 @@ class AgentConfig:
             "grants_max",
             "transfers_max",
             "notifications_max",
-            "notification_bytes_max",
         ):
             check_positive(name, getattr(self, name), maximum=1 << 24)
+        check_positive("notification_bytes_max", self.notification_bytes_max, maximum=NOTIFICATION_BYTES_MAX)
+        check_positive("notification_queue_bytes_max", self.notification_queue_bytes_max, maximum=1 << 32)
+        if self.notification_queue_bytes_max < self.notification_bytes_max:
+            raise ConfigError(
+                f"notification_queue_bytes_max {self.notification_queue_bytes_max} must be at least "
+                f"notification_bytes_max {self.notification_bytes_max}"
+            )
         if not 1 <= self.refusals_max <= 1 << 24:
             raise ConfigError(f"refusals_max must be 1 to {1 << 24}, not {self.refusals_max!r}")
         if self.grant_ttl_s > self.grant_life_max_s:

@@ -117,6 +117,8 @@ class NotifKind(enum.Enum):
 
     ACK = 2
 
+    PART = 3
+
 class PingKind(enum.Enum):
     ASK = 1
 
@@ -503,7 +505,7 @@ class Cancel:
     def attempt(self) -> int: ...
 
 class Notif:
-    def __init__(self, kind: NotifKind, seq: int, oldest: int, payload: bytes) -> None: ...
+    def __init__(self, kind: NotifKind, seq: int, oldest: int, payload: bytes, begin: int = 0, total: int = 0) -> None: ...
 
     @property
     def kind(self) -> NotifKind: ...
@@ -513,6 +515,12 @@ class Notif:
 
     @property
     def oldest(self) -> int: ...
+
+    @property
+    def begin(self) -> int: ...
+
+    @property
+    def total(self) -> int: ...
 
     @property
     def payload(self) -> bytes: ...
@@ -964,6 +972,18 @@ class EndpointLimits:
 
     @notification_bytes_max.setter
     def notification_bytes_max(self, arg: int, /) -> None: ...
+
+    @property
+    def notification_queue_bytes_max(self) -> int: ...
+
+    @notification_queue_bytes_max.setter
+    def notification_queue_bytes_max(self, arg: int, /) -> None: ...
+
+    @property
+    def notification_piece_bytes(self) -> int: ...
+
+    @notification_piece_bytes.setter
+    def notification_piece_bytes(self, arg: int, /) -> None: ...
 
     @property
     def handshake_ns(self) -> int: ...
@@ -1590,6 +1610,11 @@ class Core:
     def notify(self, to: AgentRef, payload: bytes) -> int:
         """
         Returns the notification's number, which NotifDelivered or NotifFailed will name.
+        """
+
+    def hold_notifications(self, bytes: int) -> None:
+        """
+        How much of the notifications that were taken waits for somebody else: peers are told of it as of those that wait here.
         """
 
     def counts(self) -> EndpointCounts: ...

@@ -144,9 +144,13 @@ void bind_frames(nb::module_& m) {
       .def("__init__", [](Cancel* f, TransferId id, uint32_t attempt) { new (f) Cancel{id, attempt}; }, nb::arg("id"), nb::arg("attempt"))
       .def_ro("id", &Cancel::id).def_ro("attempt", &Cancel::attempt);
   nb::class_<Notif>(m, "Notif")
-      .def("__init__", [](Notif* f, NotifKind kind, uint64_t seq, uint64_t oldest, nb::bytes payload) { new (f) Notif{kind, seq, oldest, std::string(view(payload))}; },
-           nb::arg("kind"), nb::arg("seq"), nb::arg("oldest"), nb::arg("payload"))
+      .def("__init__",
+           [](Notif* f, NotifKind kind, uint64_t seq, uint64_t oldest, nb::bytes payload, uint32_t begin, uint32_t total) {
+             new (f) Notif{kind, seq, oldest, std::string(view(payload)), begin, total};
+           },
+           nb::arg("kind"), nb::arg("seq"), nb::arg("oldest"), nb::arg("payload"), nb::arg("begin") = 0, nb::arg("total") = 0)
       .def_ro("kind", &Notif::kind).def_ro("seq", &Notif::seq).def_ro("oldest", &Notif::oldest)
+      .def_ro("begin", &Notif::begin).def_ro("total", &Notif::total)
       .def_prop_ro("payload", [](const Notif& f) { return to_bytes(f.payload); });
   nb::class_<Ping>(m, "Ping")
       .def("__init__", [](Ping* f, PingKind kind, uint64_t token) { new (f) Ping{kind, token}; }, nb::arg("kind"), nb::arg("token"))

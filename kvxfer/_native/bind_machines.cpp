@@ -63,7 +63,7 @@ void bind_values(nb::module_& m) {
       .value("FAIL", PushEvent::Fail)
       .value("CANCEL", PushEvent::Cancel);
   nb::enum_<HelloStep>(m, "HelloStep").value("DIAL", HelloStep::Dial).value("ACCEPT", HelloStep::Accept).value("PROVE", HelloStep::Prove);
-  nb::enum_<NotifKind>(m, "NotifKind").value("DELIVER", NotifKind::Deliver).value("ACK", NotifKind::Ack);
+  nb::enum_<NotifKind>(m, "NotifKind").value("DELIVER", NotifKind::Deliver).value("ACK", NotifKind::Ack).value("PART", NotifKind::Part);
   nb::enum_<PingKind>(m, "PingKind").value("ASK", PingKind::Ask).value("ANSWER", PingKind::Answer);
   nb::enum_<Code> code(m, "Code");
   for (uint16_t i = 0; i < kCodeCount; ++i) code.value(name(static_cast<Code>(i)), static_cast<Code>(i));
@@ -163,6 +163,8 @@ void bind_tables(nb::module_& m) {
       .def_rw("finished_max", &EndpointLimits::finished_max).def_rw("sessions_max", &EndpointLimits::sessions_max)
       .def_rw("refusals_max", &EndpointLimits::refusals_max)
       .def_rw("notifications_max", &EndpointLimits::notifications_max).def_rw("notification_bytes_max", &EndpointLimits::notification_bytes_max)
+      .def_rw("notification_queue_bytes_max", &EndpointLimits::notification_queue_bytes_max)
+      .def_rw("notification_piece_bytes", &EndpointLimits::notification_piece_bytes)
       .def_rw("handshake_ns", &EndpointLimits::handshake_ns).def_rw("stripes", &EndpointLimits::stripes)
       .def_rw("lanes", &EndpointLimits::lanes, "What this agent reads by and serves: bit `1 << lane` each.");
   nb::class_<GrantCounts>(m, "GrantCounts").def_ro("alive", &GrantCounts::alive).def_ro("waiting_pulls", &GrantCounts::waiting_pulls)

@@ -460,6 +460,7 @@ def limits_from(config: AgentConfig, lanes: Sequence[Lane]) -> _core.EndpointLim
     limits.lanes = sum(1 << int(LANES[lane].value) for lane in set(lanes))
     limits.notifications_max = config.notifications_max
     limits.notification_bytes_max = config.notification_bytes_max
+    limits.notification_queue_bytes_max = config.notification_queue_bytes_max
     limits.refusals_max = config.refusals_max
     return limits
 

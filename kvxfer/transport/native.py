@@ -330,6 +330,11 @@ class NativeTransport:
     def notify(self, to: AgentRef, payload: bytes) -> int:
         return self.core.notify(write_ref(to), payload)
 
+    def hold_notifications(self, nbytes: int) -> None:
+        """How many bytes of the notifications that were taken still wait for the program: they count as not taken, so
+        that peers are not listened to without bound."""
+        self.core.hold_notifications(nbytes)
+
     def counts(self) -> TransportCounts:
         return counts_from(self.core.counts())
 

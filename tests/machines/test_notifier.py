@@ -148,23 +148,216 @@ def test_bounds() -> None:
         a.notify(pair.refs["b"], b"1", pair.now)
 
 
+def test_bytes_that_wait_for_one_peer_are_bounded_and_named() -> None:
+    limits = _core.EndpointLimits()
+    limits.notification_bytes_max, limits.notification_queue_bytes_max = 1000, 3000
+    pair = Pair(limits)
+    a = pair.ends["a"]
+    pair.reachable = False
+    for _ in range(2):
+        pair.do("a", a.notify(pair.refs["b"], bytes(1000), pair.now)[1])
+    with pytest.raises(LimitExceeded, match=r"notification_queue_bytes_max \(3000\) is reached by what waits for b"):
+        a.notify(pair.refs["b"], bytes(1000), pair.now)
+    pair.reachable = True
+    pair.advance(3 * S)
+    assert len(pair.take("b", _core.NotifReceived)) == 2
+    a.notify(pair.refs["b"], bytes(1000), pair.now)
+
+
+PIECE = 8
+WINDOW = 16 * PIECE
+BYTES_MAX = (16 << 20) + 8192
+
+
+def parted() -> Pair:
+    """A pair that sends more than PIECE bytes in parts."""
+    limits = _core.EndpointLimits()
+    limits.notification_piece_bytes, limits.notification_bytes_max = PIECE, BYTES_MAX
+    return Pair(limits)
+
+
+def post(pair: Pair, payload: bytes) -> None:
+    pair.do("a", pair.ends["a"].notify(pair.refs["b"], payload, pair.now)[1])
+
+
+def received(pair: Pair) -> list[bytes]:
+    return [effect.payload for effect in pair.take("b", _core.NotifReceived)]
+
+
+def parts_on(pair: Pair) -> list[_core.Notif]:
+    return [f for _, _, f in pair.wire if isinstance(f, _core.Notif) and f.kind == _core.NotifKind.PART]
+
+
+def session_up(pair: Pair, name: str) -> int:
+    return next(session for owner, session in pair.peer_session if owner == name)
+
+
+def test_a_long_one_comes_whole_and_in_order() -> None:
+    pair = parted()
+    messages = [b"first", bytes(range(256)) * 3, b"", b"x" * PIECE, b"y" * (PIECE + 1), b"last"]
+    for message in messages:
+        post(pair, message)
+    pair.advance(3 * S)
+    assert received(pair) == messages
+    assert [e.seq for e in pair.take("a", _core.NotifDelivered)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_no_more_than_a_window_is_under_way() -> None:
+    pair = parted()
+    post(pair, b"up")
+    pair.pump()
+    for _ in range(3):
+        post(pair, bytes(10 * WINDOW))
+    assert sum(len(part.payload) for part in parts_on(pair)) == WINDOW
+    pair.pump()
+    assert [len(payload) for payload in received(pair)] == [2, *[10 * WINDOW] * 3]
+
+
+@pytest.mark.parametrize("lost", [0, 3, 15])
+def test_a_part_that_was_lost_comes_again(lost: int) -> None:
+    pair = parted()
+    post(pair, b"up")
+    pair.pump()
+    message = bytes(i % 251 for i in range(5 * WINDOW))
+    seen = 0
+
+    def fate(frame: object) -> int:
+        nonlocal seen
+        if isinstance(frame, _core.Notif) and frame.kind == _core.NotifKind.PART:
+            seen += 1
+            return int(seen != lost + 1)
+        return 1
+
+    post(pair, message)
+    pair.pump(fate)
+    assert received(pair) == [b"up"]
+    pair.advance(3 * S)
+    assert received(pair) == [message]
+
+
+def test_a_new_session_goes_on_behind_what_came() -> None:
+    pair = parted()
+    post(pair, b"up")
+    pair.pump()
+    message = bytes(i % 251 for i in range(20 * PIECE))
+    post(pair, message)
+    arrived = 0
+
+    def fate(frame: object) -> int:
+        nonlocal arrived
+        is_part = isinstance(frame, _core.Notif) and frame.kind == _core.NotifKind.PART
+        arrived += is_part
+        return int(not is_part or arrived <= 10)
+
+    pair.pump(fate)
+    pair.cut_all()
+    post(pair, b"after")
+    sent: list[int] = []
+
+    def look(frame: object) -> int:
+        if isinstance(frame, _core.Notif) and frame.kind == _core.NotifKind.PART:
+            sent.append(frame.begin)
+        return 1
+
+    pair.advance(3 * S, look)
+    assert received(pair) == [b"up", message, b"after"]
+    assert min(sent) == 10 * PIECE
+
+
+def test_parts_that_claim_too_much_end_the_session() -> None:
+    limits = _core.EndpointLimits()
+    limits.notification_bytes_max = 64
+    pair = Pair(limits)
+    post(pair, b"up")
+    pair.pump()
+    b, session = pair.ends["b"], session_up(pair, "b")
+    b.on_frame(session, _core.Notif(_core.NotifKind.PART, 2, 1, b"x", 0, 64), pair.now)
+    assert b.counts().sessions_up == 1
+    b.on_frame(session, _core.Notif(_core.NotifKind.PART, 2, 1, b"x", 0, 65), pair.now)
+    assert b.counts().sessions_up == 0
+
+
+def test_parts_of_all_peers_are_bounded_and_the_stalest_makes_room() -> None:
+    """What a peer left lying keeps others out for a moment only; what comes for it then is asked for anew."""
+    limits = _core.EndpointLimits()
+    limits.notification_bytes_max = BYTES_MAX
+    here = _core.AgentRef("host", 1, b"h" * 16)
+    host = _core.Endpoint(here, limits)
+    now, piece, total = 10 * MS, bytes(256 * 1024), 16 << 20
+    sessions = []
+    for number in range(5):
+        there = _core.AgentRef(f"guest-{number}", 1, bytes([number] * 16))
+        guest = _core.Endpoint(there, limits)
+        kind = _core.SessionKind.MEMORY
+        guest.set_peer(here, KEY, kind)
+        host.set_peer(there, KEY, kind)
+        mine, effects = guest.dialed(here, kind, b"1" * 32, now)
+        session, others = host.accepted(kind, b"2" * 32, now)
+        for _ in range(3):
+            effects, others = (
+                [e for o in others if isinstance(o, _core.SendFrame) for e in guest.on_frame(mine, o.frame, now)],
+                [e for o in effects if isinstance(o, _core.SendFrame) for e in host.on_frame(session, o.frame, now)],
+            )
+        sessions.append(session)
+    assert host.counts().sessions_up == 5
+
+    def part(session: int, begin: int, at: int) -> int:
+        frame = _core.Notif(_core.NotifKind.PART, 1, 1, piece, begin, total)
+        (ack,) = [e.frame for e in host.on_frame(session, frame, at) if isinstance(e, _core.SendFrame)]
+        return int(ack.begin)
+
+    taken = [0] * 5
+    for number, session in enumerate(sessions):
+        for begin in range(0, total - len(piece), len(piece)):
+            taken[number] = part(session, begin, now + number)
+    assert taken[:4] == [total - len(piece)] * 4
+    assert sum(taken) == 64 << 20, "no more is kept"
+    assert part(sessions[4], taken[4], now + S) == taken[4], "nobody is stale yet"
+    assert part(sessions[4], taken[4], now + 3 * S) == taken[4] + len(piece)
+    assert part(sessions[0], taken[0], now + 3 * S) == 0, "this one made room"
+
+
+def test_parts_out_of_place_are_not_kept() -> None:
+    """Each is answered with how much there is, and only what follows that is taken."""
+    pair = parted()
+    post(pair, b"up")
+    pair.pump()
+    received(pair)
+    b, session = pair.ends["b"], session_up(pair, "b")
+    kind = _core.NotifKind
+    for part, there in (
+        (_core.Notif(kind.PART, 2, 2, b"cd", 2, 6), 0),
+        (_core.Notif(kind.PART, 2, 2, b"ab", 0, 6), 2),
+        (_core.Notif(kind.PART, 2, 2, b"ab", 0, 6), 2),
+        (_core.Notif(kind.PART, 3, 2, b"zz", 0, 4), 2),
+        (_core.Notif(kind.PART, 2, 2, b"ef", 4, 6), 2),
+        (_core.Notif(kind.PART, 2, 2, b"cd", 2, 6), 4),
+        (_core.Notif(kind.PART, 2, 2, b"ef", 4, 6), 0),
+    ):
+        effects = b.on_frame(session, part, pair.now)
+        (ack,) = [e.frame for e in effects if isinstance(e, _core.SendFrame)]
+        assert (ack.kind, ack.begin) == (kind.ACK, there)
+        pair.told["b"] += [e for e in effects if isinstance(e, _core.NotifReceived)]
+    assert received(pair) == [b"abcdef"]
+
+
 class NotifierMachine(RuleBasedStateMachine):
-    """Both sides post; frames are lost and doubled, connections break, either side takes the other for dead and finds
-    it back.
+    """Both sides post, some of it in parts; frames are lost and doubled, connections break, either side takes the other
+    for dead and finds it back.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.pair = Pair()
+        self.pair = parted()
         self.sent: dict[str, dict[int, bytes]] = {"a": {}, "b": {}}
         self.last = {"a": 0, "b": 0}
         self.settled: dict[str, dict[int, str]] = {"a": {}, "b": {}}
         self.count = 0
 
-    @rule(name=st.sampled_from("ab"))
-    def notify(self, name: str) -> None:
+    @rule(name=st.sampled_from("ab"), length=st.sampled_from([0, 0, PIECE, 3 * PIECE, 2 * WINDOW]))
+    def notify(self, name: str, length: int) -> None:
         self.count += 1
-        payload = self.count.to_bytes(2, "big")
+        payload = self.count.to_bytes(2, "big") + bytes(i % 251 for i in range(length))
         seq, effects = self.pair.ends[name].notify(self.pair.refs[self.pair.other(name)], payload, self.pair.now)
         assert seq not in self.sent[name]
         self.sent[name][seq] = payload

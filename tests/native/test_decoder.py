@@ -58,7 +58,17 @@ frames = st.one_of(
     st.builds(native.Renew, ids, u32, u32),
     st.builds(native.Revoke, ids, codes),
     st.builds(native.Cancel, ids, u32),
-    st.builds(native.Notif, st.sampled_from(list(native.NotifKind)), u64, u64, st.binary(max_size=300)),
+    st.builds(native.Notif, st.just(native.NotifKind.DELIVER), u64, u64, st.binary(max_size=300)),
+    st.builds(native.Notif, st.just(native.NotifKind.ACK), u64, u64, st.binary(max_size=300), u32),
+    st.builds(
+        native.Notif,
+        st.just(native.NotifKind.PART),
+        u64,
+        u64,
+        st.binary(min_size=1, max_size=300),
+        st.integers(0, 1 << 23),
+        st.integers((1 << 23) + 300, 1 << 24),
+    ),
     st.builds(native.Ping, st.sampled_from(list(native.PingKind)), u64),
     st.builds(native.ErrorFrame, ids, u32, codes, st.binary(max_size=512)),
     st.builds(native.Map, u32, u64, u32, triples, lanes, u64, st.binary(max_size=100)),
@@ -235,3 +245,12 @@ def test_hashes_at_the_edges(size: int) -> None:
     message = random.Random(size).randbytes(size)
     assert native.sha256(message) == hashlib.sha256(message).digest()
     assert native.hmac_sha256(message, message) == hmac.new(message, message, "sha256").digest()
+
+
+@pytest.mark.parametrize(
+    ("payload", "begin", "total"),
+    [(b"", 0, 1), (b"xy", 0, 1), (b"x", 2, 2), (b"x", 3, 2), (b"x", 0xFFFFFFFF, 4), (b"x", 0, (16 << 20) + 8193)],
+)
+def test_a_part_beyond_the_end_of_its_notification_is_refused(payload: bytes, begin: int, total: int) -> None:
+    with pytest.raises(ProtocolViolation, match="notification"):
+        decode(native.encode(native.Notif(native.NotifKind.PART, 1, 1, payload, begin, total)), [])

@@ -160,8 +160,11 @@ void Connection::on_up(const AgentRef& peer) {
 // What it would tell an owner who takes nothing at the moment. A push that is known brings nothing that was not let in.
 bool Connection::refuses(const Frame& frame) {
   const char* const why = "the owner takes no notifications at the moment";
-  if (const auto* notif = std::get_if<Notif>(&frame); notif != nullptr && !shared_.can_take_notification(notif->payload.size())) {
-    throw Error(Code::overloaded, why);
+  if (const auto* notif = std::get_if<Notif>(&frame); notif != nullptr && notif->kind != NotifKind::Ack) {
+    if (!is_up_ || shared_.can_take_notification(std::max<size_t>(notif->payload.size(), notif->total))) return false;
+    // Not answered, so it comes again; what else is under way in this session goes on.
+    shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects&) { endpoint.heard(session, now); });
+    return true;
   }
   const auto* push = std::get_if<Push>(&frame);
   if (push == nullptr || !push->has_notification || !is_up_ || shared_.can_take_notification(push->notification.size())) return false;

@@ -20,6 +20,9 @@ EndpointLimits checked(EndpointLimits limits) {
   if (limits.notification_bytes_max > kNotificationMax) {
     throw Error(Code::invalid_argument, "notification_bytes_max is at most " + std::to_string(kNotificationMax));
   }
+  if (limits.notification_queue_bytes_max < limits.notification_bytes_max) {
+    throw Error(Code::invalid_argument, "notification_queue_bytes_max is at least notification_bytes_max");
+  }
   if (limits.handshake_ns <= 0 || limits.transfers.stall_ns <= 0) throw Error(Code::invalid_argument, "handshake_ns and stall_ns must be above 0");
   return limits;
 }

@@ -266,7 +266,7 @@ void IoThread::perform(Effect& effect) {
     Connection* connection = find(e->session);
     if (connection == nullptr) return;
     connection->outbox().push(e->frame);
-    const size_t queued_max = kQueuedFrameBytesMax + limits_.notifications_max * limits_.notification_bytes_max;
+    const size_t queued_max = kQueuedFrameBytesMax + std::min(limits_.notifications_max * limits_.notification_bytes_max, limits_.notification_queue_bytes_max);
     if (connection->outbox().frame_bytes() > queued_max) {
       lose(by_session_.at(e->session), Error(Code::overloaded, "the peer asks faster than it listens"));
     }

@@ -131,6 +131,8 @@ class SharedEndpoint {
   // Where it failed: that it is over, the last that is told. Nothing is read or written any more.
   void tell_failure();
   bool can_take_notification(size_t bytes) const;
+  // What its owner took and holds for somebody who did not take it yet: that counts as not taken.
+  void hold_notifications(size_t bytes) { held_notification_bytes_ = bytes; }
   // More waits to be performed than a peer should be able to ask for before something of it is.
   bool is_backed_up() const;
   std::shared_ptr<const Pool> pool(uint32_t id) const;
@@ -203,6 +205,7 @@ class SharedEndpoint {
   std::deque<Effect> effects_;
   std::vector<Withdrawn> withdrawn_;
   std::atomic<bool> has_withdrawn_{false};
+  std::atomic<size_t> held_notification_bytes_{0};
   OwnerQueue events_;
   std::atomic<bool> has_events_{false}, has_news_{false}, owes_signal_{false}, keeps_memory_{false}, is_quiet_{false};
   size_t removing_ = 0;  // threads that wait for reads to end

@@ -123,7 +123,17 @@ class FrameMaker {
         const TransferId of = id(in);
         return Cancel{of, attempt(in, of)};
       }
-      case 12: return Notif{static_cast<NotifKind>(1 + in.below(2)), in.any(), in.any(), in.some_bytes()};
+      case 12: {
+        Notif notif{static_cast<NotifKind>(1 + in.below(2)), in.any(), in.any(), in.some_bytes()};
+        if (notif.kind != NotifKind::Ack && !notif.payload.empty() && in.flag()) {
+          notif.kind = NotifKind::Part;
+          notif.begin = static_cast<uint32_t>(in.below(64));
+          notif.total = static_cast<uint32_t>(notif.begin + notif.payload.size() + in.below(64));
+        } else if (notif.kind == NotifKind::Ack && in.flag()) {
+          notif.begin = static_cast<uint32_t>(in.below(64));
+        }
+        return notif;
+      }
       case 13: return Ping{static_cast<PingKind>(1 + in.below(2)), in.any()};
       case 14: {
         ErrorFrame error{in.below(8) == 0 ? TransferId{} : id(in), 0, code(in), in.bytes(in.below(40))};

@@ -136,7 +136,7 @@ Frame read_body(uint8_t kind, Reader& r) {
       f.wants_sums = r.flag();
       f.deadline_ms = r.number<uint32_t>();
       f.has_notification = r.flag();
-      f.notification = r.text(f.has_notification ? kNotificationMax : 0, "notification is too long");
+      f.notification = r.text(f.has_notification ? kNotifPieceMax : 0, "notification is too long");
       f.from = r.list();
       f.to = r.list();
       f.turn = r.turn();
@@ -212,10 +212,16 @@ Frame read_body(uint8_t kind, Reader& r) {
     }
     case 12: {
       Notif f;
-      f.kind = r.choice<NotifKind>(2, "unknown notification kind");
+      f.kind = r.choice<NotifKind>(3, "unknown notification kind");
       f.seq = r.number<uint64_t>();
       f.oldest = r.number<uint64_t>();
-      f.payload = r.text(kNotificationMax, "notification is too long");
+      f.payload = r.text(kNotifPieceMax, "notification is too long");
+      if (f.kind != NotifKind::Deliver) f.begin = r.number<uint32_t>();
+      if (f.kind != NotifKind::Part) return f;
+      f.total = r.number<uint32_t>();
+      if (f.payload.empty() || f.total > kNotificationMax || f.begin > f.total || f.payload.size() > f.total - f.begin) {
+        Reader::fail("part of a notification beyond its end");
+      }
       return f;
     }
     case 13: {

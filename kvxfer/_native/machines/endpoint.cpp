@@ -285,13 +285,17 @@ void Endpoint::finish(const Post& post, Nanos now, Effects& out) {
     finished_.erase(finished_order_.front());
     finished_order_.pop_front();
   }
-  if (transfer == nullptr) return stop_reader(*const_cast<Post&>(post).as_push(), now, out);
+  if (transfer == nullptr) {
+    const PushPost& push = *const_cast<Post&>(post).as_push();
+    stop_reader(push, now, out);
+    return notify_ended(post, push.own_notification(), now, out);
+  }
   if (const auto session = sessions_.find(post.session()); session != sessions_.end()) {
     session->second.last_words.add(last_word(id, now));  // it said so itself
   } else {
     say_last(post.peer(), last_word(id, now), now, out);
   }
-  if (post.state() == TransferState::Committed) notify_committed(*transfer, now, out);
+  notify_ended(post, transfer->spec().notification, now, out);
 }
 
 bool Endpoint::is_peer(const AgentRef& peer, const Post& post) const {

@@ -37,6 +37,8 @@ struct EndpointLimits {
   size_t refusals_max = 64;  // of what one session's peer asked for: it ends with the last of them
   size_t notifications_max = 1024;
   size_t notification_bytes_max = 65536;
+  size_t notification_queue_bytes_max = 64 << 20;  // that wait for one peer, those of posts under way among them
+  size_t notification_piece_bytes = kNotifPieceMax;  // what goes in one frame
   Nanos handshake_ns = 1'500 * kMillisecond;
   uint32_t lanes = ~0u;  // that this agent reads by and serves: bit 1 << lane each
   size_t stripes = 1;  // connections to one peer that its transfers may be spread over (stream, unix)
@@ -82,7 +84,7 @@ struct EndpointCounts {
 class Endpoint {
  public:
   Endpoint(AgentRef self, EndpointLimits limits) : self_(std::move(self)), limits_(limits), grants_(limits.grants),
-      notifier_(limits.notifications_max, limits.notification_bytes_max), offers_(limits.transfers_max, kOfferBytesMax) {}
+      notifier_(limits.notifications_max, limits.notification_bytes_max, limits.notification_queue_bytes_max, limits.notification_piece_bytes), offers_(limits.transfers_max, kOfferBytesMax) {}
   Endpoint(const Endpoint&) = delete;  // grants and transfers point into its pools
   Endpoint& operator=(const Endpoint&) = delete;
 
@@ -254,7 +256,7 @@ class Endpoint {
   void remember(const TransferId& id, const AgentRef& share, EndedOffer ended);
   std::optional<Error> refusal_of(Lane lane, SessionId session) const;
   bool may_read(SessionId session, const AgentRef& peer, const TransferId& id) const;
-  void notify_committed(const Transfer& transfer, Nanos now, Effects& out);
+  void notify_ended(const Post& post, const std::optional<std::string>& notification, Nanos now, Effects& out);
   PushPost* push_of(const AgentRef& peer, const TransferId& id);
 
   // posts

@@ -7,6 +7,7 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kPushOverhead = 1024;  // of a PUSH beside its lists and its notification
+constexpr size_t kPushNotificationMax = 192 * 1024;
 constexpr const char* kOtherKind = "that lane does not run on this kind of session";
 
 // What a peer is told of an error that its own frame caused here.
@@ -60,12 +61,11 @@ void Endpoint::drop_unserved(std::vector<Lane>& lanes) const {
 void Endpoint::check_post(const PostSpec& spec) const {
   check_room(spec.id, spec.peer);
   check_alike(spec.local, spec.remote);
-  const size_t notification = spec.notification ? spec.notification->size() : 0;
-  if (notification > limits_.notification_bytes_max) {
+  if (spec.notification && spec.notification->size() > limits_.notification_bytes_max) {
     throw Error(Code::invalid_argument, "notification is over notification_bytes_max (" + std::to_string(limits_.notification_bytes_max) + ")");
   }
-  if (wire_bytes(spec.local) + wire_bytes(spec.remote) + notification + kPushOverhead > kBodyMax) {
-    throw Error(Code::limit_exceeded, "the lists of this post and its notification do not fit one frame: split it");
+  if (wire_bytes(spec.local) + wire_bytes(spec.remote) + kPushOverhead > kBodyMax) {
+    throw Error(Code::limit_exceeded, "the lists of this post do not fit one frame: split it");
   }
 }
 
@@ -82,16 +82,28 @@ void Endpoint::fetch(PostSpec spec, Nanos now, Effects& out) {
   transfer.wants_sums = spec.wants_sums;
   transfer.remote = std::move(spec.remote);
   transfer.notification = std::move(spec.notification);
-  post(std::make_unique<Transfer>(std::move(transfer), limits_.transfers, std::move(hold), now), now, out);
+  const AgentRef peer = transfer.source;
+  const bool is_told = transfer.notification.has_value();
+  const size_t bytes = is_told ? transfer.notification->size() : 0;
+  auto fetch = std::make_unique<Transfer>(std::move(transfer), limits_.transfers, std::move(hold), now);
+  if (is_told) notifier_.promise(peer, bytes);
+  post(std::move(fetch), now, out);
 }
 
 void Endpoint::push(PostSpec spec, Nanos now, Effects& out) {
   check_post(spec);
   drop_unserved(spec.lanes);
   auto hold = std::make_unique<PiecesHold>(regions_, spec.local, RegionUse::Own, false);
+  const size_t lists = wire_bytes(spec.local) + wire_bytes(spec.remote);
+  const size_t bytes = spec.notification ? spec.notification->size() : 0;
+  const bool is_own = bytes > kPushNotificationMax || (bytes != 0 && lists + bytes + kPushOverhead > kBodyMax);
+  const AgentRef peer = spec.peer;
   PushSpec push{{spec.id, std::move(spec.peer), std::move(spec.lanes), spec.deadline, false}, std::move(spec.local), std::move(spec.remote),
-                spec.wants_sums, std::move(spec.notification)};
-  post(std::make_unique<PushPost>(std::move(push), limits_.transfers, grants_, std::move(hold), now), now, out);
+                spec.wants_sums, std::nullopt, std::nullopt};
+  (is_own ? push.own_notification : push.notification) = std::move(spec.notification);
+  auto pushed = std::make_unique<PushPost>(std::move(push), limits_.transfers, grants_, std::move(hold), now);
+  if (is_own) notifier_.promise(peer, bytes);
+  post(std::move(pushed), now, out);
 }
 
 // --- a peer reads ---
@@ -320,13 +332,16 @@ void Endpoint::stop_reader(const PushPost& push, Nanos now, Effects& out) {
   if (!is_said) say_last(push.peer(), word, now, out);
 }
 
-// A fetch says that it is done by a notification of its own; one that cannot be posted is told as failed, under number 0.
-void Endpoint::notify_committed(const Transfer& transfer, Nanos now, Effects& out) {
-  if (!transfer.spec().notification) return;
+// A fetch says that it is done by a notification of its own, and so does a push whose notification is too long to go with it; one that
+// cannot be posted is told as failed, under number 0.
+void Endpoint::notify_ended(const Post& post, const std::optional<std::string>& notification, Nanos now, Effects& out) {
+  if (!notification) return;
+  notifier_.take_promise_back(post.peer(), notification->size());
+  if (post.state() != TransferState::Committed) return;
   try {
-    notify(transfer.peer(), *transfer.spec().notification, now, out);
+    notify(post.peer(), *notification, now, out);
   } catch (const Error& error) {
-    out.push_back(NotifFailed{transfer.peer(), 0, error.code()});
+    out.push_back(NotifFailed{post.peer(), 0, error.code()});
   }
 }
 

@@ -89,7 +89,7 @@ struct BodyWriter {
     w.flag(f.wants_sums);
     w.number(f.deadline_ms);
     w.flag(f.has_notification);
-    w.text(f.notification, f.has_notification ? kNotificationMax : 0, "notification");
+    w.text(f.notification, f.has_notification ? kNotifPieceMax : 0, "notification");
     w.list(f.from);
     w.list(f.to);
     w.number(f.turn);
@@ -157,7 +157,9 @@ struct BodyWriter {
     w.number(static_cast<uint8_t>(f.kind));
     w.number(f.seq);
     w.number(f.oldest);
-    w.text(f.payload, kNotificationMax, "notification");
+    w.text(f.payload, kNotifPieceMax, "notification");
+    if (f.kind != NotifKind::Deliver) w.number(f.begin);
+    if (f.kind == NotifKind::Part) w.number(f.total);
   }
   void operator()(const Ping& f) {
     w.number(static_cast<uint8_t>(f.kind));

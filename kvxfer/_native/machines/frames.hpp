@@ -6,7 +6,8 @@
 // reads past its input, and allocates no more than the body it was given. After the first error a decoder stays broken:
 // there is no way to find the next frame in a stream that went wrong.
 //
-// Version history. 1: first. 2: registered regions (FETCH, PUSH, DONE), checksums, MAP for every one-sided lane, lent payloads.
+// Version history. 1: first. 2: registered regions (FETCH, PUSH, DONE), checksums, MAP for every one-sided lane, lent payloads,
+// notifications in parts.
 #pragma once
 
 #include <optional>
@@ -25,7 +26,8 @@ constexpr size_t kHeaderBytes = 8;
 constexpr size_t kBodyMax = 1024 * 1024;
 constexpr size_t kTextMax = 512;             // an ERROR's explanation
 constexpr size_t kAgentIdMax = 64;
-constexpr size_t kNotificationMax = 256 * 1024;
+constexpr size_t kNotifPieceMax = 256 * 1024;                // of a notification in one frame
+constexpr size_t kNotificationMax = 16 * 1024 * 1024 + 8192;  // of all its parts: 16 MiB, and what its owner puts around them
 constexpr size_t kIdsMax = 65536;            // block ids in one READY
 constexpr size_t kSegmentsMax = 4096;        // segments in one MAP
 constexpr size_t kMapKeyMax = 16 * 1024;     // what a lane needs beside addresses in one MAP
@@ -151,12 +153,16 @@ struct Cancel {
   TransferId id;
   uint32_t attempt = 0;
 };
-enum class NotifKind : uint8_t { Deliver = 1, Ack = 2 };
+// A notification of more than kNotifPieceMax comes in parts, in order. An Ack says up to which number all are delivered, and how
+// much of the next one came.
+enum class NotifKind : uint8_t { Deliver = 1, Ack = 2, Part = 3 };
 // `oldest`: the lowest number that the sender still holds; those before it are settled. Zero in an Ack.
 struct Notif {
   NotifKind kind = NotifKind::Deliver;
   uint64_t seq = 0, oldest = 0;
   std::string payload;
+  uint32_t begin = 0;  // of a Part: where it lies; of an Ack: how much of number `seq` + 1 is there
+  uint32_t total = 0;  // of a Part: the bytes of all
 };
 enum class PingKind : uint8_t { Ask = 1, Answer = 2 };
 struct Ping {

@@ -8,18 +8,42 @@ namespace {
 
 constexpr size_t kDeadMax = 4096;
 constexpr uint64_t kSeqMax = uint64_t{1} << 62;
+constexpr size_t kEachBytes = 64;           // what one weighs beside its payload
+constexpr size_t kWindowPieces = 16;        // sent to one peer, and not heard of yet
+constexpr size_t kPartsBytesMax = 64 << 20;  // of notifications that are not whole yet, of all peers
+constexpr Nanos kPartPatience = 2000 * kMillisecond;  // one of which nothing came for so long makes room
+
+size_t weight_of(const std::string& payload) { return payload.size() + kEachBytes; }
 
 }  // namespace
 
-uint64_t Notifier::post(const AgentRef& to, std::string payload, Nanos now) {
-  if (payload.size() > bytes_max_) throw Error(Code::invalid_argument, "notification is over notification_bytes_max (" + std::to_string(bytes_max_) + ")");
-  Peer& box = alive(to);
+void Notifier::check_room(const Peer& box, const AgentRef& to, size_t bytes) const {
+  if (bytes > bytes_max_) throw Error(Code::invalid_argument, "notification is over notification_bytes_max (" + std::to_string(bytes_max_) + ")");
   if (box.pending.size() >= pending_max_) {
     throw Error(Code::limit_exceeded, "notifications_max (" + std::to_string(pending_max_) + ") wait for " + to.agent_id);
   }
+  if (box.queued + box.promised + bytes + kEachBytes > queue_bytes_max_ && box.queued + box.promised != 0) {
+    throw Error(Code::limit_exceeded, "notification_queue_bytes_max (" + std::to_string(queue_bytes_max_) + ") is reached by what waits for " + to.agent_id);
+  }
+}
+
+uint64_t Notifier::post(const AgentRef& to, std::string payload, Nanos now) {
+  Peer& box = alive(to);
+  check_room(box, to, payload.size());
   if (box.pending.empty()) box.sent_at = now;
+  box.queued += weight_of(payload);
   box.pending.emplace_back(box.next_seq, std::move(payload));
   return box.next_seq++;
+}
+
+void Notifier::promise(const AgentRef& to, size_t bytes) {
+  Peer& box = alive(to);
+  check_room(box, to, bytes);
+  box.promised += bytes + kEachBytes;
+}
+
+void Notifier::take_promise_back(const AgentRef& to, size_t bytes) {
+  if (const auto found = peers_.find(to); found != peers_.end()) found->second.promised -= std::min(found->second.promised, bytes + kEachBytes);
 }
 
 bool Notifier::has_pending(const AgentRef& to) const {
@@ -30,11 +54,35 @@ bool Notifier::has_pending(const AgentRef& to) const {
 void Notifier::flush(const AgentRef& to, SessionId session, bool is_again, Nanos now, Effects& out) {
   const auto found = peers_.find(to);
   if (found == peers_.end()) return;
-  Peer& box = found->second;
-  for (const auto& [seq, payload] : box.pending) {
-    if (!is_again && seq < box.unsent_seq) continue;
-    out.push_back(SendFrame{session, Notif{NotifKind::Deliver, seq, box.pending.front().first, payload}});
-    box.unsent_seq = std::max(box.unsent_seq, seq + 1);
+  if (is_again && !found->second.pending.empty()) send_from(found->second, found->second.taken);
+  send(found->second, session, now, out);
+}
+
+// From there in the oldest pending on, again.
+void Notifier::send_from(Peer& box, size_t taken) {
+  box.unsent_seq = box.pending.front().first;
+  box.unsent_at = box.sent = box.taken = taken;
+}
+
+void Notifier::send(Peer& box, SessionId session, Nanos now, Effects& out) const {
+  if (box.pending.empty()) return;
+  const uint64_t oldest = box.pending.front().first;
+  while (box.unsent_seq < box.next_seq && box.sent - std::min(box.sent, box.taken) < kWindowPieces * piece_bytes_) {
+    const auto& [seq, payload] = box.pending[box.unsent_seq - oldest];
+    const size_t left = payload.size() - box.unsent_at, piece = std::min(left, piece_bytes_);
+    if (payload.size() <= piece_bytes_) {
+      out.push_back(SendFrame{session, Notif{NotifKind::Deliver, seq, oldest, payload}});
+    } else {
+      out.push_back(SendFrame{session, Notif{NotifKind::Part, seq, oldest, payload.substr(box.unsent_at, piece), static_cast<uint32_t>(box.unsent_at),
+                                             static_cast<uint32_t>(payload.size())}});
+    }
+    box.sent += piece;
+    box.unsent_at += piece;
+    if (piece == left) {
+      box.sent += kEachBytes;
+      box.unsent_at = 0;
+      ++box.unsent_seq;
+    }
     box.sent_at = now;
   }
 }
@@ -43,30 +91,99 @@ void Notifier::on_notif(SessionId session, const AgentRef& from, const Notif& no
   if (notif.kind == NotifKind::Ack) {
     const auto found = peers_.find(from);
     if (found == peers_.end()) return;
-    Peer& box = found->second;
-    if (notif.seq >= box.next_seq) return skip_to(box, from, notif.seq, out);
-    while (!box.pending.empty() && box.pending.front().first <= notif.seq) {
-      out.push_back(NotifDelivered{from, box.pending.front().first});
-      box.pending.pop_front();
-      box.sent_at = now;
-    }
-    return;
+    if (notif.seq >= found->second.next_seq) return skip_to(found->second, from, notif.seq, out);
+    on_ack(found->second, from, notif, now, out);
+    return send(found->second, session, now, out);
   }
-  uint64_t& last = alive(from).delivered;
+  Peer& box = alive(from);
+  uint64_t& last = box.delivered;
   if (notif.oldest <= notif.seq && notif.oldest > last + 1) last = notif.oldest - 1;
   if (notif.seq == last + 1) {
-    last = notif.seq;
-    out.push_back(NotifReceived{from, notif.seq, notif.payload});
+    if (notif.kind == NotifKind::Part) {
+      on_part(box, from, notif, now, out);
+    } else {
+      last = notif.seq;
+      out.push_back(NotifReceived{from, notif.seq, notif.payload});
+    }
   }
-  out.push_back(SendFrame{session, Notif{NotifKind::Ack, last, 0, {}}});
+  if (box.part_seq <= last) drop_part(box);
+  out.push_back(SendFrame{session, Notif{NotifKind::Ack, last, 0, {}, static_cast<uint32_t>(box.part_seq == last + 1 ? box.part.size() : 0)}});
+}
+
+void Notifier::on_ack(Peer& box, const AgentRef& from, const Notif& ack, Nanos now, Effects& out) {
+  while (!box.pending.empty() && box.pending.front().first <= ack.seq) {
+    const auto& [seq, payload] = box.pending.front();
+    const size_t weight = weight_of(payload);
+    box.queued -= weight;
+    box.taken = 0;
+    if (seq < box.unsent_seq) {
+      box.sent -= weight;
+    } else {  // it has it from before
+      box.sent = box.unsent_at = 0;
+      box.unsent_seq = seq + 1;
+    }
+    out.push_back(NotifDelivered{from, seq});
+    box.pending.pop_front();
+    box.sent_at = now;
+  }
+  if (box.pending.empty() || box.pending.front().first != ack.seq + 1 || ack.begin >= box.pending.front().second.size()) return;
+  box.sent_at = now;
+  if (ack.begin < box.taken || (box.unsent_seq == ack.seq + 1 && box.unsent_at < ack.begin)) {
+    send_from(box, ack.begin);  // it gave up what it had, or has it from before
+  }
+  box.taken = ack.begin;
+}
+
+void Notifier::on_part(Peer& box, const AgentRef& from, const Notif& part, Nanos now, Effects& out) {
+  if (part.total > bytes_max_) throw Error(Code::protocol, "a notification of more bytes than this agent takes");
+  if (part.begin == 0 && (box.part_seq != part.seq || box.part_total != part.total)) {
+    drop_part(box);
+    box.part_seq = part.seq;
+    box.part_total = part.total;
+  }
+  if (box.part_seq != part.seq || box.part_total != part.total || box.part.size() != part.begin) return;
+  if (!make_room(part.payload.size(), now)) return;
+  if (box.part_seq != part.seq) return;  // it was this one that made room
+  box.part_at = now;
+  box.part += part.payload;
+  parts_bytes_ += part.payload.size();
+  if (box.part.size() != box.part_total) return;
+  parts_bytes_ -= box.part.size();
+  box.delivered = part.seq;
+  out.push_back(NotifReceived{from, part.seq, std::exchange(box.part, {})});
+}
+
+// Whoever lets a notification lie in parts keeps no other's out.
+bool Notifier::make_room(size_t bytes, Nanos now) {
+  while (parts_bytes_ + bytes > kPartsBytesMax) {
+    Peer* stalest = nullptr;
+    for (auto& [_, box] : peers_) {
+      if (!box.part.empty() && (stalest == nullptr || box.part_at < stalest->part_at)) stalest = &box;
+    }
+    if (stalest == nullptr || now - stalest->part_at < kPartPatience) return false;
+    drop_part(*stalest);
+  }
+  return true;
+}
+
+void Notifier::drop_part(Peer& box) {
+  parts_bytes_ -= box.part.size();
+  std::string().swap(box.part);
+  box.part_seq = box.part_total = 0;
+}
+
+void Notifier::drop_pending(Peer& box, const AgentRef& peer, Code code, Effects& out) {
+  for (const auto& [seq, _] : box.pending) out.push_back(NotifFailed{peer, seq, code});
+  box.pending.clear();
+  box.queued = box.sent = box.taken = box.unsent_at = 0;
 }
 
 void Notifier::peer_dead(const AgentRef& peer, Effects& out) {
   const auto found = peers_.find(peer);
   if (found == peers_.end()) return;
   Peer& box = found->second;
-  for (const auto& [seq, _] : box.pending) out.push_back(NotifFailed{peer, seq, Code::peer_gone});
-  box.pending.clear();
+  drop_pending(box, peer, Code::peer_gone, out);
+  drop_part(box);
   box.unsent_seq = box.next_seq;
   dead_.erase(box.death);
   dead_.emplace(box.death = ++deaths_, peer);
@@ -78,8 +195,7 @@ void Notifier::peer_dead(const AgentRef& peer, Effects& out) {
 // It has taken more from us than we know of: our numbers for it were forgotten, and what went out since was dropped for old.
 void Notifier::skip_to(Peer& box, const AgentRef& peer, uint64_t last, Effects& out) {
   if (last > kSeqMax) throw Error(Code::protocol, "an acknowledgement of a number that no notification has");
-  for (const auto& [seq, _] : box.pending) out.push_back(NotifFailed{peer, seq, Code::transport});
-  box.pending.clear();
+  drop_pending(box, peer, Code::transport, out);
   box.unsent_seq = box.next_seq = last + 1;
 }
 

@@ -37,7 +37,8 @@ struct PushSpec {
   Post::Way way;
   PieceList local, remote;
   bool wants_sums = false;
-  std::optional<std::string> notification;
+  std::optional<std::string> notification;      // goes with what is asked for
+  std::optional<std::string> own_notification;  // too long for that: it goes when the destination said that it committed
 };
 
 class PushPost final : public Post {
@@ -56,6 +57,7 @@ class PushPost final : public Post {
     progressed();
   }
   bool leans_on(uint32_t region) const;
+  const std::optional<std::string>& own_notification() const { return spec_.own_notification; }
   // It is over, and the destination was neither told nor said so itself.
   bool may_be_read() const { return asked_ != 0 && !is_told_ && state_ != TransferState::Committed; }
 

@@ -18,6 +18,7 @@ from kvxfer.connectors.nixl.errors import (
     nixlBackendError,
     nixlInvalidParamError,
     nixlMismatchError,
+    nixlNotAllowedError,
     nixlNotFoundError,
     translated,
 )
@@ -57,6 +58,7 @@ class Link:
                 binding.close()
                 raise
             self.transport.set_guest_key(self.capability)
+            inbox.on_held = self.transport.hold_notifications
             self.poster = Poster(self.transport, config=config, on_event=inbox.take_event)
             self.registry = Registry(self.poster)
             self.remotes = Remotes(name, self.transport)
@@ -104,6 +106,7 @@ class Endpoint:
         with self._lock:
             link, self._link, self._is_closed = self._link, None, True
         if link is not None:
+            self.inbox.on_held = lambda nbytes: None
             link.transport.close()
 
     def poll(self) -> None:
@@ -171,8 +174,11 @@ class Endpoint:
             self.inbox.put(name, message)
             return
         remote = link.remotes.get(name)
-        with translated():
-            link.transport.notify(remote.ref, payload)
+        try:
+            with translated():
+                link.transport.notify(remote.ref, payload)
+        except nixlNotAllowedError as error:
+            raise nixlNotAllowedError(f"agent {name!r}: {error}") from error
 
     def connect(self, name: str) -> None:
         """Have a session opened, before there is anything to say."""

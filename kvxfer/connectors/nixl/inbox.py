@@ -15,11 +15,15 @@ from collections.abc import Callable
 from kvxfer._native import _core
 from kvxfer.connectors.nixl.errors import nixlInvalidParamError
 from kvxfer.connectors.nixl.metadata import wire_id
-from kvxfer.connectors.nixl.settings import ENVELOPE_BYTES_MAX, NOTIFICATION_BYTES_MAX
+from kvxfer.connectors.nixl.settings import MESSAGE_BYTES_MAX
 from kvxfer.transport.base import Event
 
 HELLO = b"\0"
 log = logging.getLogger("nixl.kvxfer")
+
+
+EACH_BYTES = 64
+"""What a message weighs beside its own bytes."""
 
 
 class Inbox:
@@ -28,6 +32,9 @@ class Inbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: list[tuple[str, bytes]] = []
+        self._nbytes = 0
+        self.on_held: Callable[[int], None] = lambda nbytes: None
+        """Told how much waits whenever that changes."""
 
     def take_event(self, event: Event) -> None:
         """One event of the transport that belongs to no post."""
@@ -45,12 +52,15 @@ class Inbox:
     def put(self, sender: str, message: bytes) -> None:
         with self._lock:
             self._waiting.append((sender, message))
+            self._nbytes += len(message) + EACH_BYTES
+            self.on_held(self._nbytes)
 
     def take(self, into: dict[str, list[bytes]]) -> dict[str, list[bytes]]:
         """Move all that waits to the end of the lists of ``into``, which is returned."""
         if self._waiting:
             with self._lock:
-                waiting, self._waiting = self._waiting, []
+                waiting, self._waiting, self._nbytes = self._waiting, [], 0
+                self.on_held(0)
             for sender, message in waiting:
                 into.setdefault(sender, []).append(message)
         return into
@@ -62,9 +72,8 @@ def envelope_for(name: str) -> Callable[[bytes], bytes]:
     head = b"\1" if wire_id(name) == name else b"\2" + len(text).to_bytes(2, "little") + text
 
     def wrap(message: bytes) -> bytes:
-        if len(message) > NOTIFICATION_BYTES_MAX - ENVELOPE_BYTES_MAX:
-            limit = NOTIFICATION_BYTES_MAX - ENVELOPE_BYTES_MAX
-            raise nixlInvalidParamError(f"a notification of {len(message)} bytes is longer than {limit}")
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise nixlInvalidParamError(f"a notification of {len(message)} bytes is longer than {MESSAGE_BYTES_MAX}")
         return head + message
 
     return wrap

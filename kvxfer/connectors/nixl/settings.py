@@ -31,9 +31,11 @@ from kvxfer.errors import ConfigError
 FILE = "/etc/nixl.cfg"
 TRUE = frozenset({"y", "yes", "on", "1", "true", "enable", "enabled"})
 FALSE = frozenset({"n", "no", "off", "0", "false", "disable", "disabled"})
-NOTIFICATION_BYTES_MAX = 192 * 1024
-"""With its envelope; one frame must carry it beside two full lists of ranges."""
+MESSAGE_BYTES_MAX = 16 << 20
+"""Of one notification."""
 ENVELOPE_BYTES_MAX = 2048
+QUEUE_BYTES_MAX = 256 << 20
+"""Of notifications that wait for one agent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,8 @@ class Settings:
             stripes=self.stripes,
             copy_threads=self.copy_threads,
             notifications_max=65536,
-            notification_bytes_max=NOTIFICATION_BYTES_MAX,
+            notification_bytes_max=MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX,
+            notification_queue_bytes_max=QUEUE_BYTES_MAX,
         )
 
 

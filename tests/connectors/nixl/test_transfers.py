@@ -319,7 +319,7 @@ def test_notifications(joined: Any) -> None:
     one.send_notif("initiator", b"to myself")
     assert one.get_new_notifs() == {"initiator": [b"to myself"]}
     with pytest.raises(nixlInvalidParamError):
-        one.send_notif("target", bytes(1 << 20))
+        one.send_notif("target", bytes((16 << 20) + 1))
 
 
 def test_many_notifications_come_in_order(joined: Any) -> None:
