@@ -1100,6 +1100,8 @@ class GrantTable:
 
     def end(self, id: bytes, event: GrantEvent, now_ns: int) -> tuple[GrantState, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
 
+    def bind(self, id: bytes, reader: str, now_ns: int) -> str: ...
+
     def state(self, id: bytes, now_ns: int) -> GrantState | None: ...
 
     def on_pull(self, session: int, peer: AgentRef, pull: Pull, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
@@ -1174,6 +1176,8 @@ class Endpoint:
     def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int, sums: Sequence[int] = []) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def end_grant(self, id: bytes, event: GrantEvent, now_ns: int) -> tuple[GrantState, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
+
+    def bind_grant(self, id: bytes, reader: str, now_ns: int) -> str: ...
 
     def grant_state(self, id: bytes, now_ns: int) -> GrantState | None: ...
 
@@ -1585,6 +1589,12 @@ class Core:
     def end_grant(self, id: bytes, event: GrantEvent) -> GrantState:
         """
         `event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten.
+        """
+
+    def bind_grant(self, id: bytes, reader: str) -> str:
+        """
+        Let only the agent `reader` read it from now on (empty: leave it open), unless another was named, or came first. Returns which
+        agent alone may read it; empty: none yet, or none ever.
         """
 
     def grant_state(self, id: bytes) -> GrantState | None: ...

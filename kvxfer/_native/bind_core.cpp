@@ -385,6 +385,13 @@ void bind_core_class(nb::module_& m) {
              return without_gil([&] { return self.core().shared().end_grant(id, event); });
            },
            nb::arg("id"), nb::arg("event"), "`event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten.")
+      .def("bind_grant",
+           [](PyCore& self, const TransferId& id, const std::string& reader) {
+             return self.act([&](Endpoint& e, Nanos now, Effects&) { return e.bind_grant(id, reader, now); });
+           },
+           nb::arg("id"), nb::arg("reader"),
+           "Let only the agent `reader` read it from now on (empty: leave it open), unless another was named, or came first. Returns which\n"
+           "agent alone may read it; empty: none yet, or none ever.")
       .def("grant_state",
            [](PyCore& self, const TransferId& id) {
              return without_gil([&] { return self.core().shared().look([&](const Endpoint& e) { return e.grant_state(id, monotonic_now()); }); });

@@ -199,6 +199,7 @@ void bind_tables(nb::module_& m) {
       .def("end",
            [](GrantTable& t, TransferId id, GrantEvent event, Nanos now_ns) { return effects_of([&](Effects& out) { return t.end(id, event, now_ns, out); }); },
            nb::arg("id"), nb::arg("event"), nb::arg("now_ns"))
+      .def("bind", &GrantTable::bind, nb::arg("id"), nb::arg("reader"), nb::arg("now_ns"))
       .def("state", &GrantTable::state, nb::arg("id"), nb::arg("now_ns"))
       .def("on_pull",
            [](GrantTable& t, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now_ns) {
@@ -287,6 +288,7 @@ void bind_endpoint(nb::module_& m) {
              return effects_of([&](Effects& out) { return e.end_grant(id, event, now_ns, out); });
            },
            nb::arg("id"), nb::arg("event"), nb::arg("now_ns"))
+      .def("bind_grant", &Endpoint::bind_grant, nb::arg("id"), nb::arg("reader"), nb::arg("now_ns"))
       .def("grant_state", &Endpoint::grant_state, nb::arg("id"), nb::arg("now_ns"))
       .def("is_granted", &Endpoint::is_granted, nb::arg("id"), nb::arg("serial"), nb::arg("now_ns"))
       .def("pull",

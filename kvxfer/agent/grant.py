@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 from kvxfer.errors import KvxferError
 from kvxfer.transport.base import Transport
-from kvxfer.types import GrantState, TransferId
+from kvxfer.types import GrantState, TransferId, check_agent_id
 
 
 class Grant:
     """Made by :meth:`Agent.grant`.
 
     The promise: blocks announced by :meth:`ready` stay as they are until the grant has ended, and its owner frees or
-    overwrites blocks only after :attr:`state` left ALIVE. :meth:`ready`, :meth:`revoke`, :meth:`release`, :attr:`state`
-    and :meth:`on_ended` may be used from any thread.
+    overwrites blocks only after :attr:`state` left ALIVE. :meth:`ready`, :meth:`bind`, :attr:`bound`,
+    :meth:`revoke`, :meth:`release`, :attr:`state` and :meth:`on_ended` may be used from any thread.
     """
 
     def __init__(
@@ -64,6 +64,24 @@ class Grant:
         more than granted.
         """
         self._transport.ready(self._transfer_id, blocks, layers=layers, complete=complete)
+
+    def bind(self, reader: str) -> str | None:
+        """Let only the agent ``reader`` read from now on, unless another was named, or came first.
+
+        Returns the agent that may read, also once the grant has ended; ``None`` where it ended before any came.
+        """
+        return self._bind(check_agent_id(reader))
+
+    @property
+    def bound(self) -> str | None:
+        """The agent that alone may read, named or the first that came; ``None`` as long as any may."""
+        return self._bind("")
+
+    def _bind(self, reader: str) -> str | None:
+        try:
+            return self._transport.bind_grant(self._transfer_id, reader) or None
+        except KvxferError:  # long forgotten, or the transport is gone
+            return None
 
     def revoke(self, reason: str = "") -> GrantState:
         """Take the promise back. Once this returns the blocks may be overwritten: what was read of them meanwhile will

@@ -284,6 +284,12 @@ class Transport(Protocol):
         """End a grant that nobody needs any more; otherwise as :meth:`revoke_grant`."""
         ...
 
+    def bind_grant(self, transfer_id: TransferId, reader: str) -> str:
+        """Let only the agent ``reader`` read it from now on (empty: leave it open), unless another was named, or came
+        first. Returns the agent that alone may read it; empty: none yet, or none ever. Raises GrantUnknown.
+        """
+        ...
+
     def grant_state(self, transfer_id: TransferId) -> GrantState | None:
         """The state judged now, or ``None`` for an id that was never granted here or is long forgotten."""
         ...

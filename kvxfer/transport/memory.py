@@ -217,6 +217,10 @@ class MemoryTransport:
     def release_grant(self, transfer_id: TransferId) -> GrantState:
         return self._end_grant(transfer_id, _core.GrantEvent.RELEASE)
 
+    def bind_grant(self, transfer_id: TransferId, reader: str) -> str:
+        with self._open() as endpoint:
+            return endpoint.bind_grant(transfer_id.raw, reader, self._network.now_ns)
+
     def grant_state(self, transfer_id: TransferId) -> GrantState | None:
         with self._open() as endpoint:
             state = endpoint.grant_state(transfer_id.raw, self._network.now_ns)

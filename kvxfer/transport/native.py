@@ -282,6 +282,9 @@ class NativeTransport:
     def release_grant(self, transfer_id: TransferId) -> GrantState:
         return GrantState(int(self.core.end_grant(transfer_id.raw, _core.GrantEvent.RELEASE)))
 
+    def bind_grant(self, transfer_id: TransferId, reader: str) -> str:
+        return self.core.bind_grant(transfer_id.raw, reader)
+
     def grant_state(self, transfer_id: TransferId) -> GrantState | None:
         state = self.core.grant_state(transfer_id.raw)
         return None if state is None else GrantState(int(state))

@@ -44,6 +44,8 @@ class Model:
     attempt: int = 0
     is_told: bool = False
     """GrantEnded came."""
+    is_given_up: bool = False
+    """There never was a grant: ``reader`` said that it wants none."""
     verdicts: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
@@ -128,11 +130,10 @@ class GrantMachine(RuleBasedStateMachine):
         ttl=st.integers(1, LIFE_MAX),
     )
     def grant(self, id_: bytes, blocks: list[int], reader: str, ttl: int) -> None:
-        if id_ in self.grants:
-            model = self.grants[id_]
-            is_given_up = not model.blocks and model.state == GrantState.RELEASED
-            error = GrantReleased if is_given_up else InvalidArgument
-            with pytest.raises(error):
+        model = self.grants.get(id_)
+        is_of_reader = model is not None and model.is_given_up and PEERS[model.reader].agent_id == reader
+        if model is not None and (is_of_reader or not model.is_given_up):
+            with pytest.raises(GrantReleased if is_of_reader else InvalidArgument):
                 self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
             return
         effects = self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
@@ -185,8 +186,8 @@ class GrantMachine(RuleBasedStateMachine):
         frame = _core.Pull(id_, attempt, 1, _core.Lane.MEMORY, 0, 1, 16, bytes(32), wait_ms)
         session, answer = peer + 1, ""
         line = self.waiting.get(id_, [])
-        if grant is not None:
-            answer = self.accept(id_, peer) if grant.blocks else self.given_up(grant, peer)
+        if grant is not None and not (grant.is_given_up and grant.reader != peer):
+            answer = self.accept(id_, peer) if grant.blocks else CODES[grant.state]
             if answer == "ready":
                 answer, grant.attempt = ("ready", attempt) if attempt > grant.attempt else ("", grant.attempt)
         elif wait_ms == 0:
@@ -199,8 +200,18 @@ class GrantMachine(RuleBasedStateMachine):
         effects = self.table.on_pull(session, PEERS[peer], frame, self.now)
         self.see(effects, sent=[(session, answer)] if answer else [])
 
-    def given_up(self, grant: Model, peer: int) -> str:
-        return "refused" if grant.reader not in (None, peer) else CODES[grant.state]
+    @rule(id_=ids, reader=st.sampled_from(["", "d0", "d1"]))
+    def bind(self, id_: bytes, reader: str) -> None:
+        grant = self.grants.get(id_)
+        if grant is None or grant.is_given_up:
+            with pytest.raises(GrantGone):
+                self.table.bind(id_, reader, self.now)
+            return
+        self.lapse(id_)
+        if grant.reader is None and not grant.reader_id and grant.state == GrantState.ALIVE:
+            grant.reader_id = reader
+        bound = grant.reader_id if grant.reader is None else PEERS[grant.reader].agent_id
+        assert self.table.bind(id_, reader, self.now) == bound
 
     @rule(id_=ids)
     def decline(self, id_: bytes) -> None:
@@ -236,7 +247,7 @@ class GrantMachine(RuleBasedStateMachine):
         elif peer in [waiter for waiter, _ in line]:
             self.waiting[id_] = [entry for entry in line if entry[0] != peer]
         if grant is None and not self.waiting.get(id_):
-            self.grants[id_] = Model([], "", 0, 0, GrantState.RELEASED, peer, is_told=True)
+            self.grants[id_] = Model([], "", 0, 0, GrantState.RELEASED, peer, is_told=True, is_given_up=True)
         self.see(self.table.on_release(PEERS[peer], id_, self.now), sent=[])
 
     @rule(id_=ids, peer=peers, seq=st.integers(1, 6), ttl_ms=st.integers(1, 2000))
@@ -347,3 +358,23 @@ def test_verdict_trailer_waits_for_the_last_byte() -> None:
     (verdict,) = table.data_sent(1, IDS[0], 1, 1, 4)
     assert verdict.frame.code == _core.Code.ok
     assert verdict.frame.nonce == 7
+
+
+def test_what_another_peer_gave_up_is_granted_to_its_reader() -> None:
+    """A RELEASE may come from any peer before the grant is made: it speaks of that peer only."""
+    table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
+    stranger, reader = PEERS[0], PEERS[2]
+    table.on_release(stranger, IDS[0], 1)
+    pull = _core.Pull(IDS[0], 1, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 1000)
+    assert table.on_pull(1, reader, pull, 1) == []  # it waits
+    ready = [effect.frame for effect in table.grant(IDS[0], ledger, [0], reader.agent_id, TTL, 1)]
+    assert [type(frame) for frame in ready] == [_core.Ready]
+    assert table.state(IDS[0], 1) == GrantState.ALIVE
+    limits = _core.GrantLimits()
+    limits.tombstones_max = 4  # of given up ones the table keeps a quarter as many
+    table = _core.GrantTable(limits)
+    table.on_release(stranger, IDS[0], 1)
+    table.grant(IDS[0], ledger, [0], reader.agent_id, TTL, 1)
+    table.on_release(stranger, IDS[1], 1)
+    table.on_release(stranger, IDS[2], 1)
+    assert table.state(IDS[0], 1) == GrantState.ALIVE

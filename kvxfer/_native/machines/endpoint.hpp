@@ -123,6 +123,7 @@ class Endpoint {
   // The pool, and which of its blocks ready(id, blocks) would newly make ready; no blocks where the pool goes without checks.
   std::pair<uint32_t, std::vector<uint32_t>> becoming_ready(const TransferId& id, uint32_t blocks) const { return grants_.becoming_ready(id, blocks); }
   GrantState end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out);
+  std::string bind_grant(const TransferId& id, const std::string& reader, Nanos now) { return grants_.bind(id, reader, now); }
   std::optional<GrantState> grant_state(const TransferId& id, Nanos now) const { return grants_.state(id, now); }
   bool is_granted(const TransferId& id, uint64_t serial, Nanos now) const { return grants_.is_alive(id, serial, now); }
   void pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out);

@@ -148,7 +148,7 @@ void Endpoint::on_fetch(SessionId session, const AgentRef& peer, const Fetch& fe
   };
   if (const auto refusal = refusal_of(pull.lane, session)) return refuse(refusal->code(), refusal->what());
   try {
-    if (!grants_.knows(pull.id)) {
+    if (!grants_.knows(pull.id) || grants_.is_given_up_by_another(pull.id, peer)) {
       const AgentRef share = share_of(peer);
       const uint64_t weight = weight_of(fetch.pieces);
       grants_.check_room(share, weight);

@@ -22,8 +22,6 @@ class NoHold final : public Hold {
   void give_back() override {}
 };
 
-uint32_t to_ms(Nanos ns) { return static_cast<uint32_t>(std::clamp<Nanos>(ns / kMillisecond, 0, UINT32_MAX)); }
-
 }  // namespace
 
 GrantState next_state(GrantState state, GrantEvent event) {
@@ -57,13 +55,22 @@ Code code_of(GrantState state) {
 
 GrantTable::GrantTable(GrantLimits limits) : limits_(limits), waiting_(limits.waiting_max), fetches_(limits.grants_max, kListsBytesMax) {}
 
-void GrantTable::check_new(const TransferId& id, Nanos ttl_ns) const {
+void GrantTable::check_new(const TransferId& id, const std::string& reader, Nanos ttl_ns) const {
   if (ttl_ns <= 0 || ttl_ns > limits_.life_max_ns) throw Error(Code::invalid_argument, "grant ttl must be above 0 and at most the maximum life");
   if (const auto found = grants_.find(id); found != grants_.end()) {
-    if (found->second.is_given_up) throw Error(Code::grant_released, "the reader gave this transfer up before the grant was made");
-    throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
+    if (!found->second.is_given_up) throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
+    if (found->second.reader->agent_id == reader) throw Error(Code::grant_released, "the reader gave this transfer up before the grant was made");
   }
   check_count();
+}
+
+// Whoever gave up what is not its own has said nothing about it: a grant that is made takes the tombstone's place.
+GrantTable::Grant& GrantTable::add(const TransferId& id) {
+  if (grants_.erase(id) != 0) given_up_.erase(std::find(given_up_.begin(), given_up_.end(), id));
+  Grant& grant = grants_[id];
+  grant.id = id;
+  grant.serial = next_serial_++;
+  return grant;
 }
 
 void GrantTable::check_count() const {
@@ -78,13 +85,11 @@ void GrantTable::check_room(const AgentRef& share, uint64_t weight) const {
 void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
                        Nanos now, Effects& out, const Bytes32& content) {
   if (blocks.empty()) throw Error(Code::invalid_argument, "a grant needs at least one block");
-  check_new(id, ttl_ns);
+  check_new(id, reader, ttl_ns);
   auto hold = std::make_unique<PromisedBlocks>(ledger, std::move(blocks));
   hold->take();
 
-  Grant& grant = grants_[id];
-  grant.id = id;
-  grant.serial = next_serial_++;
+  Grant& grant = add(id);
   grant.hold = std::move(hold);
   grant.reader_id = reader;
   grant.content = content;
@@ -99,14 +104,12 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
 Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold, const AgentRef& reader, const AgentRef& share, Nanos ttl_ns,
                                uint64_t weight, Nanos now) {
   ttl_ns = std::min(ttl_ns, limits_.life_max_ns);
-  check_new(id, ttl_ns);
+  check_new(id, reader.agent_id, ttl_ns);
   if (weight != 0) check_room(share, weight);
   hold->take();
   if (weight != 0) fetches_.take(share, weight);
 
-  Grant& grant = grants_[id];
-  grant.id = id;
-  grant.serial = next_serial_++;
+  Grant& grant = add(id);
   grant.is_of_pieces = true;
   grant.share = share;
   grant.weight = weight;
@@ -124,6 +127,20 @@ Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold,
 bool GrantTable::is_of_pieces(const TransferId& id) const {
   const auto found = grants_.find(id);
   return found != grants_.end() && found->second.is_of_pieces;
+}
+
+std::string GrantTable::bind(const TransferId& id, const std::string& reader, Nanos now) {
+  const auto found = grants_.find(id);
+  if (found == grants_.end() || found->second.is_of_pieces || found->second.is_given_up) throw Error(Code::grant_unknown, "no such grant");
+  Grant& grant = found->second;
+  if (grant.reader) return grant.reader->agent_id;
+  if (grant.reader_id.empty() && is_alive(grant, now)) grant.reader_id = reader;
+  return grant.reader_id;
+}
+
+bool GrantTable::is_given_up_by_another(const TransferId& id, const AgentRef& peer) const {
+  const auto found = grants_.find(id);
+  return found != grants_.end() && found->second.is_given_up && *found->second.reader != peer;
 }
 
 bool GrantTable::is_bound_to(const TransferId& id, const AgentRef& peer) const {
@@ -225,7 +242,7 @@ void GrantTable::refuse(SessionId session, const Pull& pull, Code code, const st
 }
 
 void GrantTable::on_pull(SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
-  if (const auto found = grants_.find(pull.id); found != grants_.end()) {
+  if (const auto found = grants_.find(pull.id); found != grants_.end() && !is_given_up_by_another(pull.id, peer)) {
     lapse(found->second, now, out);
     accept(found->second, session, peer, pull, now, out);
     return;
@@ -264,100 +281,6 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
     for (const uint32_t id : hold.maps()) out.push_back(SendMap{session, id, pull.lane});
   }
   serve(grant, now, out);
-}
-
-// One READY; on one-sided lanes with as many of the source's block ids that were not told yet as fit. Of pieces the reader
-// has the list.
-Ready GrantTable::announcement(const Grant& grant, Reading& reading, uint32_t can_read, Nanos now) {
-  const Pull& pull = reading.pull;
-  const PoolInfo* pool = grant.hold->pool();
-  Ready ready{pull.id, pull.attempt, grant.seq, grant.ready_blocks, grant.layers, grant.hold->count(), grant.is_complete,
-              to_ms(grant.expiry - now), pool != nullptr ? pool->id : 0, pull.first + reading.ids_told, {}, {}};
-  if (!is_one_sided(pull.lane)) return ready;
-  if (pool == nullptr) {
-    reading.ids_told = can_read;
-    return ready;
-  }
-  const uint32_t count = std::min<uint32_t>(can_read - reading.ids_told, kIdsMax);
-  const Extent told = grant.hold->part(pull.first + reading.ids_told, count);
-  const auto from = told.ids->begin() + told.first;
-  ready.ids.assign(from, from + count);
-  if (pull.wants_sums || pool->checks) ready.sums = sums_of(grant, pull.first + reading.ids_told, count);
-  reading.ids_told += count;
-  return ready;
-}
-
-// All or none.
-std::vector<uint32_t> GrantTable::sums_of(const Grant& grant, uint32_t first, uint32_t count) {
-  std::vector<uint32_t> sums;
-  for (uint32_t i = first; i < first + count && i < grant.sums.size() && grant.sums[i]; ++i) sums.push_back(*grant.sums[i]);
-  if (sums.size() != count) sums.clear();
-  return sums;
-}
-
-void GrantTable::send_next(Grant& grant, Reading& reading, uint32_t can_read, Effects& out) {
-  const Pull& pull = reading.pull;
-  const Hold& hold = *grant.hold;
-  const uint32_t first = pull.first + reading.sent;
-  const uint32_t count = hold.fitting(first, can_read - reading.sent, limits_.data_bytes_max);
-  reading.sending = count;
-  const bool has_sums = pull.wants_sums || (hold.pool() != nullptr && hold.pool()->checks);
-  const uint64_t bytes = hold.bytes(first, count) + (has_sums ? uint64_t{count} * 4 : 0);
-  out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, has_sums, false, bytes}, hold.part(first, count),
-                         has_sums ? sums_of(grant, first, count) : std::vector<uint32_t>{}, grant.serial});
-}
-
-// Tells the reader what is new and, on stream, sends what may be sent; one SendData under way at a time keeps what lies in
-// front of a control frame small. Called after every event that can change the answer.
-void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
-  if (!grant.reading) return;
-  Reading& reading = *grant.reading;
-  const Pull& pull = reading.pull;
-  const uint32_t end = pull.first + pull.count;
-  const uint32_t can_read = std::clamp(grant.ready_blocks, pull.first, end) - pull.first;
-
-  if (!reading.is_told || reading.told_seq != grant.seq) {
-    do {
-      out.push_back(SendFrame{reading.session, announcement(grant, reading, can_read, now)});
-    } while (is_one_sided(pull.lane) && reading.ids_told < can_read);
-    reading.is_told = true;
-    reading.told_seq = grant.seq;
-  }
-  if (is_one_sided(pull.lane)) return;
-
-  if (reading.sending == 0 && reading.sent < can_read) send_next(grant, reading, can_read, out);
-  const uint32_t out_of_hands = has_bug(Bug::verdict_before_last_byte) ? reading.sent + reading.sending : reading.sent;
-  if (out_of_hands == pull.count && !reading.is_judged && (!reading.has_lent || has_bug(Bug::verdict_of_lent))) {
-    reading.is_judged = true;
-    const SessionId session = reading.session;
-    const uint64_t nonce = pull.nonce;
-    const Code code = judge(grant, nonce, now, out);  // may end the grant, and with it `reading`
-    out.push_back(SendFrame{session, Verdict{grant.id, nonce, code}});
-  }
-}
-
-void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
-                           uint64_t serial) {
-  const auto found = grants_.find(id);
-  if (found == grants_.end() || !found->second.reading || (serial != 0 && serial != found->second.serial)) return;
-  Grant& grant = found->second;
-  Reading& reading = *grant.reading;
-  if (reading.session != session || reading.pull.attempt != attempt) return;  // of an attempt that was given up
-  if (reading.sending != count) throw Error(Code::internal, "data_sent does not match what was to be sent");
-  reading.sending = 0;
-  reading.sent += count;
-  reading.has_lent |= is_lent;
-  lapse(grant, now, out);
-  if (grant.reading) serve(grant, now, out);
-}
-
-void GrantTable::data_failed(const TransferId& id, uint64_t serial, Code code, const std::string& text, Nanos now, Effects& out) {
-  const auto found = grants_.find(id);
-  if (found == grants_.end() || (serial != 0 && serial != found->second.serial)) return;
-  Grant& grant = found->second;
-  lapse(grant, now, out);
-  if (grant.reading) out.push_back(SendFrame{grant.reading->session, ErrorFrame{id, grant.reading->pull.attempt, code, text}});
-  finish(grant, GrantEvent::Revoke, out);
 }
 
 Code GrantTable::judge(Grant& grant, uint64_t nonce, Nanos now, Effects& out) {

@@ -21,7 +21,8 @@
 // reader may each say what the blocks hold (a digest of the tokens, say). Two that speak of different content do not meet.
 //
 // A pull may come before its grant: it waits, bounded in count, for all and for each peer, and in time. The first reader that
-// presents the id binds the grant to its exact incarnation; where the owner named an agent, nobody else can.
+// presents the id binds the grant to its exact incarnation; where the owner named an agent, nobody else can. What any other
+// peer says of the id (pull, confirm, release, renew, cancel), before the grant is made or later, changes nothing of it.
 //
 // A grant of registered memory is made without its owner (by a peer's FETCH, or by this agent's own push) and bound to one
 // exact reader from its first moment; its owner is not told how it ends. Everything else holds for it as for the others.
@@ -70,7 +71,7 @@ class GrantTable {
 
   // --- the owner's acts ---
   // Throws Error: invalid_argument (id used before, ttl), limit_exceeded, blocks_busy (from the ledger), grant_released
-  // (the reader gave the transfer up before this grant was made).
+  // (the reader that is named here gave the transfer up before this grant was made).
   void grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, Nanos now,
              Effects& out, const Bytes32& content = {});
   // The owner will never make this grant: whoever waits for it, or comes for it later, is told so (grant_revoked).
@@ -85,6 +86,9 @@ class GrantTable {
   // `event` is Revoke or Release; returns the state the grant is in afterwards, which is never Alive.
   GrantState end(const TransferId& id, GrantEvent event, Nanos now, Effects& out);
   std::optional<GrantState> state(const TransferId& id, Nanos now) const;
+  // From now on only the agent `reader` may read it (empty: leave it open), unless that was decided before, or it has ended.
+  // Returns the agent id that it is bound to or named for; empty: nobody's yet, or never. Throws Error(grant_unknown).
+  std::string bind(const TransferId& id, const std::string& reader, Nanos now);
   // Whether that very grant is alive; `serial` 0: whichever has the id.
   bool is_alive(const TransferId& id, uint64_t serial, Nanos now) const;
 
@@ -100,6 +104,8 @@ class GrantTable {
   bool is_of_pieces(const TransferId& id) const;
   bool has_reader(const AgentRef& reader) const;  // of a grant that is alive
   bool is_bound_to(const TransferId& id, const AgentRef& peer) const;
+  // Given up before there was a grant, by a peer that may not have been meant.
+  bool is_given_up_by_another(const TransferId& id, const AgentRef& peer) const;
   // False where the grant is known and never had a verdict ok.
   bool has_confirmed(const TransferId& id) const;
   // Ends every grant over the region.
@@ -172,7 +178,8 @@ class GrantTable {
   static std::vector<uint32_t> sums_of(const Grant& grant, uint32_t first, uint32_t count);
   void send_next(Grant& grant, Reading& reading, uint32_t can_read, Effects& out);
   Code judge(Grant& grant, uint64_t nonce, Nanos now, Effects& out);
-  void check_new(const TransferId& id, Nanos ttl_ns) const;
+  void check_new(const TransferId& id, const std::string& reader, Nanos ttl_ns) const;
+  Grant& add(const TransferId& id);
   void check_count() const;
   void bury(std::deque<TransferId>& graves, size_t max, const TransferId& id);
   size_t graves_of_peers_max() const { return std::max<size_t>(limits_.tombstones_max / 4, 1); }

@@ -1,0 +1,107 @@
+// What the grant table says and sends to the reader of a grant: announcements, data on stream, and the verdict behind it.
+#include <algorithm>
+
+#include "grant.hpp"
+
+namespace kvxfer {
+namespace {
+
+uint32_t to_ms(Nanos ns) { return static_cast<uint32_t>(std::clamp<Nanos>(ns / kMillisecond, 0, UINT32_MAX)); }
+
+}  // namespace
+
+// One READY; on one-sided lanes with as many of the source's block ids that were not told yet as fit. Of pieces the reader
+// has the list.
+Ready GrantTable::announcement(const Grant& grant, Reading& reading, uint32_t can_read, Nanos now) {
+  const Pull& pull = reading.pull;
+  const PoolInfo* pool = grant.hold->pool();
+  Ready ready{pull.id, pull.attempt, grant.seq, grant.ready_blocks, grant.layers, grant.hold->count(), grant.is_complete,
+              to_ms(grant.expiry - now), pool != nullptr ? pool->id : 0, pull.first + reading.ids_told, {}, {}};
+  if (!is_one_sided(pull.lane)) return ready;
+  if (pool == nullptr) {
+    reading.ids_told = can_read;
+    return ready;
+  }
+  const uint32_t count = std::min<uint32_t>(can_read - reading.ids_told, kIdsMax);
+  const Extent told = grant.hold->part(pull.first + reading.ids_told, count);
+  const auto from = told.ids->begin() + told.first;
+  ready.ids.assign(from, from + count);
+  if (pull.wants_sums || pool->checks) ready.sums = sums_of(grant, pull.first + reading.ids_told, count);
+  reading.ids_told += count;
+  return ready;
+}
+
+// All or none.
+std::vector<uint32_t> GrantTable::sums_of(const Grant& grant, uint32_t first, uint32_t count) {
+  std::vector<uint32_t> sums;
+  for (uint32_t i = first; i < first + count && i < grant.sums.size() && grant.sums[i]; ++i) sums.push_back(*grant.sums[i]);
+  if (sums.size() != count) sums.clear();
+  return sums;
+}
+
+void GrantTable::send_next(Grant& grant, Reading& reading, uint32_t can_read, Effects& out) {
+  const Pull& pull = reading.pull;
+  const Hold& hold = *grant.hold;
+  const uint32_t first = pull.first + reading.sent;
+  const uint32_t count = hold.fitting(first, can_read - reading.sent, limits_.data_bytes_max);
+  reading.sending = count;
+  const bool has_sums = pull.wants_sums || (hold.pool() != nullptr && hold.pool()->checks);
+  const uint64_t bytes = hold.bytes(first, count) + (has_sums ? uint64_t{count} * 4 : 0);
+  out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, has_sums, false, bytes}, hold.part(first, count),
+                         has_sums ? sums_of(grant, first, count) : std::vector<uint32_t>{}, grant.serial});
+}
+
+// Tells the reader what is new and, on stream, sends what may be sent; one SendData under way at a time keeps what lies in
+// front of a control frame small. Called after every event that can change the answer.
+void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
+  if (!grant.reading) return;
+  Reading& reading = *grant.reading;
+  const Pull& pull = reading.pull;
+  const uint32_t end = pull.first + pull.count;
+  const uint32_t can_read = std::clamp(grant.ready_blocks, pull.first, end) - pull.first;
+
+  if (!reading.is_told || reading.told_seq != grant.seq) {
+    do {
+      out.push_back(SendFrame{reading.session, announcement(grant, reading, can_read, now)});
+    } while (is_one_sided(pull.lane) && reading.ids_told < can_read);
+    reading.is_told = true;
+    reading.told_seq = grant.seq;
+  }
+  if (is_one_sided(pull.lane)) return;
+
+  if (reading.sending == 0 && reading.sent < can_read) send_next(grant, reading, can_read, out);
+  const uint32_t out_of_hands = has_bug(Bug::verdict_before_last_byte) ? reading.sent + reading.sending : reading.sent;
+  if (out_of_hands == pull.count && !reading.is_judged && (!reading.has_lent || has_bug(Bug::verdict_of_lent))) {
+    reading.is_judged = true;
+    const SessionId session = reading.session;
+    const uint64_t nonce = pull.nonce;
+    const Code code = judge(grant, nonce, now, out);  // may end the grant, and with it `reading`
+    out.push_back(SendFrame{session, Verdict{grant.id, nonce, code}});
+  }
+}
+
+void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
+                           uint64_t serial) {
+  const auto found = grants_.find(id);
+  if (found == grants_.end() || !found->second.reading || (serial != 0 && serial != found->second.serial)) return;
+  Grant& grant = found->second;
+  Reading& reading = *grant.reading;
+  if (reading.session != session || reading.pull.attempt != attempt) return;  // of an attempt that was given up
+  if (reading.sending != count) throw Error(Code::internal, "data_sent does not match what was to be sent");
+  reading.sending = 0;
+  reading.sent += count;
+  reading.has_lent |= is_lent;
+  lapse(grant, now, out);
+  if (grant.reading) serve(grant, now, out);
+}
+
+void GrantTable::data_failed(const TransferId& id, uint64_t serial, Code code, const std::string& text, Nanos now, Effects& out) {
+  const auto found = grants_.find(id);
+  if (found == grants_.end() || (serial != 0 && serial != found->second.serial)) return;
+  Grant& grant = found->second;
+  lapse(grant, now, out);
+  if (grant.reading) out.push_back(SendFrame{grant.reading->session, ErrorFrame{id, grant.reading->pull.attempt, code, text}});
+  finish(grant, GrantEvent::Revoke, out);
+}
+
+}  // namespace kvxfer
