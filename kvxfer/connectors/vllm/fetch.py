@@ -68,6 +68,13 @@ class Fetch:
         if self.task is not None:
             self.task.cancel()
 
+    async def drain(self) -> None:
+        """End its transfers. Returns when no byte can land in its blocks any more."""
+        for transfer in self.transfers:
+            transfer.cancel()
+        for transfer in self.transfers:
+            await transfer.wait_drained()
+
     def take(self, results: Sequence[TransferResult]) -> None:
         """A part that was fetched."""
         self.results += results

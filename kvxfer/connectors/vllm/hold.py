@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvxfer.agent import Grant
-from kvxfer.connectors.vllm.ids import is_rank_of
+from kvxfer.connectors.vllm.ids import engine_of, is_rank_of, rank_agent
 from kvxfer.connectors.vllm.wire import Ask
 from kvxfer.observe import OpenSpan
 from kvxfer.types import TransferId
@@ -30,6 +30,7 @@ class Hold:
     request_id: str
     transfer_id: TransferId
     reader: str | None
+    """The first agent of the one engine that may read it: named by the request, or the first that came for it."""
     content: bytes
     blocks: list[int]
     final: int
@@ -44,17 +45,52 @@ class Hold:
     released: set[int] = dataclasses.field(default_factory=set)
     readers_expected: int = 0
     grants: dict[TransferId, Grant] = dataclasses.field(default_factory=dict)
+    decisive: Grant | None = None
+    """The grant of the whole prompt in the first storage: the first engine that comes for it is the reader."""
     direct: set[TransferId] = dataclasses.field(default_factory=set)
     """Grants of the whole prompt that were not pulled yet."""
+    takers: set[str] = dataclasses.field(default_factory=set)
+    """Engines that pulled one of those."""
     was_reader_seen: bool = False
-    heard_s: float | None = None
-    """When a reader last said that it wants this."""
+    heard_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """When an engine last said that it wants this: the reader, or, while there is none, any agent."""
 
     @property
     def is_released(self) -> bool:
         """Whether every rank that would read it has said that it needs nothing more."""
         return 0 < self.readers_expected <= len(self.released)
 
-    def may_be_read_by(self, agent_id: str) -> bool:
-        """Whether that agent may have this prompt: any may where the request named none."""
-        return self.reader is None or is_rank_of(agent_id, self.reader)
+    def find_reader(self, rank: int) -> str | None:
+        """The engine that may read it, ``None`` as long as any may: ``rank``, of this engine, is read by its like."""
+        if self.reader is None and self.decisive is not None and (bound := self.decisive.bound) is not None:
+            self._settle_on(engine_of(bound, rank))
+        return self.reader
+
+    def is_reader(self, engine: str, rank: int) -> bool:
+        """Whether ``engine``, which came for it, may have it: the first that comes may where the request named none.
+        From then on no other can."""
+        if self.reader is None:
+            bound = None if self.decisive is None else self.decisive.bind(rank_agent(engine, rank))
+            self._settle_on(engine if bound is None else engine_of(bound, rank))
+        return self.reader == engine
+
+    def _settle_on(self, engine: str) -> None:
+        self.reader = engine
+        heard = [at_s for agent_id, at_s in self.heard_s.items() if is_rank_of(agent_id, engine)]
+        self.heard_s = {engine: max(heard)} if heard else {}
+
+    def hear(self, agent_id: str, now_s: float) -> None:
+        """An agent says that it wants this. It may have to wait for its turn: that makes it no reader yet."""
+        if self.reader is None:
+            self.heard_s[agent_id] = now_s
+        elif is_rank_of(agent_id, self.reader):
+            self.heard_s[self.reader] = now_s
+
+    def is_wanted_beside(self, engine: str) -> bool:
+        """Whether, while there is no reader, another engine has said lately that it wants this."""
+        return self.reader is None and any(not is_rank_of(agent_id, engine) for agent_id in self.heard_s)
+
+    def forget(self, agent_id: str) -> None:
+        """While there is no reader: that agent wants this no more."""
+        if self.reader is None:
+            self.heard_s.pop(agent_id, None)

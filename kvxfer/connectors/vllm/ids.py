@@ -27,6 +27,11 @@ def is_rank_of(agent: str, base: str) -> bool:
     return agent == base or (agent.startswith(f"{base}.") and agent[len(base) + 1 :].isdecimal())
 
 
+def engine_of(agent: str, rank: int) -> str:
+    """The first agent of the engine whose rank ``rank`` that agent is."""
+    return agent.removesuffix(f".{rank}") if rank else agent
+
+
 def part_id(transfer_id: TransferId, source_rank: int, destination_rank: int, part: int, store: int) -> TransferId:
     """The transfer of one part of a request between two ranks, out of the source's ``store``-th storage."""
     content = _PART.pack(transfer_id.raw, source_rank, destination_rank, part, store)

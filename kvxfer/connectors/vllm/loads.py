@@ -19,22 +19,34 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from kvxfer.agent import Agent, Pool, Transfer
+from kvxfer.connectors.vllm.claims import Claims
 from kvxfer.connectors.vllm.fetch import Done, Fetch, report_of
 from kvxfer.connectors.vllm.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.staging import Cut, Landing, Staging, ranks_read
 from kvxfer.connectors.vllm.steps import Load, Remote, Report
-from kvxfer.connectors.vllm.wire import KEEPS_MAX, PARTS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
+from kvxfer.connectors.vllm.wire import (
+    KEEPS_MAX,
+    PARTS_MAX,
+    Ask,
+    Claimed,
+    Keep,
+    Message,
+    Part,
+    Refuse,
+    Release,
+    encode,
+)
 from kvxfer.errors import (
     DeadlineExceeded,
-    GrantExpired,
+    GrantGone,
     GrantRevoked,
-    GrantUnknown,
     InvalidArgument,
     KvxferError,
     PeerGone,
     ProtocolViolation,
+    Refused,
     TransferCancelled,
     from_code,
 )
@@ -72,6 +84,7 @@ class Loads:
         self._ranks = ranks
         self._on_done = on_done
         self._post = post
+        self._claims = Claims(rank, options.load_deadline_s)
         self._fetches: dict[str, list[Fetch]] = {}
         self._by_transfer: dict[tuple[TransferId, str], Fetch] = {}
         self._kept: dict[str, Remote] = {}
@@ -110,7 +123,14 @@ class Loads:
         is to be waited for with :meth:`Agent.wait`, and to be adopted before it is cancelled or where that takes long.
         """
         name = order.sources[self._rank] if len(order.sources) == self._ranks else ""
-        if not name or not order.has_direct or order.first != 0 or (order.transfer_id, name) in self._by_transfer:
+        has_to_claim = order.is_open and self._rank != 0
+        if (
+            not name
+            or not order.has_direct
+            or has_to_claim
+            or order.first != 0
+            or (order.transfer_id, name) in self._by_transfer
+        ):
             return None
         try:
             source = self._agent.find_member(name)
@@ -176,10 +196,13 @@ class Loads:
         """It will not be fetched."""
         self._kept.pop(remote.request_id, None)
         self._meet_all(remote)
-        self._let_go(remote.transfer_id, remote.sources)
+        self._let_go(remote)
 
-    def on_message(self, agent_id: str, message: Part | Refuse) -> None:
+    def on_message(self, agent_id: str, message: Part | Refuse | Claimed) -> None:
         """What a source says."""
+        if isinstance(message, Claimed):
+            self._claims.on_message(agent_id, message)
+            return
         fetch = self._by_transfer.get((message.transfer_id, agent_id))
         if fetch is None:
             return
@@ -193,6 +216,7 @@ class Loads:
             fetch.end(TransferCancelled("the engine stops"))
         for watch in self._watched.values():
             watch.cancel()
+        await self._claims.close()
         await asyncio.gather(*self._tasks, *self._watched.values(), return_exceptions=True)
 
     # --- one load ---
@@ -219,7 +243,7 @@ class Loads:
         del self._fetches[order.request_id]
         self._over(Done(order, error, report_of(order, fetches, error)), fetches[0])
         if not fetches[0].is_told:
-            self._let_go(order.transfer_id, order.sources)
+            self._let_go(order)
 
     def _over(self, done: Done, first: Fetch) -> None:
         report, error = done.report, done.error
@@ -252,7 +276,7 @@ class Loads:
         if isinstance(outcome, KvxferError):
             for other in fetches:
                 other.end(outcome)
-        await _drain(fetch)
+        await fetch.drain()
         return outcome
 
     async def _fetch(self, fetch: Fetch) -> Landing | None:
@@ -263,8 +287,8 @@ class Loads:
                 for transfer in fetch.transfers:
                     await transfer
                 return None
-            except (GrantExpired, GrantUnknown) as error:
-                log.debug("the direct grant is gone, asking: %s", error)
+            except (GrantGone, Refused) as error:
+                await self._direct_failed(fetch, error)
                 is_early = False
         first = self._ranks_read(self._rank, len(order.sources)).start
         source = await self._find(order, first)
@@ -273,6 +297,7 @@ class Loads:
                 return None
             source = await self._find(order, fetch.source_rank)
         fetch.life = source.ref
+        await self._claim(order, fetch.source_rank)
         cut = Cut(fetch.source_rank, len(order.sources), self._rank, self._ranks)
         landing = await fetch.landings.enter_async_context(
             self._staging.land(source, cut, order.first, order.blocks, order.tokens)
@@ -282,8 +307,8 @@ class Loads:
             try:
                 await self._pull(fetch, landing, DIRECT, 0, len(landing.blocks))
                 return landing
-            except (GrantExpired, GrantUnknown) as error:
-                log.debug("the direct grant is gone, asking: %s", error)
+            except (GrantGone, Refused) as error:
+                await self._direct_failed(fetch, error)
                 is_early = False
         while True:
             try:
@@ -293,8 +318,14 @@ class Loads:
                 if fetch.attempt + 1 == ASKS_MAX:
                     raise
                 log.debug("what was promised was taken back, asking again: %s", error)
-            await _drain(fetch)
+            await fetch.drain()
             fetch.begin_again()
+
+    async def _direct_failed(self, fetch: Fetch, error: KvxferError) -> None:
+        """The source is asked instead: it says whose the prompt is. Another may have got some of several grants."""
+        log.debug("the direct grant is gone, or another's; asking: %s", error)
+        await fetch.drain()
+        fetch.transfers.clear()
 
     async def _ask(self, fetch: Fetch, landing: Landing, *, is_early: bool) -> None:
         """Ask for the prompt and pull its parts. Raises GrantRevoked where the source took them back: it may compute
@@ -382,10 +413,23 @@ class Loads:
         """How many ranks of this engine take that source's blocks."""
         return sum(source_rank in self._ranks_read(rank, count) for rank in range(self._ranks))
 
-    def _let_go(self, transfer_id: TransferId, sources: tuple[str, ...]) -> None:
+    async def _claim(self, order: Load | Remote, source_rank: int) -> None:
+        """Return once no other engine will have that prompt of that rank. Raises what it was refused with."""
+        if order.is_open and source_rank != 0:
+            self._meet(order, 0)
+            first = order.sources[0]
+            await self._claims.win(order.transfer_id, first, functools.partial(self._notify, first))
+
+    def _let_go(self, order: Load | Remote) -> None:
         """This rank needs nothing more of its sources."""
-        for source in self._ranks_read(self._rank, len(sources)):
-            self._send(sources[source], Release(transfer_id, self._rank, self._readers(source, len(sources))))
+        for source_rank in self._ranks_read(self._rank, len(order.sources)):
+            readers = self._readers(source_rank, len(order.sources))
+            release = Release(order.transfer_id, self._rank, readers)
+            send = functools.partial(self._send, order.sources[source_rank], release)
+            if order.is_open and source_rank != 0:
+                self._claims.when_won(self._claim(order, source_rank), send)
+            else:
+                send()
 
     def _sources_of(self, sources: tuple[str, ...]) -> tuple[str, ...]:
         ranks = self._ranks_read(self._rank, len(sources))
@@ -440,14 +484,6 @@ class Loads:
 
 def _taken() -> InvalidArgument:
     return InvalidArgument("another request under this transfer id is being fetched, or cancelled")
-
-
-async def _drain(fetch: Fetch) -> None:
-    """Returns when no byte can land in its blocks any more."""
-    for transfer in fetch.transfers:
-        transfer.cancel()
-    for transfer in fetch.transfers:
-        await transfer.wait_drained()
 
 
 def _batches(wanted: list[TransferId]) -> Iterable[list[TransferId]]:

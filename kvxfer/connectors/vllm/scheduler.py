@@ -50,6 +50,8 @@ class Decode:
     tokens: int
     content: bytes
     traceparent: str | None
+    computed: int = 0
+    """Tokens that were here already when vLLM last asked: what is fetched begins after them."""
     is_loading: bool = False
     cached: int | None = None
     """How many of its tokens this engine's own cache had, where the rest is loaded."""
@@ -116,6 +118,7 @@ class SchedulerHalf:
             return 0
         if getattr(request, "skip_reading_prefix_cache", False):
             return 0  # it wants to see the whole prompt computed, for prompt_logprobs say
+        decode.computed = computed
         return max(0, decode.tokens - computed)
 
     def allocated(self, request: Any, block_ids: Sequence[int], external: int) -> None:
@@ -126,11 +129,12 @@ class SchedulerHalf:
         if external == 0:
             self._release(decode)
             return
-        decode.cached = decode.tokens - external
-        first = (decode.tokens - external) // self._block_tokens
-        blocks = tuple(block_ids[first : blocks_for(decode.tokens, self._block_tokens)])
+        decode.cached = decode.computed
+        first = decode.computed // self._block_tokens
+        end = decode.computed + external
+        blocks = tuple(block_ids[first : blocks_for(end, self._block_tokens)])
         decode.is_loading = True
-        has_direct = decode.leg.tokens is not None
+        has_direct = decode.leg.tokens is not None and end == decode.tokens
         remote = _remote(decode)
         self._loads.append(
             Load(
@@ -145,6 +149,7 @@ class SchedulerHalf:
                 decode.traceparent,
                 decode.leg.lives,
                 decode.leg.cards,
+                decode.leg.is_open,
             )
         )
 
@@ -171,7 +176,9 @@ class SchedulerHalf:
         name, transfer_id, traceparent = request.request_id, prefill.transfer_id, prefill.traceparent
         self._finishes.append(Finish(name, transfer_id, prefill.reader, blocks, prefill.content, traceparent))
         tokens = request.num_prompt_tokens - 1
-        return True, handed_over(transfer_id, self._agents, name, tokens, traceparent, self._lives, self._cards)
+        is_open = prefill.reader is None
+        answer = handed_over(transfer_id, self._agents, name, tokens, traceparent, self._lives, self._cards, is_open)
+        return True, answer
 
     # --- what a step is ---
 
@@ -338,7 +345,7 @@ class SchedulerHalf:
 
 def _remote(decode: Decode) -> Remote:
     leg = decode.leg
-    return Remote(decode.request_id, leg.transfer_id, leg.sources, leg.lives, leg.cards)
+    return Remote(decode.request_id, leg.transfer_id, leg.sources, leg.lives, leg.cards, leg.is_open)
 
 
 def _account(decode: Decode) -> dict[str, Any] | None:

@@ -1,5 +1,9 @@
 """Prompts that are computed here and wanted elsewhere: what is promised of their blocks, to whom, and until when.
 
+A prompt has one reader: the engine that the request named, or the first that comes for it, in whatever way. What any
+other says of it is answered with a refusal, and changes nothing. Each rank of this engine sees only what comes to
+itself: which engine was first is decided at the first rank, where readers of the other ranks claim the prompt.
+
 A *hold* is one prompt. While vLLM computes it the hold is open, and each forward's blocks are granted as one *part* to
 every rank that asked, announced layer by layer. Once vLLM has finished it, its blocks stay until all readers have what
 they need, until its time is over, or until its reader is dead; then, and only after no grant over them is alive, the
@@ -12,29 +16,32 @@ What is said to be written is said through ``after``: of a device's memory once 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvxfer.agent import Agent, Pool
+from kvxfer.agent import Agent, Grant, Pool
+from kvxfer.connectors.vllm.early import Early, Question
 from kvxfer.connectors.vllm.fences import Act, at_once
 from kvxfer.connectors.vllm.hold import Hold, Reader
-from kvxfer.connectors.vllm.ids import DIRECT, part_id, rank_agent
+from kvxfer.connectors.vllm.ids import DIRECT, engine_of, part_id, rank_agent
 from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.connectors.vllm.outbox import Outbox
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.parts import PartGrant, announce
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Open, StepOrders
-from kvxfer.connectors.vllm.wire import PARTS_MAX, Ask, Keep, Message, Part, Refuse, Release, encode
+from kvxfer.connectors.vllm.wire import PARTS_MAX, Ask, Claim, Claimed, Keep, Message, Part, Refuse, Release
 from kvxfer.errors import (
     GrantExpired,
     GrantReleased,
     GrantRevoked,
     GrantUnknown,
     KvxferError,
-    LimitExceeded,
     PeerGone,
+    Refused,
 )
 from kvxfer.observe import OpenSpan
 from kvxfer.types import GrantState, TransferId
@@ -44,10 +51,6 @@ log = logging.getLogger("kvxfer.vllm")
 SWEEP_S = 0.1
 SILENT_S = 2.5
 """A reader that has spoken says every half second that it is still there; one that was silent for so long is gone."""
-EARLY_MAX = 1024
-"""Asks that wait for their prompt."""
-UNSENT_MAX = 4096
-"""Messages to one reader beyond those that it has not confirmed."""
 ENDED_MAX = 4096
 """Prompts that are over and still known by how they ended."""
 
@@ -85,14 +88,13 @@ class Source:
         self._lock = threading.RLock()
         self._holds: dict[str, Hold] = {}
         self._by_transfer: dict[TransferId, Hold] = {}
-        self._early: dict[tuple[TransferId, int, str], tuple[Ask, float]] = {}
-        self._released_early: dict[tuple[TransferId, int, str], tuple[Release, float]] = {}
-        """What agents said of prompts to come, by prompt, rank and agent."""
-        self._ended: collections.OrderedDict[TransferId, KvxferError] = collections.OrderedDict()
+        self._early = Early(options.pull_wait_s)
+        self._ended: collections.OrderedDict[TransferId, tuple[KvxferError, str | None]] = collections.OrderedDict()
+        """How prompts ended, and which engine was the reader."""
         self._writing: list[Hold] = []
         self._announcing: list[PartGrant] = []
-        self._unsent: dict[str, collections.deque[Message]] = {}
-        """By agent, on the loop."""
+        self._outbox = Outbox(agent)
+        """On the loop."""
         self._saved: set[int] = set()
         self._announced = 0
         layers = len(pages.layers)
@@ -112,6 +114,8 @@ class Source:
 
     def begin_step(self, orders: StepOrders) -> None:
         """What the coming forward overwrites is revoked when this returns; what it completes is granted."""
+        if self._writing or self._announcing:  # vLLM does not say of each forward that it failed
+            self.step_failed()
         with self._lock:
             for close in orders.closes:
                 self._close(close)
@@ -160,7 +164,9 @@ class Source:
             self._after(functools.partial(announce, self._announcing, layers))
 
     def _open(self, order: Open) -> None:
-        self._admit(self._hold(order, order.total))
+        hold = self._hold(order, order.total)
+        self._admit(hold)
+        self._hear_early_releases(hold)
 
     def _extend(self, order: Chunk) -> None:
         hold = self._holds.get(order.request_id)
@@ -187,32 +193,43 @@ class Source:
             hold.blocks = list(order.blocks)
             hold.total = len(hold.blocks)
         if not hold.readers and not hold.is_released:  # it may come with what the router was answered
-            reader = None if order.reader is None else rank_agent(order.reader, self._rank)
-            direct = self._grant(hold, reader, self._rank, DIRECT, hold.blocks)
-            hold.direct = {part.grant.transfer_id for part in direct}
-            self._after(functools.partial(announce, direct, len(self._pages.layers)))
+            self._grant_directly(hold)
+        elif order.reader is None:  # another may wait for that already
+            self._decline_directly(hold)
+        self._hear_early_releases(hold)
         self._after(functools.partial(self._settle, [(hold, hold.total)]))
         hold.until_s = now_s + self._options.hold_ttl_s
         if hold.is_released:
             self._free(hold, GrantReleased("the reader gave it back"))
+
+    def _grant_directly(self, hold: Hold) -> None:
+        """The whole prompt, to its reader, or to the first that comes: one that waits for it already is the first."""
+        reader = None if hold.reader is None else rank_agent(hold.reader, self._rank)
+        direct = self._grant(hold, reader, self._rank, DIRECT, hold.blocks)
+        hold.direct = {part.grant.transfer_id for part in direct}
+        hold.decisive = direct[0].grant if direct else None
+        self._after(functools.partial(announce, direct, len(self._pages.layers)))
+
+    def _decline_directly(self, hold: Hold) -> None:
+        for index in range(len(self._pools)):
+            with contextlib.suppress(KvxferError):
+                self._agent.decline(part_id(hold.transfer_id, self._rank, self._rank, DIRECT, index))
 
     def _close(self, order: Close) -> None:
         hold = self._holds.get(order.request_id)
         error = GrantRevoked(order.reason)
         if hold is not None:
             self._end(hold, error)
-            if order.will_resume:
-                until_s = time.monotonic() + self._options.pull_wait_s
+            if order.will_resume and hold.reader is not None:
                 for rank in hold.released:
                     release = Release(hold.transfer_id, rank, hold.readers_expected)
-                    self._released_early[hold.transfer_id, rank, hold.reader or ""] = (release, until_s)
+                    self._early.release(rank_agent(hold.reader, rank), release, time.monotonic())
         if order.will_resume:
             self._ended.pop(order.transfer_id, None)
             return
-        self._remember(order.transfer_id, error)
-        for key in [key for key in self._early if key[0] == order.transfer_id]:
-            ask, _ = self._early.pop(key)
-            self._send(key[2], _refusal(ask, error))
+        self._remember(order.transfer_id, error, None if hold is None else hold.reader)
+        for agent_id, ask in self._early.take_asks(order.transfer_id):
+            self._send(agent_id, _refusal(ask, error))
 
     def _hold(self, order: Open | Finish, total: int, blocks: Sequence[int] = ()) -> Hold:
         """A new hold; ``blocks`` of it are known."""
@@ -236,7 +253,7 @@ class Source:
         )
 
     def _admit(self, hold: Hold) -> None:
-        """Know a new hold, and who asked for it, or gave it up, before."""
+        """Know a new hold, and what came for it before."""
         previous = self._by_transfer.get(hold.transfer_id)
         if previous is not None:
             end = self._end if previous.until_s is None else self._free
@@ -244,13 +261,13 @@ class Source:
         self._ended.pop(hold.transfer_id, None)
         self._holds[hold.request_id] = hold
         self._by_transfer[hold.transfer_id] = hold
-        for key in [key for key in self._early if key[0] == hold.transfer_id]:
-            ask, _ = self._early.pop(key)
-            self._join(hold, ask, key[2])
-        for key in [key for key in self._released_early if key[0] == hold.transfer_id]:
-            release, _ = self._released_early.pop(key)
-            if hold.may_be_read_by(key[2]):
-                self._release(hold, release)
+        for agent_id, ask in self._early.take_asks(hold.transfer_id):
+            self._join(hold, ask, agent_id)
+
+    def _hear_early_releases(self, hold: Hold) -> None:
+        """After all that wants it: of two engines, the one that gave it up is not the reader."""
+        for agent_id, release in self._early.take_releases(hold.transfer_id):
+            self._give_back(hold, agent_id, release)
 
     # --- the loop ---
 
@@ -260,78 +277,88 @@ class Source:
             if isinstance(message, Keep):
                 for transfer_id in message.transfer_ids:
                     hold = self._by_transfer.get(transfer_id)
-                    if hold is not None and hold.may_be_read_by(agent_id):
-                        hold.heard_s = time.monotonic()
-            elif isinstance(message, Ask):
+                    if hold is not None:
+                        hold.hear(agent_id, time.monotonic())
+            elif isinstance(message, (Ask, Claim)):
                 self._asked(agent_id, message)
             elif isinstance(message, Release):
                 hold = self._by_transfer.get(message.transfer_id)
                 if hold is not None:
-                    if hold.may_be_read_by(agent_id):
-                        self._release(hold, message)
-                elif message.transfer_id not in self._ended and len(self._released_early) < EARLY_MAX:
-                    key = (message.transfer_id, message.rank, agent_id)
-                    self._early.pop(key, None)
-                    self._released_early[key] = (message, time.monotonic() + self._options.pull_wait_s)
+                    self._give_back(hold, agent_id, message)
+                elif message.transfer_id not in self._ended:
+                    self._early.release(agent_id, message, time.monotonic())
 
     def sweep(self) -> None:
         """Look at what is over."""
-        for agent_id in list(self._unsent):
-            self._flush(agent_id)
+        self._outbox.flush()
         now_s = time.monotonic()
         known = {member.ref.agent_id for member in self._agent.members()}
         with self._lock:
             for hold in list(self._holds.values()):
                 self._look_at(hold, now_s, known)
-            for key in [key for key, (_, until_s) in self._early.items() if now_s >= until_s]:
-                ask, _ = self._early.pop(key)
-                self._send(key[2], _refusal(ask, GrantUnknown("this engine never heard of that prompt")))
-            for key in [key for key, (_, until_s) in self._released_early.items() if now_s >= until_s]:
-                del self._released_early[key]
+            for agent_id, ask in self._early.expire(now_s):
+                self._send(agent_id, _refusal(ask, GrantUnknown("this engine never heard of that prompt")))
 
     def _look_at(self, hold: Hold, now_s: float, known: set[str]) -> None:
-        names = {hold.reader} if hold.reader is not None else {reader.agent_id for reader in hold.readers.values()}
+        names = {reader.agent_id for reader in hold.readers.values()}
+        if not names and hold.reader is not None:
+            names = {hold.reader}
         if names and names <= known:
             hold.was_reader_seen = True
         elif names and hold.was_reader_seen:
             self._reader_gone(hold, "is gone")
             return
-        if hold.heard_s is not None and now_s - hold.heard_s >= SILENT_S:
-            self._reader_gone(hold, f"said nothing for {SILENT_S:g} s")
-            return
+        for name in [name for name, heard_s in hold.heard_s.items() if now_s - heard_s >= SILENT_S]:
+            del hold.heard_s[name]
+            if hold.reader is not None:
+                self._reader_gone(hold, f"said nothing for {SILENT_S:g} s")
+                return
         if hold.until_s is None:
             return
-        is_read = hold.heard_s is not None or any(grant.state is GrantState.ALIVE for grant in hold.grants.values())
+        is_read = bool(hold.heard_s) or any(grant.state is GrantState.ALIVE for grant in hold.grants.values())
         if now_s >= (hold.life_end_s if is_read else hold.until_s):
             self.expired += 1
             log.warning("a prompt was not fetched in time", extra={"request_id": hold.request_id})
             self._free(hold, GrantExpired("it was not fetched in time"))
 
-    def _asked(self, agent_id: str, ask: Ask) -> None:
+    def _asked(self, agent_id: str, ask: Question) -> None:
         hold = self._by_transfer.get(ask.transfer_id)
         if hold is not None:
             self._join(hold, ask, agent_id)
             return
-        ended = self._ended.get(ask.transfer_id)
-        if ended is None and ask.is_early and len(self._early) < EARLY_MAX:
-            self._early[ask.transfer_id, ask.rank, agent_id] = (ask, time.monotonic() + self._options.pull_wait_s)
+        ended, reader = self._ended.get(ask.transfer_id, (None, None))
+        if ended is None and ask.is_early and self._early.ask(agent_id, ask, time.monotonic()):
+            return
+        if isinstance(ask, Claim) and isinstance(ended, GrantReleased) and reader == engine_of(agent_id, ask.rank):
+            self._send(agent_id, Claimed(ask.transfer_id, "", ""))  # its first rank was quicker, and has what it needs
             return
         self._send(agent_id, _refusal(ask, ended or GrantUnknown("this engine has no such prompt")))
 
-    def _join(self, hold: Hold, ask: Ask, agent_id: str) -> None:
+    def _join(self, hold: Hold, ask: Question, agent_id: str) -> None:
+        if not hold.is_reader(engine_of(agent_id, ask.rank), self._rank):
+            self._send(agent_id, _refusal(ask, Refused("that prompt is promised to another engine")))
+            return
+        if isinstance(ask, Claim):
+            self._send(agent_id, Claimed(ask.transfer_id, "", ""))
+            return
         known = hold.readers.get(ask.rank)
         if known is not None and known.ask.attempt >= ask.attempt:
-            return
-        if not hold.may_be_read_by(agent_id):
-            self._send(agent_id, _refusal(ask, GrantUnknown("that prompt is for another reader")))
             return
         if ask.rank in hold.released:
             self._send(agent_id, _refusal(ask, GrantReleased("it was taken for gone, or gave this back")))
             return
-        hold.heard_s = time.monotonic()
+        hold.hear(agent_id, time.monotonic())
         hold.readers_expected = max(1, ask.readers)
         hold.readers[ask.rank] = Reader(agent_id, ask, ask.first, ask.attempt * PARTS_MAX)
         self._catch_up(hold, hold.readers[ask.rank])
+
+    def _give_back(self, hold: Hold, agent_id: str, release: Release) -> None:
+        """An engine wants nothing (more) of it. That ends it only where it is the reader, or nobody else may be."""
+        hold.forget(agent_id)
+        engine = engine_of(agent_id, release.rank)
+        hold.find_reader(self._rank)
+        if not hold.is_wanted_beside(engine) and hold.is_reader(engine, self._rank):
+            self._release(hold, release)
 
     def _release(self, hold: Hold, release: Release) -> None:
         hold.readers_expected = max(1, release.readers)
@@ -349,7 +376,7 @@ class Source:
         hold.readers.clear()
         hold.readers_expected = max(1, hold.readers_expected)
         hold.released = set(range(hold.readers_expected))
-        hold.heard_s = None
+        hold.heard_s.clear()
 
     # --- under the lock, from either thread ---
 
@@ -409,20 +436,29 @@ class Source:
                 part=part,
                 blocks=len(blocks),
             )
-            grant.on_ended(functools.partial(self._grant_ended, hold, transfer_id, span))
+            grant.on_ended(functools.partial(self._grant_ended, hold, grant, reader_rank, span))
             granted.append(PartGrant(grant, store.first_layer, store.layers, len(blocks)))
         return granted
 
-    def _grant_ended(self, hold: Hold, transfer_id: TransferId, span: OpenSpan, state: GrantState) -> None:
+    def _grant_ended(self, hold: Hold, grant: Grant, reader_rank: int, span: OpenSpan, state: GrantState) -> None:
         span.end(_CODES.get(state))
         with self._lock:
-            hold.grants.pop(transfer_id, None)
-            if transfer_id in hold.direct and state is GrantState.RELEASED:
-                hold.direct.discard(transfer_id)
-                if not hold.direct and hold.request_id in self._holds:
-                    self._release(hold, Release(hold.transfer_id, self._rank, 1))
-            elif state is GrantState.READER_GONE and hold.request_id in self._holds:
+            hold.grants.pop(grant.transfer_id, None)
+            if (
+                state not in (GrantState.RELEASED, GrantState.READER_GONE)
+                or self._holds.get(hold.request_id) is not hold
+            ):
+                return
+            bound = grant.bound
+            taker = None if bound is None else engine_of(bound, reader_rank)
+            is_of_reader = taker is not None and taker == hold.find_reader(self._rank)
+            if state is GrantState.READER_GONE and is_of_reader:
                 self._reader_gone(hold, "is gone")
+            elif state is GrantState.RELEASED and grant.transfer_id in hold.direct:
+                hold.direct.discard(grant.transfer_id)
+                hold.takers.add(taker or "")
+                if not hold.direct and is_of_reader and len(hold.takers) == 1:  # else the reader asks for all of it
+                    self._release(hold, Release(hold.transfer_id, self._rank, 1))
 
     def _free(self, hold: Hold, how: KvxferError) -> None:
         """Its blocks are vLLM's again. Only of a hold that vLLM has finished."""
@@ -436,12 +472,12 @@ class Source:
             del self._by_transfer[hold.transfer_id]
         self._writing = [other for other in self._writing if other is not hold]
         hold.span.end(None if isinstance(how, GrantReleased) else how.code)
-        self._remember(hold.transfer_id, how)
+        self._remember(hold.transfer_id, how, hold.find_reader(self._rank))
         for reader in hold.readers.values():
             self._send(reader.agent_id, _refusal(reader.ask, how))
 
-    def _remember(self, transfer_id: TransferId, how: KvxferError) -> None:
-        self._ended[transfer_id] = how
+    def _remember(self, transfer_id: TransferId, how: KvxferError, reader: str | None) -> None:
+        self._ended[transfer_id] = (how, reader)
         while len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
 
@@ -451,28 +487,10 @@ class Source:
         hold.grants.clear()
 
     def _send(self, agent_id: str, message: Message) -> None:
-        self._post(self._send_on_loop, agent_id, message)
-
-    def _send_on_loop(self, agent_id: str, message: Message) -> None:
-        self._unsent.setdefault(agent_id, collections.deque()).append(message)
-        self._flush(agent_id)
-
-    def _flush(self, agent_id: str) -> None:
-        """Send what waits for a reader, in order. A reader that confirms slowly is told the rest later: it counts on
-        every part."""
-        waiting = self._unsent[agent_id]
-        try:
-            while waiting:
-                self._agent.notify(agent_id, encode(waiting[0]))
-                waiting.popleft()
-        except LimitExceeded as error:
-            if len(waiting) < UNSENT_MAX:
-                return
-            log.warning("UNSENT_MAX=%d messages to a reader are dropped: %s", UNSENT_MAX, error)
-        except KvxferError as error:
-            log.debug("a reader could not be told: %s", error, extra={"agent_id": agent_id})
-        del self._unsent[agent_id]
+        self._post(self._outbox.send, agent_id, message)
 
 
-def _refusal(ask: Ask, error: KvxferError) -> Refuse:
+def _refusal(ask: Question, error: KvxferError) -> Refuse | Claimed:
+    if isinstance(ask, Claim):
+        return Claimed(ask.transfer_id, error.code, str(error))
     return Refuse(ask.transfer_id, ask.attempt, error.code, str(error))

@@ -18,6 +18,7 @@ class Load:
 
     ``has_direct``: the source said that the whole prompt is granted already. ``traceparent``: of the request.
     ``lives``: those of the sources that have the prompt, and ``cards`` that introduce them; empty where not said.
+    ``is_open``: the source promised it to nobody, so that of several engines the first one has it.
     """
 
     request_id: str
@@ -31,18 +32,20 @@ class Load:
     traceparent: str | None = None
     lives: tuple[Incarnation, ...] = ()
     cards: tuple[str, ...] = ()
+    is_open: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remote:
     """A request whose KV lies with the ranks ``sources`` of another engine, in those ``lives``, which ``cards``
-    introduce."""
+    introduce. ``is_open`` as in :class:`Load`."""
 
     request_id: str
     transfer_id: TransferId
     sources: tuple[str, ...]
     lives: tuple[Incarnation, ...] = ()
     cards: tuple[str, ...] = ()
+    is_open: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

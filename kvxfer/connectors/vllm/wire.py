@@ -74,8 +74,36 @@ class Release:
     readers: int
 
 
-Message: TypeAlias = Ask | Part | Refuse | Keep | Release
-_KINDS: dict[str, type[Any]] = {"ask": Ask, "part": Part, "refuse": Refuse, "keep": Keep, "release": Release}
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """Reader to the source's first rank: the reader's rank ``rank`` will read other ranks' parts of this prompt, or let
+    go of them, if its engine is the one that may. Answered with :class:`Claimed`. ``is_early`` as in :class:`Ask`."""
+
+    transfer_id: TransferId
+    rank: int
+    is_early: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Claimed:
+    """The source's first rank to a reader: your engine is the one that may read this prompt where ``code`` is empty;
+    else not, for that error's reason."""
+
+    transfer_id: TransferId
+    code: str
+    text: str
+
+
+Message: TypeAlias = Ask | Part | Refuse | Keep | Release | Claim | Claimed
+_KINDS: dict[str, type[Any]] = {
+    "ask": Ask,
+    "part": Part,
+    "refuse": Refuse,
+    "keep": Keep,
+    "release": Release,
+    "claim": Claim,
+    "claimed": Claimed,
+}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 

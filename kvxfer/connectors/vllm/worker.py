@@ -26,7 +26,7 @@ from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.runtime import STOP_S, Runtime, every
 from kvxfer.connectors.vllm.source import SWEEP_S, Source
 from kvxfer.connectors.vllm.steps import Load, Report, StepOrders
-from kvxfer.connectors.vllm.wire import Part, Refuse, decode
+from kvxfer.connectors.vllm.wire import Claimed, Part, Refuse, decode
 from kvxfer.errors import ConfigError, KvxferError, ProtocolViolation
 from kvxfer.transport.huge_pages import Collapsing
 from kvxfer.types import CompatibilityRecord, Incarnation, WorkerInfo
@@ -285,7 +285,7 @@ class WorkerHalf:
             except ProtocolViolation as error:
                 log.warning("%s: %s", notification.sender, error)
                 continue
-            if isinstance(message, (Part, Refuse)):
+            if isinstance(message, (Part, Refuse, Claimed)):
                 loads.on_message(notification.sender.agent_id, message)
             else:
                 source.on_message(notification.sender.agent_id, message)

@@ -7,8 +7,9 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +19,13 @@ import pytest_asyncio
 from kvxfer.agent import Agent
 from kvxfer.connectors.vllm.fences import Fences, at_once
 from kvxfer.connectors.vllm.fetch import Done, Fetch
+from kvxfer.connectors.vllm.ids import rank_agent
 from kvxfer.connectors.vllm.loads import Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages, Store
 from kvxfer.connectors.vllm.source import Source
 from kvxfer.connectors.vllm.steps import Close, Finish, Load, Open, StepOrders
-from kvxfer.connectors.vllm.wire import Part, Refuse, decode
+from kvxfer.connectors.vllm.wire import Claimed, Part, Refuse, decode
 from kvxfer.errors import Closed
 from kvxfer.transport.base import Region
 from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo
@@ -88,7 +90,7 @@ class Rank:
 async def serve(rank: Rank) -> None:
     async for notification in rank.agent.notifications():
         message = decode(notification.payload)
-        half = rank.loads if isinstance(message, (Part, Refuse)) else rank.source
+        half = rank.loads if isinstance(message, (Part, Refuse, Claimed)) else rank.source
         half.on_message(notification.sender.agent_id, message)  # type: ignore[arg-type]
 
 
@@ -136,10 +138,20 @@ async def two_ranks(
 ) -> AsyncIterator[tuple[Rank, Rank]]:
     """Ranks ``p`` and ``d``, which know each other but where ``options`` want introductions. ``how``: loads are begun
     by a "thread" or by the "loop", or the memory is a "device"'s."""
-    made: list[Rank] = []
+    async with engines_of(options, ("p", "d"), stores=stores, how=how) as made:
+        yield made["p"], made["d"]
+
+
+@contextlib.asynccontextmanager
+async def engines_of(
+    options: ConnectorOptions, names: Sequence[str], *, stores: int = 1, how: str = "thread", ranks: int = 1
+) -> AsyncIterator[dict[str, Rank]]:
+    """The ranks of the engines ``names``, by the names of their agents; else as :func:`two_ranks`."""
+    made: dict[str, Rank] = {}
     async with contextlib.AsyncExitStack() as stack:
         loop = asyncio.get_running_loop()
-        for name in ("p", "d"):
+        for engine, rank in itertools.product(names, range(ranks)):
+            name = rank_agent(engine, rank)
             memory = np.zeros((LAYERS, BLOCKS, PAGE), np.uint8)
             layers = tuple(f"layer {i}" for i in range(LAYERS))
             pages = Pages(layers, PAGE, stores_of(memory, stores))
@@ -152,17 +164,18 @@ async def two_ranks(
             done: dict[str, asyncio.Future[Done]] = {}
             device = Device() if how == "device" else None
             after = at_once if device is None else Fences(device.record, loop.call_soon_threadsafe).after
-            source = Source(agent, pools, pages, options, 0, loop.call_soon_threadsafe, freed.append, after)
+            source = Source(agent, pools, pages, options, rank, loop.call_soon_threadsafe, freed.append, after)
             on_done = functools.partial(tell, loop, done)
-            loads = Loads(agent, pools, pages, options, 0, 1, on_done, loop.call_soon_threadsafe)
-            made.append(Rank(agent, memory, source, loads, freed, done, device, how == "thread"))
-        p, d = made
-        for one, other in () if options.introductions else ((p.agent, d.agent), (d.agent, p.agent)):
+            loads = Loads(agent, pools, pages, options, rank, ranks, on_done, loop.call_soon_threadsafe)
+            made[name] = Rank(agent, memory, source, loads, freed, done, device, how == "thread")
+        agents = [rank.agent for rank in made.values()]
+        for one, other in () if options.introductions else itertools.permutations(agents, 2):
             one.connect_peer(other.ref, other.address, bytes(32), [pool.published for pool in other.pools])
-        tasks = [asyncio.create_task(run(rank)) for rank in made for run in (serve, sweep)]
-        tasks += [asyncio.create_task(rank.device.run()) for rank in made if rank.device is not None]
-        yield p, d
-        await d.loads.close()
+        tasks = [asyncio.create_task(run(rank)) for rank in made.values() for run in (serve, sweep)]
+        tasks += [asyncio.create_task(rank.device.run()) for rank in made.values() if rank.device is not None]
+        yield made
+        for rank in made.values():
+            await rank.loads.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

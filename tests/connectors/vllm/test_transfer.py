@@ -215,7 +215,7 @@ async def test_a_source_that_takes_back_again_and_again_is_given_up(ranks: tuple
     p, d = ranks
     loading = d.load(load_order(0, (5, 6), has_direct=False))
     for attempt in range(ASKS_MAX):
-        await until(lambda attempt=attempt: any(ask.attempt == attempt for ask, *_ in p.source._early.values()))
+        await until(lambda attempt=attempt: any(ask.attempt == attempt for ask in p.source._early.asks))
         p.source.begin_step(open_order(2))
         p.forward(StepOrders(True, chunks=(Chunk("r", (1,)),)), [1])
         p.source.begin_step(StepOrders(True, closes=(close_order(will_resume=True),)))
@@ -321,7 +321,7 @@ async def test_a_release_frees_it_now_or_when_it_is_finished(ranks: tuple[Rank, 
         p.source.begin_step(finish_order((1, 2)))
     d.loads.release(Remote("l", new_id(), ("p",)))
     if not is_finished:
-        await until(lambda: bool(p.source._released_early))
+        await until(lambda: bool(p.source._early._releases))
         p.source.begin_step(finish_order((1, 2)))
     await until(lambda: p.freed == ["r"], within_s=OPTIONS.hold_ttl_s / 2)  # not because its time was over
     await is_idle(p)
@@ -433,7 +433,7 @@ async def test_a_prompt_for_another_reader_is_refused(ranks: tuple[Rank, Rank]) 
     p.forward(StepOrders(True, chunks=(Chunk("r", (1, 2)),)), [1, 2])
     over = await d.load(load_order(0, (5, 6), has_direct=False))
     assert over.error is not None
-    assert over.error.code == "grant_unknown"
+    assert over.error.code == "refused"
     assert not d.memory.any()
 
 
