@@ -12,7 +12,7 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from kvxfer.cli.flags import to_flags
@@ -44,7 +44,8 @@ class StackOptions:
         default="", metadata={"help": "cluster token (0600, made where missing); empty takes the default path"}
     )
     timeout_s: float = dataclasses.field(
-        default=180.0, metadata={"help": "how long one process may take to become ready", "metavar": "SECONDS"}
+        default=180.0,
+        metadata={"help": "how long a process that is not ready yet may do nothing", "metavar": "SECONDS"},
     )
 
     def __post_init__(self) -> None:
@@ -121,7 +122,7 @@ async def start(
     router = await supervisor.start(
         ChildSpec("router", ["router", *to_flags(router_values)], ready_path=READY), timeout_s=options.timeout_s
     )
-    await _wait_workers(router, len(worker_names), timeout_s=30.0)
+    await _wait_workers(router, worker_names, timeout_s=30.0)
     return router
 
 
@@ -135,16 +136,21 @@ async def _all(starts: list[Coroutine[Any, Any, Child]]) -> None:
         raise failures.exceptions[0] from None
 
 
-async def _wait_workers(router: Child, count: int, *, timeout_s: float) -> None:
+async def _wait_workers(router: Child, names: Sequence[str], *, timeout_s: float) -> None:
     import httpx
 
     deadline_s = time.monotonic() + timeout_s
+    missing, why = list(names), ""
     async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
         while True:
-            answer = await client.get(f"{router.http_url}/v1/workers")
-            seen = len(answer.json().get("data", [])) if answer.status_code == 200 else 0
-            if seen >= count:
+            try:
+                answer = (await client.get(f"{router.http_url}/v1/workers")).raise_for_status()
+                seen = {str(worker["agent_id"]) for worker in answer.json()["data"]}
+                missing, why = [name for name in names if name not in seen], ""
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:  # it is busy
+                why = f"; its last answer: {type(error).__name__} {error}".rstrip()
+            if not missing and not why:
                 return
             if time.monotonic() > deadline_s:
-                raise DeadlineExceeded(f"the router saw {seen} of {count} workers within {timeout_s:g} s")
+                raise DeadlineExceeded(f"the router did not see {', '.join(missing)} within {timeout_s:g} s{why}")
             await asyncio.sleep(POLL_S)

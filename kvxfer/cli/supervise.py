@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from kvxfer.cli.progress import wait_while_it_gets_on
 from kvxfer.errors import ConfigError, DeadlineExceeded, KvxferError
 
 STOP_GRACE_S = 15.0
@@ -55,6 +56,8 @@ class Child:
     ready_after_s: float = 0.0
     tail: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
     is_ready: bool = False
+    written_bytes: int = 0
+    """What came of it on stdout and stderr."""
     is_stopping: bool = False
     why_not_ready: str = ""
 
@@ -114,7 +117,8 @@ class Supervisor:
         """Start a child and wait until it is ready.
 
         Raises ConfigError where the child ended with code 2, KvxferError where it ended otherwise, both with the
-        child's own last words; DeadlineExceeded after ``timeout_s``, when the child has been stopped.
+        child's own last words; DeadlineExceeded, when the child has been stopped, once it did nothing for
+        ``timeout_s`` (nothing written, no processor time), or was busy and not ready for ten times as long.
         """
         process = await asyncio.create_subprocess_exec(
             *(*self._command, *spec.words, f"--exit-with-parent={os.getpid()}"),
@@ -134,15 +138,17 @@ class Supervisor:
             asyncio.create_task(self._watch(child, is_ready)),
         ]
         try:
-            async with asyncio.timeout(timeout_s):
-                await is_ready
-                if spec.ready_path:
-                    await self._probe(child)
-        except TimeoutError:
+            await wait_while_it_gets_on(
+                self._wait_ready(child, is_ready),
+                session=process.pid,
+                written_bytes=lambda: child.written_bytes,
+                timeout_s=timeout_s,
+            )
+        except TimeoutError as error:
             await self.stop(child)
             why = f": {child.why_not_ready}" if child.why_not_ready else ""
             last = f"; its last words: {child.tail[-1]}" if child.tail else ""
-            raise DeadlineExceeded(f"{spec.name} was not ready within {timeout_s:g} s{why}{last}") from None
+            raise DeadlineExceeded(f"{spec.name} did not become ready: {error}{why}{last}") from None
         except BaseException:
             await self.stop(child)
             raise
@@ -172,6 +178,12 @@ class Supervisor:
         if child in self._children:
             self._children.remove(child)
 
+    async def _wait_ready(self, child: Child, is_ready: asyncio.Future[None]) -> None:
+        """Return once the ready line has come, and ``ready_path``, if there is one, is answered with 200."""
+        await is_ready
+        if child.spec.ready_path:
+            await self._probe(child)
+
     async def _probe(self, child: Child) -> None:
         """Return once ``ready_path`` is answered with 200; raise KvxferError where the child ends before that."""
         import httpx
@@ -193,6 +205,7 @@ class Supervisor:
     async def _read_stdout(self, child: Child, is_ready: asyncio.Future[None]) -> None:
         assert child.process.stdout is not None
         async for raw in _lines(child.process.stdout):
+            child.written_bytes += len(raw)
             try:
                 line = json.loads(raw)
             except ValueError:
@@ -204,6 +217,7 @@ class Supervisor:
     async def _read_stderr(self, child: Child) -> None:
         assert child.process.stderr is not None
         async for raw in _lines(child.process.stderr):
+            child.written_bytes += len(raw)
             line = raw.decode(errors="replace").rstrip()
             child.tail.append(line)
             self._on_line(child.spec.name, line)

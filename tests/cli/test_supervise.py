@@ -67,7 +67,7 @@ async def test_crash_at_start() -> None:
 
 async def test_never_ready() -> None:
     async with Supervisor(command=FAKE) as supervisor:
-        with pytest.raises(DeadlineExceeded, match=r"worker was not ready within 0\.5 s"):
+        with pytest.raises(DeadlineExceeded, match=r"^worker did not become ready: it did nothing for 0\.5 s$"):
             await supervisor.start(ChildSpec("worker", ["silent"]), timeout_s=0.5)
         assert supervisor.children == ()
 

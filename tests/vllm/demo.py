@@ -2,6 +2,9 @@
 
 usage: demo.py [--model DIRECTORY] [--tokens 1500] [--verbose]
 
+A process that is not ready yet is waited for as long as it does something. Where one fails it is named, and the logs of
+all of them stay.
+
 Without a model, a tiny one with random weights. Shows what was moved, and whether the answer is the one that the decode
 engine gives alone.
 """
@@ -12,15 +15,21 @@ import argparse
 import asyncio
 import pathlib
 import random
+import shutil
+import signal
 import sys
 import tempfile
 import time
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import httpx
 from servers import NAME, serving
 
 from kvxfer.engine.tiny import make_tiny_model
+from kvxfer.errors import KvxferError
+
+T = TypeVar("T")
 
 
 async def ask(url: str, ids: list[int]) -> tuple[dict[str, Any], float]:
@@ -58,16 +67,34 @@ def main() -> int:
     options = parser.parse_args()
     draw = random.Random(7)
     ids = [draw.randrange(3, 1000) for _ in range(options.tokens)]
-    with tempfile.TemporaryDirectory() as name:
-        directory = pathlib.Path(name)
-        model = options.model or make_tiny_model(
-            directory / "tiny", layers=4, hidden=256, vocab=1024, max_position_embeddings=4096, seed=1234
-        )
-        try:
-            return 0 if asyncio.run(show(directory, model, ids)) else 1
-        finally:
-            for log in sorted(directory.glob("*.log")) if options.verbose else ():
-                print(f"--- {log.name}\n{log.read_text()}", file=sys.stderr)
+    directory = pathlib.Path(tempfile.mkdtemp(prefix="kvxfer-demo-vllm-"))
+    model = options.model or make_tiny_model(
+        directory / "tiny", layers=4, hidden=256, vocab=1024, max_position_embeddings=4096, seed=1234
+    )
+    code = 1
+    try:
+        code = 0 if asyncio.run(until_told_to_end(show(directory, model, ids))) else 1
+    except KvxferError as error:
+        print(f"demo-vllm: {error}", file=sys.stderr)
+    except httpx.HTTPError as error:
+        print(f"demo-vllm: no answer: {type(error).__name__} {error}", file=sys.stderr)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("demo-vllm: interrupted; all processes are ended", file=sys.stderr)
+        code = 130
+    for log in sorted(directory.glob("*.log")) if options.verbose else ():
+        print(f"--- {log.name}\n{log.read_text(errors='replace')}", file=sys.stderr)
+    if code == 1:
+        print(f"The logs of all processes are kept in {directory}", file=sys.stderr)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+    return code
+
+
+async def until_told_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """SIGTERM ends it as Ctrl-C does: with all that it started."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
 
 
 if __name__ == "__main__":

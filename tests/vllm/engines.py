@@ -9,9 +9,15 @@ import json
 import os
 import pathlib
 import signal
-import sys
 import uuid
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from started import SILENT_S, Started, kvxfer, ready, told
+
+from kvxfer.cli.progress import wait_while_it_gets_on
+
+T = TypeVar("T")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PYTHON = pathlib.Path(os.environ.get("VLLM_VENV") or ROOT / "build" / "vllm-venv") / "bin" / "python"
@@ -19,8 +25,6 @@ PYTHON = pathlib.Path(os.environ.get("VLLM_VENV") or ROOT / "build" / "vllm-venv
 CACHE = PYTHON.parent.parent / "cache"
 """What vLLM found out about the model's class, for which it else starts a process."""
 DRIVER = pathlib.Path(__file__).with_name("engine.py")
-START_S = 240.0
-"""Engines that start at once on two busy cores take turns; alone one needs 9 s."""
 ANSWER_S = 60.0
 
 
@@ -61,15 +65,28 @@ class Engine:
                 stderr=log,
                 limit=1 << 26,
                 env={**os.environ, "VLLM_CACHE_ROOT": str(CACHE), **(environment or {})},
+                start_new_session=True,
             )
         self._reader = asyncio.create_task(self._read())
 
     async def wait_ready(self) -> None:
+        """Raises AssertionError, with the end of its log, where it ends before, or does nothing any more."""
         assert self._reader is not None
+        assert self.process is not None
         ready = asyncio.ensure_future(self._ready.wait())
-        await asyncio.wait({ready, self._reader}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        first = asyncio.wait({ready, self._reader}, return_when=asyncio.FIRST_COMPLETED)
+        why = "it ended"
+        try:
+            await wait_while_it_gets_on(
+                first,
+                session=self.process.pid,
+                written_bytes=lambda: self.log.stat().st_size,
+                timeout_s=SILENT_S,
+            )
+        except TimeoutError as error:
+            why = str(error)
         ready.cancel()
-        assert self._ready.is_set(), f"{self.name} did not start:\n{self.log.read_text()[-4000:]}"
+        assert self._ready.is_set(), told(self.name, f"did not become ready: {why}", self.log)
 
     def add(self, ids: list[int], n: int, kv: dict[str, Any] | None = None, request_id: str | None = None) -> str:
         """Begin a request; its id, a new one unless it is given."""
@@ -80,10 +97,16 @@ class Engine:
         return request_id
 
     async def wait(self, request_id: str, timeout_s: float = ANSWER_S) -> Answer:
-        return await asyncio.wait_for(self._done[request_id], timeout_s)
+        return await self._within(self._done[request_id], timeout_s, f"request {request_id}")
 
     async def wait_first(self, request_id: str) -> None:
-        await asyncio.wait_for(self._first[request_id].wait(), ANSWER_S)
+        await self._within(self._first[request_id].wait(), ANSWER_S, f"the first token of request {request_id}")
+
+    async def _within(self, answer: Awaitable[T], timeout_s: float, what: str) -> T:
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            raise AssertionError(told(self.name, f"did not answer {what} within {timeout_s:g} s", self.log)) from None
 
     async def generate(
         self, ids: list[int], n: int, kv: dict[str, Any] | None = None, request_id: str | None = None
@@ -96,7 +119,7 @@ class Engine:
 
     async def ask(self, what: str) -> Any:
         self._send(op="ask", what=what)
-        return await asyncio.wait_for(self._answers.get(), ANSWER_S)
+        return await self._within(self._answers.get(), ANSWER_S, f"what is {what}")
 
     def pause(self, seconds: float) -> None:
         """Sleep so long after each step from now on."""
@@ -151,30 +174,23 @@ class Cluster:
         self.directory = directory
         self.model = model
         self.engines: dict[str, Engine] = {}
-        self._coordinator: asyncio.subprocess.Process | None = None
+        self._coordinator: Started | None = None
         self._address = ""
 
     async def __aenter__(self) -> Cluster:
-        self._coordinator = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "kvxfer.cli",
-            "coordinator",
-            "--token-file",
-            str(self.directory / "cluster-token"),
-            f"--exit-with-parent={os.getpid()}",
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert self._coordinator.stdout is not None
-        line = await asyncio.wait_for(self._coordinator.stdout.readline(), START_S)
-        self._address = json.loads(line)["address"]
+        token = f"--token-file={self.directory / 'cluster-token'}"
+        self._coordinator = Started("coordinator", kvxfer("coordinator", token), self.directory, dict(os.environ))
+        try:
+            self._address = (await ready(self._coordinator))["address"]
+        except BaseException:
+            self._coordinator.kill()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
         if self._coordinator is not None:
-            self._coordinator.terminate()
-            await self._coordinator.wait()
+            await asyncio.to_thread(self._coordinator.end)
 
     def __getitem__(self, name: str) -> Engine:
         return self.engines[name]

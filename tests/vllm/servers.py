@@ -6,17 +6,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Sequence
 
 import httpx
-from engines import CACHE, PYTHON, START_S
+from engines import CACHE, PYTHON
+from started import Started, kvxfer, ready
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -35,7 +34,6 @@ SERVE = [
     *("--num-gpu-blocks-override", "64", "--host", "127.0.0.1", "--no-enable-prefix-caching"),
 ]
 NAME = "tiny"
-STOP_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +58,17 @@ async def serving(
     """All of them, ready; their logs lie in ``directory``. Leaving it ends them and what they started. ``policy``:
     vLLM's kv_load_failure_policy. ``traces``: an OTLP endpoint for the engines' spans."""
     token = f"--token-file={directory / 'cluster-token'}"
-    processes: list[subprocess.Popen[bytes]] = []
+    started: list[Started] = []
+
+    def start(name: str, command: list[str]) -> Started:
+        started.append(Started(name, command, directory, {**os.environ, **SETTINGS}))
+        return started[-1]
+
     try:
-        coordinator = start(directory, processes, "coordinator", kvxfer("coordinator", token))
-        address = (await first_line(coordinator))["address"]
+        address = (await ready(start("coordinator", kvxfer("coordinator", token))))["address"]
         ports = free_ports(2)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
+        engines = []
         for name, role, port, url in zip("pd", ("producer", "consumer"), ports, urls, strict=True):
             transfer = {
                 "kv_connector": "KvxferConnector",
@@ -78,51 +81,40 @@ async def serving(
                     "http_url": url,
                 },
             }
-            command = [str(PYTHON.with_name("vllm")), "serve", str(model), "--served-model-name", NAME, *SERVE]
-            command += ["--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
+            command = [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve"]  # as `vllm serve`, with that Python
+            command += [
+                str(model),
+                "--served-model-name",
+                NAME,
+                *SERVE,
+                "--port",
+                str(port),
+                "--kv-transfer-config",
+                json.dumps(transfer),
+            ]
             if traces:
                 command.append(f"--otlp-traces-endpoint={traces}")
             command += prefill_options if name == "p" else ()
-            start(directory, processes, name, command)
+            engines.append(start(name, command))
         options = (token, f"--coordinator={address}", "--local-prefill=off")
-        router = start(directory, processes, "router", kvxfer("router", *options))
-        found = Urls(*urls, (await first_line(router))["http_url"], directory)
-        async with asyncio.timeout(START_S), httpx.AsyncClient(trust_env=False) as client:
-            for url in urls:
-                while not await is_ready(client, url):
-                    for process in processes:
-                        assert process.poll() is None, f"{process.args} ended; see its log in {directory}"
-                    await asyncio.sleep(0.2)
-        yield found
+        router = await ready(start("router", kvxfer("router", *options)))
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for engine, url in zip(engines, urls, strict=True):
+                await engine.wait(functools.partial(healthy, client, url))
+        yield Urls(*urls, router["http_url"], directory)
     finally:
-        await asyncio.gather(*(asyncio.to_thread(end, process) for process in reversed(processes)))
+        try:
+            await asyncio.gather(*(asyncio.to_thread(process.end) for process in reversed(started)))
+        finally:
+            for process in started:  # interrupted once more: without their leave
+                process.kill()
 
 
-def kvxfer(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "kvxfer.cli", *arguments, f"--exit-with-parent={os.getpid()}"]
-
-
-def start(
-    directory: pathlib.Path, processes: list[subprocess.Popen[bytes]], name: str, command: list[str]
-) -> subprocess.Popen[bytes]:
-    with (directory / f"{name}.log").open("wb") as log:
-        environment = {**os.environ, **SETTINGS}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment, start_new_session=True)
-    processes.append(process)
-    return process
-
-
-async def first_line(process: subprocess.Popen[bytes]) -> dict[str, str]:
-    assert process.stdout is not None
-    line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), START_S)
-    return dict(json.loads(line))
-
-
-async def is_ready(client: httpx.AsyncClient, url: str) -> bool:
+async def healthy(client: httpx.AsyncClient, url: str) -> bool | None:
     try:
-        return (await client.get(f"{url}/health")).status_code == 200
+        return (await client.get(f"{url}/health")).status_code == 200 or None
     except httpx.HTTPError:
-        return False
+        return None
 
 
 def free_ports(count: int) -> list[int]:
@@ -131,15 +123,3 @@ def free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [int(probe.getsockname()[1]) for probe in probes]
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Stop it, and in the end all that it started."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()

@@ -1,0 +1,77 @@
+"""Whether a process that starts still gets on: on a busy machine that takes as long as it takes, and one that hangs is
+known by doing nothing. Decides when to give up; must never know what the process is.
+
+Signs of life are bytes that it wrote and processor time of its whole session, so that what it started counts too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+POLL_S = 0.25
+LEAST_SHARE = 1 / 60
+"""So much of a processor is a sign of life; one that only waits wakes up now and then, and takes less."""
+LONGEST = 10
+"""One that is busy and never ready is given up after so many times the patience with one that does nothing."""
+
+T = TypeVar("T")
+
+
+class Progress:
+    """One start. Times are of any one clock, in seconds."""
+
+    def __init__(self, timeout_s: float, now_s: float) -> None:
+        """``timeout_s``: how long nothing may happen."""
+        self._timeout_s = timeout_s
+        self._began_s = self._alive_s = now_s
+        self._bytes = 0
+        self._processor_s = 0.0
+
+    def see(self, written_bytes: int, processor_s: float, now_s: float) -> str | None:
+        """Why it is to be given up, from what it wrote and took of the processors so far; ``None``: it is not."""
+        taken_s = processor_s - self._processor_s
+        if written_bytes != self._bytes or taken_s > max(0.0, LEAST_SHARE * (now_s - self._alive_s)):
+            self._bytes, self._processor_s, self._alive_s = written_bytes, max(processor_s, self._processor_s), now_s
+        if now_s - self._alive_s >= self._timeout_s:
+            return f"it did nothing for {self._timeout_s:g} s"
+        if now_s - self._began_s >= LONGEST * self._timeout_s:
+            return f"it was busy for {LONGEST * self._timeout_s:g} s"
+        return None
+
+
+def session_processor_s(session: int) -> float:
+    """Processor time, in seconds, of the processes of a session that are there, and of those that they waited for; 0
+    where the system does not tell."""
+    ticks = 0
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))
+        except (OSError, ValueError, IndexError):  # it ended meanwhile
+            continue
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def wait_while_it_gets_on(
+    ready: Awaitable[T], *, session: int, written_bytes: Callable[[], int], timeout_s: float
+) -> T:
+    """The result of ``ready``. Raises TimeoutError, with the reason in words, once the processes of ``session`` (the
+    id of the process that leads it) do nothing for ``timeout_s``, or are busy for LONGEST times as long."""
+    task = asyncio.ensure_future(ready)
+    loop = asyncio.get_running_loop()
+    progress = Progress(timeout_s, loop.time())
+    try:
+        while True:
+            await asyncio.wait({task}, timeout=min(POLL_S, timeout_s))
+            if task.done():
+                return task.result()
+            why = progress.see(written_bytes(), session_processor_s(session), loop.time())
+            if why is not None:
+                raise TimeoutError(why)
+    finally:
+        task.cancel()
