@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.agent import Agent
 from kvxfer.connectors.vllm.ids import rank_agent
+from kvxfer.connectors.vllm.limits import check_engine, check_transferable
 from kvxfer.connectors.vllm.metrics import KvxferPromMetrics, KvxferStats
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.record import adapter_fingerprint, make_record
@@ -67,6 +68,8 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
             transfer.kv_role, transfer.engine_id, transfer.kv_connector_extra_config or {}
         )
         options.check_front_end(parallel)
+        check_engine(vllm_config)
+        check_transferable(kv_cache_config)
         ranks = parallel.tensor_parallel_size
         options.check_ranks(ranks)
         self._scheduler_half: SchedulerHalf | None = None
@@ -224,6 +227,11 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         return self._scheduler.finished(request, block_ids[0])
 
     # --- the class ---
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Versions that ask refuse it by this connector's name; the others are refused by check_engine."""
+        return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

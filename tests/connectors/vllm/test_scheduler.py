@@ -467,3 +467,13 @@ class Prefills(RuleBasedStateMachine):
 
 Prefills.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPrefills = Prefills.TestCase
+
+
+def test_fewer_tokens_than_were_offered_are_fetched_from_where_they_begin() -> None:
+    """vLLM may take less than it was told is there; what it takes begins after what it has, not before the end."""
+    half, request = new_half(), Request("r", list(range(65)), handed_over(ID, ("p",), "x", 64))
+    half.on_new_request(request)
+    assert half.matched(request, 16) == 48
+    half.allocated(request, [9, 8, 7, 6], 16)
+    (load,) = step(half).loads
+    assert (load.first, load.blocks, load.has_direct) == (1, (8,), False)
