@@ -88,11 +88,11 @@ async def test_ready_is_what_the_probe_answers() -> None:
 async def test_why_a_child_was_not_ready_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def out_of_time(self: Supervisor, child: Child) -> None:
         child.why_not_ready = "no decode worker"
-        raise TimeoutError
+        raise TimeoutError("it did nothing for 30 s")
 
     monkeypatch.setattr(Supervisor, "_probe", out_of_time)
     async with Supervisor(command=FAKE) as supervisor:
-        with pytest.raises(DeadlineExceeded, match=r"^router was not ready within 30 s: no decode worker"):
+        with pytest.raises(DeadlineExceeded, match=r"^router did not become ready: it did nothing for 30 s: no decode worker"):
             await supervisor.start(ChildSpec("router", ["slow"], ready_path="/ready"), timeout_s=30)
         assert supervisor.children == ()
 
