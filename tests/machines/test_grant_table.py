@@ -378,3 +378,17 @@ def test_what_another_peer_gave_up_is_granted_to_its_reader() -> None:
     table.on_release(stranger, IDS[1], 1)
     table.on_release(stranger, IDS[2], 1)
     assert table.state(IDS[0], 1) == GrantState.ALIVE
+
+
+@pytest.mark.parametrize(("reader", "counted"), [("", 0), ("d0", 1)])
+def test_who_comes_second_for_what_anybody_might_have_did_nothing_forbidden(reader: str, counted: int) -> None:
+    """What is forbidden is counted, and ends the session in the end: a router that gives one answer to two readers must
+    not cut the second one's session."""
+    table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
+    table.grant(IDS[0], ledger, [0], reader, TTL, 1)
+    answers = []
+    for session, peer in enumerate((PEERS[0], PEERS[2]), 1):
+        pull = _core.Pull(IDS[0], 1, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 0)
+        answers += [type(effect.frame).__name__ for effect in table.on_pull(session, peer, pull, 1)]
+    assert answers == ["Ready", "ErrorFrame"]
+    assert table.counts().refused == counted

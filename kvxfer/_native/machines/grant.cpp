@@ -92,6 +92,7 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
   Grant& grant = add(id);
   grant.hold = std::move(hold);
   grant.reader_id = reader;
+  grant.is_open = reader.empty();
   grant.content = content;
   grant.life_end = now + limits_.life_max_ns;
   ++counts_.alive;
@@ -254,7 +255,11 @@ void GrantTable::on_pull(SessionId session, const AgentRef& peer, const Pull& pu
 
 void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
   const bool is_stranger = grant.reader ? *grant.reader != peer : (!grant.reader_id.empty() && grant.reader_id != peer.agent_id);
-  if (is_stranger) return refuse(session, pull, Code::refused, "this transfer is promised to another reader", out);
+  if (is_stranger) {
+    if (!grant.is_open) count_refusal();  // who came second for what anybody might have asked for nothing forbidden
+    out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, Code::refused, "this transfer is promised to another reader"}});
+    return;
+  }
   if (!is_alive(grant, now)) return refuse(session, pull, code_of(grant.state), "the grant has ended", out);
   const Hold& hold = *grant.hold;
   if (hold.pool() != nullptr && (pull.digest != hold.pool()->digest || pull.block_bytes != hold.pool()->block_bytes)) {

@@ -159,6 +159,7 @@ class GrantTable {
     AgentRef share;                      // whose share it takes up, where it has a weight
     uint64_t weight = 0;
     std::string reader_id;               // empty: the first to come
+    bool is_open = false;                // made for the first to come
     Bytes32 content{};                   // zero: the owner does not say
     std::optional<AgentRef> reader;      // bound
     Nanos expiry = 0, life_end = 0;
