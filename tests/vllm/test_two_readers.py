@@ -27,7 +27,7 @@ async def test_one_answer_given_to_two_engines_is_read_by_one(cluster: Cluster) 
         codes = sorted(answer.report["code"] for answer in answers)
         assert codes[0] == ""
         assert codes[1] in ("refused", "grant_released"), answers
-        (reader,) = (name for name in "de" if await has_arrived(cluster, name, answers[0].report["transfer_id"]))
+        (reader,) = [name for name in "de" if await has_arrived(cluster, name, answers[0].report["transfer_id"])]
         await assert_same_bytes(cluster["p"], cluster[reader], answers[0].report["transfer_id"])
         await wait_free(cluster["p"])
 

@@ -73,6 +73,24 @@ async def test_what_a_failed_forward_did_not_write_is_never_taken(ranks: tuple[R
     await is_idle(d)
 
 
+async def test_what_a_forward_of_unknown_end_wrote_is_never_taken(ranks: tuple[Rank, Rank]) -> None:
+    """Where vLLM defers the end of a step to the draft model, a forward that raises has none: the next step begins."""
+    p, d = ranks
+    p.memory[...] = 0xEE
+    loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
+    await until(lambda: bool(p.source._early))
+    p.source.begin_step(open_order(3))
+    p.forward(StepOrders(True, chunks=(Chunk("r", (4,)),)), [4])
+    p.source.begin_step(StepOrders(True, chunks=(Chunk("r", (5, 6)),)))
+    p.write(0, [5, 6], 0)
+    p.forward(StepOrders(True), [7])
+    over = await loading
+    assert over.error is not None
+    assert over.error.code == "grant_revoked"
+    assert not p.agent.statistics().grants.alive
+    await is_idle(d)
+
+
 async def test_a_prompt_that_was_opened_for_a_reader_may_be_pulled_as_a_whole(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     p.source.begin_step(open_order(3))
