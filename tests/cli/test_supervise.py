@@ -92,7 +92,8 @@ async def test_why_a_child_was_not_ready_in_time_is_told(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Supervisor, "_probe", out_of_time)
     async with Supervisor(command=FAKE) as supervisor:
-        with pytest.raises(DeadlineExceeded, match=r"^router did not become ready: it did nothing for 30 s: no decode worker"):
+        said = r"^router did not become ready: it did nothing for 30 s: no decode worker"
+        with pytest.raises(DeadlineExceeded, match=said):
             await supervisor.start(ChildSpec("router", ["slow"], ready_path="/ready"), timeout_s=30)
         assert supervisor.children == ()
 
