@@ -157,7 +157,7 @@ def place(
     *,
     model: str,
     tie_break: int,
-    sizes: Sizes = Sizes(),
+    sizes: Sizes = UNKNOWN,
     wants_remote_prefill: bool = True,
     allows_local_prefill: bool = True,
     excluded: frozenset[str] = frozenset(),

@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 from router_fakes import FakeWorker, Running, events, failing, router_over
 
+from kvxfer.router import attempt
 from kvxfer.router.legs import Prefilled
 from kvxfer.types import Role
 
 PROMPT = 300
+
+
+@pytest.fixture(autouse=True)
+def _is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine does, P's answer is waited for."""
+    monkeypatch.setattr(attempt, "PREFILL_ANSWER_WAIT_S", 30.0)
 
 
 def pair(theirs: int | None, ours: int | None, *, dialect: str = "kvxfer") -> tuple[FakeWorker, FakeWorker]:
