@@ -330,7 +330,8 @@ async def router_over(*fakes: FakeWorker, keys: ApiKeys | None = None, **options
             fake.peers = fakes
             await stack.enter_async_context(fake.running())
         listener = stack.enter_context(listening("127.0.0.1", 0))
-        settings = RouterOptions(**{"shutdown_grace_s": 0.2, **options})
+        # A machine that stops this process for a while is no worker out of reach.
+        settings = RouterOptions(**{"shutdown_grace_s": 0.2, "connect_timeout_s": 30.0, **options})
         task = asyncio.create_task(
             serve_workers(settings, workers, keys or ApiKeys(), listener, on_ready=ready.set_result, stop=stop)
         )
