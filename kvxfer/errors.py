@@ -12,6 +12,7 @@
     │   └── Closed                  the object was closed
     ├── PeerError                   the other side said no, or misbehaved
     │   ├── Incompatible            pools differ; names the field
+    │   │   └── WeightsUnknown      it cannot be said which weights made the blocks
     │   ├── Refused                 the peer declined, with its reason
     │   ├── AuthenticationFailed    token or session proof did not match
     │   ├── ProtocolViolation       bytes that the protocol does not allow
@@ -101,6 +102,12 @@ class Incompatible(PeerError):
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class WeightsUnknown(Incompatible):
+    """Of one side it is not known which weights, or which adapter, its blocks are made with: they equal nothing."""
+
+    code = "weights_unknown"
 
 
 class Refused(PeerError):

@@ -184,11 +184,32 @@ class Segment:
             raise InvalidArgument(f"segment {self} needs offset >= 0, length > 0 and stride >= length")
 
 
+UNKNOWN = "unknown:"
+"""How a fingerprint begins that stands for what is not known."""
+UNKNOWN_NONCE_BYTES = 16
+
+
+def unknown_fingerprint(why: str, nonce: bytes) -> str:
+    """What stands in a record for weights of which it cannot be said which they are. It equals nothing, not the same
+    owner's next one either: ``nonce`` is 16 random bytes. Raises InvalidArgument for another number of them."""
+    if len(nonce) != UNKNOWN_NONCE_BYTES:
+        raise InvalidArgument(f"an unknown fingerprint has a nonce of {UNKNOWN_NONCE_BYTES} bytes, not {len(nonce)}")
+    return f"{UNKNOWN}{nonce.hex()}:{why}"
+
+
+def why_unknown(fingerprint: str) -> str | None:
+    """Why that fingerprint is not known; ``None`` for one that is."""
+    if not fingerprint.startswith(UNKNOWN):
+        return None
+    return fingerprint.removeprefix(UNKNOWN).partition(":")[2] or "no reason was given"
+
+
 @dataclasses.dataclass(frozen=True)
 class CompatibilityRecord:
     """What two pools must have in common before a byte moves between them.
 
     Every field is compared; a mismatch is refused by the name of the first field that differs, in the order below.
+    Weights that are not known (:func:`unknown_fingerprint`) match nothing: ask :meth:`matches`, not ``==``.
     """
 
     model: str
@@ -205,6 +226,15 @@ class CompatibilityRecord:
     attention_backend: str
     tp_rank: int = 0
     tp_size: int = 1
+
+    @property
+    def has_known_weights(self) -> bool:
+        """Whether it can be said which weights the blocks are made with."""
+        return why_unknown(self.weights_fingerprint) is None
+
+    def matches(self, other: CompatibilityRecord) -> bool:
+        """Whether blocks of one mean the same in the other: all is equal, and known."""
+        return self == other and self.has_known_weights
 
     def to_json(self) -> str:
         """Canonical JSON: the same record gives the same text everywhere."""

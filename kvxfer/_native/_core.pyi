@@ -1165,6 +1165,8 @@ class Endpoint:
 
     def add_pool(self, info: PoolInfo) -> None: ...
 
+    def set_digest(self, pool: int, digest: bytes) -> None: ...
+
     def remove_pool(self, pool: int) -> None: ...
 
     def grant(self, id: bytes, pool: int, blocks: Sequence[int], reader: str, ttl_ns: int, ready_blocks: int, now_ns: int, content: bytes = ...) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
@@ -1512,6 +1514,11 @@ class Core:
         """
         Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the
         CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailable where that device cannot be used.
+        """
+
+    def set_digest(self, pool: int, digest: bytes) -> None:
+        """
+        What the record of a pool is from now on: pulls from it, and by it, that are judged later are judged by this digest (32 bytes).
         """
 
     def remove_pool(self, pool: int) -> None:

@@ -69,6 +69,9 @@ class PyCore {
     without_gil([&] { core_.add_pool(info, reinterpret_cast<uint8_t*>(address), bytes, to_segments(segments), device); });
     owners_[info.id] = std::move(owner);
   }
+  void set_digest(uint32_t pool, const Bytes32& digest) {
+    without_gil([&] { core_.shared().set_digest(pool, digest); });
+  }
   void remove_pool(uint32_t pool) {
     without_gil([&] { core_.shared().remove_pool(pool); });
     owners_.erase(pool);
@@ -321,6 +324,8 @@ void bind_core_class(nb::module_& m) {
            nb::arg("device") = -1,
            "Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the\n"
            "CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailable where that device cannot be used.")
+      .def("set_digest", &PyCore::set_digest, nb::arg("pool"), nb::arg("digest"),
+           "What the record of a pool is from now on: pulls from it, and by it, that are judged later are judged by this digest (32 bytes).")
       .def("remove_pool", &PyCore::remove_pool, nb::arg("pool"),
            "Raises BlocksBusy while a block is granted, reserved or quarantined. When it returns, the memory is not touched any more.")
       .def("add_region",

@@ -264,6 +264,7 @@ void bind_endpoint(nb::module_& m) {
            nb::arg("peer"), nb::arg("now_ns"))
       .def("knows", &Endpoint::knows, nb::arg("peer"))
       .def("add_pool", &Endpoint::add_pool, nb::arg("info"))
+      .def("set_digest", &Endpoint::set_digest, nb::arg("pool"), nb::arg("digest"))
       .def("remove_pool", &Endpoint::remove_pool, nb::arg("pool"))
       .def("grant",
            [](Endpoint& e, TransferId id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,

@@ -8,6 +8,7 @@ agent's log only.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 
@@ -51,11 +52,12 @@ class Introductions:
 
     def meet(self, card: str, agent_id: str, incarnation: Incarnation | None) -> Member:
         """Know the life that ``card`` is of, which must have that name and, where one is given, be that life; for one
-        that is given and known already no card is read. Raises PeerGone, which says nothing of why."""
+        that is given and known already no card is read, unless it did not know its weights when it was met: then a card
+        that cannot be read changes nothing. Raises PeerGone, which says nothing of why."""
         known = self._peers.find(agent_id)
         if known is not None and known.pools and incarnation == known.ref.incarnation:
             self._peers.touch(known.ref)
-            return known
+            return known if all(pool.record.has_known_weights for pool in known.pools) else self._renewed(known, card)
         try:
             member = self._read(card)
             if member.ref.agent_id != agent_id or incarnation not in (None, member.ref.incarnation):
@@ -81,6 +83,15 @@ class Introductions:
         except KvxferError as error:
             self._complaint.say(ref.agent_id, error)
             self._peers.turn_away(ref)
+
+    def _renewed(self, known: Member, card: str) -> Member:
+        """What a later card of a life that is known says; that life as it was known, where it is no such card."""
+        with contextlib.suppress(KvxferError):
+            member = self._read(card)
+            if member.ref == known.ref:
+                self._peers.introduce(member)
+                return member
+        return known
 
     def _read(self, card: str) -> Member:
         """Raises AuthenticationFailed, ProtocolViolation."""

@@ -4,7 +4,8 @@ are in use (the owner's bookkeeping and the transport's ledger do).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ class Pool:
         segments: Sequence[Segment],
         checks: str = "off",
         is_published: bool = True,
+        on_described: Callable[[Pool], None] = lambda _: None,
     ) -> None:
         check_segments(
             segments,
@@ -40,6 +42,7 @@ class Pool:
         """When its blocks carry CRC-32Cs: one of :data:`kvxfer.config.CHECKS`."""
         self.is_published = is_published
         """Whether other agents are told of it."""
+        self._on_described = on_described
 
     @property
     def pool_id(self) -> int:
@@ -53,6 +56,12 @@ class Pool:
     def published(self) -> PoolRecord:
         """The pool as other agents see it."""
         return self._published
+
+    def describe(self, record: CompatibilityRecord) -> None:
+        """Say anew what the blocks are: their owner has learnt it, or knows it no more. What is judged from now on,
+        here and by peers once they have heard of it, is judged by ``record``. On the agent's loop. Raises Closed."""
+        self._published = dataclasses.replace(self._published, record=record)
+        self._on_described(self)
 
     @property
     def block_count(self) -> int:

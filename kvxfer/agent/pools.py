@@ -88,7 +88,7 @@ class Pools:
         published = PoolRecord(
             pool_id, spec.record, spec.block_count, block_bytes, spec.exposure, region.shared is not None, region.memory
         )
-        pool = Pool(published, region, segments, spec.checks, spec.is_published)
+        pool = Pool(published, region, segments, spec.checks, spec.is_published, self._described)
         if self._transport is not None:
             self._transport.add_pool(published, region, pool.segments, checks=spec.checks == "on")
         self._pools[pool_id] = pool
@@ -99,6 +99,14 @@ class Pools:
                 self._drop(pool)
                 raise
         return pool
+
+    def _described(self, pool: Pool) -> None:
+        if self._pools.get(pool.pool_id) is not pool or self._is_closed:
+            return
+        if self._transport is not None:
+            self._transport.describe_pool(pool.published)
+        if pool.is_published:
+            self._publish(self.published)
 
     def _drop(self, pool: Pool) -> None:
         if self._transport is not None:

@@ -24,7 +24,7 @@ def can_bridge(ours: PoolRecord, theirs: PoolRecord, *, ranks: int, sources: int
     mine, other = ours.record, theirs.record
     same_cut = dataclasses.replace(other, block_tokens=mine.block_tokens, kv_heads=mine.kv_heads, packing=mine.packing)
     return (
-        mine == same_cut
+        mine.matches(same_cut)
         and {mine.packing, other.packing} <= TRANSPOSED_KEYS
         and mine.axes == WHOLE_STORAGE
         and {ours.memory, theirs.memory} == {MemoryKind.HOST}

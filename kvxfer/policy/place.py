@@ -47,6 +47,7 @@ class PlaceReason(enum.StrEnum):
     PREFILL_ASIDE = "prefill_aside"
     PREFILL_TOO_SMALL = "prefill_too_small"
     INCOMPATIBLE_POOLS = "incompatible_pools"
+    WEIGHTS_UNKNOWN = "weights_unknown"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +121,13 @@ def have_equal_pools(source: Member, destination: Member) -> bool:
     """Whether blocks of one are blocks of the other as they are; members without pools are not judged."""
     if not source.pools or not destination.pools:
         return True
-    known = {pool.record for pool in source.pools}
+    known = {pool.record for pool in source.pools if pool.record.has_known_weights}
     return any(pool.record in known for pool in destination.pools)
+
+
+def have_unknown_weights(source: Member, destination: Member) -> bool:
+    """Whether one of them does not know (yet) which weights its blocks are made with."""
+    return any(not pool.record.has_known_weights for member in (source, destination) for pool in member.pools)
 
 
 def are_compatible(source: Candidate, destination: Candidate) -> bool:
@@ -277,7 +283,10 @@ def _best_pair(
             if prefiller.agent_id == decoder.agent_id:
                 continue
             if not are_compatible(prefiller, decoder):
-                reason = PlaceReason.INCOMPATIBLE_POOLS
+                if have_unknown_weights(prefiller.member, decoder.member):
+                    reason = PlaceReason.WEIGHTS_UNKNOWN
+                elif reason is not PlaceReason.WEIGHTS_UNKNOWN:
+                    reason = PlaceReason.INCOMPATIBLE_POOLS
                 continue
             cost = prefill_cost(prefiller) + decode_cost(decoder) + cost_between(prefiller.member, decoder.member)
             if not have_equal_pools(prefiller.member, decoder.member):

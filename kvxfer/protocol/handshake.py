@@ -16,8 +16,8 @@ import dataclasses
 import hashlib
 import hmac
 
-from kvxfer.errors import Incompatible, InvalidArgument
-from kvxfer.types import AgentRef, CompatibilityRecord, PoolRecord
+from kvxfer.errors import Incompatible, InvalidArgument, WeightsUnknown
+from kvxfer.types import AgentRef, CompatibilityRecord, PoolRecord, why_unknown
 
 SESSION_KEY_BYTES = 32
 
@@ -31,28 +31,41 @@ class Mismatch:
     theirs: str | int
 
     def __str__(self) -> str:
+        if self.is_unknown:
+            sides = (("here", self.ours), ("there", self.theirs))
+            whys = [f"{where} {why}" for where, value in sides if (why := why_unknown(str(value))) is not None]
+            return f"{self.field} is not known: {', '.join(whys)}"
         return f"{self.field} is {self.ours!r} here and {self.theirs!r} there"
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether one side does not know its weights: then it cannot be said that they differ, nor that they do not."""
+        is_weights = self.field == "weights_fingerprint"
+        return is_weights and any(why_unknown(str(value)) is not None for value in (self.ours, self.theirs))
 
 
 def compare(ours: PoolRecord, theirs: PoolRecord) -> tuple[Mismatch, ...]:
     """Every field that forbids moving blocks between the two pools, in the order of CompatibilityRecord, then
     ``block_bytes``.
     """
-    if ours.record == theirs.record and ours.block_bytes == theirs.block_bytes:
+    if ours.record.matches(theirs.record) and ours.block_bytes == theirs.block_bytes:
         return ()
     names = [field.name for field in dataclasses.fields(CompatibilityRecord)]
     pairs = [(name, getattr(ours.record, name), getattr(theirs.record, name)) for name in names]
     pairs.append(("block_bytes", ours.block_bytes, theirs.block_bytes))
-    return tuple(Mismatch(name, mine, other) for name, mine, other in pairs if mine != other)
+    mismatches = (Mismatch(*pair) for pair in pairs)
+    return tuple(found for found in mismatches if found.ours != found.theirs or found.is_unknown)
 
 
 def check(ours: PoolRecord, theirs: PoolRecord) -> None:
     """Raise Incompatible, naming every field that differs (``.field`` is the first), unless blocks may move between the
-    two pools.
+    two pools; WeightsUnknown where nothing differs but what one of them does not know.
     """
     mismatches = compare(ours, theirs)
-    if mismatches:
-        raise Incompatible("pools do not match: " + "; ".join(map(str, mismatches)), field=mismatches[0].field)
+    if not mismatches:
+        return
+    kind = WeightsUnknown if all(found.is_unknown for found in mismatches) else Incompatible
+    raise kind("pools do not match: " + "; ".join(map(str, mismatches)), field=mismatches[0].field)
 
 
 def session_root(token: bytes) -> bytes:

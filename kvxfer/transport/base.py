@@ -207,6 +207,12 @@ class Transport(Protocol):
         with CRC-32Cs. Raises InvalidArgument."""
         ...
 
+    def describe_pool(self, pool: PoolRecord) -> None:
+        """Have another record for a pool that is known: pulls from it and by it that are judged later are judged by
+        that.
+        Raises InvalidArgument."""
+        ...
+
     def remove_pool(self, pool_id: int) -> None:
         """Forget a pool. Raises BlocksBusy while anything of it is granted, reserved or quarantined."""
         ...

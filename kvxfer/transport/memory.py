@@ -142,6 +142,10 @@ class MemoryTransport:
             )
             self._memories.pools[pool.pool_id] = memory
 
+    def describe_pool(self, pool: PoolRecord) -> None:
+        with self._open() as endpoint:
+            endpoint.set_digest(pool.pool_id, pool.record.digest())
+
     def remove_pool(self, pool_id: int) -> None:
         with self._open() as endpoint:
             endpoint.remove_pool(pool_id)

@@ -207,6 +207,9 @@ class NativeTransport:
         else:
             self.core.add_foreign_pool(info, region.address, region.length_bytes, region.owner, parts, _device(region))
 
+    def describe_pool(self, pool: PoolRecord) -> None:
+        self.core.set_digest(pool.pool_id, pool.record.digest())
+
     def remove_pool(self, pool_id: int) -> None:
         self.core.remove_pool(pool_id)
 

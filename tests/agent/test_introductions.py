@@ -21,7 +21,7 @@ from kvxfer.protocol.handshake import session_key, session_root
 from kvxfer.protocol.introduction import CARD_BYTES_MAX, TEXT_MAX, Seal
 from kvxfer.rpc.convert import write_member
 from kvxfer.transport import MemoryNetwork
-from kvxfer.types import DataAddress, Incarnation, Member
+from kvxfer.types import DataAddress, Incarnation, Member, unknown_fingerprint
 
 TOKEN = b"a token that both of them hold, and nobody else"
 CONFIG = AgentConfig(introductions=True, stall_s=0.3, reconnect_s=0.6)
@@ -84,6 +84,20 @@ async def test_whoever_is_handed_a_card_moves_blocks(is_in_memory: bool) -> None
         p.meet(d.card(), "d")  # it came before, and now its pools are known too
         await move(d, p, 2)
         assert d.meet("nothing is read of who is known", "p", incarnation=p.ref.incarnation) == member
+
+
+async def test_a_card_of_an_agent_that_did_not_know_its_weights_is_followed_by_another() -> None:
+    unknown = dataclasses.replace(RECORD, weights_fingerprint=unknown_fingerprint("being read", b"n" * 16))
+    async with make("p") as p, make("d") as d:
+        life = p.ref.incarnation
+        p.pools[0].describe(unknown)
+        first = p.card()
+        assert d.meet(first, "p", incarnation=life).pools[0].record == unknown
+        assert d.meet("no card", "p", incarnation=life).pools[0].record == unknown
+        p.pools[0].describe(RECORD)
+        assert d.meet(p.card(), "p", incarnation=life).pools[0].record == RECORD
+        assert d.meet(first, "p", incarnation=life).pools[0].record == RECORD
+        await move(p, d)
 
 
 async def test_a_session_that_is_lost_is_opened_again() -> None:

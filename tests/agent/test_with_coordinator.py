@@ -12,9 +12,17 @@ import pytest
 from agent_support import BLOCK_BYTES, RECORD, Coordinator, fresh_id, info, until
 
 from kvxfer import Agent, AgentConfig, CompatibilityRecord, GrantState, Lane
-from kvxfer.errors import AuthenticationFailed, CoordinatorUnavailable, Incompatible, InvalidArgument, PeerGone, Refused
+from kvxfer.errors import (
+    AuthenticationFailed,
+    CoordinatorUnavailable,
+    Incompatible,
+    InvalidArgument,
+    PeerGone,
+    Refused,
+    WeightsUnknown,
+)
 from kvxfer.rpc.convert import POOLS_MAX
-from kvxfer.types import Load
+from kvxfer.types import Load, unknown_fingerprint
 
 
 def make(coordinator: Coordinator, agent_id: str, record: CompatibilityRecord = RECORD) -> Agent:
@@ -123,6 +131,23 @@ async def test_incompatible_is_named_by_field(coordinator: Coordinator) -> None:
         with pytest.raises(Incompatible, match="weights_fingerprint is 'w1' here and 'w0' there") as caught:
             await destination.pull(destination.pools[0], [0], transfer_id=fresh_id(), source="p")
         assert caught.value.field == "weights_fingerprint"
+
+
+async def test_weights_that_become_known_and_unknown_again_are_told_to_others(coordinator: Coordinator) -> None:
+    unknown = dataclasses.replace(RECORD, weights_fingerprint=unknown_fingerprint("being read", b"n" * 16))
+    async with make(coordinator, "p", unknown) as source, make(coordinator, "d") as destination:
+
+        async def heard(record: CompatibilityRecord) -> None:
+            await until(lambda: [pool.record for pool in destination.find_member("p").pools] == [record])  # type: ignore[union-attr]
+
+        await destination.wait_member("p", timeout_s=10)
+        with pytest.raises(WeightsUnknown, match="there being read"):
+            await destination.pull(destination.pools[0], [0], transfer_id=fresh_id(), source="p")
+        source.pools[0].describe(RECORD)
+        await heard(RECORD)
+        await move(source, destination, 3)
+        source.pools[0].describe(unknown)
+        await heard(unknown)
 
 
 async def test_coordinator_down_and_up(coordinator: Coordinator) -> None:

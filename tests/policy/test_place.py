@@ -24,6 +24,7 @@ from kvxfer.types import (
     PoolRecord,
     Role,
     WorkerInfo,
+    unknown_fingerprint,
 )
 
 RECORD = CompatibilityRecord("m", "c", "w", "float32", 2, 1, 8, 16, "bhd", "none", "rope", "sdpa")
@@ -182,6 +183,27 @@ def test_reasons() -> None:
     assert chosen_pair(mine, other) == (None, "d", PlaceReason.INCOMPATIBLE_POOLS)
     with pytest.raises(NoWorker, match="local prefill is off"):
         chosen_pair(mine, other, allows_local_prefill=False)
+
+
+def test_a_pair_is_not_made_while_one_does_not_know_its_weights() -> None:
+    def engine(name: str, role: Role, weights: str, **changes: Any) -> Candidate:
+        return worker(name, role, pools=(pool(weights_fingerprint=weights, **changes),))
+
+    unknown = unknown_fingerprint("being read", bytes(16))
+    local = (None, "d", PlaceReason.WEIGHTS_UNKNOWN)
+    known = engine("p", Role.PREFILL, "w")
+    assert chosen_pair(known, engine("d", Role.DECODE, "w")) == ("p", "d", PlaceReason.REMOTE)
+    assert chosen_pair(known, engine("d", Role.DECODE, unknown)) == local
+    assert chosen_pair(engine("p", Role.PREFILL, unknown), engine("d", Role.DECODE, "w")) == local
+    assert chosen_pair(engine("p", Role.PREFILL, unknown), engine("d", Role.DECODE, unknown)) == local
+    d, other = engine("d", Role.DECODE, "w"), engine("o", Role.PREFILL, "x")
+    assert chosen_pair(engine("p", Role.PREFILL, unknown), other, d) == local
+    assert chosen_pair(engine("p", Role.PREFILL, unknown), known, d)[0] == "p"
+    bridged = {"axes": "page:HNC", "packing": "isa vec"}
+    sides = [
+        engine(n, r, unknown, block_tokens=t, **bridged) for n, r, t in (("p", Role.PREFILL, 8), ("d", Role.DECODE, 16))
+    ]
+    assert chosen_pair(*sides) == local
 
 
 def test_the_two_of_a_pair_are_brought_near_each_other_unless_load_says_otherwise() -> None:

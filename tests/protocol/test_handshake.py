@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import Incompatible, InvalidArgument
+from kvxfer.errors import Incompatible, InvalidArgument, WeightsUnknown
 from kvxfer.protocol import handshake
-from kvxfer.types import AgentRef, CompatibilityRecord, Exposure, Incarnation, PoolRecord
+from kvxfer.types import (
+    AgentRef,
+    CompatibilityRecord,
+    Exposure,
+    Incarnation,
+    PoolRecord,
+    unknown_fingerprint,
+    why_unknown,
+)
 
 RECORD = CompatibilityRecord("m", "c", "w", "float16", 2, 3, 64, 16, "lb2thd", "plain", "rope", "sdpa")
 POOL = PoolRecord(1, RECORD, 8, 4096, Exposure.GRANT, False)
@@ -47,6 +55,35 @@ def test_every_difference_is_named_in_order(names: set[str]) -> None:
     with pytest.raises(Incompatible, match=found[0]) as caught:
         handshake.check(POOL, theirs)
     assert caught.value.field == found[0]
+
+
+UNKNOWN = unknown_fingerprint("being read", bytes(16))
+
+
+def of(weights: str, **changes: str) -> PoolRecord:
+    return dataclasses.replace(POOL, record=dataclasses.replace(RECORD, weights_fingerprint=weights, **changes))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("w", UNKNOWN), (UNKNOWN, "w"), (UNKNOWN, UNKNOWN)])
+def test_check_of_unknown_weights_refuses_them_by_name_even_if_they_look_alike(ours: str, theirs: str) -> None:
+    assert [mismatch.field for mismatch in handshake.compare(of(ours), of(theirs))] == ["weights_fingerprint"]
+    with pytest.raises(WeightsUnknown, match=r"weights_fingerprint is not known: \w+ being read") as caught:
+        handshake.check(of(ours), of(theirs))
+    assert (caught.value.code, caught.value.field) == ("weights_unknown", "weights_fingerprint")
+    with pytest.raises(Incompatible, match="dtype") as caught:  # it is known that these differ
+        handshake.check(of(ours), of(theirs, dtype="float32"))
+    assert caught.value.code == "incompatible"
+
+
+def test_an_unknown_fingerprint_equals_no_other() -> None:
+    one, other = (unknown_fingerprint("why", bytes([n]) * 16) for n in (1, 2))
+    assert one != other
+    assert why_unknown(one) == why_unknown(other) == "why"
+    assert why_unknown("52f9fb37b672f481758fd97dc7256e9c") is None
+    assert why_unknown("unknown:") == "no reason was given"
+    assert of(one).record.digest() != of(other).record.digest()
+    with pytest.raises(InvalidArgument, match="16 bytes"):
+        unknown_fingerprint("why", b"")
 
 
 @given(refs, refs, refs)

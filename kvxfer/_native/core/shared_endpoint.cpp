@@ -157,6 +157,13 @@ void SharedEndpoint::add_pool(Pool pool) {
   pools_[id] = std::make_shared<const Pool>(std::move(pool));
 }
 
+void SharedEndpoint::set_digest(uint32_t pool, const Bytes32& digest) {
+  check_process();
+  std::lock_guard lock(mutex_);
+  check_open();
+  endpoint_.set_digest(pool, digest);
+}
+
 void SharedEndpoint::remove_pool(uint32_t pool) {
   Turn turn(*this);
   check_open();

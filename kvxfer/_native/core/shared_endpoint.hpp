@@ -74,6 +74,7 @@ class SharedEndpoint {
     return look(static_cast<const Endpoint&>(endpoint_));
   }
   void add_pool(Pool pool);
+  void set_digest(uint32_t pool, const Bytes32& digest);
   void remove_pool(uint32_t pool);
   void add_region(OwnRegion region);
   // When it returns, no byte of the region is read or written by us any more. Waits for peers' pushes into it to stop, which it

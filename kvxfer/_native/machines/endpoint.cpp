@@ -60,6 +60,8 @@ void Endpoint::add_pool(const PoolInfo& info) {
   }
 }
 
+void Endpoint::set_digest(uint32_t pool, const Bytes32& digest) { ledger(pool).set_digest(digest); }
+
 void Endpoint::remove_pool(uint32_t pool) {
   if (!ledger(pool).is_idle()) throw Error(Code::blocks_busy, "blocks of the pool are granted, reserved or quarantined");
   pools_.erase(pool);

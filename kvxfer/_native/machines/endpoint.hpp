@@ -113,6 +113,7 @@ class Endpoint {
 
   // --- the owner's acts; each throws Error ---
   void add_pool(const PoolInfo& info);
+  void set_digest(uint32_t pool, const Bytes32& digest);  // pulls that are judged from now on are judged by this one
   void remove_pool(uint32_t pool);  // blocks_busy while anything is promised, reserved or quarantined
   void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
              uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content = {});

@@ -28,6 +28,7 @@ class Ledger {
   explicit Ledger(PoolInfo info) : info_(info), granted_(info.block_count), held_(info.block_count, Held::no) {}
 
   const PoolInfo& info() const { return info_; }
+  void set_digest(const Bytes32& digest) { info_.digest = digest; }  // the owner learnt, or lost, what its blocks mean
 
   // Throws Error(invalid_argument) for an index out of range or named twice, Error(blocks_busy) for a block in use.
   void grant(const std::vector<uint32_t>& blocks) {
