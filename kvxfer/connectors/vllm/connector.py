@@ -16,14 +16,19 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.agent import Agent
+from kvxfer.connectors.vllm.adapters import Adapters
+from kvxfer.connectors.vllm.checkpoint import models_of
+from kvxfer.connectors.vllm.identity import EngineWeights, Weights, share, unshare
 from kvxfer.connectors.vllm.ids import rank_agent
 from kvxfer.connectors.vllm.limits import check_engine, check_transferable
+from kvxfer.connectors.vllm.loaded import LOADED
 from kvxfer.connectors.vllm.metrics import KvxferPromMetrics, KvxferStats
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.record import adapter_fingerprint, make_record
+from kvxfer.connectors.vllm.record import make_record
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
-from kvxfer.connectors.vllm.steps import Report, StepOrders
+from kvxfer.connectors.vllm.steps import News, Report, StepOrders
 from kvxfer.connectors.vllm.tracing import vllm_sink
+from kvxfer.connectors.vllm.watch import watch_vllm
 from kvxfer.connectors.vllm.worker import Results, WorkerHalf
 from kvxfer.observe import hide, log_as_guest, spans_to
 from kvxfer.types import Incarnation, TransferId, WorkerInfo
@@ -44,17 +49,21 @@ class KvxferReports(_WorkerMetadata):  # type: ignore[misc]
     """From the worker half to the scheduler half."""
 
     reports: tuple[Report, ...]
+    news: tuple[News, ...] = ()
 
     def aggregate(self, other: KvxferReports) -> KvxferReports:
-        return KvxferReports(self.reports + other.reports)
+        return KvxferReports(self.reports + other.reports, self.news + other.news)
 
 
 @dataclasses.dataclass
 class KvxferHandshake(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From the worker half to the scheduler half, once: the life of this rank's agent, and its card, if it has one."""
+    """From the worker half to the scheduler half, once: the life of this rank's agent, its card, if it has one, and why
+    it does not know its weights, if it does not."""
 
+    agent_id: str
     incarnation: Incarnation
     card: str
+    weights_why: str | None
 
 
 class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -78,19 +87,31 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._reports: tuple[Report, ...] = ()
         self._handled: BaseException | None = None
         """What was being handled around the step when it began."""
+        self._news: News | None = None
         self._ending = contextlib.ExitStack()
+        agents = tuple(rank_agent(options.agent_id, rank) for rank in range(ranks))
+        self._engine_weights = EngineWeights(agents)
         if role == base.KVConnectorRole.SCHEDULER:
+            adapters = Adapters(ranks)
+            self._engine_weights.listen()
+            self._ending.callback(self._engine_weights.stop)
+            self._ending.callback(adapters.stop)
             self._scheduler_half = SchedulerHalf(
                 options,
                 block_tokens=vllm_config.cache_config.block_size,
-                agents=tuple(rank_agent(options.agent_id, rank) for rank in range(ranks)),
+                agents=agents,
                 mint=lambda: TransferId(secrets.token_bytes(16)),
-                adapter_fingerprint=adapter_fingerprint,
+                adapter_fingerprint=adapters.fingerprint,
+                weights_why=self._engine_weights.why_unknown,
             )
             return
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         rank = get_tensor_model_parallel_rank()
+        watch_vllm()  # where the plugin was not asked to, this is the first chance
+        weights = Weights(functools.partial(models_of, vllm_config))
+        share(agents[rank], weights)
+        self._ending.callback(unshare, agents[rank], weights)
         self._worker_half = WorkerHalf(
             options,
             functools.partial(make_record, vllm_config, kv_cache_config),
@@ -99,6 +120,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
             ranks=ranks,
             new_agent=functools.partial(_new_agent, options, rank),
             max_context_tokens=vllm_config.model_config.max_model_len,
+            weights=weights,
         )
         sink = vllm_sink(vllm_config)
         if sink is not None:
@@ -125,7 +147,8 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KvxferHandshake:
-        return KvxferHandshake(self._worker.incarnation, self._worker.card)
+        worker = self._worker
+        return KvxferHandshake(worker.agent_id, worker.incarnation, worker.card, worker.weights_why)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Called before anything of a step is written, whether something was preempted or not."""
@@ -168,6 +191,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         """Of this step; what is asked of it afterwards is answered from here."""
         self._last = self._worker.results()
         self._reports = self._worker.reports()
+        self._news = self._worker.news()
         return self._last
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -175,7 +199,8 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         return set() if _TransferResults is not None else self._last.bad_blocks
 
     def build_connector_worker_meta(self) -> Any:
-        return KvxferReports(self._reports) if self._reports else None
+        news = () if self._news is None else (self._news,)
+        return KvxferReports(self._reports, news) if self._reports or news else None
 
     def get_kv_connector_stats(self) -> Any:
         if self._worker_half is None:
@@ -195,6 +220,8 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         ranks = [metadata[rank] for rank in sorted(metadata)]
         cards = tuple(rank.card for rank in ranks if rank.card)
         self._scheduler.set_lives(tuple(rank.incarnation for rank in ranks), cards)
+        for rank in ranks:
+            self._engine_weights.tell(rank.agent_id, rank.weights_why)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
@@ -216,6 +243,10 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         reports = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(reports, KvxferReports):
             self._scheduler.reported(reports.reports)
+            for news in reports.news:
+                self._engine_weights.tell(news.agent_id, news.weights_why)
+                self._scheduler.set_card(news.agent_id, news.card)
+                LOADED.take(news.adapters)
         self._scheduler.received(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

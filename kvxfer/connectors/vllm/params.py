@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.connectors.vllm.ids import rank_agent
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import BY_CODE, InvalidArgument
 from kvxfer.observe import is_traceparent
 from kvxfer.protocol.introduction import TEXT_MAX
 from kvxfer.types import Incarnation, TransferId, check_agent_id
 
 VERSION = 1
 RANKS_MAX = 1024
+DECLINED_TEXT_MAX = 512
 CARDS_MAX = 16
 """Agents of one engine that may introduce themselves."""
 _LIFE = re.compile(r"([0-9]{1,20})\.([0-9a-f]{32})")
@@ -49,7 +50,15 @@ class DecodeLeg:
     is_open: bool = False
 
 
-def parse(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | None:
+@dataclasses.dataclass(frozen=True)
+class Declined:
+    """The source did not keep the prompt, for a reason that its error code and text say: it is computed here."""
+
+    code: str
+    text: str
+
+
+def parse(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | Declined | None:
     """What a request is for; ``None`` for one that has nothing to do with another engine. Raises InvalidArgument."""
     if not params:
         return None
@@ -57,7 +66,7 @@ def parse(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | None:
         return _decode_leg(params)
     if params.get("do_remote_decode"):
         return _prefill_leg(params)
-    return None
+    return _refusal(params.get("kvxfer"))
 
 
 def trace_of(headers: Mapping[str, str] | None, params: Mapping[str, Any] | None) -> str | None:
@@ -68,6 +77,17 @@ def trace_of(headers: Mapping[str, str] | None, params: Mapping[str, Any] | None
         if is_traceparent(traceparent):
             return str(traceparent)
     return None
+
+
+def declined(transfer_id: TransferId, code: str, text: str) -> dict[str, Any]:
+    """What a prefill leg is answered whose prompt is not kept; a decode leg that it is copied into computes it, and
+    tells its client why."""
+    return {
+        "do_remote_prefill": False,
+        "do_remote_decode": False,
+        "transfer_id": str(transfer_id),
+        "kvxfer": {"version": VERSION, "code": code, "text": text[:DECLINED_TEXT_MAX]},
+    }
 
 
 def handed_over(
@@ -99,6 +119,13 @@ def handed_over(
             "open": is_open,
         },
     }
+
+
+def _refusal(answered: Any) -> Declined | None:
+    code = answered.get("code") if isinstance(answered, dict) else None
+    if not isinstance(code, str) or code not in BY_CODE:
+        return None
+    return Declined(code, str(answered.get("text", ""))[:DECLINED_TEXT_MAX])
 
 
 def _prefill_leg(params: Mapping[str, Any]) -> PrefillLeg:

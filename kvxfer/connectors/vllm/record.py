@@ -6,12 +6,21 @@ only to ask which attention backend was chosen.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import pathlib
-from typing import Any, BinaryIO
+import os
+from typing import Any
 
+from kvxfer.connectors.vllm.adapters import adapter_digest, adapter_files
+from kvxfer.connectors.vllm.checkpoint import (
+    ModelName,
+    NotKnown,
+    directory_of,
+    fingerprint_of,
+    unknown,
+    weight_files,
+)
+from kvxfer.connectors.vllm.file_digests import FileChanged, shared_cache, stamps_of
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.errors import ConfigError
 from kvxfer.rpc.convert import POOLS_MAX
@@ -22,14 +31,16 @@ BOOKKEEPING = frozenset(
 )
 """Keys of a model's config that say nothing about the KV of a token; the dtype is a field of its own."""
 
-SAMPLES = 64
-SAMPLE_BYTES = 4096
-HEADER_BYTES_MAX = 1 << 26
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""What makes of an image, or the like, what a model sees; beside its weights."""
+PROCESSOR_BYTES_MAX = 1 << 24
 
 
 def make_record(vllm_config: Any, kv_cache_config: Any, pages: Pages) -> CompatibilityRecord:
-    """The record of this rank. Raises ConfigError for a model whose KV cache kvxfer cannot move."""
+    """The record of this rank, but for its weights: those are not known yet. Raises ConfigError for a model whose KV
+    cache kvxfer cannot move."""
     check_groups(kv_cache_config)
+    check_scales(vllm_config.cache_config)
     check_parallel(vllm_config.parallel_config)
     check_pages(pages, kv_cache_config.num_blocks)
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -37,8 +48,8 @@ def make_record(vllm_config: Any, kv_cache_config: Any, pages: Pages) -> Compati
     kind = str(cache.cache_dtype)
     return CompatibilityRecord(
         model=",".join(model.architectures or ()),
-        config_fingerprint=config_fingerprint(model.hf_config.to_dict()),
-        weights_fingerprint=weights_fingerprint(model.model, str(model.revision or ""), str(model.seed)),
+        config_fingerprint=config_fingerprint(model.hf_config.to_dict(), engine_facts(vllm_config)),
+        weights_fingerprint=unknown("its weights are still being read"),
         dtype=str(model.dtype).removeprefix("torch.") if kind == "auto" else kind,
         layers=len(pages.layers),
         kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
@@ -95,56 +106,66 @@ def check_parallel(parallel_config: Any) -> None:
             raise ConfigError(f"kvxfer does not move the KV cache of engines with {name} {size} yet; it must be 1")
 
 
-def config_fingerprint(config: dict[str, Any]) -> str:
-    """SHA-256 over the canonical JSON of a model's config without paths and versions: 64 hex digits."""
+def check_scales(cache_config: Any) -> None:
+    """Raise ConfigError where each engine finds out by itself what its KV bytes are to be multiplied with."""
+    if getattr(cache_config, "calculate_kv_scales", False):
+        raise ConfigError("kvxfer does not move KV caches whose scales each engine calculates: leave it off")
+
+
+def config_fingerprint(config: dict[str, Any], facts: dict[str, Any] | None = None) -> str:
+    """SHA-256 over the canonical JSON of a model's config, as vLLM has it after ``hf_overrides``, without paths and
+    versions, and of ``facts`` beside it: 64 hex digits."""
     kept = {key: value for key, value in config.items() if key not in BOOKKEEPING}
-    text = json.dumps(kept, sort_keys=True, separators=(",", ":"), default=str)
+    text = json.dumps([kept, facts or {}], sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def weights_fingerprint(model: str, revision: str, seed: str) -> str:
-    """SHA-256 over the weight files in the directory ``model``: names of tensors, sizes, and samples of their bytes; 64
-    hex digits. Without such files over the model's name, revision and seed.
+def engine_facts(vllm_config: Any) -> dict[str, Any]:
+    """What changes KV and stands in no model's config: flags of vLLM, and how images and the like are made ready."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    names = ("quantization", "quantization_config", "disable_sliding_window", "override_attention_dtype")
+    facts: dict[str, Any] = {name: getattr(model, name, None) or None for name in names}
+    facts["kv_cache_dtype_skip_layers"] = list(getattr(cache, "kv_cache_dtype_skip_layers", None) or ())
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is not None:
+        facts["mm_processor_kwargs"] = getattr(multimodal, "mm_processor_kwargs", None) or None
+        facts["processor"] = _processor_facts(model)
+    return facts
+
+
+def _processor_facts(model: Any) -> dict[str, str]:
+    """Digests of the files; of one that cannot be read, a text that equals nothing."""
+    try:
+        directory = directory_of(ModelName(str(model.model), str(model.revision or "")))
+        found = {}
+        for name in PROCESSOR_FILES:
+            path = directory / name
+            if path.exists():
+                with path.open("rb") as file:
+                    found[name] = hashlib.sha256(file.read(PROCESSOR_BYTES_MAX)).hexdigest()
+    except (NotKnown, OSError) as error:
+        return {"unknown": unknown(str(error))}
+    return found
+
+
+def weights_fingerprint(model: str, revision: str = "", seed: str = "") -> str:
+    """XXH3-128 over names, sizes and whole contents of the weight files of ``model``, a directory or a name of the hub:
+    32 hex digits. Where there are none, or one changes meanwhile, a text that says so and equals no other: weights
+    drawn by a ``seed`` are no files. It reads now; an engine's are found out in the background (`identity.Weights`).
     """
-    directory = pathlib.Path(model)
-    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
-    whole = hashlib.sha256()
-    if not files:
-        whole.update(json.dumps([model, revision, seed]).encode())
-    for path in files:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            header = min(int.from_bytes(file.read(8), "little"), HEADER_BYTES_MAX, size)
-            whole.update(f"{path.name} {size}\n".encode() + file.read(header))
-            _update_with_samples(whole, file, 8 + header, size)
-    return whole.hexdigest()
+    try:
+        return fingerprint_of(stamps_of(weight_files(ModelName(model, revision))), shared_cache())
+    except (NotKnown, OSError, FileChanged) as error:
+        return unknown(str(error))
 
 
 def adapter_fingerprint(path: str) -> str:
-    """SHA-256 over the ``adapter_*`` files of a LoRA adapter in the directory ``path``: names, sizes, and samples of
-    their bytes; 64 hex digits. Without such files over ``path``."""
+    """SHA-256 over names, sizes and whole contents of the files of a LoRA adapter in the directory ``path``: 64 hex
+    digits; else as :func:`weights_fingerprint`. It reads now what is there now."""
     try:
-        files = sorted(pathlib.Path(path).expanduser().glob("adapter_*"))
-        stats = [file.stat() for file in files]
-        return _adapter_fingerprint(path, tuple(files), tuple((stat.st_size, stat.st_mtime_ns) for stat in stats))
-    except OSError:
-        return _adapter_fingerprint(path, (), ())
-
-
-@functools.lru_cache(maxsize=256)
-def _adapter_fingerprint(path: str, files: tuple[pathlib.Path, ...], stamps: tuple[tuple[int, int], ...]) -> str:
-    whole = hashlib.sha256(b"" if files else path.encode())
-    for name, (size, _) in zip(files, stamps, strict=True):
-        with name.open("rb") as file:
-            whole.update(f"{name.name} {size}\n".encode())
-            _update_with_samples(whole, file, 0, size)
-    return whole.hexdigest()
-
-
-def _update_with_samples(whole: Any, file: BinaryIO, start: int, end: int) -> None:
-    for sample in range(SAMPLES):
-        file.seek(start + (end - start) * sample // SAMPLES)
-        whole.update(file.read(SAMPLE_BYTES))
+        return adapter_digest(dict(adapter_files(os.path.expanduser(path))), shared_cache())
+    except (OSError, FileChanged) as error:
+        return unknown(str(error))
 
 
 def _attention(vllm_config: Any) -> tuple[str, str]:

@@ -16,10 +16,10 @@ from typing import Any
 
 from kvxfer.connectors.vllm.ids import blocks_for, content_of
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.params import DecodeLeg, PrefillLeg, handed_over, parse, trace_of
+from kvxfer.connectors.vllm.params import Declined, DecodeLeg, PrefillLeg, declined, handed_over, parse, trace_of
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Load, Open, Remote, Report, StepOrders
-from kvxfer.errors import InvalidArgument
-from kvxfer.types import Incarnation, TransferId
+from kvxfer.errors import GrantRevoked, InvalidArgument, WeightsUnknown
+from kvxfer.types import Incarnation, TransferId, why_unknown
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -39,6 +39,10 @@ class Prefill:
     table: list[int] = dataclasses.field(default_factory=list)
     blocks: int = 0
     is_open: bool = False
+    adapter: str = ""
+    """The fingerprint of its LoRA adapter when it came."""
+    why_unknown: str | None = None
+    """Why it is not known what it is computed with: then it is not kept."""
 
 
 @dataclasses.dataclass
@@ -57,6 +61,8 @@ class Decode:
     """How many of its tokens this engine's own cache had, where the rest is loaded."""
     is_settled: bool = False
     """Loaded, released, or never to be."""
+    adapter: str = ""
+    """The fingerprint of its LoRA adapter when it came."""
     first: Decode | None = None
     """Another request that fetches the same: this one is computed here, after that, with what is cached by then."""
     reports: list[Report] = dataclasses.field(default_factory=list)
@@ -64,7 +70,8 @@ class Decode:
 
 class SchedulerHalf:
     """One engine's. ``agents`` are its ranks' agents; ``mint`` makes transfer ids for routers that give none;
-    ``adapter_fingerprint`` says what the LoRA adapter at a path is."""
+    ``adapter_fingerprint`` says what was loaded for a LoRA request, ``weights_why`` why it is not known which weights
+    this engine has (``None``: it is). What is not known is computed where it is wanted."""
 
     def __init__(
         self,
@@ -73,7 +80,8 @@ class SchedulerHalf:
         block_tokens: int,
         agents: tuple[str, ...],
         mint: Callable[[], TransferId],
-        adapter_fingerprint: Callable[[str], str],
+        adapter_fingerprint: Callable[[Any], str],
+        weights_why: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._options = options
         self._block_tokens = block_tokens
@@ -82,9 +90,11 @@ class SchedulerHalf:
         self._cards: tuple[str, ...] = ()
         self._mint = mint
         self._adapter_fingerprint = adapter_fingerprint
+        self._weights_why = weights_why
         self._prefills: dict[str, Prefill] = {}
         self._decodes: dict[str, Decode] = {}
         self._senseless: set[str] = set()
+        self._declined: dict[str, Declined] = {}
         self._reports: dict[str, list[Report]] = {}
         self._ended: list[Report] = []
         self._closes: list[Close] = []
@@ -97,6 +107,12 @@ class SchedulerHalf:
     def set_lives(self, lives: tuple[Incarnation, ...], cards: tuple[str, ...] = ()) -> None:
         """Of this engine's agents, by rank: what they compute is to be had of no other. ``cards``: theirs."""
         self._lives, self._cards = lives, cards
+
+    def set_card(self, agent_id: str, card: str) -> None:
+        """What introduces that rank's agent from now on."""
+        if self._cards and agent_id in self._agents:
+            at = self._agents.index(agent_id)
+            self._cards = (*self._cards[:at], card, *self._cards[at + 1 :])
 
     # --- what vLLM says of one request ---
 
@@ -118,6 +134,10 @@ class SchedulerHalf:
             return 0
         if getattr(request, "skip_reading_prefix_cache", False):
             return 0  # it wants to see the whole prompt computed, for prompt_logprobs say
+        why = self._why_changed(request, decode.adapter)
+        if why is not None:
+            self._decline(decode, why)
+            return 0
         decode.computed = computed
         return max(0, decode.tokens - computed)
 
@@ -157,6 +177,9 @@ class SchedulerHalf:
         """It is over. Returns whether its blocks must stay, and what the client is answered."""
         self._know(request)
         self._senseless.discard(request.request_id)
+        refusal = self._declined.pop(request.request_id, None)
+        if refusal is not None:
+            return False, {"kvxfer": {"code": refusal.code, "text": refusal.text}}
         decode = self._decodes.pop(request.request_id, None)
         if decode is not None:
             if decode.is_loading:
@@ -168,6 +191,10 @@ class SchedulerHalf:
         prefill = self._prefills.pop(request.request_id, None)
         if prefill is None:
             return False, None
+        self._look_again(prefill)
+        if prefill.why_unknown is not None:
+            self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknown.code)
+            return False, declined(prefill.transfer_id, WeightsUnknown.code, prefill.why_unknown)
         is_computed = request.status.name in COMPUTED and len(block_ids) >= prefill.total > 0
         if not is_computed:
             self._close(prefill, "the request ended before its prompt was computed", will_resume=False)
@@ -189,7 +216,11 @@ class SchedulerHalf:
         cached = output.scheduled_cached_reqs
         resumed = getattr(cached, "resumed_req_ids", ())
         for request_id, prefill in self._prefills.items():
-            if prefill.is_open and (request_id in resumed or prefill.request.status.name == "PREEMPTED"):
+            if prefill.is_open:
+                self._look_again(prefill)
+            if prefill.is_open and prefill.why_unknown is not None:
+                self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknown.code)
+            elif prefill.is_open and (request_id in resumed or prefill.request.status.name == "PREEMPTED"):
                 self._close(prefill, "the source needed the blocks for older requests", will_resume=True)
         for new in output.scheduled_new_reqs:
             self._step(new.req_id, new.block_ids[0], new.num_computed_tokens, output, opens, chunks, is_new=True)
@@ -244,7 +275,7 @@ class SchedulerHalf:
 
     def _know(self, request: Any) -> None:
         request_id = request.request_id
-        if request_id in self._prefills or request_id in self._decodes or request_id in self._senseless:
+        if any(request_id in known for known in (self._prefills, self._decodes, self._senseless, self._declined)):
             return
         try:
             leg = parse(request.kv_transfer_params)
@@ -257,8 +288,14 @@ class SchedulerHalf:
         traceparent = trace_of(getattr(request, "trace_headers", None), request.kv_transfer_params)
         tokens = request.num_prompt_tokens - 1
         is_known = getattr(request, "prompt_embeds", None) is None
+        if isinstance(leg, Declined):
+            self._declined[request_id] = leg
+            return
+        adapter = self._adapter(request)
+        why = self._weights_why() or why_unknown(adapter)
         if isinstance(leg, DecodeLeg):
-            decode = Decode(leg, request_id, tokens, self._content(request, len(leg.sources)), traceparent)
+            content = self._content(request, len(leg.sources), adapter)
+            decode = Decode(leg, request_id, tokens, content, traceparent, adapter=adapter)
             same = (other for other in self._decodes.values() if other.leg.transfer_id == leg.transfer_id)
             decode.first = next(same, None)
             self._decodes[request_id] = decode
@@ -266,6 +303,8 @@ class SchedulerHalf:
                 decode.is_settled = True
             elif not is_known:
                 self._release(decode)
+            elif why is not None:
+                self._decline(decode, why)
             elif leg.tokens is not None and leg.tokens != tokens:
                 log.warning(
                     "the prefill computed %d tokens, not %d", leg.tokens, tokens, extra={"request_id": request_id}
@@ -281,15 +320,16 @@ class SchedulerHalf:
                 reader, total = None, 0  # several answers to one prompt: the first keeps it
             if not is_known:
                 total = 0
-            content = self._content(request, len(self._agents))
-            self._prefills[request_id] = Prefill(request, transfer_id, reader, total, content, traceparent)
+            content = self._content(request, len(self._agents), adapter)
+            self._prefills[request_id] = Prefill(
+                request, transfer_id, reader, total, content, traceparent, adapter=adapter, why_unknown=why
+            )
 
-    def _content(self, request: Any, ranks: int) -> bytes:
+    def _content(self, request: Any, ranks: int, adapter: str) -> bytes:
         """Of what it depends on: the tokens, the LoRA adapter, and images and the like, which have equal placeholders.
         Embeddings instead of tokens are compared by nobody: such prompts are neither kept nor fetched."""
         ids = (request.prompt_token_ids or ())[: request.num_prompt_tokens - 1]
-        adapter = getattr(request, "lora_request", None)
-        beside = ["" if adapter is None else self._adapter_fingerprint(adapter.lora_path)]
+        beside = [adapter]
         for feature in getattr(request, "mm_features", None) or ():
             beside += [feature.modality, feature.identifier, str(feature.mm_position.offset)]
         return content_of(ids, ranks, beside)
@@ -309,6 +349,8 @@ class SchedulerHalf:
         prompt of this very step may be writing them."""
         prefill = self._prefills.get(request_id)
         if prefill is None or prefill.total == 0 or prefill.reader is None or not self._options.overlap:
+            return
+        if prefill.why_unknown is not None:
             return
         prefill.table = list(blocks) if is_new else prefill.table + list(blocks)
         if not prefill.is_open:
@@ -333,10 +375,33 @@ class SchedulerHalf:
             chunks.append(Chunk(request_id, tuple(prefill.table[prefill.blocks : done])))
             prefill.blocks = done
 
-    def _close(self, prefill: Prefill, reason: str, *, will_resume: bool) -> None:
+    def _close(self, prefill: Prefill, reason: str, *, will_resume: bool, code: str = GrantRevoked.code) -> None:
         prefill.is_open = False
         if prefill.reader is not None:  # it may be asking already
-            self._closes.append(Close(prefill.request.request_id, prefill.transfer_id, reason, will_resume))
+            self._closes.append(Close(prefill.request.request_id, prefill.transfer_id, reason, will_resume, code))
+
+    def _adapter(self, request: Any) -> str:
+        adapter = getattr(request, "lora_request", None)
+        return "" if adapter is None else self._adapter_fingerprint(adapter)
+
+    def _why_changed(self, request: Any, adapter: str) -> str | None:
+        """Why it is not known (any more) that a request is computed with what it came with; ``None``: it is."""
+        why = self._weights_why()
+        if why is None and adapter:
+            now = self._adapter(request)
+            why = why_unknown(now) or (None if now == adapter else "its LoRA adapter was loaded again meanwhile")
+        return why
+
+    def _look_again(self, prefill: Prefill) -> None:
+        if prefill.why_unknown is None and prefill.total > 0:
+            prefill.why_unknown = self._why_changed(prefill.request, prefill.adapter)
+
+    def _decline(self, decode: Decode, why: str) -> None:
+        """Compute its prompt here, and say why."""
+        self._release(decode)
+        report = _not_tried(decode, WeightsUnknown.code, why)
+        decode.reports.append(report)
+        self._ended.append(report)
 
     def _release(self, decode: Decode) -> None:
         decode.is_settled = True
@@ -357,6 +422,24 @@ def _account(decode: Decode) -> dict[str, Any] | None:
     if decode.cached is not None:
         values["cached_tokens"] = decode.cached
     return {"kvxfer": values}
+
+
+def _not_tried(decode: Decode, code: str, text: str) -> Report:
+    """Of a load that was never ordered."""
+    return Report(
+        request_id=decode.request_id,
+        transfer_id=str(decode.leg.transfer_id),
+        code=code,
+        text=text,
+        lane="",
+        blocks=0,
+        bytes=0,
+        parts=0,
+        seconds=0.0,
+        wire_seconds=0.0,
+        early_bytes=0,
+        attempts=0,
+    )
 
 
 def _worst(reports: list[Report]) -> Report:

@@ -42,6 +42,7 @@ from kvxfer.errors import (
     KvxferError,
     PeerGone,
     Refused,
+    from_code,
 )
 from kvxfer.observe import OpenSpan
 from kvxfer.types import GrantState, TransferId
@@ -217,7 +218,7 @@ class Source:
 
     def _close(self, order: Close) -> None:
         hold = self._holds.get(order.request_id)
-        error = GrantRevoked(order.reason)
+        error = from_code(order.code, order.reason)
         if hold is not None:
             self._end(hold, error)
             if order.will_resume and hold.reader is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from kvxfer.connectors.vllm.loaded import AdapterLoad
+from kvxfer.errors import GrantRevoked
 from kvxfer.types import Incarnation, TransferId
 
 
@@ -89,6 +91,8 @@ class Close:
     transfer_id: TransferId
     reason: str
     will_resume: bool
+    code: str = GrantRevoked.code
+    """Of the error that its reader is told."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,3 +131,16 @@ class Report:
     """Landed before the source had computed everything."""
     attempts: int
     """More than one where the source took back what it had promised."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class News:
+    """What the scheduler half should know of the worker with the agent ``agent_id``, and has not heard yet."""
+
+    agent_id: str
+    weights_why: str | None
+    """Why it is not known which weights it has; ``None``: it is."""
+    card: str
+    """What introduces it now; empty without ``introductions``."""
+    adapters: tuple[AdapterLoad, ...]
+    """It loaded."""

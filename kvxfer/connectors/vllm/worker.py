@@ -15,21 +15,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvxfer.agent import Agent
+from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.vllm.digests import Digests
 from kvxfer.connectors.vllm.fences import Act, Fence, Fences, at_once, cuda_events
-from kvxfer.connectors.vllm.fetch import Done, Fetch
+from kvxfer.connectors.vllm.fetch import Done, Fetch, report_of
+from kvxfer.connectors.vllm.identity import Weights
 from kvxfer.connectors.vllm.ids import rank_agent
+from kvxfer.connectors.vllm.loaded import LOADED, Loaded
 from kvxfer.connectors.vllm.loads import Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.runtime import STOP_S, Runtime, every
 from kvxfer.connectors.vllm.source import SWEEP_S, Source
-from kvxfer.connectors.vllm.steps import Load, Report, StepOrders
+from kvxfer.connectors.vllm.steps import Close, Load, News, Remote, Report, StepOrders
 from kvxfer.connectors.vllm.wire import Claimed, Part, Refuse, decode
-from kvxfer.errors import ConfigError, KvxferError, ProtocolViolation
+from kvxfer.errors import ConfigError, KvxferError, ProtocolViolation, WeightsUnknown
 from kvxfer.transport.huge_pages import Collapsing
-from kvxfer.types import CompatibilityRecord, Incarnation, WorkerInfo
+from kvxfer.types import CompatibilityRecord, Incarnation, TransferId, WorkerInfo
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -65,10 +67,13 @@ class WorkerHalf:
         ranks: int,
         new_agent: Callable[[WorkerInfo], Agent],
         max_context_tokens: int = 0,
+        weights: Weights | None = None,
+        loaded: Loaded = LOADED,
         events: Callable[[int], Callable[[], Fence]] = cuda_events,
     ) -> None:
-        """``events(device)`` is asked where the KV cache is a CUDA device's. ``max_context_tokens`` of the engine tell
-        routers which requests it can hold; 0: not known."""
+        """``max_context_tokens`` of the engine tell routers which requests it can hold; 0: not known. ``weights``: what
+        is found out of them; ``None``: what ``make_record`` says is final. ``events(device)`` is asked where the KV
+        cache is a CUDA device's."""
         self._options = options
         self._make_record = make_record
         self._model = model
@@ -76,6 +81,13 @@ class WorkerHalf:
         self._ranks = ranks
         self._new_agent = new_agent
         self._max_context_tokens = max_context_tokens
+        self._weights = weights
+        self._loaded = loaded
+        self._pools: tuple[Pool, ...] = ()
+        self._told: News | None = None
+        self._adapters_told = 0
+        self._open: dict[str, TransferId] = {}
+        """Prompts that are computed and fetched at once."""
         self._events = events
         self._after: Callable[[Act], None] = at_once
         self._runtime: Runtime | None = None
@@ -102,9 +114,11 @@ class WorkerHalf:
         if pages.cuda_device is not None and self._options.record_digests:
             raise ConfigError("record_digests reads the host's memory: this KV cache is a CUDA device's")
         record = self._make_record(pages)
+        if self._weights is not None:
+            record = dataclasses.replace(record, weights_fingerprint=self._weights.fingerprint)
         is_first = self._rank == 0
         info = WorkerInfo(
-            agent_id=rank_agent(self._options.agent_id, self._rank),
+            agent_id=self.agent_id,
             role=self._options.role,
             model=self._model,
             http_url=self._options.http_url if is_first else "",
@@ -117,6 +131,7 @@ class WorkerHalf:
             agent.register_pool(record, store.region, block_count=store.page_count, checks=self._options.checks)
             for store in pages.stores
         )
+        self._pools = pools
         self._layers = {name: index for index, name in enumerate(pages.layers)}
         runtime = Runtime(agent, self._serve)
         if pages.cuda_device is not None:
@@ -127,6 +142,9 @@ class WorkerHalf:
             self.digests = Digests(pages)
         self._runtime = runtime
         runtime.start()
+        if self._weights is not None:
+            self._weights.listen(lambda: runtime.call(self._describe_pools))
+            runtime.call(self._describe_pools)
         if self._options.huge_pages and pages.cuda_device is None:
             collapsing = Collapsing([store.region for store in pages.stores])
             collapsing.start()
@@ -145,6 +163,27 @@ class WorkerHalf:
         _, _, runtime = self._parts()
         return runtime.agent.card() if self._options.introductions else ""
 
+    @property
+    def agent_id(self) -> str:
+        """The name of this rank's agent."""
+        return rank_agent(self._options.agent_id, self._rank)
+
+    @property
+    def weights_why(self) -> str | None:
+        """Why it is not known which weights this rank has; ``None``: it is."""
+        return None if self._weights is None else self._weights.why
+
+    def news(self) -> News | None:
+        """What the scheduler half has not been told yet of this rank; ``None``: nothing."""
+        why = self.weights_why
+        adapters = self._loaded.adapters_since(self._adapters_told)
+        if self._told is not None and self._told.weights_why == why and not adapters:
+            return None
+        if adapters:
+            self._adapters_told = adapters[-1].number
+        self._told = News(self.agent_id, why, self.card, adapters)
+        return self._told
+
     def begin_step(self, orders: StepOrders) -> None:
         """Before the forward writes anything. The same orders again change nothing. Raises Closed once the agent has
         broken."""
@@ -153,6 +192,7 @@ class WorkerHalf:
         source, _, runtime = self._parts()
         runtime.check()
         self._orders = orders
+        orders = self._only_what_is_known(orders)
         source.begin_step(orders)
         if self.digests is not None:
             for finish in orders.finishes:
@@ -191,6 +231,41 @@ class WorkerHalf:
             results, self._results = self._results, Results()
         self._loading -= len(results.received)
         return results
+
+    def _only_what_is_known(self, orders: StepOrders) -> StepOrders:
+        """Without what would be promised or fetched while it is not known which weights this rank has. The scheduler
+        half knows it too, but of another process's weights a step later."""
+        why = self.weights_why
+        if why is None:
+            for name in [close.request_id for close in orders.closes] + [end.request_id for end in orders.finishes]:
+                self._open.pop(name, None)
+            self._open.update({begun.request_id: begun.transfer_id for begun in orders.opens})
+            return orders
+        error = WeightsUnknown(why)
+        ends, self._open = self._open, {}
+        ends |= {begun.request_id: begun.transfer_id for begun in orders.opens}
+        ends |= {finish.request_id: finish.transfer_id for finish in orders.finishes}
+        closes = [Close(name, transfer_id, why, False, error.code) for name, transfer_id in ends.items()]
+        for finish in orders.finishes:
+            self._freed(finish.request_id)
+        for order in orders.loads:
+            self._loading += 1
+            fetch = Fetch(order, order.sources[0], 0, 1)
+            report = report_of(order, [fetch], error)
+            fetch.end_span(report)
+            self._ended(Done(order, error, report))
+        left = {load.request_id for load in orders.loads}
+        remotes = tuple(Remote(o.request_id, o.transfer_id, o.sources, o.lives, o.cards) for o in orders.loads)
+        return dataclasses.replace(
+            orders,
+            closes=(*orders.closes, *closes),
+            opens=(),
+            chunks=(),
+            finishes=(),
+            loads=(),
+            cancels=tuple(name for name in orders.cancels if name not in left),
+            releases=(*orders.releases, *remotes),
+        )
 
     def _begin_loads(self, orders: StepOrders) -> None:
         """What can be begun here is; the rest is the loop's, and so is what was begun and takes long."""
@@ -241,6 +316,8 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """End transfers and leave the cluster. Callable twice."""
+        if self._weights is not None:
+            self._weights.stop()
         if self._collapsing is not None:
             self._collapsing.stop()
         if self._runtime is not None:
@@ -254,6 +331,13 @@ class WorkerHalf:
         return self._source, self._loads, self._runtime
 
     # --- the agent's loop ---
+
+    def _describe_pools(self) -> None:
+        assert self._weights is not None
+        fingerprint = self._weights.fingerprint
+        for pool in self._pools:
+            if pool.record.weights_fingerprint != fingerprint:
+                pool.describe(dataclasses.replace(pool.record, weights_fingerprint=fingerprint))
 
     def _tell_sources(self, orders: StepOrders) -> None:
         _, loads, _ = self._parts()

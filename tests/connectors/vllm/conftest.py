@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+import pathlib
+
+import pytest
+
+from kvxfer.connectors.vllm import file_digests
+
 from .pair import ranks
 
 __all__ = ["ranks"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """The directory that digests are kept in: of this test alone."""
+    home = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    file_digests.shared_cache.cache_clear()
+    return home / "kvxfer" / "digests"

@@ -11,10 +11,13 @@ from kvxfer.connectors.vllm.record import (
     adapter_fingerprint,
     check_groups,
     check_parallel,
+    check_scales,
     config_fingerprint,
+    engine_facts,
     weights_fingerprint,
 )
 from kvxfer.errors import ConfigError
+from kvxfer.types import why_unknown
 
 
 class FullAttentionSpec: ...
@@ -55,25 +58,64 @@ def test_a_config_is_the_same_wherever_it_lies() -> None:
     assert config_fingerprint(one) != config_fingerprint({**one, "rope_theta": 5e5})
 
 
-def test_weights_are_told_apart_by_their_bytes(tmp_path: pathlib.Path) -> None:
+def test_flags_of_the_engine_are_of_its_config() -> None:
+    def of(**flags: object) -> str:
+        model = SimpleNamespace(model="m", revision=None, **flags)
+        return config_fingerprint(
+            {"hidden_size": 8}, engine_facts(SimpleNamespace(model_config=model, cache_config=None))
+        )
+
+    plain = of(quantization=None, multimodal_config=None)
+    assert of() == plain
+    seen = {plain, of(quantization="fp8"), of(disable_sliding_window=True), of(quantization_config={"linear": "int8"})}
+    assert len(seen) == 4
+
+
+def test_how_images_are_made_ready_is_of_the_config(tmp_path: pathlib.Path) -> None:
+    def of(name: str, content: str, **kwargs: object) -> str:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        (directory / "preprocessor_config.json").write_text(content)
+        multimodal = SimpleNamespace(mm_processor_kwargs=kwargs)
+        model = SimpleNamespace(model=str(directory), revision=None, multimodal_config=multimodal)
+        return config_fingerprint({}, engine_facts(SimpleNamespace(model_config=model, cache_config=None)))
+
+    assert of("a", "{}") == of("b", "{}")
+    assert len({of("a", "{}"), of("a", '{"size": 1}'), of("a", "{}", num_crops=4)}) == 3
+    nowhere = SimpleNamespace(model="no/such", revision=None, multimodal_config=SimpleNamespace(mm_processor_kwargs={}))
+    facts = [engine_facts(SimpleNamespace(model_config=nowhere, cache_config=None)) for _ in range(2)]
+    assert facts[0] != facts[1]  # what cannot be read equals nothing
+
+
+def test_scales_that_each_engine_finds_out_are_refused() -> None:
+    check_scales(SimpleNamespace(calculate_kv_scales=False))
+    check_scales(SimpleNamespace())
+    with pytest.raises(ConfigError, match="scales"):
+        check_scales(SimpleNamespace(calculate_kv_scales=True))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"])
+def test_weights_fingerprint_of_any_kind_of_weight_file_is_its_content(suffix: str, tmp_path: pathlib.Path) -> None:
     prints = []
     for name, content in (("a", b"x" * 999), ("b", b"x" * 999), ("c", b"x" * 998 + b"y"), ("d", b"x" * 998)):
         directory = tmp_path / name
         directory.mkdir()
-        (directory / "model.safetensors").write_bytes(len(b"{}").to_bytes(8, "little") + b"{}" + content)
+        (directory / f"model{suffix}").write_bytes(content)
         prints.append(weights_fingerprint(str(directory), "", "0"))
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
 
 
-def test_weights_that_are_no_files_are_their_name_and_seed() -> None:
-    assert weights_fingerprint("org/model", "", "0") == weights_fingerprint("org/model", "", "0")
-    assert weights_fingerprint("org/model", "", "0") != weights_fingerprint("org/model", "", "1")
+def test_weights_fingerprint_without_files_equals_nothing(tmp_path: pathlib.Path) -> None:
+    for model in ("org/model", str(tmp_path)):
+        prints = [weights_fingerprint(model, "", "0") for _ in range(2)]
+        assert prints[0] != prints[1]
+        assert all(why_unknown(found) for found in prints)
 
 
 def test_an_adapter_is_what_its_files_hold_wherever_they_lie(tmp_path: pathlib.Path) -> None:
     seen = set()
-    for rank, weights in ((8, b"1" * 9000), (8, b"1" * 8999 + b"2"), (16, b"1" * 9000)):
+    for rank, weights in ((8, b"1" * 9000), (8, b"1" * 8999 + b"2"), (16, b"1" * 9000), (8, b"2" + b"1" * 8999)):
         both = []
         for place in ("here", "there"):
             directory = tmp_path / place
@@ -83,5 +125,5 @@ def test_an_adapter_is_what_its_files_hold_wherever_they_lie(tmp_path: pathlib.P
             both.append(adapter_fingerprint(str(directory)))
         assert both[0] == both[1]
         seen |= set(both)
-    assert len(seen) == 3
-    assert adapter_fingerprint("org/one") != adapter_fingerprint("org/other")
+    assert len(seen) == 4
+    assert adapter_fingerprint("org/one") != adapter_fingerprint("org/one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,11 +54,21 @@ class Request:
         return len(self.prompt_token_ids)
 
 
-def new_half() -> SchedulerHalf:
+def new_half(
+    weights_why: Callable[[], str | None] = lambda: None, adapters: Mapping[str, str] | None = None
+) -> SchedulerHalf:
+    """``adapters``: fingerprints of LoRA adapters by their paths."""
     count = iter(range(1, 1 << 16))
     mint = lambda: TransferId(next(count).to_bytes(16, "big"))  # noqa: E731
     agents = ("me", "me.1")
-    return SchedulerHalf(OPTIONS, block_tokens=BLOCK, agents=agents, mint=mint, adapter_fingerprint="of {}".format)
+    return SchedulerHalf(
+        OPTIONS,
+        block_tokens=BLOCK,
+        agents=agents,
+        mint=mint,
+        adapter_fingerprint=lambda adapter: (adapters or {}).get(adapter.lora_path, f"of {adapter.lora_path}"),
+        weights_why=weights_why,
+    )
 
 
 def step(

@@ -1,0 +1,133 @@
+"""Which files a checkpoint is, and what they are together. Decides what counts as a weight file, and what a model's
+name means on this host; must never know an engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import xxhash
+
+from kvxfer.connectors.vllm.digest_cache import DigestCache
+from kvxfer.connectors.vllm.file_digests import XXH3, digests_of
+from kvxfer.connectors.vllm.stamps import Stamp
+from kvxfer.types import UNKNOWN_NONCE_BYTES, unknown_fingerprint
+
+WEIGHT_SUFFIXES = frozenset(
+    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".npy", ".tensors", ".h5", ".msgpack", ".onnx")
+)
+"""Of files that loaders of vLLM, and those of plugins known to us, read weights from."""
+NOT_FOR_INFERENCE = frozenset(
+    ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth")
+)
+"""What trainers leave beside them, and vLLM does not load either."""
+LOCAL_FORMATS = frozenset(
+    (
+        *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "instanttensor"),
+        *("sharded_state", "gguf", "bitsandbytes", "runai_streamer", "runai_streamer_sharded"),
+    )
+)
+"""vLLM's load formats that read the files of a directory, and nothing else."""
+WHY_MAX = 300
+
+
+class NotKnown(Exception):
+    """It cannot be said which weights an engine has; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelName:
+    """How vLLM calls a model that it loads: a path, or a name of the hub."""
+
+    model: str
+    revision: str = ""
+    download_dir: str | None = None
+
+
+def unknown(why: str) -> str:
+    """A fingerprint that equals none."""
+    return unknown_fingerprint(why[:WHY_MAX], secrets.token_bytes(UNKNOWN_NONCE_BYTES))
+
+
+def models_of(vllm_config: Any) -> list[ModelName]:
+    """The models whose layers write an engine's KV cache: its own, and a draft model. Raises NotKnown where their
+    weights are no files of this host."""
+    load = vllm_config.load_config
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format not in LOCAL_FORMATS:
+        raise NotKnown(f"load_format {load_format!r} reads no files that could be compared")
+    drafted = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    names = []
+    for config in (vllm_config.model_config, drafted):
+        if config is None:
+            continue
+        remote = getattr(config, "model_weights", "")
+        if remote and remote != config.model:
+            raise NotKnown(f"the weights come from {remote}")
+        name = ModelName(str(config.model), str(config.revision or ""), load.download_dir)
+        if name not in names:
+            names.append(name)
+    return names
+
+
+def weight_files(name: ModelName) -> list[str]:
+    """The weight files of the model, sorted: of a directory, or of the snapshot of the hub that its name means on this
+    host; nothing is fetched. Raises NotKnown, OSError."""
+    place = pathlib.Path(name.model).expanduser()
+    if place.is_file():
+        return [os.path.abspath(place)]
+    place = directory_of(name)
+    found = [str(path) for path in place.iterdir() if is_weight_file(path) and path.is_file()]
+    if not found:
+        raise NotKnown(f"{place} has no weight files")
+    return sorted(os.path.abspath(path) for path in found)
+
+
+def directory_of(name: ModelName) -> pathlib.Path:
+    """Where the files of the model lie on this host. Raises NotKnown."""
+    place = pathlib.Path(name.model).expanduser()
+    if place.is_file():
+        return place.parent
+    return place if place.is_dir() else _snapshot(name)
+
+
+def is_weight_file(path: pathlib.Path) -> bool:
+    """By its name."""
+    return path.suffix.lower() in WEIGHT_SUFFIXES and path.name not in NOT_FOR_INFERENCE
+
+
+def fingerprint_of(
+    files: Mapping[str, Stamp], cache: DigestCache, should_stop: Callable[[], bool] = lambda: False
+) -> str:
+    """XXH3-128 over names, sizes and whole contents of weight files that have those stamps: 32 hex digits. Where they
+    lie does not count. Raises as :func:`~kvxfer.connectors.vllm.file_digests.digests_of`."""
+    digests = digests_of(files, XXH3, cache, should_stop)
+    return _over((os.path.basename(path), stamp.size, digests[path]) for path, stamp in sorted(files.items()))
+
+
+def _over(rows: Iterable[tuple[str, int, str]]) -> str:
+    whole = xxhash.xxh3_128()
+    for name, size, digest in rows:
+        whole.update(f"{len(name.encode())} {name} {size} {digest}\n".encode())
+    return whole.hexdigest()
+
+
+def _snapshot(name: ModelName) -> pathlib.Path:
+    """Where the hub's cache of this host keeps it."""
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        raise NotKnown(f"{name.model} is a name of ModelScope's")
+    repository = name.model.partition(":")[0]  # what follows picks one of a repository's GGUF files
+    try:
+        import huggingface_hub
+
+        found = huggingface_hub.snapshot_download(
+            repository, revision=name.revision or None, cache_dir=name.download_dir, local_files_only=True
+        )
+    except Exception as error:  # whatever the hub's client raises over a name or a cache
+        raise NotKnown(f"{name.model} is no directory, and no snapshot of it is on this host: {error}") from None
+    return pathlib.Path(found)

@@ -1,0 +1,139 @@
+"""The worker half where it is not known which weights it has: its pools say so, and it neither promises nor fetches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kvxfer.agent import Agent
+from kvxfer.connectors.vllm.identity import PENDING
+from kvxfer.connectors.vllm.loaded import Loaded, source_of
+from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.connectors.vllm.steps import Chunk, Finish, Load, News, Open, StepOrders
+from kvxfer.connectors.vllm.worker import WorkerHalf
+from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo, unknown_fingerprint, why_unknown
+
+RECORD = CompatibilityRecord("m", "", "", "f32", 1, 1, 16, 4, "page:HNC", "", "", "none")
+ID = TransferId(b"i" * 16)
+OPTIONS = ConnectorOptions.from_config("kv_both", "a", {"coordinator": "127.0.0.1:1"})
+
+
+class Told:
+    """Weights of which a test says what is known."""
+
+    def __init__(self) -> None:
+        self.why: str | None = PENDING
+        self.fingerprint = unknown_fingerprint(PENDING, bytes(16))
+        self.listeners: list[Callable[[], None]] = []
+        self.is_stopped = False
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        self.listeners.append(listener)
+
+    def become(self, fingerprint: str) -> None:
+        self.fingerprint, self.why = fingerprint, why_unknown(fingerprint)
+        for listener in self.listeners:
+            listener()
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+@pytest.fixture
+def weights() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def loaded() -> Loaded:
+    return Loaded()
+
+
+@pytest.fixture
+def half(weights: Told, loaded: Loaded) -> Iterator[WorkerHalf]:
+    half = WorkerHalf(
+        OPTIONS,
+        lambda _: RECORD,
+        model="m",
+        rank=0,
+        ranks=1,
+        new_agent=lambda _: Agent(WorkerInfo("a", Role.BOTH, "m", "")),
+        weights=weights,  # type: ignore[arg-type]
+        loaded=loaded,
+    )
+    half.register({"layer": torch.zeros(4, 1, 16, 8)})
+    yield half
+    half.shutdown()
+    assert weights.is_stopped
+
+
+def published(half: WorkerHalf, fingerprint: str) -> None:
+    """Wait until its pool says that."""
+    end_s = time.monotonic() + 10.0
+    while [pool.record.weights_fingerprint for pool in half._pools] != [fingerprint]:
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+def new_load() -> Load:
+    return Load("l", TransferId(b"l" * 16), ("p",), 0, (1,), 4, b"c" * 32, True)
+
+
+def test_its_pool_says_what_is_known_as_soon_as_it_is(half: WorkerHalf, weights: Told) -> None:
+    published(half, weights.fingerprint)
+    weights.become("w")
+    published(half, "w")
+    changed = unknown_fingerprint("they changed", b"n" * 16)
+    weights.become(changed)
+    published(half, changed)
+
+
+def test_a_load_ends_at_once_with_the_reason_and_frees_what_was_named_twice(half: WorkerHalf) -> None:
+    half.begin_step(StepOrders(loads=(new_load(),), cancels=("l",)))
+    results = half.results()
+    assert (results.received, results.failed, results.bad_blocks) == ({"l"}, {"l"}, {1})
+    assert [(report.code, report.text) for report in half.reports()] == [("weights_unknown", PENDING)]
+    assert half._loading == 0
+
+
+def test_a_prompt_is_not_kept_and_its_blocks_are_given_back_at_once(half: WorkerHalf) -> None:
+    half.begin_step(StepOrders(finishes=(Finish("f", ID, None, (1, 2), b"c" * 32),)))
+    assert half.results().sent == {"f"}
+    assert len(half._source) == 0
+
+
+def test_a_prompt_under_way_is_taken_back_when_weights_change(half: WorkerHalf, weights: Told) -> None:
+    weights.become("w")
+    half.begin_step(StepOrders(opens=(Open("o", ID, "d", 3, b"c" * 32),), chunks=(Chunk("o", (1,)),)))
+    half.step_saved()
+    assert len(half._source) == 1
+    weights.become(unknown_fingerprint("they changed", b"n" * 16))
+    half.begin_step(StepOrders(chunks=(Chunk("o", (2,)),)))
+    assert len(half._source) == 0
+    assert (half._source._ended[ID].code, str(half._source._ended[ID])) == ("weights_unknown", "they changed")
+    half.begin_step(StepOrders(finishes=(Finish("o", ID, "d", (1, 2, 3), b"c" * 32),)))
+    assert half.results().sent == {"o"}
+
+
+def test_a_prompt_that_is_kept_already_stays(half: WorkerHalf, weights: Told) -> None:
+    """It was computed with what was known then; whether it still goes with the pool's record its transport judges."""
+    weights.become("w")
+    half.begin_step(StepOrders(finishes=(Finish("f", ID, None, (1, 2), b"c" * 32),)))
+    weights.become(unknown_fingerprint("they changed", b"n" * 16))
+    half.begin_step(StepOrders())
+    assert len(half._source) == 1
+
+
+def test_news_are_told_once(half: WorkerHalf, weights: Told, loaded: Loaded) -> None:
+    assert half.news() == News("a", PENDING, "", ())
+    assert half.news() is None
+    weights.become("w")
+    assert half.news() == News("a", None, "", ())
+    loaded.adapter(source_of(half), 1, "/adapter", ())
+    news = half.news()
+    assert news is not None
+    assert [load.path for load in news.adapters] == ["/adapter"]
+    assert half.news() is None
