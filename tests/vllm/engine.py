@@ -5,7 +5,8 @@ usage: engine.py '{"llm": {...}, "transfer": {...} or null, "pause_s": 0.0}'
 "pause_s" is slept after each step, so that a test finds a prompt half computed.
 
 Commands: {"op": "add", "id", "ids", "n", "kv"}, {"op": "abort", "id"}, {"op": "pause", "s"}, {"op": "ask", "what":
-"free" | "preempted" | "digests" | "busy" | "moved" | "nixl"}. Events: {"event": "ready"}, {"event": "first", "id"},
+"free" | "preempted" | "digests" | "busy" | "moved" | "nixl"}, {"op": "lora", "lora"}, {"op": "rpc", "method"} (vLLM's
+collective_rpc); "add" may have "lora": {"id", "name", "path"}. Events: {"event": "ready"}, {"event": "first", "id"},
 {"event": "done", "id", "tokens", "kv", "reason", "ms", "first_ms", "loaded_ms"}, {"event": "answer", "value"}.
 "loaded_ms": until its KV was there, as vLLM's scheduler was told of it, by whatever connector. "moved": what
 NixlConnector says of its transfers, added up: {"bytes", "descriptors", "seconds"}.
@@ -37,6 +38,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 def tell(**event: Any) -> None:
     print(json.dumps(event), file=answers, flush=True)
+
+
+def lora_of(values: dict[str, Any] | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return values and LoRARequest(values["name"], values["id"], values["path"])
 
 
 class Driver:
@@ -112,10 +119,16 @@ class Driver:
             extra = {"kv_transfer_params": command["kv"]} if command.get("kv") else None
             params = SamplingParams(temperature=0, max_tokens=command["n"], ignore_eos=True, extra_args=extra)
             self.begun[command["id"]] = time.perf_counter()
-            self.engine.add_request(command["id"], TokensPrompt(prompt_token_ids=command["ids"]), params)
+            prompt = TokensPrompt(prompt_token_ids=command["ids"])
+            self.engine.add_request(command["id"], prompt, params, lora_request=lora_of(command.get("lora")))
         elif command["op"] == "abort":
             self.engine.abort_request([command["id"]])
             tell(event="done", id=command["id"], tokens=[], kv=None, reason="abort", ms=0.0, first_ms=0.0)
+        elif command["op"] == "lora":
+            tell(event="answer", value=self.engine.add_lora(lora_of(command["lora"])))
+        elif command["op"] == "rpc":
+            self.engine.collective_rpc(command["method"])
+            tell(event="answer", value=None)
         elif command["op"] == "pause":
             self.pause_s = command["s"]
         else:

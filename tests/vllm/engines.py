@@ -88,12 +88,19 @@ class Engine:
         ready.cancel()
         assert self._ready.is_set(), told(self.name, f"did not become ready: {why}", self.log)
 
-    def add(self, ids: list[int], n: int, kv: dict[str, Any] | None = None, request_id: str | None = None) -> str:
-        """Begin a request; its id, a new one unless it is given."""
+    def add(
+        self,
+        ids: list[int],
+        n: int,
+        kv: dict[str, Any] | None = None,
+        request_id: str | None = None,
+        lora: dict[str, Any] | None = None,
+    ) -> str:
+        """Begin a request; its id, a new one unless it is given. ``lora``: its adapter's id, name and path."""
         request_id = request_id or uuid.uuid4().hex
         self._done[request_id] = asyncio.get_running_loop().create_future()
         self._first[request_id] = asyncio.Event()
-        self._send(op="add", id=request_id, ids=ids, n=n, kv=kv)
+        self._send(op="add", id=request_id, ids=ids, n=n, kv=kv, lora=lora)
         return request_id
 
     async def wait(self, request_id: str, timeout_s: float = ANSWER_S) -> Answer:
@@ -109,9 +116,24 @@ class Engine:
             raise AssertionError(told(self.name, f"did not answer {what} within {timeout_s:g} s", self.log)) from None
 
     async def generate(
-        self, ids: list[int], n: int, kv: dict[str, Any] | None = None, request_id: str | None = None
+        self,
+        ids: list[int],
+        n: int,
+        kv: dict[str, Any] | None = None,
+        request_id: str | None = None,
+        lora: dict[str, Any] | None = None,
     ) -> Answer:
-        return await self.wait(self.add(ids, n, kv, request_id))
+        return await self.wait(self.add(ids, n, kv, request_id, lora))
+
+    async def load_lora(self, lora: dict[str, Any]) -> None:
+        """As ``/v1/load_lora_adapter`` does."""
+        self._send(op="lora", lora=lora)
+        assert await asyncio.wait_for(self._answers.get(), ANSWER_S)
+
+    async def rpc(self, method: str) -> None:
+        """vLLM's ``collective_rpc``."""
+        self._send(op="rpc", method=method)
+        await asyncio.wait_for(self._answers.get(), ANSWER_S)
 
     async def abort(self, request_id: str) -> Answer:
         self._send(op="abort", id=request_id)
@@ -230,12 +252,17 @@ class Cluster:
 
 
 async def hand_over(
-    prefill: Engine, decode: Engine, ids: list[int], n: int, request_id: str | None = None
+    prefill: Engine,
+    decode: Engine,
+    ids: list[int],
+    n: int,
+    request_id: str | None = None,
+    loras: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None),
 ) -> tuple[Answer, Answer]:
     """One request the way any router does it: a prefill leg, then a decode leg with what it was answered. Each leg has
-    an id of its own unless one is given for both."""
-    first = await prefill.generate(ids, 1, {"do_remote_decode": True, "do_remote_prefill": False}, request_id)
-    return first, await decode.generate(ids, n, first["kv"], request_id)
+    an id of its own unless one is given for both. ``loras``: how each engine calls the request's adapter."""
+    first = await prefill.generate(ids, 1, {"do_remote_decode": True, "do_remote_prefill": False}, request_id, loras[0])
+    return first, await decode.generate(ids, n, first["kv"], request_id, loras[1])
 
 
 def both_legs(

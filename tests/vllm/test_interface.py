@@ -70,6 +70,35 @@ except KeyError:
     forward(ZeroDivisionError())
 print(json.dumps(told))
 """
+WATCH = """
+import json
+from types import SimpleNamespace
+import vllm.v1.engine.core as core
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import WorkerBase
+from kvxfer.connectors.vllm import watch
+
+watch.watch_worker(SimpleNamespace())
+wrapped = {
+    "worker": WorkerBase.__init__, "rpc": core.EngineCore.collective_rpc,
+    "adapter": WorkerLoRAManager._load_adapter, "files": DefaultModelLoader._prepare_weights,
+}
+print(json.dumps({
+    "wrapped": sorted(name for name, function in wrapped.items() if getattr(function, watch._MARK, False)),
+    "weights": [name for name in dir(Worker) if "weight" in name and not name.startswith("_")],
+    "has": [name for name in ("load_model", "sleep", "reload_weights") if callable(getattr(Worker, name, None))],
+    "known": list(watch.CHANGING),
+}))
+"""
+KEEPS_WEIGHTS = {
+    *("compute_weight_checksums", "finish_weight_update", "get_weight_metadata", "init_weight_transfer_engine"),
+    *("shutdown_weight_transfer_engine", "supports_draft_weight_updates", "weight_transfer_engine"),
+}
+"""Of a worker: it begins no change of weights."""
 NEWER = {"get_transfer_results", "get_loaded_kv_cache_group_ids"}
 """Methods that the oldest supported version does not have."""
 
@@ -80,6 +109,13 @@ def test_every_method_fits_the_installed_version() -> None:
     assert found["differ"] == []
     assert set(found["unknown"]) <= NEWER | {"worker_half"}
     assert found["registered"]
+
+
+def test_what_changes_weights_and_adapters_in_the_installed_version_is_watched() -> None:
+    found = run(WATCH)
+    assert found["wrapped"] == ["adapter", "files", "rpc", "worker"]
+    assert found["has"] == ["load_model", "sleep", "reload_weights"]
+    assert set(found["weights"]) - set(found["known"]) <= KEEPS_WEIGHTS
 
 
 def test_a_forward_that_raised_is_told_from_one_that_did_not() -> None:

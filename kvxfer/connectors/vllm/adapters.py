@@ -52,11 +52,14 @@ def adapter_digest(files: Mapping[str, Stamp], cache: DigestCache) -> str:
 
 
 class Adapters:
-    """Of one engine's scheduler, whose workers are ``ranks``. :meth:`fingerprint` is called on the scheduler's
-    thread."""
+    """Of one engine's scheduler, whose workers are ``ranks``, and compute with adapters in ``dtype``. Its methods are
+    called on the scheduler's thread."""
 
-    def __init__(self, ranks: int, *, loaded: Loaded = LOADED, cache: DigestCache | None = None) -> None:
+    def __init__(
+        self, ranks: int, dtype: str = "", *, loaded: Loaded = LOADED, cache: DigestCache | None = None
+    ) -> None:
         self._ranks = ranks
+        self._dtype = dtype
         self._loaded = loaded
         self._cache = cache
         self._lock = threading.Lock()
@@ -69,7 +72,7 @@ class Adapters:
         self._unlisten = loaded.listen_adapters(self._on_load)
 
     def fingerprint(self, request: Any) -> str:
-        """Of vLLM's LoRARequest: the digest of what was loaded for it, or a text that equals nothing and says why."""
+        """Of vLLM's LoRARequest: what was loaded for it, or a text that equals nothing and says why."""
         name = f"LoRA adapter {str(getattr(request, 'lora_name', ''))[:100]!r}"
         loads = self._loaded.loads_of(int(request.lora_int_id))
         if len(loads) < self._ranks:
@@ -85,7 +88,7 @@ class Adapters:
             return unknown(f"{name}: its files were changed after they were loaded")
         digest, why = self._known(first)
         if digest:
-            return digest
+            return f"{digest} {self._dtype}"
         return unknown(f"{name}: {why or 'its files are still being read'}")
 
     def stop(self) -> None:

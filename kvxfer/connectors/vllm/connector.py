@@ -92,7 +92,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         agents = tuple(rank_agent(options.agent_id, rank) for rank in range(ranks))
         self._engine_weights = EngineWeights(agents)
         if role == base.KVConnectorRole.SCHEDULER:
-            adapters = Adapters(ranks)
+            adapters = Adapters(ranks, str(getattr(getattr(vllm_config, "lora_config", None), "lora_dtype", "")))
             self._engine_weights.listen()
             self._ending.callback(self._engine_weights.stop)
             self._ending.callback(adapters.stop)

@@ -31,6 +31,13 @@ BOOKKEEPING = frozenset(
 )
 """Keys of a model's config that say nothing about the KV of a token; the dtype is a field of its own."""
 
+LENGTH_ROPES = frozenset({"longrope", "su"})
+"""Kinds of rotary embeddings with factors for short and for long contexts: vLLM takes the long ones for every prompt
+where ``max_model_len`` is above the context that the model was trained with first."""
+MULTIMODAL_FLAGS = (
+    *("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method", "mm_device_do_normalize"),
+    *("mm_encoder_attn_dtype", "interleave_mm_strings"),
+)
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """What makes of an image, or the like, what a model sees; beside its weights."""
 PROCESSOR_BYTES_MAX = 1 << 24
@@ -121,16 +128,37 @@ def config_fingerprint(config: dict[str, Any], facts: dict[str, Any] | None = No
 
 
 def engine_facts(vllm_config: Any) -> dict[str, Any]:
-    """What changes KV and stands in no model's config: flags of vLLM, and how images and the like are made ready."""
+    """What changes KV and stands in no model's config: flags of vLLM, a draft model, and how images and the like are
+    made ready."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    names = ("quantization", "quantization_config", "disable_sliding_window", "override_attention_dtype")
-    facts: dict[str, Any] = {name: getattr(model, name, None) or None for name in names}
-    facts["kv_cache_dtype_skip_layers"] = list(getattr(cache, "kv_cache_dtype_skip_layers", None) or ())
+    facts = _set_ones(model, ("quantization", "quantization_config", "disable_sliding_window", "model_class_overrides"))
+    facts |= _set_ones(cache, ("kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill"))
+    config = model.hf_config.to_dict()
+    if _ropes_by_length(config):
+        facts["max_model_len"] = model.max_model_len
+    speculative = getattr(vllm_config, "speculative_config", None)
+    drafted = getattr(speculative, "draft_model_config", None)
+    if speculative is not None and drafted is not None:
+        facts["draft"] = [str(speculative.method), config_fingerprint(drafted.hf_config.to_dict())]
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is not None:
-        facts["mm_processor_kwargs"] = getattr(multimodal, "mm_processor_kwargs", None) or None
+        facts |= _set_ones(multimodal, MULTIMODAL_FLAGS)
         facts["processor"] = _processor_facts(model)
     return facts
+
+
+def _set_ones(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Those that are there, and neither empty nor off: versions add flags."""
+    return {name: value for name in names if (value := getattr(config, name, None))}
+
+
+def _ropes_by_length(value: Any) -> bool:
+    """Whether a config, or one within it, has rotary embeddings that vLLM chooses by the longest context it is to
+    serve."""
+    if isinstance(value, dict):
+        is_one = value.get("rope_type", value.get("type")) in LENGTH_ROPES
+        return is_one or any(map(_ropes_by_length, value.values()))
+    return isinstance(value, list) and any(map(_ropes_by_length, value))
 
 
 def _processor_facts(model: Any) -> dict[str, str]:

@@ -50,7 +50,7 @@ def load(loaded: Loaded, directory: pathlib.Path) -> Load:
 
 @pytest.fixture
 def adapters(loaded: Loaded) -> Iterator[Adapters]:
-    adapters = Adapters(1, loaded=loaded, cache=DigestCache(None))
+    adapters = Adapters(1, "f32", loaded=loaded, cache=DigestCache(None))
     yield adapters
     adapters.stop()
 
@@ -74,7 +74,7 @@ def why(adapters: Adapters) -> str:
 
 def test_an_adapter_is_what_was_loaded(adapters: Adapters, load: Load, directory: pathlib.Path) -> None:
     load()
-    assert known(adapters) == adapter_digest(dict(adapter_files(str(directory))), DigestCache(None))
+    assert known(adapters) == f"{adapter_digest(dict(adapter_files(str(directory))), DigestCache(None))} f32"
 
 
 def test_an_adapter_that_nobody_was_seen_loading_is_unknown(adapters: Adapters, loaded: Loaded) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -58,17 +59,50 @@ def test_a_config_is_the_same_wherever_it_lies() -> None:
     assert config_fingerprint(one) != config_fingerprint({**one, "rope_theta": 5e5})
 
 
-def test_flags_of_the_engine_are_of_its_config() -> None:
-    def of(**flags: object) -> str:
-        model = SimpleNamespace(model="m", revision=None, **flags)
-        return config_fingerprint(
-            {"hidden_size": 8}, engine_facts(SimpleNamespace(model_config=model, cache_config=None))
-        )
+class HfConfig(dict[str, Any]):
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
 
-    plain = of(quantization=None, multimodal_config=None)
-    assert of() == plain
-    seen = {plain, of(quantization="fp8"), of(disable_sliding_window=True), of(quantization_config={"linear": "int8"})}
-    assert len(seen) == 4
+
+def facts_of(config: dict[str, Any] | None = None, cache: Any = None, speculative: Any = None, **flags: Any) -> str:
+    """The fingerprint of an engine with those flags of its model, as one text."""
+    hf_config = HfConfig(config or {"hidden_size": 8})
+    model = SimpleNamespace(**{"model": "m", "revision": None, "max_model_len": 4096, "hf_config": hf_config, **flags})
+    engine = SimpleNamespace(model_config=model, cache_config=cache, speculative_config=speculative)
+    return config_fingerprint(hf_config.to_dict(), engine_facts(engine))
+
+
+def test_flags_of_the_engine_are_of_its_config() -> None:
+    plain = facts_of(quantization=None, multimodal_config=None)
+    assert facts_of(disable_sliding_window=False, max_model_len=8192) == plain
+    seen = {
+        plain,
+        facts_of(quantization="fp8"),
+        facts_of(disable_sliding_window=True),
+        facts_of(quantization_config={"linear": "int8"}),
+        facts_of(cache=SimpleNamespace(kv_cache_dtype_skip_layers=["0"])),
+        facts_of(cache=SimpleNamespace(kv_sharing_fast_prefill=True)),
+    }
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters", "text_config"])
+def test_rotary_embeddings_chosen_by_the_longest_context_are_of_its_config(name: str) -> None:
+    long = {name: {"rope_type": "longrope", "short_factor": [1.0]}}
+    if name == "text_config":
+        long = {name: {"rope_scaling": {"type": "su", "short_factor": [1.0]}}}
+    plain = {name: {"rope_type": "llama3", "factor": 8.0}}
+    assert facts_of(long, max_model_len=4096) != facts_of(long, max_model_len=131072)
+    assert facts_of(plain, max_model_len=4096) == facts_of(plain, max_model_len=131072)
+
+
+def test_a_draft_model_is_of_the_config() -> None:
+    def drafted(size: int) -> str:
+        draft = SimpleNamespace(hf_config=HfConfig(hidden_size=size))
+        return facts_of(speculative=SimpleNamespace(method="eagle", draft_model_config=draft))
+
+    assert len({facts_of(), drafted(8), drafted(16)}) == 3
+    assert drafted(8) == drafted(8)
 
 
 def test_how_images_are_made_ready_is_of_the_config(tmp_path: pathlib.Path) -> None:
@@ -76,15 +110,12 @@ def test_how_images_are_made_ready_is_of_the_config(tmp_path: pathlib.Path) -> N
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         (directory / "preprocessor_config.json").write_text(content)
-        multimodal = SimpleNamespace(mm_processor_kwargs=kwargs)
-        model = SimpleNamespace(model=str(directory), revision=None, multimodal_config=multimodal)
-        return config_fingerprint({}, engine_facts(SimpleNamespace(model_config=model, cache_config=None)))
+        return facts_of(model=str(directory), multimodal_config=SimpleNamespace(mm_processor_kwargs=kwargs))
 
     assert of("a", "{}") == of("b", "{}")
     assert len({of("a", "{}"), of("a", '{"size": 1}'), of("a", "{}", num_crops=4)}) == 3
-    nowhere = SimpleNamespace(model="no/such", revision=None, multimodal_config=SimpleNamespace(mm_processor_kwargs={}))
-    facts = [engine_facts(SimpleNamespace(model_config=nowhere, cache_config=None)) for _ in range(2)]
-    assert facts[0] != facts[1]  # what cannot be read equals nothing
+    nowhere = {"model": "no/such", "multimodal_config": SimpleNamespace(mm_processor_kwargs={})}
+    assert facts_of(**nowhere) != facts_of(**nowhere)  # what cannot be read equals nothing
 
 
 def test_scales_that_each_engine_finds_out_are_refused() -> None:
