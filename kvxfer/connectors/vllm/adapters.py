@@ -27,6 +27,7 @@ READERS_MAX = 2
 KNOWN_MAX = 4096
 
 Files = tuple[tuple[str, Stamp], ...]
+NOTHING: Files = ()
 
 
 def adapter_files(directory: str) -> Files:
@@ -68,6 +69,9 @@ class Adapters:
         texts."""
         self._changed: set[tuple[str, int]] = set()
         """Loads whose files were changed since."""
+        self._named: dict[str, Files | None] = {}
+        """What was loaded under each name; ``None``: more than one thing."""
+        self._has_forgotten = False
         self._turns = threading.BoundedSemaphore(READERS_MAX)
         self._unlisten = loaded.listen_adapters(self._on_load)
 
@@ -91,7 +95,14 @@ class Adapters:
             return f"{digest} {self._dtype}"
         return unknown(f"{name}: {why or 'its files are still being read'}")
 
+    def was_another(self, request: Any) -> bool:
+        """Whether something else was loaded under that name before. vLLM's prefix cache goes by names, and may have
+        blocks that were computed with that."""
+        found = self._named.get(str(request.lora_name), NOTHING)
+        return found is None or (found is NOTHING and self._has_forgotten)
+
     def stop(self) -> None:
+        """Callable twice."""
         self._unlisten()
 
     def _has_changed(self, loads: tuple[AdapterLoad, ...]) -> bool:
@@ -109,6 +120,12 @@ class Adapters:
         return not is_same
 
     def _on_load(self, load: AdapterLoad) -> None:
+        with self._lock:
+            if self._named.setdefault(load.name, load.files) != load.files or load.why:
+                self._named[load.name] = None
+            while len(self._named) > KNOWN_MAX:
+                self._named.pop(next(iter(self._named)))
+                self._has_forgotten = True
         if not load.why:
             self._known(load)
 

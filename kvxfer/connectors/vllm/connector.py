@@ -103,6 +103,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
                 mint=lambda: TransferId(secrets.token_bytes(16)),
                 adapter_fingerprint=adapters.fingerprint,
                 weights_why=self._engine_weights.why_unknown,
+                adapter_was_another=adapters.was_another,
             )
             return
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank

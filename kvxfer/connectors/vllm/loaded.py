@@ -34,6 +34,8 @@ class AdapterLoad:
     path: str
     files: tuple[tuple[str, Stamp], ...]
     why: str = ""
+    name: str = ""
+    """What requests call it by."""
 
 
 class Loaded:
@@ -104,10 +106,16 @@ class Loaded:
     # --- adapters ---
 
     def adapter(
-        self, source: str, adapter_id: int, path: str, files: Iterable[tuple[str, Stamp]], why: str = ""
+        self,
+        source: str,
+        adapter_id: int,
+        path: str,
+        files: Iterable[tuple[str, Stamp]],
+        why: str = "",
+        name: str = "",
     ) -> None:
         """A worker loaded an adapter."""
-        load = AdapterLoad(source, next(self._numbers), adapter_id, path, tuple(files), why)
+        load = AdapterLoad(source, next(self._numbers), adapter_id, path, tuple(files), why, name)
         self.take((load,))
 
     def take(self, loads: Iterable[AdapterLoad]) -> None:

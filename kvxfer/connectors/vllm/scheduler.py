@@ -71,7 +71,8 @@ class Decode:
 class SchedulerHalf:
     """One engine's. ``agents`` are its ranks' agents; ``mint`` makes transfer ids for routers that give none;
     ``adapter_fingerprint`` says what was loaded for a LoRA request, ``weights_why`` why it is not known which weights
-    this engine has (``None``: it is). What is not known is computed where it is wanted."""
+    this engine has (``None``: it is). What is not known is computed where it is wanted; so is what vLLM has in its
+    prefix cache of a LoRA request whose name ``adapter_was_another`` before."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class SchedulerHalf:
         mint: Callable[[], TransferId],
         adapter_fingerprint: Callable[[Any], str],
         weights_why: Callable[[], str | None] = lambda: None,
+        adapter_was_another: Callable[[Any], bool] = lambda _: False,
     ) -> None:
         self._options = options
         self._block_tokens = block_tokens
@@ -91,6 +93,7 @@ class SchedulerHalf:
         self._mint = mint
         self._adapter_fingerprint = adapter_fingerprint
         self._weights_why = weights_why
+        self._adapter_was_another = adapter_was_another
         self._prefills: dict[str, Prefill] = {}
         self._decodes: dict[str, Decode] = {}
         self._senseless: set[str] = set()
@@ -134,7 +137,7 @@ class SchedulerHalf:
             return 0
         if getattr(request, "skip_reading_prefix_cache", False):
             return 0  # it wants to see the whole prompt computed, for prompt_logprobs say
-        why = self._why_changed(request, decode.adapter)
+        why = self._why_changed(request, decode.adapter) or self._why_stale(request, computed)
         if why is not None:
             self._decline(decode, why)
             return 0
@@ -348,6 +351,8 @@ class SchedulerHalf:
         """Blocks of one prompt that are final after this step. Those that vLLM found in its prefix cache too: another
         prompt of this very step may be writing them."""
         prefill = self._prefills.get(request_id)
+        if prefill is not None and is_new and prefill.why_unknown is None:
+            prefill.why_unknown = self._why_stale(prefill.request, computed)
         if prefill is None or prefill.total == 0 or prefill.reader is None or not self._options.overlap:
             return
         if prefill.why_unknown is not None:
@@ -391,6 +396,13 @@ class SchedulerHalf:
             now = self._adapter(request)
             why = why_unknown(now) or (None if now == adapter else "its LoRA adapter was loaded again meanwhile")
         return why
+
+    def _why_stale(self, request: Any, cached: int) -> str | None:
+        """Why the first ``cached`` tokens, which vLLM found in its prefix cache, may be another adapter's."""
+        adapter = getattr(request, "lora_request", None)
+        if cached == 0 or adapter is None or not self._adapter_was_another(adapter):
+            return None
+        return "another LoRA adapter had this name, and the prefix cache may have blocks of it"
 
     def _look_again(self, prefill: Prefill) -> None:
         if prefill.why_unknown is None and prefill.total > 0:

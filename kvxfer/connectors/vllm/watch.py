@@ -186,7 +186,8 @@ def _note_adapter(
         elif not all(stamp.was_settled(at_ns) for _, stamp in before):
             why = "its files were written just before they were loaded"
     source = source_of(manager)
-    loaded.adapter(source, int(request.lora_int_id), directory, before or (), why)
+    name = str(getattr(request, "lora_name", ""))
+    loaded.adapter(source, int(request.lora_int_id), directory, before or (), why, name)
     if not hasattr(manager, _MARK):
         setattr(manager, _MARK, weakref.finalize(manager, loaded.forget_source, source))
 

@@ -115,6 +115,18 @@ def test_an_adapter_whose_directory_changed_is_unknown(
     assert "changed after they were loaded" in why(adapters)
 
 
+def test_a_name_remembers_that_it_was_anothers(
+    adapters: Adapters, loaded: Loaded, load: Load, directory: pathlib.Path
+) -> None:
+    for number in (7, 8):  # loaded, pushed out, and loaded again
+        loaded.adapter("worker", number, str(directory), adapter_files(str(directory)), name="poet")
+    assert not adapters.was_another(REQUEST)
+    write(directory, b"v" * 5000)
+    loaded.adapter("worker", 9, str(directory), adapter_files(str(directory)), name="poet")
+    assert adapters.was_another(REQUEST)
+    assert not adapters.was_another(SimpleNamespace(lora_name="clerk"))
+
+
 def test_other_files_beside_an_adapter_do_not_count(adapters: Adapters, load: Load, directory: pathlib.Path) -> None:
     load()
     before = known(adapters)

@@ -68,6 +68,7 @@ def new_half(
         mint=mint,
         adapter_fingerprint=lambda adapter: (adapters or {}).get(adapter.lora_path, f"of {adapter.lora_path}"),
         weights_why=weights_why,
+        adapter_was_another=lambda adapter: bool(getattr(adapter, "was_another", False)),
     )
 
 

@@ -107,6 +107,31 @@ def test_a_decode_leg_that_waited_is_not_fetched_once_its_adapter_changed() -> N
     assert [report.code for report in half.take_ended()] == ["weights_unknown"]
 
 
+RENAMED = SimpleNamespace(lora_path="poet", was_another=True)
+
+
+@pytest.mark.parametrize("cached", [0, 16])
+def test_what_the_prefix_cache_has_of_an_adapter_whose_name_was_anothers_is_not_kept(cached: int) -> None:
+    half, request = new_half(), Request("r", list(range(40)), concurrent("decode"), lora_request=RENAMED)
+    half.on_new_request(request)
+    orders = step(half, {"r": ([1, 2, 3], cached, 40 - cached)})
+    assert len(orders.opens) == (cached == 0)
+    request.status = Status.FINISHED_LENGTH_CAPPED
+    is_kept, answer = half.finished(request, [1, 2, 3])
+    assert is_kept is (cached == 0)
+    assert answer is not None
+    assert ("another LoRA adapter had this name" in answer["kvxfer"].get("text", "")) is (cached > 0)
+
+
+@pytest.mark.parametrize("cached", [0, 16])
+def test_what_the_prefix_cache_has_of_an_adapter_whose_name_was_anothers_is_not_completed(cached: int) -> None:
+    params = {"do_remote_prefill": True, "transfer_id": str(ID), "source": {"agent_id": "p"}}
+    half, request = new_half(), Request("r", list(range(40)), params, lora_request=RENAMED)
+    half.on_new_request(request)
+    assert half.matched(request, cached) == (39 if cached == 0 else 0)
+    assert [report.code for report in half.take_ended()] == (["weights_unknown"] if cached else [])
+
+
 def test_what_a_source_declined_is_computed_here_and_its_reason_told() -> None:
     half = new_half()
     request = Request("r", list(range(40)), declined(ID, "weights_unknown", WHY))
