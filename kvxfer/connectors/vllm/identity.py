@@ -195,4 +195,4 @@ class EngineWeights:
         return None
 
     def _on_changed(self, why: str) -> None:
-        self._changed = why
+        self._changed = self._changed or why

@@ -207,6 +207,7 @@ def test_an_engine_knows_its_weights_when_all_of_its_workers_do(make: Make, load
     engine.listen()
     assert engine.why_unknown() is None
     loaded.changed("a function was run")
+    loaded.changed("and what that called")
     assert engine.why_unknown() == "a function was run"
     engine.stop()
 
