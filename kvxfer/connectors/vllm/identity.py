@@ -138,7 +138,7 @@ class Weights:
                         raise NotKnown(f"{path} was changed after vLLM began to read it")
                     if not read.was_settled(at_ns):
                         raise NotKnown(f"{path} was written just before vLLM read it")
-                elif started_ns is None or stamp.newest_ns > started_ns:
+                elif started_ns is None or not stamp.is_older(started_ns):
                     raise NotKnown(f"{path} is younger than this process, which may have read what was there before")
                 files[path] = stamp
         if not files:

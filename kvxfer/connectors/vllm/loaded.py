@@ -45,7 +45,9 @@ class Loaded:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._reading: collections.OrderedDict[str, tuple[Stamp, int]] = collections.OrderedDict()
-        self._adapters: collections.OrderedDict[tuple[str, int], AdapterLoad] = collections.OrderedDict()
+        self._adapters: collections.OrderedDict[int, dict[str, AdapterLoad]] = collections.OrderedDict()
+        """By number of the adapter and worker."""
+        self._newest = 0
         self._changed = ""
         self._listeners: list[Callable[[str], None]] = []
         self._on_adapters: list[Callable[[AdapterLoad], None]] = []
@@ -123,12 +125,14 @@ class Loaded:
         news = []
         with self._lock:
             for load in loads:
-                key = (load.source, load.adapter_id)
-                known = self._adapters.get(key)
+                workers = self._adapters.setdefault(load.adapter_id, {})
+                known = workers.get(load.source)
                 if known is None or known.number < load.number:
-                    self._adapters[key] = load
-                    self._adapters.move_to_end(key)
+                    workers[load.source] = load
+                    self._adapters.move_to_end(load.adapter_id)
                     news.append(load)
+                    if load.source.startswith(f"{_process()}."):
+                        self._newest = max(self._newest, load.number)
             while len(self._adapters) > ADAPTERS_MAX:
                 self._adapters.popitem(last=False)
             listeners = list(self._on_adapters)
@@ -138,29 +142,32 @@ class Loaded:
     def forget_source(self, source: str) -> None:
         """That worker's manager is no more."""
         with self._lock:
-            for key in [key for key in self._adapters if key[0] == source]:
-                del self._adapters[key]
+            for adapter_id in [number for number, workers in self._adapters.items() if source in workers]:
+                del self._adapters[adapter_id][source]
 
     def listen_adapters(self, listener: Callable[[AdapterLoad], None]) -> Callable[[], None]:
         """Call it with every load that is new from now on, and with those that are known. Returns what ends that."""
         with self._lock:
             self._on_adapters.append(listener)
-            known = list(self._adapters.values())
+            known = [load for workers in self._adapters.values() for load in workers.values()]
         for load in known:
             listener(load)
         return lambda: self._on_adapters.remove(listener) if listener in self._on_adapters else None
 
     def adapters_since(self, number: int) -> tuple[AdapterLoad, ...]:
         """Those loads of this process's workers that are numbered above ``number``."""
+        if number >= self._newest:
+            return ()
         mine = f"{_process()}."
         with self._lock:
-            found = [load for load in self._adapters.values() if load.number > number and load.source.startswith(mine)]
+            known = [load for workers in self._adapters.values() for load in workers.values()]
+        found = (load for load in known if load.number > number and load.source.startswith(mine))
         return tuple(sorted(found, key=lambda load: load.number))
 
     def loads_of(self, adapter_id: int) -> tuple[AdapterLoad, ...]:
         """The newest load of that adapter by each worker."""
         with self._lock:
-            return tuple(load for load in self._adapters.values() if load.adapter_id == adapter_id)
+            return tuple(self._adapters.get(adapter_id, {}).values())
 
 
 def source_of(manager: object) -> str:

@@ -35,10 +35,22 @@ class Stamp:
         """When it was last written, or given another time."""
         return max(self.mtime_ns, self.ctime_ns)
 
+    @property
+    def is_coarse(self) -> bool:
+        """Whether its file system keeps whole seconds, as it seems."""
+        return self.ctime_ns % NS_PER_S == 0
+
     def was_settled(self, now_ns: int) -> bool:
-        """Whether a write after ``now_ns``, when the stamp was taken, would have changed it: its ticks were over."""
-        tick_ns = FINE_NS if self.ctime_ns % NS_PER_S else COARSE_NS
-        return now_ns - self.ctime_ns >= tick_ns
+        """Whether a write after ``now_ns``, when the stamp was taken, would have changed it: its tick was over."""
+        return self.unsettled_ns(now_ns) == 0
+
+    def unsettled_ns(self, now_ns: int) -> int:
+        """How long it is until that is so."""
+        return max(0, self.ctime_ns + (COARSE_NS if self.is_coarse else FINE_NS) - now_ns)
+
+    def is_older(self, time_ns: int) -> bool:
+        """Whether the file was not written since then."""
+        return self.newest_ns + (COARSE_NS if self.is_coarse else 0) <= time_ns
 
 
 def stamp_of(path: str | os.PathLike[str]) -> Stamp:

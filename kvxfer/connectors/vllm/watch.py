@@ -18,10 +18,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvxfer.clock import NS_PER_S
 from kvxfer.connectors.vllm.adapters import Files, adapter_files
 from kvxfer.connectors.vllm.checkpoint import is_weight_file
 from kvxfer.connectors.vllm.loaded import LOADED, Loaded, source_of
-from kvxfer.connectors.vllm.stamps import Stamp, stamp_of
+from kvxfer.connectors.vllm.stamps import COARSE_NS, FINE_NS, Stamp, stamp_of
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -149,7 +150,17 @@ def _around_prepare_weights(
 
 
 def _note_files(loaded: Loaded, found: Any) -> None:
+    _let_settle(stamps_in(_texts(found)).values(), COARSE_NS)  # as after a download
     loaded.read(stamps_in(_texts(found)))
+
+
+def _let_settle(stamps: Iterable[Stamp], most_ns: int) -> None:
+    """Wait until files that were written a moment ago can be told from what they may become; where that takes more than
+    ``most_ns``, for nothing."""
+    now_ns = time.time_ns()
+    left_ns = max((stamp.unsettled_ns(now_ns) for stamp in stamps), default=0)
+    if 0 < left_ns <= most_ns:
+        time.sleep(left_ns / NS_PER_S)
 
 
 def stamps_in(texts: Iterable[str]) -> dict[str, Stamp]:
@@ -162,12 +173,14 @@ def stamps_in(texts: Iterable[str]) -> dict[str, Stamp]:
 
 
 def _around_load_adapter(loaded: Loaded, original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    directory, before, why, at_ns = "", None, "", time.time_ns()
+    directory, before, why = "", None, ""
     try:
         directory = _adapter_directory(request)
+        _let_settle((stamp for _, stamp in adapter_files(directory)), FINE_NS)  # the engine's step waits
         before = adapter_files(directory)
     except Exception as error:  # vLLM will say what is wrong, where it is wrong for vLLM
         why = f"its files could not be looked at before they were loaded: {error}"
+    at_ns = time.time_ns()
     result = original(manager, request)
     _quietly(_note_adapter, loaded, manager, request, directory, before, why, at_ns)
     return result

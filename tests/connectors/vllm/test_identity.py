@@ -14,7 +14,7 @@ from kvxfer.connectors.vllm.checkpoint import ModelName, NotKnown
 from kvxfer.connectors.vllm.digest_cache import DigestCache
 from kvxfer.connectors.vllm.identity import PENDING, EngineWeights, Weights, share, unshare
 from kvxfer.connectors.vllm.loaded import Loaded
-from kvxfer.connectors.vllm.stamps import Stamp, process_start_ns, stamp_of
+from kvxfer.connectors.vllm.stamps import COARSE_NS, Stamp, process_start_ns, stamp_of
 from kvxfer.types import why_unknown
 
 FUTURE_NS = time.time_ns() + 10**18
@@ -93,7 +93,8 @@ def test_weights_are_not_known_while_they_are_read_and_known_then(make: Make) ->
 
 
 def test_weights_younger_than_the_process_are_not_known(make: Make, model: pathlib.Path) -> None:
-    newest_ns = stamp_of(model / "model.safetensors").newest_ns
+    stamp = stamp_of(model / "model.safetensors")
+    newest_ns = stamp.newest_ns + (COARSE_NS if stamp.is_coarse else 0)
     assert "younger than this process" in unknown(make(newest_ns - 1))
     assert "younger than this process" in unknown(make(None))
     known(make(newest_ns))
@@ -229,3 +230,11 @@ def test_a_process_knows_when_it_began() -> None:
 )
 def test_a_stamp_is_settled_when_its_tick_is_over(ctime_ns: int, age_ns: int, is_settled: bool) -> None:
     assert Stamp(1, 1, 1, 0, ctime_ns).was_settled(ctime_ns + age_ns) is is_settled
+
+
+@pytest.mark.parametrize(("ctime_ns", "is_older"), [(10**18 + 1, True), (10**18, False)])
+def test_a_stamp_of_whole_seconds_is_older_only_by_its_tick(ctime_ns: int, is_older: bool) -> None:
+    stamp = Stamp(1, 1, 1, 0, ctime_ns)
+    assert stamp.is_older(ctime_ns) is is_older
+    assert stamp.is_older(ctime_ns + COARSE_NS)
+    assert not stamp.is_older(ctime_ns - 1)

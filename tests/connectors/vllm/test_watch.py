@@ -206,11 +206,36 @@ def test_an_adapter_whose_files_change_while_it_is_loaded_is_told_as_unknown(
     assert loaded.loads_of(3)[0].why == "its files were changed while they were loaded"
 
 
-def test_an_adapter_written_just_before_it_was_loaded_is_told_as_unknown(
-    manager: Any, adapter: Any, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def clock(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The watch's own; it begins just after the adapter was written."""
+    clock = SimpleNamespace(now_ns=os.stat(os.path.join(adapter.lora_path, "adapter_config.json")).st_ctime_ns + 1)
+    monkeypatch.setattr(watch.time, "time_ns", lambda: clock.now_ns)
+    return clock
+
+
+def test_an_adapter_written_just_before_it_is_loaded_waits_for_its_tick(
+    manager: Any, adapter: Any, loaded: Loaded, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ctime_ns = os.stat(os.path.join(adapter.lora_path, "adapter_model.safetensors")).st_ctime_ns
-    monkeypatch.setattr(watch.time, "time_ns", lambda: ctime_ns + 1000)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.now_ns += round(seconds * 1e9)
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    manager._load_adapter(adapter)
+    assert loaded.loads_of(3)[0].why == ""
+    manager._load_adapter(adapter)
+    assert len(slept) == 1
+    assert 0 < slept[0] <= 0.1
+
+
+def test_an_adapter_written_just_before_it_was_loaded_is_told_as_unknown(
+    manager: Any, adapter: Any, loaded: Loaded, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system that keeps whole seconds: the engine does not wait for so long."""
+    monkeypatch.setattr(watch.time, "sleep", lambda _: None)
     manager._load_adapter(adapter)
     assert loaded.loads_of(3)[0].why == "its files were written just before they were loaded"
 
