@@ -156,8 +156,8 @@ def _ropes_by_length(value: Any) -> bool:
     """Whether a config, or one within it, has rotary embeddings that vLLM chooses by the longest context it is to
     serve."""
     if isinstance(value, dict):
-        is_one = value.get("rope_type", value.get("type")) in LENGTH_ROPES
-        return is_one or any(map(_ropes_by_length, value.values()))
+        kind = value.get("rope_type", value.get("type"))
+        return (isinstance(kind, str) and kind in LENGTH_ROPES) or any(map(_ropes_by_length, value.values()))
     return isinstance(value, list) and any(map(_ropes_by_length, value))
 
 

@@ -91,7 +91,7 @@ def test_rotary_embeddings_chosen_by_the_longest_context_are_of_its_config(name:
     long = {name: {"rope_type": "longrope", "short_factor": [1.0]}}
     if name == "text_config":
         long = {name: {"rope_scaling": {"type": "su", "short_factor": [1.0]}}}
-    plain = {name: {"rope_type": "llama3", "factor": 8.0}}
+    plain = {name: {"rope_type": "llama3", "factor": 8.0, "of": [{"type": ["longrope"]}]}}
     assert facts_of(long, max_model_len=4096) != facts_of(long, max_model_len=131072)
     assert facts_of(plain, max_model_len=4096) == facts_of(plain, max_model_len=131072)
 
