@@ -107,6 +107,22 @@ def test_what_an_operator_put_into_the_workers_is_taken_to_change_weights(loaded
     assert told == ["receive_from_trainer was called: weights in memory are no longer those of the files"]
 
 
+def test_a_function_that_is_run_in_the_workers_is_told_of_unless_it_is_vllms(
+    loaded: Loaded, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stranger(worker: Any) -> None: ...
+
+    def own(worker: Any) -> None: ...
+
+    own.__module__ = "vllm.distributed.somewhere"
+    monkeypatch.setattr(watch, "LOADED", loaded)
+    for method in ("execute_model", own):
+        assert watch._around_collective_rpc(lambda _, method: method, None, method) is method
+    assert told == []
+    watch._around_collective_rpc(lambda _, method: method, None, stranger)
+    assert told == ["a function of its own was run in the workers, which may change weights"]
+
+
 def test_a_worker_is_watched_once(worker: Worker, loaded: Loaded, told: list[str]) -> None:
     watch.watch_worker(worker, loaded)
     worker.load_model()
