@@ -33,8 +33,7 @@ class FailureKind(enum.StrEnum):
     LOST = "lost"
     """The connection broke, or the answer ended too early: the worker died, or left."""
     UNREAD = "unread"
-    """The connection broke, and the worker may be well: it had not taken the whole body (perhaps it refuses one of that
-    size), or the connection had been idle and was just being closed."""
+    """The connection broke before the worker had taken the whole body: perhaps it refuses one of that size, and is well."""
     EXHAUSTED = "exhausted"
     """This router could open no connection: it lacks descriptors, memory or ports, and the worker is not to blame."""
     GONE = "gone"

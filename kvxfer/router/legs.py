@@ -107,13 +107,10 @@ class Exchange:
         self._response: httpx.Response | None = None
         self._chunks: AsyncIterator[bytes] | None = None
         self._is_sent = False
-        self._is_fresh = False
-        """Whether the connection was made for this request."""
 
     async def _trace(self, event: str, info: Mapping[str, Any]) -> None:
         """Called by httpcore as the request goes out; all of a body is sent when the rest fits a socket's buffer."""
         self._is_sent = self._is_sent or event == "http11.send_request_body.complete"
-        self._is_fresh = self._is_fresh or event == "connection.connect_tcp.complete"
 
     async def open(self) -> Failure | None:
         """Send the request and read the answer's head; a Failure if there is no 200."""
@@ -128,8 +125,7 @@ class Exchange:
         except httpx.TimeoutException:
             return failure.slow(leg.what)
         except httpx.HTTPError:
-            was_taken = self._is_sent and self._is_fresh
-            return failure.lost(leg.what) if was_taken else failure.unread(leg.what)
+            return failure.lost(leg.what) if self._is_sent else failure.unread(leg.what)
         self._chunks = self._response.aiter_raw()
         if self._response.status_code == 200:
             return None

@@ -101,28 +101,6 @@ async def test_router_leg_whose_worker_hangs_up_amid_the_body_puts_no_worker_asi
         assert router.workers.statistics().aside == 1
 
 
-async def test_router_leg_on_a_connection_that_is_just_being_closed_puts_no_worker_aside() -> None:
-    """A worker may close idle connections at any time, and a request may be on its way then."""
-
-    async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for answer in (b'HTTP/1.1 200 OK\r\ncontent-length: 15\r\n\r\n{"choices": []}', b""):
-            head = await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
-            writer.write(answer)
-        writer.transport.abort()
-
-    d = FakeWorker("d0")
-    server = await asyncio.start_server(serve_once, "127.0.0.1", 0)
-    async with server, router_over(d, attempts_max=1) as router:
-        d.quit()
-        port = server.sockets[0].getsockname()[1]
-        router.workers.update(Membership(2, (elsewhere(d.member, f"http://127.0.0.1:{port}"),)))
-        await router.complete()
-        assert (await router.complete()).status_code == 502
-        assert await router.metric('kvxfer_router_leg_failures_total{kind="unread",part="decode"}') == 1
-        assert router.workers.statistics().aside == 0
-
-
 async def test_router_that_can_open_no_connection_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     d = FakeWorker("d0")
     async with router_over(d, attempts_max=1) as router:

@@ -90,7 +90,7 @@ async def test_router_under_64_open_files_serves_beside_a_flood_of_idle_connecti
         await check_flood(router)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 async def test_worker_under_64_open_files_serves_beside_a_flood_of_idle_connections(tmp_path: pathlib.Path) -> None:
     token = f"--token-file={tmp_path / 'token'}"
     model = make_tiny_model(tmp_path / "tiny")
