@@ -33,7 +33,7 @@ class FailureKind(enum.StrEnum):
     LOST = "lost"
     """The connection broke, or the answer ended too early: the worker died, or left."""
     UNREAD = "unread"
-    """The connection broke before the worker had taken the whole body: perhaps it refuses one of that size, and is well."""
+    """The connection broke before the worker had taken the whole body: it may be well, and refuse one of that size."""
     EXHAUSTED = "exhausted"
     """This router could open no connection: it lacks descriptors, memory or ports, and the worker is not to blame."""
     GONE = "gone"
