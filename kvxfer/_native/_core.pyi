@@ -1631,7 +1631,7 @@ class Core:
 
     def hold_notifications(self, bytes: int) -> None:
         """
-        How much of the notifications that were taken waits for somebody else: peers are told of it as of those that wait here.
+        How many bytes of the notifications that were taken still wait for the program: they count as those that wait here.
         """
 
     def counts(self) -> EndpointCounts: ...

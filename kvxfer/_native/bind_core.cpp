@@ -441,7 +441,7 @@ void bind_core_class(nb::module_& m) {
            },
            nb::arg("to"), nb::arg("payload"), "Returns the notification's number, which NotifDelivered or NotifFailed will name.")
       .def("hold_notifications", [](PyCore& self, size_t bytes) { self.core().shared().hold_notifications(bytes); }, nb::arg("bytes"),
-           "How much of the notifications that were taken waits for somebody else: peers are told of it as of those that wait here.")
+           "How many bytes of the notifications that were taken still wait for the program: they count as those that wait here.")
       .def("counts", [](PyCore& self) { return without_gil([&] { return self.core().shared().look([](const Endpoint& e) { return e.counts(); }); }); })
       .def("statistics", &snapshot);
 }

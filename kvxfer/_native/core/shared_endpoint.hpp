@@ -132,7 +132,7 @@ class SharedEndpoint {
   // Where it failed: that it is over, the last that is told. Nothing is read or written any more.
   void tell_failure();
   bool can_take_notification(size_t bytes) const;
-  // What its owner took and holds for somebody who did not take it yet: that counts as not taken.
+  // What its owner took, and its program did not yet: that counts as not taken.
   void hold_notifications(size_t bytes) { held_notification_bytes_ = bytes; }
   // More waits to be performed than a peer should be able to ask for before something of it is.
   bool is_backed_up() const;

@@ -153,7 +153,7 @@ void Notifier::on_part(Peer& box, const AgentRef& from, const Notif& part, Nanos
   out.push_back(NotifReceived{from, part.seq, std::exchange(box.part, {})});
 }
 
-// Whoever lets a notification lie in parts keeps no other's out.
+// A peer that lets a notification lie in parts keeps no other out.
 bool Notifier::make_room(size_t bytes, Nanos now) {
   while (parts_bytes_ + bytes > kPartsBytesMax) {
     Peer* stalest = nullptr;

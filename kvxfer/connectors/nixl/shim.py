@@ -1,7 +1,7 @@
 """Makes a package called ``nixl`` (or ``nixl_cu12``, ``nixl_cu13``) out of this connector. Decides which of its modules
 goes by which of NIXL's names, and which of the two the package ``nixl`` says it is; must never touch ``sys.path``.
 
-What the distributions are called and of which version they are stands in ``*.dist-info`` beside the packages.
+What the distributions are called and of which version they are stands in ``*.egg-info`` beside the packages.
 """
 
 from __future__ import annotations

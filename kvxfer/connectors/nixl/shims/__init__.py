@@ -1,3 +1,3 @@
-"""Packages called as NIXL's are, and what says of which version they are (without a RECORD, so that no installer takes
-them for something to remove). This directory goes to the front of PYTHONPATH by ``kvxfer nixl --``; it holds nothing
-else."""
+"""Packages called as NIXL's are, and what says of which version they are: as egg-info, because builders of wheels leave
+any dist-info but the wheel's own out. This directory goes to the front of PYTHONPATH by ``kvxfer nixl --``; it holds
+nothing else."""
