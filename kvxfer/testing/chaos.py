@@ -21,6 +21,8 @@ _FRAME_FATES = (
     (Kind.DELAY, Fate.LATE),
     (Kind.REORDER, Fate.OVERTAKEN),
 )
+MEMORY_GONE_RARELY = 8
+"""Nothing that meets it commits: it is rarer than what is got over."""
 _BY_FRAME = {"Verdict": Kind.LOST_VERDICT, "Renew": Kind.LOST_RENEWAL}
 
 
@@ -51,6 +53,12 @@ class Chaos:
     def corrupts(self) -> bool:
         """Whether a payload that goes with checksums loses a bit on its way."""
         return not self._world.is_calm and self._rng.random() < self._world.weights[Kind.CORRUPTION]
+
+    def loses_memory(self) -> bool:
+        """Whether memory that a payload is taken from, or a read goes to, turns out to be unmapped."""
+        return (
+            not self._world.is_calm and self._rng.random() < self._world.weights[Kind.MEMORY_GONE] / MEMORY_GONE_RARELY
+        )
 
     def _next(self, kind: Kind) -> None:
         self._clock.call_after(int(self._rng.expovariate(self._world.weights[kind]) * S), self._strike, kind)

@@ -62,6 +62,8 @@ class End:
                 payload = _Payload(unit, frame, effect, self.process.world.slowness(frame.id))
                 if frame.has_sums and self.process.world.chaos.corrupts():
                     payload.corrupted = self.process.rng.randrange(len(payload.cells))
+                if self.process.world.chaos.loses_memory():
+                    payload.lost = self.process.rng.randrange(len(payload.cells))
                 self.process.later(self._pause(payload.slow), self._take, payload)
 
     def _pause(self, slow: int) -> int:
@@ -82,8 +84,14 @@ class End:
             return
         process, memory, frame = self.process, self.process.memory, payload.frame
         cell = payload.cells[len(payload.sums)]
-        data = memory.read(cell)
-        sample = Sample(process.clock.now, memory.life, cell, data, memory if frame.is_lent else None)
+        if payload.lost == len(payload.sums):
+            process.world.memory_lost(frame.id)
+            code, serial = process.machines.Code.memory_gone, payload.effect.serial
+            process.perform(process.endpoint.data_failed(frame.id, code, "unmapped", process.clock.now, serial))
+        is_lost = 0 <= payload.lost <= len(payload.sums)
+        data = bytes(BLOCK_BYTES) if is_lost else memory.read(cell)
+        is_read_later = frame.is_lent and not is_lost
+        sample = Sample(process.clock.now, memory.life, cell, data, memory if is_read_later else None)
         is_corrupted = payload.corrupted == len(payload.sums)
         payload.sums.append(checksum(data))
         is_last = len(payload.sums) == len(payload.cells)
@@ -94,7 +102,9 @@ class End:
             process.later(self._pause(payload.slow), self._take, payload)
             return
         if frame.has_sums:
-            sums = struct.pack(f"<{len(payload.sums)}I", *(payload.effect.sums or payload.sums))
+            sums = struct.pack(
+                f"<{len(payload.sums)}I", *(payload.sums if is_lost else payload.effect.sums or payload.sums)
+            )
             self.half.send(payload.unit, sums, None, is_last=True)
         self._is_sending = False
         process.perform(
@@ -252,13 +262,13 @@ class End:
 class _Payload:
     """One SendData on its way into the kernel."""
 
-    __slots__ = ("cells", "corrupted", "effect", "frame", "slow", "sums", "unit")
+    __slots__ = ("cells", "corrupted", "effect", "frame", "lost", "slow", "sums", "unit")
 
     def __init__(self, unit: Unit, frame: Any, effect: Any, slow: int) -> None:
         self.unit, self.frame, self.effect, self.slow = unit, frame, effect, slow
         self.cells = cells(effect.source)
         self.sums: list[int] = []
-        self.corrupted = -1
+        self.corrupted = self.lost = -1
 
 
 class _Landing:

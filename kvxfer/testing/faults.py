@@ -54,6 +54,7 @@ class Kind(enum.StrEnum):
     SLOW_READ = "slow read"
     CORRUPTION = "corrupted payload"
     REGION_REMOVED = "region removed"
+    MEMORY_GONE = "memory gone"
 
 
 FRAME_KINDS = (Kind.DROP, Kind.DUPLICATE, Kind.DELAY, Kind.REORDER, Kind.LOST_VERDICT, Kind.LOST_RENEWAL)
@@ -79,6 +80,7 @@ REQUEST_KINDS = (
     Kind.SLOW_READ,
     Kind.EXPIRED_GRANT,
     Kind.CORRUPTION,
+    Kind.MEMORY_GONE,
 )
 
 IMPOSSIBLE: dict[tuple[Kind, Phase], str] = {

@@ -33,6 +33,9 @@ class OneSidedRead:
         self._corrupted = -1
         if effect.sums and process.world.chaos.corrupts():
             self._corrupted = process.rng.randrange(len(self._to))
+        self._lost = -1
+        if not self._is_mapped and process.world.chaos.loses_memory():
+            self._lost = process.rng.randrange(len(self._to))
         self._memory: Memory
 
     def begin(self) -> None:
@@ -65,6 +68,9 @@ class OneSidedRead:
             return self._stop(process.machines.Code.cancelled, "not wanted any more")
         if not self._is_mapped and not self._memory.is_process_alive:
             return process.run(self._stop, process.machines.Code.transport, "the peer's memory is gone")
+        if index == self._lost:
+            process.world.memory_lost(effect.id)
+            return process.run(self._stop, process.machines.Code.memory_gone, "unmapped")
         cell = self._from[index]
         sample = Sample(process.clock.now, self._memory.life, cell, self._memory.read(cell))
         self._then(self._land, index, sample)

@@ -332,6 +332,9 @@ class World:
     def corruption_landed(self, id_: bytes) -> None:
         self.strike(Kind.CORRUPTION, [self.tracks[id_]] if id_ in self.tracks else [])
 
+    def memory_lost(self, id_: bytes) -> None:
+        self.strike(Kind.MEMORY_GONE, [self.tracks[id_]] if id_ in self.tracks else [])
+
     def not_pulled(self, id_: bytes) -> None:
         self.router.not_pulled(id_)
 

@@ -1,4 +1,4 @@
-"""What becomes of a transfer whose memory is not there any more: a name at once, whoever finds it, and never a commit."""
+"""A transfer whose memory is not there any more ends by name at once, whoever finds it, and never commits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_one_sided_read_that_finds_nothing_fails_by_name_once_the_source_has_n
 
 @each_verb
 def test_the_source_has_ended_the_grant_and_its_word_is_on_the_way_names_that(verb: str) -> None:
-    """An owner that takes its region back, as it should, and then unmaps it: the reader sees the second before the first."""
+    """An owner takes its region back, as it should, and then unmaps it: the reader sees the second before the first."""
     pair = reading(verb, [Lane.CMA, Lane.STREAM])
     assert pair.remove_region("a", 7)
     revoke = list(pair.wire)
@@ -133,7 +133,7 @@ def test_bytes_that_the_source_cannot_read_end_its_grant_and_name_the_memory(ver
 @each_verb
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "the word is lost"])
 def test_what_went_out_instead_of_unreadable_bytes_is_never_committed(verb: str, is_told: bool) -> None:
-    """Zeros, all of which land. The word of it may be lost with its session, and the reader ask for its verdict in the next."""
+    """Zeros, all of which land. The word may be lost with its session, and the verdict be asked for in the next."""
     pair = reading(verb, [Lane.STREAM])
     (send,) = pair.take("a", _core.SendData)
     frame = send.frame

@@ -5,7 +5,9 @@ No GPU: a stand-in for the driver is built and loaded, whose device memory crash
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 import os
 import pathlib
 import subprocess
@@ -167,6 +169,36 @@ def test_pieces_of_host_and_device_in_one_post(driver: Driver, nodes: Any, new_i
     d.fetch(transfer, p, [(theirs, 0, 4096, 4096, 4)], remote, lanes=[STREAM])
     assert d.wait_drained(transfer).state == COMMITTED
     assert into.piece(0, 16384) == on_host.piece(0, 8192) + on_device.piece(0, 8192)
+
+
+@pytest.mark.parametrize("gone", ["source", "destination"])
+def test_a_host_piece_that_vanished_beside_a_devices_is_named_and_ends_the_post(
+    driver: Driver, nodes: Any, new_id: NewId, gone: str
+) -> None:
+    """A driver's own loads and stores would not outlive it: the host's pieces are copied by the kernel."""
+    p, d = nodes.pair()
+    on_device, into = driver.alloc(8192, 7), driver.alloc(8192)
+    pages = {name: mmap.mmap(-1, 8192, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for name in ("source", "destination")}
+    hosts = {name: np.frombuffer(page, np.uint8) for name, page in pages.items()}
+    hosts["source"][:] = 5
+    for node, name, region in ((p, "source", 801), (d, "destination", 802)):
+        info = native.RegionInfo(region, 8192)
+        node.core.add_foreign_region(info, hosts[name].ctypes.data, 8192, pages[name])
+    local = [(802, 0, 4096, 4096, 2), (register(d, into), 0, 4096, 4096, 2)]
+    remote = [(801, 0, 4096, 4096, 2), (register(p, on_device), 0, 4096, 4096, 2)]
+    first, second = new_id(), new_id()
+    d.fetch(first, p, local, remote, lanes=[STREAM])
+    assert d.wait_drained(first).state == COMMITTED
+    assert (hosts["destination"].tobytes(), into.piece(0, 8192)) == (b"\5" * 8192, on_device.piece(0, 8192))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert libc.mprotect(hosts[gone].ctypes.data + 4096, 4096, 0) == 0  # as if unmapped
+    d.fetch(second, p, local, remote, lanes=[STREAM])
+    final = d.wait_drained(second)
+    assert libc.mprotect(hosts[gone].ctypes.data + 4096, 4096, 3) == 0
+    assert (final.state, final.code) == (FAILED, native.Code.memory_gone), final.text
+    assert final.text.startswith(f"the {gone}'s memory")
+    assert final.text.endswith(f"region {801 if gone == 'source' else 802} at byte 4096")
 
 
 def test_nothing_has_landed_before_it_was_scattered(driver: Driver, nodes: Any, new_id: NewId) -> None:
