@@ -190,7 +190,7 @@ def test_a_service_on_a_restricted_host_becomes_ready(words: str, host: str, fil
     serve_until_stopped(words, HOSTS[host], filled, is_ready_line)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("words", "host"), WORKERS)
 def test_a_worker_on_a_restricted_host_becomes_ready(words: str, host: str, filled_with_model: dict[str, str]) -> None:
     serve_until_stopped(
@@ -198,7 +198,7 @@ def test_a_worker_on_a_restricted_host_becomes_ready(words: str, host: str, fill
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_compares_equal_where_everything_is_missing_at_once(filled_with_model: dict[str, str]) -> None:
     """Nothing can be written, shared, read out of another process or held on to: the stream lane needs none of it."""
     words = ["demo", "--model=tiny", "--max-tokens=8", "--verbose"]

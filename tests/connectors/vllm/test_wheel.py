@@ -38,7 +38,7 @@ def wheel() -> pathlib.Path:
     return kept[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_newest_vllm_has_every_fact_that_the_connector_relies_on() -> None:
     path = wheel()
     changed = differences(facts_of(open_tree(path)), MANIFEST.read_text())
