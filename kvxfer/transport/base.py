@@ -9,7 +9,6 @@ machines' own events, in order. Whoever waits for events waits for :meth:`Transp
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -35,8 +34,6 @@ from kvxfer.types import (
     TransferId,
     TransferState,
 )
-
-log = logging.getLogger("kvxfer.memory")
 
 Blocks: TypeAlias = npt.NDArray[np.uint32]
 
@@ -208,9 +205,7 @@ class Transport(Protocol):
         ...
 
     def describe_pool(self, pool: PoolRecord) -> None:
-        """Have another record for a pool that is known: pulls from it and by it that are judged later are judged by
-        that.
-        Raises InvalidArgument."""
+        """Have another record for a pool that is known: later pulls are judged by that. Raises InvalidArgument."""
         ...
 
     def remove_pool(self, pool_id: int) -> None:
@@ -396,8 +391,7 @@ def allocate_region(length_bytes: int) -> Region:
     try:
         shared = _core.Region(length_bytes)
     except LaneUnavailable as error:
-        log.warning("memory is private to this process, so lane mapped cannot carry it: %s", error)
-        array = allocate_private(length_bytes)
+        array = allocate_private(length_bytes, error)
         return Region(int(array.__array_interface__["data"][0]), length_bytes, array, is_allocated=True)
     array = np.frombuffer(shared, dtype=np.uint8)  # type: ignore[call-overload]
     return Region(shared.address, shared.nbytes, array, shared, is_allocated=True)

@@ -6,6 +6,7 @@ Decides how it is made resident; must never know what lies in it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 
 import numpy as np
@@ -13,9 +14,14 @@ import numpy.typing as npt
 
 from kvxfer.errors import LimitExceeded
 
+log = logging.getLogger("kvxfer.memory")
 
-def allocate_private(length_bytes: int) -> npt.NDArray[np.uint8]:
-    """Zeroed, page-aligned, resident memory. Raises LimitExceeded where the host has not so much."""
+
+def allocate_private(length_bytes: int, why: Exception) -> npt.NDArray[np.uint8]:
+    """Zeroed, page-aligned, resident memory; ``why`` it cannot be shared is logged. Raises LimitExceeded where the host
+    has not so much.
+    """
+    log.warning("memory is private to this process, so lane mapped cannot carry it: %s", why)
     try:
         memory = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:

@@ -23,6 +23,7 @@ from kvxfer.router.auth import ApiKeys
 from kvxfer.router.metrics import RouterMetrics
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.workers import Workers
+from kvxfer.serving.bodies import Bodies
 from kvxfer.types import check_agent_id
 
 pytestmark = pytest.mark.checkout
@@ -138,13 +139,14 @@ def test_workers_and_router_listen_where_the_health_check_asks_whether_they_are_
 def test_the_health_checks_route_is_one_of_router_and_worker() -> None:
     door, room = Door(AdmitOptions()), SimpleNamespace(workers=Workers(), options=RouterOptions())
     room.metrics = RouterMetrics(room.workers)
-    router = build_app(room, ApiKeys(), door)  # type: ignore[arg-type]
+    bodies = Bodies(RouterOptions())
+    router = build_app(room, ApiKeys(), door, bodies)  # type: ignore[arg-type]
     engine = SimpleNamespace(executor=SimpleNamespace(digests=None))
     worker = WorkerHttp(
         engine,  # type: ignore[arg-type]
         SimpleNamespace(),  # type: ignore[arg-type]
         SimpleNamespace(),  # type: ignore[arg-type]
-        max_body_bytes=1,
+        bodies=bodies,
         statistics=dict,
         render_metrics=bytes,
     )

@@ -17,6 +17,8 @@ import pytest
 from kvxfer._native import _core as native
 from kvxfer.transport import ucx
 
+from .cuda_driver import Driver, build
+
 DIGEST = b"d" * 32
 POISON = 0xEE
 SECOND = 1_000_000_000
@@ -263,3 +265,33 @@ _ids = itertools.count(1)
 @pytest.fixture
 def new_id() -> Callable[[], bytes]:
     return lambda: next(_ids).to_bytes(4, "big") + os.urandom(12)
+
+
+@pytest.fixture(scope="module")
+def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("cuda") / "libcuda.so.1"
+    build(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def loaded_cuda(cuda_library: pathlib.Path) -> Iterator[Driver]:
+    """A process loads one driver: the first that it asks for."""
+    before = os.environ.get("KVXFER_CUDA_LIBRARY")
+    os.environ["KVXFER_CUDA_LIBRARY"] = str(cuda_library)
+    yield Driver(cuda_library)
+    if before is None:
+        del os.environ["KVXFER_CUDA_LIBRARY"]
+    else:
+        os.environ["KVXFER_CUDA_LIBRARY"] = before
+
+
+@pytest.fixture
+def driver(loaded_cuda: Driver, nodes: Any) -> Iterator[Driver]:
+    loaded_cuda.set()
+    yield loaded_cuda
+    loaded_cuda.set()  # a core that closes waits for its copies
+    for node in nodes.made:
+        node.core.close()
+    assert loaded_cuda.count("violations") == 0
+    assert loaded_cuda.count("pinned") == 0

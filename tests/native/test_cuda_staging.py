@@ -9,13 +9,12 @@ import ctypes
 import itertools
 import mmap
 import os
-import pathlib
 import subprocess
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from kvxfer.transport.network import MemoryNetwork
 from kvxfer.transport.posts import Op, Poster, RemotePeer
 from kvxfer.types import AgentRef, Incarnation, Lane, MemoryKind, RegionRecord
 
-from .cuda_driver import DeviceMemory, Driver, build
+from .cuda_driver import DeviceMemory, Driver
 
 NewId = Callable[[], bytes]
 STREAM, UNIX, MAPPED, CMA = native.Lane.STREAM, native.Lane.UNIX, native.Lane.MAPPED, native.Lane.CMA
@@ -38,36 +37,6 @@ COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED
 POOL = 9
 SECOND = 1_000_000_000
 _regions = itertools.count(10_000)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    path = tmp_path_factory.mktemp("cuda") / "libcuda.so.1"
-    build(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def loaded(library: pathlib.Path) -> Iterator[Driver]:
-    """A process loads one driver: the first that it asks for."""
-    before = os.environ.get("KVXFER_CUDA_LIBRARY")
-    os.environ["KVXFER_CUDA_LIBRARY"] = str(library)
-    yield Driver(library)
-    if before is None:
-        del os.environ["KVXFER_CUDA_LIBRARY"]
-    else:
-        os.environ["KVXFER_CUDA_LIBRARY"] = before
-
-
-@pytest.fixture
-def driver(loaded: Driver, nodes: Any) -> Iterator[Driver]:
-    loaded.set()
-    yield loaded
-    loaded.set()  # a core that closes waits for its copies
-    for node in nodes.made:
-        node.core.close()
-    assert loaded.count("violations") == 0
-    assert loaded.count("pinned") == 0
 
 
 def register(node: Any, memory: DeviceMemory, device: int = 0) -> int:
