@@ -9,7 +9,7 @@ import pathlib
 import select
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ import pytest
 from kvxfer._native import _core as native
 from kvxfer.transport import ucx
 
-from .cuda_driver import Driver, build
+if TYPE_CHECKING:
+    from .cuda_driver import Driver
 
 DIGEST = b"d" * 32
 POISON = 0xEE
@@ -269,6 +270,8 @@ def new_id() -> Callable[[], bytes]:
 
 @pytest.fixture(scope="module")
 def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    from .cuda_driver import build  # not above: other processes of these tests import this file as it lies here
+
     path = tmp_path_factory.mktemp("cuda") / "libcuda.so.1"
     build(path)
     return path
@@ -277,6 +280,8 @@ def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def loaded_cuda(cuda_library: pathlib.Path) -> Iterator[Driver]:
     """A process loads one driver: the first that it asks for."""
+    from .cuda_driver import Driver
+
     before = os.environ.get("KVXFER_CUDA_LIBRARY")
     os.environ["KVXFER_CUDA_LIBRARY"] = str(cuda_library)
     yield Driver(cuda_library)

@@ -116,7 +116,7 @@ async def test_local_prefill_off_tells_that_no_prefiller_could_be_reached() -> N
 
 async def test_the_wait_for_an_answer_is_not_the_wait_for_a_connection() -> None:
     """A prefill queue may be long: what takes a connection is waited for."""
-    async with new_client(connect_timeout_s=1.5) as client:
+    async with new_client(connect_timeout_s=1.5, connections_max=8) as client:
         assert client.timeout == httpx.Timeout(None, connect=1.5)
     assert 0 < RouterOptions().connect_timeout_s <= 5.0
 

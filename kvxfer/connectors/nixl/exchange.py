@@ -176,7 +176,9 @@ class Exchange:
         try:
             task()
         except Exception as error:
-            log.error("metadata exchange, %s: %s: %s", what, type(error).__name__, error)
+            text = f"{what}: {type(error).__name__}: {error}"
+            # What a program calls a host may hold half a surrogate, which no log file can.
+            log.error("metadata exchange, %s", text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
     def _load(self, name: str, blob: bytes | None) -> None:
         loaded = self._endpoint.load(blob or b"")

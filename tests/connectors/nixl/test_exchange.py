@@ -194,6 +194,7 @@ def test_an_address_that_is_none_ends_its_own_exchange_only(
     with logged(caplog):
         other.send_local_metadata(host, 7000)
         until(lambda: ": Unicode" in caplog.text)
+    caplog.text.encode("utf-8")
     other.send_local_metadata(HOST, port_of(one))
     until(lambda: one.check_remote_metadata("other"))
 
