@@ -9,16 +9,13 @@ import pathlib
 import select
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.transport import ucx
-
-if TYPE_CHECKING:
-    from .cuda_driver import Driver
 
 DIGEST = b"d" * 32
 POISON = 0xEE
@@ -266,37 +263,3 @@ _ids = itertools.count(1)
 @pytest.fixture
 def new_id() -> Callable[[], bytes]:
     return lambda: next(_ids).to_bytes(4, "big") + os.urandom(12)
-
-
-@pytest.fixture(scope="module")
-def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    from .cuda_driver import build  # not above: other processes of these tests import this file as it lies here
-
-    path = tmp_path_factory.mktemp("cuda") / "libcuda.so.1"
-    build(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def loaded_cuda(cuda_library: pathlib.Path) -> Iterator[Driver]:
-    """A process loads one driver: the first that it asks for."""
-    from .cuda_driver import Driver
-
-    before = os.environ.get("KVXFER_CUDA_LIBRARY")
-    os.environ["KVXFER_CUDA_LIBRARY"] = str(cuda_library)
-    yield Driver(cuda_library)
-    if before is None:
-        del os.environ["KVXFER_CUDA_LIBRARY"]
-    else:
-        os.environ["KVXFER_CUDA_LIBRARY"] = before
-
-
-@pytest.fixture
-def driver(loaded_cuda: Driver, nodes: Any) -> Iterator[Driver]:
-    loaded_cuda.set()
-    yield loaded_cuda
-    loaded_cuda.set()  # a core that closes waits for its copies
-    for node in nodes.made:
-        node.core.close()
-    assert loaded_cuda.count("violations") == 0
-    assert loaded_cuda.count("pinned") == 0

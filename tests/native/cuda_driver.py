@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import os
 import pathlib
 import subprocess
@@ -11,6 +12,8 @@ import time
 from typing import Any
 
 import numpy as np
+
+from kvxfer._native import _core as native
 
 SOURCE = pathlib.Path(__file__).parent / "fake_cuda.cpp"
 
@@ -72,3 +75,36 @@ class Driver:
         while self.count("waiting") == 0:
             assert time.monotonic() < end, "nothing was asked of the device"
             time.sleep(0.001)
+
+
+# --- its memory, as the cores of a test have it ---
+
+POOL = 9
+SECOND = 1_000_000_000
+STREAM = native.Lane.STREAM
+_regions = itertools.count(10_000)
+
+
+def register(node: Any, memory: DeviceMemory, device: int = 0) -> int:
+    region = next(_regions)
+    info = native.RegionInfo(region, memory.bytes.size)
+    node.core.add_foreign_region(info, memory.address, memory.bytes.size, memory, device=device)
+    return region
+
+
+def add_pool(node: Any, memory: DeviceMemory, segments: list[tuple[int, int, int]], blocks: int, **info: Any) -> None:
+    block_bytes = sum(length for _, _, length in segments)
+    record = native.PoolInfo(POOL, blocks, block_bytes, b"p" * 32, False, **info)
+    node.core.add_foreign_pool(record, memory.address, memory.bytes.size, memory, segments, device=0)
+
+
+def pull(node: Any, transfer: bytes, source: Any, blocks: Any, **options: Any) -> None:
+    options.setdefault("lanes", [STREAM])
+    deadline = time.monotonic_ns() + int(options.pop("deadline_s", 60.0) * SECOND)
+    node.core.pull(transfer, source.ref, POOL, np.asarray(blocks, np.uint32), deadline_ns=deadline, **options)
+
+
+def grant(node: Any, transfer: bytes, blocks: Any) -> None:
+    array = np.asarray(blocks, np.uint32)
+    node.core.grant(transfer, POOL, array, reader="", ttl_ns=60 * SECOND)
+    node.core.ready(transfer, len(array), complete=True)

@@ -6,15 +6,15 @@ No GPU: a stand-in for the driver is built and loaded, whose device memory crash
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
+import pathlib
 import subprocess
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,39 +29,42 @@ from kvxfer.transport.network import MemoryNetwork
 from kvxfer.transport.posts import Op, Poster, RemotePeer
 from kvxfer.types import AgentRef, Incarnation, Lane, MemoryKind, RegionRecord
 
-from .cuda_driver import DeviceMemory, Driver
+from .cuda_driver import POOL, DeviceMemory, Driver, add_pool, build, grant, pull, register
 
 NewId = Callable[[], bytes]
 STREAM, UNIX, MAPPED, CMA = native.Lane.STREAM, native.Lane.UNIX, native.Lane.MAPPED, native.Lane.CMA
 COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED
-POOL = 9
 SECOND = 1_000_000_000
-_regions = itertools.count(10_000)
 
 
-def register(node: Any, memory: DeviceMemory, device: int = 0) -> int:
-    region = next(_regions)
-    info = native.RegionInfo(region, memory.bytes.size)
-    node.core.add_foreign_region(info, memory.address, memory.bytes.size, memory, device=device)
-    return region
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("cuda") / "libcuda.so.1"
+    build(path)
+    return path
 
 
-def add_pool(node: Any, memory: DeviceMemory, segments: list[tuple[int, int, int]], blocks: int, **info: Any) -> None:
-    block_bytes = sum(length for _, _, length in segments)
-    record = native.PoolInfo(POOL, blocks, block_bytes, b"p" * 32, False, **info)
-    node.core.add_foreign_pool(record, memory.address, memory.bytes.size, memory, segments, device=0)
+@pytest.fixture(scope="module")
+def loaded(library: pathlib.Path) -> Iterator[Driver]:
+    """A process loads one driver: the first that it asks for."""
+    before = os.environ.get("KVXFER_CUDA_LIBRARY")
+    os.environ["KVXFER_CUDA_LIBRARY"] = str(library)
+    yield Driver(library)
+    if before is None:
+        del os.environ["KVXFER_CUDA_LIBRARY"]
+    else:
+        os.environ["KVXFER_CUDA_LIBRARY"] = before
 
 
-def pull(node: Any, transfer: bytes, source: Any, blocks: Any, **options: Any) -> None:
-    options.setdefault("lanes", [STREAM])
-    deadline = time.monotonic_ns() + int(options.pop("deadline_s", 60.0) * SECOND)
-    node.core.pull(transfer, source.ref, POOL, np.asarray(blocks, np.uint32), deadline_ns=deadline, **options)
-
-
-def grant(node: Any, transfer: bytes, blocks: Any) -> None:
-    array = np.asarray(blocks, np.uint32)
-    node.core.grant(transfer, POOL, array, reader="", ttl_ns=60 * SECOND)
-    node.core.ready(transfer, len(array), complete=True)
+@pytest.fixture
+def driver(loaded: Driver, nodes: Any) -> Iterator[Driver]:
+    loaded.set()
+    yield loaded
+    loaded.set()  # a core that closes waits for its copies
+    for node in nodes.made:
+        node.core.close()
+    assert loaded.count("violations") == 0
+    assert loaded.count("pinned") == 0
 
 
 @pytest.mark.parametrize("lane", [STREAM, UNIX], ids=["stream", "unix"])
