@@ -419,7 +419,8 @@ NB_MODULE(KVXFER_MODULE_NAME, m) {
       .value("RENEW_REVIVES", Bug::renew_revives)
       .value("MIX_TWO_SOURCES", Bug::mix_two_sources)
       .value("PUSH_WITHOUT_OFFER", Bug::push_without_offer)
-      .value("NOTIFY_BEFORE_COMMIT", Bug::notify_before_commit);
+      .value("NOTIFY_BEFORE_COMMIT", Bug::notify_before_commit)
+      .value("CONFIRM_UNREADABLE", Bug::confirm_unreadable);
   m.def("seed_bug", [](Bug bug) { seeded_bug() = bug; }, nb::arg("bug"), "Switches one classic bug on; NONE switches it off.");
 #else
   bind_core(m);

@@ -27,6 +27,7 @@ CAUGHT_BY = {
     "MIX_TWO_SOURCES": {Invariant.CONFIRMED, Invariant.ONCE},  # ONCE: a push that went to another life of its target
     "PUSH_WITHOUT_OFFER": {Invariant.RESERVATION},
     "NOTIFY_BEFORE_COMMIT": {Invariant.NOTIFICATION},
+    "CONFIRM_UNREADABLE": {Invariant.CONFIRMED, Invariant.NOTIFICATION},
 }
 
 

@@ -15,6 +15,7 @@ enum class Bug {
   mix_two_sources,            // destination takes frames for a transfer from another source
   push_without_offer,         // destination fills a region that was removed, because a peer pushes to it
   notify_before_commit,       // a push's notification is told when the push comes, not when its bytes are committed
+  confirm_unreadable,         // source confirms what went out in place of bytes that it could not read
 };
 
 #ifdef KVXFER_SEEDED_BUGS

@@ -97,7 +97,7 @@ void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t att
 
 void GrantTable::data_failed(const TransferId& id, uint64_t serial, Code code, const std::string& text, Nanos now, Effects& out) {
   const auto found = grants_.find(id);
-  if (found == grants_.end() || (serial != 0 && serial != found->second.serial)) return;
+  if (found == grants_.end() || (serial != 0 && serial != found->second.serial) || has_bug(Bug::confirm_unreadable)) return;
   Grant& grant = found->second;
   lapse(grant, now, out);
   if (grant.reading) out.push_back(SendFrame{grant.reading->session, ErrorFrame{id, grant.reading->pull.attempt, code, text}});

@@ -253,15 +253,14 @@ void Transfer::stopped(uint64_t token, Code code, const std::string& text, Nanos
   if (is_final(state_)) return drain(out);
   if (code == Code::checksum) return fail(code, text, now, out);
   if (has_turn_) return change_turn(now, out);
-  if (code == Code::memory_gone) {
-    if (!is_one_sided(lane())) return fail(code, text, now, out);
-    if (session_ == 0) return;  // what it was read over is gone too: the next session shows
+  if (code == Code::memory_gone && !is_one_sided(lane())) return fail(code, text, now, out);
+  if (code == Code::memory_gone && session_ != 0) {  // else the next session shows
     gone_text_ = text;
     return ask_verdict(true, now, out);
   }
   if (code == Code::no_lane) return next_lane(text, now, out);
   heard_at_ = now;
-  if (session_ == 0) dial_at_ = now;
+  if (session_ == 0 && dial_at_ == kNever) dial_at_ = now;
   // The session is gone or about to go; the attempt after it asks for these blocks again.
 }
 
