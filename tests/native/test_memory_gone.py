@@ -294,7 +294,7 @@ def test_where_process_vm_readv_is_forbidden_memory_is_read_through_a_pipe() -> 
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FILTERED)],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(root)])},
         capture_output=True,
         text=True,
         timeout=60,
