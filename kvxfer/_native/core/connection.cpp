@@ -13,6 +13,7 @@ namespace {
 constexpr size_t kStagingBytes = 32 * 1024;
 constexpr size_t kTailBytes = 46;  // a DATA header, as it most often follows a payload
 constexpr size_t kIovecsMax = 1024;
+constexpr size_t kLandedRuns = 64;         // of what came with its header, at a time
 constexpr size_t kReadBytesMax = 1 << 20;
 constexpr uint64_t kLentMin = 768 * 1024;  // of a DATA frame: what is less is over sooner than the question
 constexpr size_t kLentRuns = 64;           // of it that are looked at: what follows is cut alike, as a rule
@@ -204,24 +205,29 @@ void Connection::take_buffered_payload() {
 }
 
 void Connection::land(std::string_view bytes) {
+  const auto* const from = reinterpret_cast<const uint8_t*>(bytes.data());
   if (landing_->scatter) {
-    if (!bytes.empty()) std::memcpy(landing_->scatter->room(bytes.size()).iov_base, bytes.data(), bytes.size());
+    if (!bytes.empty()) std::memcpy(landing_->scatter->room(bytes.size()).iov_base, from, bytes.size());
   } else {
     BlockWalk walk = landing_->walk;
+    iovec runs[kLandedRuns];
     for (size_t at = 0; at < bytes.size();) {
-      const BlockWalk::Span span = walk.take(bytes.size() - at);
-      if (span.size == 0) throw Error(Code::internal, "a payload longer than its blocks");
-      if (landing_->memory.is_ours) {
-        std::memcpy(span.data, bytes.data() + at, span.size);
-      } else {
-        const iovec run{span.data, span.size};
-        const size_t put = copy_to_owner(&run, 1, reinterpret_cast<const uint8_t*>(bytes.data()) + at);
-        if (put != span.size) throw landing_->memory_gone(at + put);
-      }
-      at += span.size;
+      size_t size = 0;
+      const size_t count = walk.gather(runs, kLandedRuns, bytes.size() - at, size);
+      if (size == 0) throw Error(Code::internal, "a payload longer than its blocks");
+      if (const size_t put = put_into(runs, count, from + at, size); put != size) throw landing_->memory_gone(at + put);
+      walk.advance(size);
+      at += size;
     }
   }
   landing_->landed(bytes.size());
+}
+
+// Returns how many bytes there was a place for.
+size_t Connection::put_into(const iovec* runs, size_t count, const uint8_t* from, size_t bytes) const {
+  if (!landing_->memory.is_ours) return copy_to_owner(runs, count, from);
+  for (size_t i = 0; i < count; from += runs[i++].iov_len) std::memcpy(runs[i].iov_base, from, runs[i].iov_len);
+  return bytes;
 }
 
 size_t Connection::read_payload() {

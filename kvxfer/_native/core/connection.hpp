@@ -75,6 +75,7 @@ class Connection {
   void take_frames();
   void take_buffered_payload();
   void land(std::string_view bytes);
+  size_t put_into(const iovec* runs, size_t count, const uint8_t* from, size_t bytes) const;
   void on_frame(const Frame& frame);
   void on_up(const AgentRef& peer);
   void on_map(const Map& map);
