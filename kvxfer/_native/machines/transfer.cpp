@@ -140,6 +140,7 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
 
 Extent Transfer::begin_read(uint32_t count, bool is_checked, Nanos now) {
   reading_ = count;
+  asked_.clear();  // made before this read, which the answer to them says nothing of: memory may have been gone since
   reading_is_checked_ = is_checked;
   ++token_;
   read_began_at_ = now;
