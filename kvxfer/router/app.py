@@ -55,11 +55,15 @@ class Door:
         if self.is_draining:
             raise refusal(Admission.DRAINING, self._options)
 
-    def enter(self) -> None:
+    def check_room(self) -> None:
         """Raise Overloaded unless one more request, with its body, may come in."""
         verdict = admit(self.inflight, is_draining=self.is_draining, options=self._options)
         if verdict is not Admission.ADMITTED:
             raise refusal(verdict, self._options)
+
+    def enter(self) -> None:
+        """Count one more request, with its body; raise as :meth:`check_room`."""
+        self.check_room()
         self.inflight += 1
         self._idle.clear()
 
@@ -138,6 +142,7 @@ def build_app(room: Room, keys: ApiKeys, door: Door, bodies: Bodies) -> FastAPI:
             keys.check(request.headers.get("authorization"))
             door.check_open()
             body = await bodies.read(request)
+            door.check_room()  # before the body is parsed
             inbound = _inbound(request, path, body, room, arrived_s)
             door.enter()
         except ClientDisconnect:

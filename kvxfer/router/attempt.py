@@ -138,8 +138,8 @@ class Attempt:
         """Whether P's failure ends the attempt although D still waits."""
         if ended.is_final or ended.is_of_size or ended.status == failure.UNAVAILABLE:
             return True
-        if ended.kind is FailureKind.UNREACHABLE:
-            return True
+        if ended.kind in (FailureKind.UNREACHABLE, FailureKind.UNREAD, FailureKind.EXHAUSTED):
+            return True  # P has not got the request, and its agent, which lives, would have D wait for a grant
         return self._room.options.on_prefill_failure == "redispatch"
 
     def _start_prefill(self, member: Member) -> asyncio.Task[Prefilled | Failure]:

@@ -215,7 +215,7 @@ class GrantMachine(RuleBasedStateMachine):
 
     @rule(id_=ids)
     def decline(self, id_: bytes) -> None:
-        if id_ in self.grants:
+        if id_ in self.grants and not self.grants[id_].is_given_up:
             with pytest.raises(InvalidArgument):
                 self.table.decline(id_)
             return
@@ -378,6 +378,16 @@ def test_what_another_peer_gave_up_is_granted_to_its_reader() -> None:
     table.on_release(stranger, IDS[1], 1)
     table.on_release(stranger, IDS[2], 1)
     assert table.state(IDS[0], 1) == GrantState.ALIVE
+
+
+def test_decline_after_another_peer_gave_up_answers_the_reader_that_waits() -> None:
+    table = _core.GrantTable(_core.GrantLimits())
+    table.on_release(PEERS[0], IDS[0], 1)
+    pull = _core.Pull(IDS[0], 1, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 1000)
+    assert table.on_pull(1, PEERS[2], pull, 1) == []
+    [answer] = [effect.frame for effect in table.decline(IDS[0])]
+    assert answer.code == _core.Code.grant_revoked
+    assert table.state(IDS[0], 1) == GrantState.REVOKED
 
 
 @pytest.mark.parametrize(("reader", "counted"), [("", 0), ("d0", 1)])

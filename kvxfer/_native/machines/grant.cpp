@@ -64,7 +64,7 @@ void GrantTable::check_new(const TransferId& id, const std::string& reader, Nano
   check_count();
 }
 
-// Whoever gave up what is not its own has said nothing about it: a grant that is made takes the tombstone's place.
+// A peer that gave up what is not its own has said nothing about it: a grant that is made, or declined, takes the tombstone's place.
 GrantTable::Grant& GrantTable::add(const TransferId& id) {
   if (grants_.erase(id) != 0) given_up_.erase(std::find(given_up_.begin(), given_up_.end(), id));
   Grant& grant = grants_[id];
@@ -174,10 +174,10 @@ void GrantTable::revoke_over(uint32_t region, Nanos now, Effects& out) {
 }
 
 void GrantTable::decline(const TransferId& id, Effects& out) {
-  if (grants_.count(id) != 0) throw Error(Code::invalid_argument, "this transfer id has a grant, or had one");
-  Grant& grant = grants_[id];
-  grant.id = id;
-  grant.state = GrantState::Revoked;
+  if (const auto found = grants_.find(id); found != grants_.end() && !found->second.is_given_up) {
+    throw Error(Code::invalid_argument, "this transfer id has a grant, or had one");
+  }
+  add(id).state = GrantState::Revoked;
   for (const WaitingPull& waited : waiting_.take(id)) refuse(waited.session, waited.pull, Code::grant_revoked, "the source will not make this grant", out);
   bury(tombstones_, limits_.tombstones_max, id);
 }
@@ -322,8 +322,8 @@ void GrantTable::on_release(const AgentRef& peer, const TransferId& id, Nanos no
     return;
   }
   waiting_.drop(id, peer);
-  if (waiting_.has(id)) return;  // somebody else still wants it
-  Grant& grant = grants_[id];           // nobody will read it: the owner learns that when it comes to grant
+  if (waiting_.has(id)) return;  // another peer still wants it
+  Grant& grant = grants_[id];    // no peer will read it: the owner learns that when it comes to grant
   grant.id = id;
   grant.state = GrantState::Released;
   grant.is_given_up = true;
