@@ -50,7 +50,7 @@ class Restrictions:
     """What a command does without; the default takes nothing away."""
 
     user_id: int | None = None
-    """Run as this user id, without a passwd entry where nobody has it."""
+    """Run as this user id, without a passwd entry where no user has it."""
     is_read_only: bool = False
     """Every file system is read-only, /tmp and /dev/shm too."""
     shm_bytes: int | None = None

@@ -58,7 +58,7 @@ std::string joined(const std::vector<std::string>& reasons) {
 }
 
 // Why the kernel may have said EPERM of that process: everything that stands against it, since mending one of two
-// obstacles helps nobody. The directory of a process in /proc stays its user's; the files in it are root's once the
+// obstacles is of no help. The directory of a process in /proc stays its user's; the files in it are root's once the
 // process is not dumpable.
 std::string refusal_text(int pid) {
   std::vector<std::string> reasons;

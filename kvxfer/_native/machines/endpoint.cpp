@@ -313,7 +313,7 @@ void Endpoint::tick(Nanos now, Effects& out) {
   for (const SessionId id : watched_) {
     Session& session = sessions_.at(id);
     if (session.is_up() && session.posts.empty() && session.probed_at == 0) {
-      quiet.push_back(id);  // it answered its probe, and nobody waits for it
+      quiet.push_back(id);  // it answered its probe, and no frame waits for it
     } else if (!session.is_up()) {
       if (now >= session.deadline) lost.emplace_back(id, "the handshake took too long");
     } else if (now - session.heard_at >= 2 * stall) {

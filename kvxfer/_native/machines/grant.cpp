@@ -256,7 +256,7 @@ void GrantTable::on_pull(SessionId session, const AgentRef& peer, const Pull& pu
 void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
   const bool is_stranger = grant.reader ? *grant.reader != peer : (!grant.reader_id.empty() && grant.reader_id != peer.agent_id);
   if (is_stranger) {
-    if (!grant.is_open) count_refusal();  // who came second for what anybody might have asked for nothing forbidden
+    if (!grant.is_open) count_refusal();  // the second to come for an open grant did nothing forbidden
     out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, Code::refused, "this transfer is promised to another reader"}});
     return;
   }

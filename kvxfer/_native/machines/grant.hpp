@@ -21,7 +21,7 @@
 // reader may each say what the blocks hold (a digest of the tokens, say). Two that speak of different content do not meet.
 //
 // A pull may come before its grant: it waits, bounded in count, for all and for each peer, and in time. The first reader that
-// presents the id binds the grant to its exact incarnation; where the owner named an agent, nobody else can. What any other
+// presents the id binds the grant to its exact incarnation; where the owner named an agent, no other can. What any other
 // peer says of the id (pull, confirm, release, renew, cancel), before the grant is made or later, changes nothing of it.
 //
 // A grant of registered memory is made without its owner (by a peer's FETCH, or by this agent's own push) and bound to one
@@ -87,7 +87,7 @@ class GrantTable {
   GrantState end(const TransferId& id, GrantEvent event, Nanos now, Effects& out);
   std::optional<GrantState> state(const TransferId& id, Nanos now) const;
   // From now on only the agent `reader` may read it (empty: leave it open), unless that was decided before, or it has ended.
-  // Returns the agent id that it is bound to or named for; empty: nobody's yet, or never. Throws Error(grant_unknown).
+  // Returns the agent id that it is bound to or named for; empty: none yet, or never. Throws Error(grant_unknown).
   std::string bind(const TransferId& id, const std::string& reader, Nanos now);
   // Whether that very grant is alive; `serial` 0: whichever has the id.
   bool is_alive(const TransferId& id, uint64_t serial, Nanos now) const;
@@ -124,7 +124,7 @@ class GrantTable {
   void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
                  uint64_t serial = 0);
   // The bytes of a SendData of this grant cannot be read: its memory is gone, and what goes out in their place must never be
-  // confirmed, over this session or another. So the grant ends (revoked), and whoever reads under it is told `code`.
+  // confirmed, over this session or another. So the grant ends (revoked), and its reader is told `code`.
   void data_failed(const TransferId& id, uint64_t serial, Code code, const std::string& text, Nanos now, Effects& out);
   void session_closed(SessionId session);
   void reader_dead(const AgentRef& reader, Nanos now, Effects& out);

@@ -29,7 +29,7 @@
 //
 // Memory that a read finds gone (memory_gone) was unmapped, and no second try will find it. But the source may have ended the
 // grant first, as it should, and that word be on its way. So a one-sided lane asks it for a verdict, which comes after the word:
-// not ok names the reason. ok means that nobody said so: then the next lane is tried, where there is one, because one lane may be
+// not ok names the reason. ok means that the source knows of no reason: then the next lane is tried, where there is one, because one lane may be
 // unable to read what another can (pages of a driver), and after the last one the transfer fails. `stream` and `unix` find by
 // themselves only that this agent's own memory is gone; the source's, the source reports.
 //

@@ -23,7 +23,7 @@ CHUNK_BYTES = 1 << 20
 XXH3 = "xxh3-128"
 """For what the operator put there: against mistakes, at memory speed."""
 SHA256 = "sha-256"
-"""For what users bring: nobody can make two of one digest."""
+"""For what users bring: no two contents can be made that have one digest."""
 _KINDS: dict[str, Callable[[], Any]] = {XXH3: xxhash.xxh3_128, SHA256: hashlib.sha256}
 
 
