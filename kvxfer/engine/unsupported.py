@@ -1,7 +1,7 @@
 """Fields of a request that the built-in engine does not have and that would change its answer: refused by name.
 
 A client that sends ``top_k`` counts on it. An engine that leaves it out answers with other tokens than were asked for,
-and no client notices: so each such field that OpenAI, vLLM, SGLang, llama.cpp or TGI take stands in one table here, with
+and no client notices: each such field that OpenAI, vLLM, SGLang, llama.cpp or TGI take stands in one table here, with
 the values that ask for nothing (those are accepted: many clients send every field with its default). ``user``,
 ``metadata`` and the like change no token and are accepted with any value. A field in neither table is *ignored*: it is
 named in the answer (``kvxfer.ignored_fields``) and, once a process, in the log.
