@@ -174,8 +174,8 @@ def place(
 
     ``excluded`` agents get nothing; ``avoided`` ones (they failed this very request) are treated as put aside.
     ``tie_break`` is any int drawn by the caller. Raises NoWorker where no decoder is left, or where the prompt may
-    not be computed by the decoder and nobody else can; DoesNotFit where none that is known is large enough, be it busy,
-    suspect, draining or excluded.
+    not be computed by the decoder and no other worker can; DoesNotFit where none that is known is large enough, be it
+    busy, suspect, draining or excluded.
     """
     known = [c for c in candidates if c.member.info.model == model and c.member.info.http_url]
     usable = sorted(
@@ -297,11 +297,16 @@ def _best_pair(
 
 
 def _shortlist(ordered: Sequence[Candidate]) -> list[Candidate]:
-    """The cheapest few, and the cheapest two (one may be the other part itself) of every host and kind of pools."""
-    taken: Counter[tuple[str, frozenset[CompatibilityRecord]]] = Counter()
+    """The cheapest few, and the cheapest two (one may be the other part itself) of every host and kind of pools.
+
+    Pools of unknown weights are one kind, though each has a fingerprint of its own: none of them is paired.
+    """
+    taken: Counter[tuple[str, frozenset[CompatibilityRecord | None]]] = Counter()
     chosen: list[Candidate] = []
     for at, candidate in enumerate(ordered):
-        key = (candidate.member.address.host_id, frozenset(pool.record for pool in candidate.member.pools))
+        records = (pool.record for pool in candidate.member.pools)
+        kinds = frozenset(record if record.has_known_weights else None for record in records)
+        key = (candidate.member.address.host_id, kinds)
         if at < SHORTLIST or taken[key] < 2:
             chosen.append(candidate)
         taken[key] += 1

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import DoesNotFit, NoWorker
+from kvxfer.policy import place as place_module
 from kvxfer.policy.capacity import Capacity, Need, capacity_of
 from kvxfer.policy.place import Candidate, PlaceReason, Sizes, place, transfer_cost
 from kvxfer.types import (
@@ -204,6 +205,36 @@ def test_a_pair_is_not_made_while_one_does_not_know_its_weights() -> None:
         engine(n, r, unknown, block_tokens=t, **bridged) for n, r, t in (("p", Role.PREFILL, 8), ("d", Role.DECODE, 16))
     ]
     assert chosen_pair(*sides) == local
+
+
+@pytest.mark.parametrize("is_known_there", [False, True])
+def test_a_pair_is_looked_for_among_few_where_many_do_not_know_their_weights(
+    is_known_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has a fingerprint of its own, which must not make it a kind of its own."""
+    roles = (Role.PREFILL, Role.DECODE)
+    engines = [
+        worker(f"{role.value}{at}", role, pools=(pool(weights_fingerprint=unknown_fingerprint("", nonce)),))
+        for at, nonce in enumerate(bytes([at]) * 16 for at in range(100))
+        for role in roles
+    ]
+    busy = Load(queued_requests=9)
+    if is_known_there:
+        engines += [worker(f"known {role.value}", role, pools=(pool(),), load=busy) for role in roles]
+    compared: list[str] = []
+    judge = place_module.are_compatible
+
+    def counted(source: Candidate, destination: Candidate) -> bool:
+        compared.append(source.agent_id)
+        return judge(source, destination)
+
+    monkeypatch.setattr(place_module, "are_compatible", counted)
+    pair = chosen_pair(*engines)
+    assert len(compared) <= (place_module.SHORTLIST + 2) ** 2
+    if is_known_there:
+        assert pair == ("known prefill", "known decode", PlaceReason.REMOTE)
+    else:
+        assert (pair[0], pair[2]) == (None, PlaceReason.WEIGHTS_UNKNOWN)
 
 
 def test_the_two_of_a_pair_are_brought_near_each_other_unless_load_says_otherwise() -> None:
