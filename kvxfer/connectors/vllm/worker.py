@@ -84,7 +84,8 @@ class WorkerHalf:
         self._weights = weights
         self._loaded = loaded
         self._pools: tuple[Pool, ...] = ()
-        self._told: News | None = None
+        self._told: tuple[str | None, tuple[str, ...]] | None = None
+        """Why its weights are unknown, and their fingerprints by its pools, when the scheduler half was told last."""
         self._adapters_told = 0
         self._open: dict[str, TransferId] = {}
         """Prompts that are computed and fetched at once."""
@@ -176,13 +177,14 @@ class WorkerHalf:
     def news(self) -> News | None:
         """What the scheduler half has not been told yet of this rank; ``None``: nothing."""
         why = self.weights_why
+        said = tuple(pool.record.weights_fingerprint for pool in self._pools)  # the loop describes them, and later
         adapters = self._loaded.adapters_since(self._adapters_told)
-        if self._told is not None and self._told.weights_why == why and not adapters:
+        if self._told == (why, said) and not adapters:
             return None
         if adapters:
             self._adapters_told = adapters[-1].number
-        self._told = News(self.agent_id, why, self.card, adapters)
-        return self._told
+        self._told = why, said
+        return News(self.agent_id, why, self.card, adapters)
 
     def begin_step(self, orders: StepOrders) -> None:
         """Before the forward writes anything. The same orders again change nothing. Raises Closed once the agent has

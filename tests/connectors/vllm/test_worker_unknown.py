@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,8 @@ from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.steps import Chunk, Finish, Load, News, Open, StepOrders
 from kvxfer.connectors.vllm.worker import WorkerHalf
 from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo, unknown_fingerprint, why_unknown
+
+from .pair import TOKEN
 
 RECORD = CompatibilityRecord("m", "", "", "f32", 1, 1, 16, 4, "page:HNC", "", "", "none")
 ID = TransferId(b"i" * 16)
@@ -52,18 +55,25 @@ def loaded() -> Loaded:
     return Loaded()
 
 
-@pytest.fixture
-def half(weights: Told, loaded: Loaded) -> Iterator[WorkerHalf]:
-    half = WorkerHalf(
-        OPTIONS,
+def new_half(
+    weights: Told, loaded: Loaded, *, options: ConnectorOptions = OPTIONS, rank: int = 0, ranks: int = 1
+) -> WorkerHalf:
+    config = options.agent_config(0) if options.introductions else None
+    return WorkerHalf(
+        options,
         lambda _: RECORD,
         model="m",
-        rank=0,
-        ranks=1,
-        new_agent=lambda _: Agent(WorkerInfo("a", Role.BOTH, "m", "")),
+        rank=rank,
+        ranks=ranks,
+        new_agent=lambda _: Agent(WorkerInfo("a", Role.BOTH, "m", ""), token=TOKEN, config=config),
         weights=weights,  # type: ignore[arg-type]
         loaded=loaded,
     )
+
+
+@pytest.fixture
+def half(weights: Told, loaded: Loaded) -> Iterator[WorkerHalf]:
+    half = new_half(weights, loaded)
     half.register({"layer": torch.zeros(4, 1, 16, 8)})
     yield half
     half.shutdown()
@@ -132,9 +142,36 @@ def test_news_are_told_once(half: WorkerHalf, weights: Told, loaded: Loaded) -> 
     assert half.news() == News("a", PENDING, "", ())
     assert half.news() is None
     weights.become("w")
+    published(half, "w")
     assert half.news() == News("a", None, "", ())
     loaded.adapter(source_of(half), 1, "/adapter", ())
     news = half.news()
     assert news is not None
     assert [load.path for load in news.adapters] == ["/adapter"]
     assert half.news() is None
+
+
+def test_news_come_again_once_the_card_says_what_is_known(weights: Told, loaded: Loaded) -> None:
+    """A step between the two finds weights that are known, and pools that do not say so yet."""
+    introduced = ConnectorOptions.from_config("kv_both", "a", {"introductions": True})
+    half = new_half(weights, loaded, options=introduced)
+    half.register({"layer": torch.zeros(4, 1, 16, 8)})
+    try:
+        listeners, weights.listeners = weights.listeners, []
+        is_registered = threading.Event()
+        half._runtime.call(is_registered.set)  # after what it says of its pools at first
+        assert is_registered.wait(10.0)
+        weights.become("w")
+        early = half.news()
+        assert early is not None
+        assert half.news() is None
+        for listener in listeners:
+            listener()
+        published(half, "w")
+        late = half.news()
+        assert late is not None
+        assert (early.weights_why, late.weights_why) == (None, None)
+        assert early.card != late.card == half.card
+        assert half.news() is None
+    finally:
+        half.shutdown()
