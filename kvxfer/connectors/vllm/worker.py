@@ -257,7 +257,10 @@ class WorkerHalf:
             fetch.end_span(report)
             self._ended(Done(order, error, report))
         left = {load.request_id for load in orders.loads}
-        remotes = tuple(Remote(o.request_id, o.transfer_id, o.sources, o.lives, o.cards) for o in orders.loads)
+        remotes = tuple(
+            Remote(load.request_id, load.transfer_id, load.sources, load.lives, load.cards, load.is_open)
+            for load in orders.loads
+        )
         return dataclasses.replace(
             orders,
             closes=(*orders.closes, *closes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ from kvxfer.connectors.vllm.steps import Chunk, Finish, Load, News, Open, StepOr
 from kvxfer.connectors.vllm.worker import WorkerHalf
 from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo, unknown_fingerprint, why_unknown
 
-from .pair import TOKEN
+from .pair import OPTIONS as PAIR_OPTIONS
+from .pair import TOKEN, engines_of, finish_order, load_order, until
 
 RECORD = CompatibilityRecord("m", "", "", "f32", 1, 1, 16, 4, "page:HNC", "", "", "none")
 ID = TransferId(b"i" * 16)
@@ -175,3 +177,20 @@ def test_news_come_again_once_the_card_says_what_is_known(weights: Told, loaded:
         assert half.news() is None
     finally:
         half.shutdown()
+
+
+async def test_an_engine_that_does_not_know_its_weights_lets_go_only_of_what_it_has_won(
+    weights: Told, loaded: Loaded
+) -> None:
+    """Of an open prompt its second rank sees a rank of the source that does not know whose the prompt is."""
+    async with engines_of(PAIR_OPTIONS, ("p", "d", "e"), ranks=2) as made:
+        for name in ("p", "p.1"):
+            made[name].forward(finish_order((3, 4, 9)), [3, 4, 9], 5)
+        order = dataclasses.replace(load_order(0, (7, 1, 2), has_direct=True), sources=("p", "p.1"), is_open=True)
+        assert (await made["d"].load(order)).error is None
+        refused = new_half(weights, loaded, rank=1, ranks=2)
+        (remote,) = refused._only_what_is_known(StepOrders(loads=(order,))).releases
+        made["e.1"].loads.release(remote)
+        assert (await made["d.1"].load(order)).error is None
+        for name in ("p", "p.1"):
+            await until(lambda name=name: made[name].freed == ["r"])
