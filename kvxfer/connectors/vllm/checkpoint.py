@@ -51,7 +51,14 @@ class ModelName:
 
 def unknown(why: str) -> str:
     """A fingerprint that equals none."""
-    return unknown_fingerprint(why[:WHY_MAX], secrets.token_bytes(UNKNOWN_NONCE_BYTES))
+    return unknown_fingerprint(printable(why), secrets.token_bytes(UNKNOWN_NONCE_BYTES))
+
+
+def printable(why: str) -> str:
+    """A reason as records and messages carry it: printable ASCII, on one line, of at most WHY_MAX characters. It may
+    quote a path, or what a client of the hub says."""
+    text = " ".join(why.split()).encode("ascii", "backslashreplace").decode()
+    return "".join(character for character in text if character.isprintable())[:WHY_MAX]
 
 
 def models_of(vllm_config: Any) -> list[ModelName]:

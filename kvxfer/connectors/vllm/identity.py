@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from kvxfer.connectors.vllm.checkpoint import ModelName, NotKnown, fingerprint_of, unknown, weight_files
+from kvxfer.connectors.vllm.checkpoint import ModelName, NotKnown, fingerprint_of, printable, unknown, weight_files
 from kvxfer.connectors.vllm.digest_cache import DigestCache
 from kvxfer.connectors.vllm.file_digests import FileChanged, shared_cache
 from kvxfer.connectors.vllm.loaded import LOADED, Loaded
@@ -78,6 +78,7 @@ class Weights:
             if self._is_final:
                 return
             self._is_final = True
+        why = printable(why)
         log.warning("prompts are computed where they are wanted from now on: %s", why)
         self._become(unknown(why), why)
 
@@ -97,16 +98,20 @@ class Weights:
             listener()
 
     def _run(self) -> None:
+        try:
+            self._read_and_watch()
+        except Exception as error:  # of vLLM's config, say: else they would be pending for good
+            log.exception("the weight files could not be read or watched")
+            self.forget(f"which weights were loaded is not known: {error!r}")
+
+    def _read_and_watch(self) -> None:
         begun_s = time.monotonic()
         try:
             files = self._files()
             fingerprint = fingerprint_of(files, self._cache or shared_cache(), self._stopping.is_set)
         except InterruptedError:
             return
-        except NotKnown as error:
-            self.forget(f"which weights were loaded is not known: {error}")
-            return
-        except (OSError, FileChanged) as error:
+        except (NotKnown, OSError, FileChanged) as error:
             self.forget(f"which weights were loaded is not known: {error}")
             return
         size = sum(stamp.size for stamp in files.values())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvxfer.connectors.vllm.checkpoint import ModelName, NotKnown, models_of, weight_files
+from kvxfer.connectors.vllm.checkpoint import WHY_MAX, ModelName, NotKnown, models_of, unknown, weight_files
+from kvxfer.rpc.convert import write_pools
+from kvxfer.types import CompatibilityRecord, Exposure, PoolRecord, why_unknown
 
+RECORD = CompatibilityRecord("m", "c", "w", "f32", 1, 1, 1, 1, "page:HNC", "", "", "none")
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -78,3 +82,20 @@ def test_models_of_an_engine_are_its_own_and_its_draft() -> None:
     assert models_of(engine) == [ModelName("/m", "main", None), ModelName("/d", "", None)]
     engine.speculative_config.draft_model_config = engine.model_config
     assert models_of(engine) == [ModelName("/m", "main", None)]
+
+
+@pytest.mark.parametrize(
+    ("why", "text"),
+    [
+        ("404\n\nRepository Not Found\r\n", "404 Repository Not Found"),
+        ("/m/caf\udce9 is younger", "/m/caf\\udce9 is younger"),
+        ("a\x00b\x1b[1m\x7f", "ab[1m"),
+        ("\u5b57" * WHY_MAX, ("\\u5b57" * WHY_MAX)[:WHY_MAX]),
+    ],
+    ids=["lines", "a path that is not UTF-8", "control characters", "too long"],
+)
+def test_unknown_whatever_its_reason_can_be_sent(why: str, text: str) -> None:
+    fingerprint = unknown(why)
+    assert why_unknown(fingerprint) == text
+    record = dataclasses.replace(RECORD, weights_fingerprint=fingerprint)
+    write_pools([PoolRecord(0, record, 8, 64, Exposure.POOL, True)])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvxfer.connectors.vllm import identity as identity_module
 from kvxfer.connectors.vllm.checkpoint import ModelName, NotKnown
 from kvxfer.connectors.vllm.digest_cache import DigestCache
 from kvxfer.connectors.vllm.identity import PENDING, EngineWeights, Weights, share, unshare
@@ -185,6 +186,32 @@ def test_weights_of_a_loader_without_files_are_not_known(make: Make) -> None:
     assert "dummy" in unknown(first)
     unknown(second)
     assert first.fingerprint != second.fingerprint
+
+
+@pytest.mark.parametrize("when", ["reading", "watching"])
+def test_weights_of_which_reading_or_watching_breaks_are_not_known(
+    when: str, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(*_: object) -> list[ModelName]:
+        raise ValueError("line 1\nline 2")
+
+    weights = make(find=breaks if when == "reading" else None)
+    if when == "watching":
+        known(weights)
+        monkeypatch.setattr(identity_module, "stamp_of", breaks)
+        changed(weights)
+    assert "is not known: ValueError" in unknown(weights)
+    assert why_unknown(weights.fingerprint) == weights.why
+    weights._thread.join(WAIT_S)
+    assert "Traceback" in caplog.text
+
+
+def test_weights_whose_reason_has_lines_say_it_on_one(make: Make) -> None:
+    def find() -> list[ModelName]:
+        raise NotKnown("no snapshot: 404\n\nNot Found of /caf\udce9")
+
+    weights = make(find=find)
+    assert unknown(weights).endswith("no snapshot: 404 Not Found of /caf\\udce9")
 
 
 def test_an_engine_knows_its_weights_when_all_of_its_workers_do(make: Make, loaded: Loaded) -> None:
