@@ -80,7 +80,8 @@ class Adapters:
         name = f"LoRA adapter {str(getattr(request, 'lora_name', ''))[:100]!r}"
         loads = self._loaded.loads_of(int(request.lora_int_id))
         if len(loads) < self._ranks:
-            seen = "has not been loaded by all workers yet" if self._loaded.is_watching else "was loaded by nobody seen"
+            is_watching = self._loaded.is_watching
+            seen = "has not been loaded by all workers yet" if is_watching else "was not seen loaded by any worker"
             return unknown(f"{name} {seen}")
         first = loads[0]
         for load in loads:
@@ -146,5 +147,8 @@ class Adapters:
                 found = (adapter_digest(dict(files), self._cache or shared_cache()), "")
             except (OSError, FileChanged) as error:
                 found = ("", f"its files cannot be read as they were loaded: {error}")
+            except Exception as error:  # else it would be taken for being read for good
+                log.exception("the files of a LoRA adapter could not be read")
+                found = ("", f"its files cannot be read: {error!r}")
         with self._lock:
             self._found[files] = found

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvxfer.connectors.vllm import adapters as adapters_module
 from kvxfer.connectors.vllm.adapters import Adapters, adapter_digest, adapter_files
 from kvxfer.connectors.vllm.digest_cache import DigestCache
 from kvxfer.connectors.vllm.loaded import ADAPTERS_MAX, AdapterLoad, Loaded, source_of
@@ -78,7 +79,7 @@ def test_an_adapter_is_what_was_loaded(adapters: Adapters, load: Load, directory
 
 
 def test_an_adapter_that_nobody_was_seen_loading_is_unknown(adapters: Adapters, loaded: Loaded) -> None:
-    assert "'poet' was loaded by nobody seen" in why(adapters)
+    assert "'poet' was not seen loaded by any worker" in why(adapters)
     loaded.is_watching = True
     assert "'poet' has not been loaded by all workers yet" in why(adapters)
     assert adapters.fingerprint(REQUEST) != adapters.fingerprint(REQUEST)
@@ -144,7 +145,7 @@ def test_an_adapter_is_known_when_all_ranks_loaded_the_same(
 ) -> None:
     adapters = Adapters(2, loaded=loaded, cache=DigestCache(None))
     load("rank 0")
-    assert "by nobody" in why(adapters)
+    assert "by any worker" in why(adapters)
     load("rank 1", place=write(tmp_path / "other", b"x"))
     assert "not all workers have loaded the same" in why(adapters)
     load("rank 1")
@@ -161,6 +162,21 @@ def test_an_adapter_whose_files_change_before_they_are_read_is_unknown(
     write(directory, b"other, and of another length")
     loaded.adapter("worker", 7, str(directory), files)
     assert "changed" in why(adapters)
+
+
+def test_an_adapter_whose_reading_breaks_is_unknown_and_says_why(
+    adapters: Adapters, load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(*_: object) -> str:
+        raise ValueError("of no kind that was thought of")
+
+    monkeypatch.setattr(adapters_module, "adapter_digest", breaks)
+    load()
+    end_s = time.monotonic() + WAIT_S
+    while "still being read" in why(adapters):
+        assert time.monotonic() < end_s
+    assert "ValueError('of no kind that was thought of')" in why(adapters)
+    assert "Traceback" in caplog.text
 
 
 def test_loads_that_are_told_twice_or_late_count_once(loaded: Loaded) -> None:
