@@ -1,4 +1,4 @@
-"""How many file descriptors this process may have open. Decides nothing about who gets them."""
+"""How many file descriptors this process may have open. Decides nothing about which part gets them."""
 
 from __future__ import annotations
 

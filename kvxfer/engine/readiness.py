@@ -20,7 +20,7 @@ class Drainable(Protocol):
 
 class NotReady(enum.StrEnum):
     STARTING = "starting"
-    """Not registered yet: nobody places anything here."""
+    """Not registered yet: no router places anything here."""
     DRAINING = "draining"
     """It stops, or the coordinator took it out of service."""
     FAILED = "failed"

@@ -1,9 +1,9 @@
-"""What the router adds to D's answer: to its account of the transfer who took which part, the attempt, and P's own
-timings; to its usage the prompt tokens that P's prefix cache held.
+"""What the router adds to D's answer: to its account of the transfer which workers took which part, the attempt, and
+P's own timings; to its usage the prompt tokens that P's prefix cache held.
 
 Touches only an object that already has a ``kvxfer`` member or a usage; every other byte passes as it came.
 
-A prompt token counts as cached once, whoever had it: both caches hold beginnings of the same prompt, so that together
+A prompt token counts as cached once, whichever had it: both caches hold beginnings of the same prompt, so that together
 they held the longer one. What D pulled from P is not cached for that.
 """
 

@@ -165,7 +165,7 @@ def _read_own(path: pathlib.Path) -> bytes:
     try:
         found = os.fstat(file)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise OSError("somebody else could have written it")
+            raise OSError("another user could have written it")
         return os.read(file, ENTRY_BYTES_MAX)
     finally:
         os.close(file)

@@ -354,7 +354,7 @@ class Source:
         self._catch_up(hold, hold.readers[ask.rank])
 
     def _give_back(self, hold: Hold, agent_id: str, release: Release) -> None:
-        """An engine wants nothing (more) of it. That ends it only where it is the reader, or nobody else may be."""
+        """An engine wants nothing (more) of it. That ends it only where it is the reader, or no other may be."""
         hold.forget(agent_id)
         engine = engine_of(agent_id, release.rank)
         hold.find_reader(self._rank)
