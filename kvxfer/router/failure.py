@@ -31,9 +31,10 @@ class FailureKind(enum.StrEnum):
     UNREACHABLE = "unreachable"
     """The connection was refused or could not be made: the worker never saw the request."""
     LOST = "lost"
-    """The connection broke, or the answer ended too early: the worker died, or left."""
+    """The answer ended too early, or did not come in time: the worker died, or left."""
     UNREAD = "unread"
-    """The connection broke before the worker had taken the whole body: it may be well, and refuse one of that size."""
+    """The connection broke before an answer began. That says nothing of the worker: it may be well, and have hung up on
+    a body of that size, or on one connection too many. One that died refuses the next connection."""
     EXHAUSTED = "exhausted"
     """This router could open no connection: it lacks descriptors, memory or ports, and the worker is not to blame."""
     GONE = "gone"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
+import h11
 import httpx
 
 from kvxfer.errors import ProtocolViolation
@@ -106,26 +107,19 @@ class Exchange:
         self._leg = leg
         self._response: httpx.Response | None = None
         self._chunks: AsyncIterator[bytes] | None = None
-        self._is_sent = False
-
-    async def _trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """Called by httpcore as the request goes out; all of a body is sent when the rest fits a socket's buffer."""
-        self._is_sent = self._is_sent or event == "http11.send_request_body.complete"
 
     async def open(self) -> Failure | None:
         """Send the request and read the answer's head; a Failure if there is no 200."""
         leg = self._leg
         try:
-            request = self._client.build_request(
-                "POST", leg.url, content=leg.content, headers=leg.headers, extensions={"trace": self._trace}
-            )
+            request = self._client.build_request("POST", leg.url, content=leg.content, headers=leg.headers)
             self._response = await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             return failure.out_of_sockets() if is_exhausted(error) else failure.unreachable(leg.what)
         except httpx.TimeoutException:
             return failure.slow(leg.what)
-        except httpx.HTTPError:
-            return failure.lost(leg.what) if self._is_sent else failure.unread(leg.what)
+        except httpx.HTTPError as error:
+            return failure.lost(leg.what) if is_unreadable(error) else failure.unread(leg.what)
         self._chunks = self._response.aiter_raw()
         if self._response.status_code == 200:
             return None
@@ -188,6 +182,16 @@ def is_exhausted(error: BaseException) -> bool:
         if cause is not None:
             seen += [cause.__cause__, cause.__context__]
     return False
+
+
+def is_unreadable(error: BaseException) -> bool:
+    """Whether an answer began and is not HTTP, rather than that the connection ended."""
+    cause: BaseException | None = error
+    for _ in range(CAUSES_MAX):
+        if cause is None or isinstance(cause, h11.RemoteProtocolError):
+            break
+        cause = cause.__cause__ or cause.__context__  # httpcore raises anew "from None"
+    return isinstance(cause, h11.RemoteProtocolError)
 
 
 async def prefill(client: httpx.AsyncClient, leg: Leg) -> Prefilled | Failure:

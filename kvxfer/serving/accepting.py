@@ -73,10 +73,10 @@ class Acceptor:
 
     def _on_readable(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
-            if len(self._connections) + len(self._opening) >= self._connections.maximum:
+            if not self._has_room():
                 self._pause()  # until there may be room
-                if not self._opening and not self._connections.make_room():
-                    self._full.say(self._connections.maximum)
+                if not self._opening:
+                    self._loop.call_soon(self._make_room)
                 return
             try:
                 accepted, _ = self._listener.accept()
@@ -94,10 +94,25 @@ class Acceptor:
             self._opening.add(task)
             task.add_done_callback(self._opened)
 
+    def _has_room(self) -> bool:
+        return self._connections.kept + len(self._opening) < self._connections.maximum
+
+    def _make_room(self) -> None:
+        """For the next connection. Not in the turn in which that was seen: of what else is readable in it some was not
+        read yet, and a connection whose request is here would be given up as an idle one.
+        """
+        if not self._is_started or self._is_reading or self._opening:
+            return
+        if not self._has_room() and not self._connections.make_room():
+            self._full.say(self._connections.maximum)
+        if self._has_room():
+            self._resume()
+
     def _rest(self) -> None:
         """Descriptors ran out although there are fewer connections than planned: give one up, and try again soon."""
         self._pause()
-        self._connections.make_room()
+        if not self._connections.hurry():
+            self._connections.make_room()
         self._retry = self._loop.call_later(RETRY_S, self._end_rest)
 
     def _end_rest(self) -> None:

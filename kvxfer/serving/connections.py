@@ -9,6 +9,9 @@ import enum
 from collections.abc import Callable
 from typing import Protocol
 
+PARTING_MAX = 4
+"""Most connections that are given up and still open: each is a descriptor beyond the maximum, of those kept spare."""
+
 
 class Phase(enum.Enum):
     """What a connection is doing; in the order in which connections are given up for a new one."""
@@ -29,16 +32,17 @@ class Dispensable(Protocol):
     """A connection, as far as it can be given up."""
 
     def give_up(self) -> None:
-        """Close it now, and let its descriptor go with the next turn of the loop."""
+        """Begin to close it: what is going out is sent, and a request that is not whole is refused."""
 
     def abort(self) -> None:
-        """The same, whatever is still going out."""
+        """Let its descriptor go with the next turn of the loop, whatever is still going out."""
 
 
 class Connections:
     """Counts connections by phase, each with the longest in it first.
 
-    ``on_room`` is called when a connection has ended, or is no longer at work and could be given up.
+    ``on_room`` is called when a connection has ended, or is no longer at work and could be given up. One that is given
+    up and takes its last answer is no longer counted against ``maximum``, so that its client keeps no other one out.
     """
 
     def __init__(self, maximum: int) -> None:
@@ -47,19 +51,19 @@ class Connections:
         self.given_up = 0
         self._phases: dict[Dispensable, Phase] = {}
         self._members: dict[Phase, dict[Dispensable, None]] = {phase: {} for phase in Phase}
+        self._parting: dict[Dispensable, None] = {}
+        """Given up and still open, longest first; at most PARTING_MAX."""
 
     def __len__(self) -> int:
         return len(self._phases)
 
     @property
-    def is_full(self) -> bool:
-        return len(self) >= self.maximum
+    def kept(self) -> int:
+        """Connections that count against the maximum."""
+        return len(self._phases) - len(self._parting)
 
     def count(self, phase: Phase) -> int:
         return len(self._members[phase])
-
-    def phase_of(self, connection: Dispensable) -> Phase | None:
-        return self._phases.get(connection)
 
     def move(self, connection: Dispensable, phase: Phase) -> bool:
         """``connection``, new or not, is in ``phase`` now; False where it was before."""
@@ -79,19 +83,39 @@ class Connections:
         phase = self._phases.pop(connection, None)
         if phase is not None:
             del self._members[phase][connection]
+            self._parting.pop(connection, None)
             self.on_room()
 
     def make_room(self) -> bool:
         """Give up the connection that has been doing least for longest; False where all are at work.
 
-        Its place is free when :meth:`remove` is called for it.
+        There is room at once, or, where too many are parting already, when :meth:`remove` is called for the first.
         """
+        candidate = self._least()
+        if candidate is None:
+            return False
+        if len(self._parting) < PARTING_MAX:
+            self.given_up += 1
+            self._parting[candidate] = None
+            candidate.give_up()
+        else:
+            self.hurry()
+        return True
+
+    def hurry(self) -> bool:
+        """End the connection that was given up first, whatever it still has to say; False where there is none."""
+        first = next(iter(self._parting), None)
+        if first is not None:
+            first.abort()
+        return first is not None
+
+    def _least(self) -> Dispensable | None:
         for phase in Phase:
-            if phase is not Phase.WORK and self._members[phase]:
-                self.given_up += 1
-                next(iter(self._members[phase])).give_up()
-                return True
-        return False
+            if phase is not Phase.WORK:
+                for connection in self._members[phase]:
+                    if connection not in self._parting:
+                        return connection
+        return None
 
     def abort_all(self) -> None:
         """End all that are left."""

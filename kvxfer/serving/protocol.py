@@ -15,8 +15,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from kvxfer.errors import ProtocolViolation
-from kvxfer.openai.errors import INVALID_REQUEST, error_body
+from kvxfer.errors import Overloaded, ProtocolViolation
+from kvxfer.openai.errors import INVALID_REQUEST, error_body, status_for
 from kvxfer.openai.sse import encode_object
 from kvxfer.serving.connections import Connections, Phase
 from kvxfer.serving.transport import LingeringTransport
@@ -49,10 +49,11 @@ class Connection(H11Protocol):
         self._roster = connections
         self._header_timeout_s = header_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
+        self._is_refused_amid_request = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        lingering = LingeringTransport(transport, may_still_send=lambda: self.conn.awaits_body, on_closing=self._settle)
+        lingering = LingeringTransport(transport, may_still_send=self._may_still_send, on_closing=self._settle)
         super().connection_made(lingering)  # type: ignore[arg-type]
         self._start_head_timer()
         self._settle()
@@ -95,26 +96,36 @@ class Connection(H11Protocol):
         """What came is not HTTP: say so where an answer may still be sent, and close. A request whose body it was is
         over for its handler, as if the client had left.
         """
-        status, reason = self.conn.refused
-        self._refuse(status, reason)
+        self._refuse_malformed(*self.conn.refused)
 
     def abort(self) -> None:
         self.transport.abort()
 
     def give_up(self) -> None:
-        """Close for a new connection's sake."""
-        if self._phase() is Phase.IDLE:
+        """Close for a new connection's sake. An unfinished request is told so: a reset would look like a crash."""
+        phase = self._phase()
+        if phase is Phase.IDLE:
             self.transport.close()
+        elif phase in (Phase.HEAD, Phase.BODY):
+            self._is_refused_amid_request = True
+            busy = Overloaded("the server has too many connections, and this request was not whole yet")
+            self._refuse(status_for(busy), error_body(busy))
         else:
             self.transport.abort()
 
-    def _refuse(self, status: int, reason: str) -> None:
+    def _may_still_send(self) -> bool:
+        return self.conn.awaits_body or self._is_refused_amid_request
+
+    def _refuse_malformed(self, status: int, reason: str) -> None:
         log.debug("malformed request from %s: %s", self.client, reason)
+        self._refuse(status, error_body(reason, kind=INVALID_REQUEST, code=ProtocolViolation.code))
+
+    def _refuse(self, status: int, body: dict[str, Any]) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.can_answer:
-            content = encode_object(error_body(reason, kind=INVALID_REQUEST, code=ProtocolViolation.code))
+            content = encode_object(body)
             headers = [
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(content)).encode()),
@@ -157,7 +168,7 @@ class Connection(H11Protocol):
     def _on_head_late(self) -> None:
         self._head_timer = None
         if self._phase() is Phase.HEAD:
-            self._refuse(
+            self._refuse_malformed(
                 TIMED_OUT, f"the request's head did not arrive within header_timeout_s {self._header_timeout_s:g}"
             )
         else:

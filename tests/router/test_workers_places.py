@@ -80,8 +80,11 @@ async def test_router_follows_no_redirect_of_a_worker() -> None:
         assert all(leg.params is not None for leg in other.received)  # its own prefill legs alone
 
 
-async def test_router_leg_whose_worker_hangs_up_amid_the_body_puts_no_worker_aside() -> None:
-    """As a server does that refuses a size and closes: the reset can overtake its answer."""
+@pytest.mark.parametrize("length", [0, 100_000, 8 << 20])
+async def test_router_leg_whose_worker_hangs_up_before_its_answer_puts_no_worker_aside(length: int) -> None:
+    """As a server does that refuses a size, or one connection too many: the reset can overtake its answer, and all of a
+    small body is in the sockets' buffers by then.
+    """
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1000)
@@ -93,11 +96,26 @@ async def test_router_leg_whose_worker_hangs_up_amid_the_body_puts_no_worker_asi
         d.quit()
         port = server.sockets[0].getsockname()[1]
         router.workers.update(Membership(2, (elsewhere(d.member, f"http://127.0.0.1:{port}"),)))
-        answer = await router.complete(extra="x" * (8 << 20))
+        answer = await router.complete(extra="x" * length)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "peer_gone")
         assert await router.metric('kvxfer_router_leg_failures_total{kind="unread",part="decode"}') == 1
         assert router.workers.statistics().aside == 0
-        assert (await router.complete()).status_code == 502  # all of a small body was sent: the worker is lost
+
+
+async def test_router_leg_whose_worker_answers_what_is_not_http_puts_it_aside() -> None:
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")  # all of the request: what is left unread would reset the connection
+        writer.write(b"\x00 no HTTP\r\n\r\n")
+        writer.close()
+
+    d = FakeWorker("d0")
+    server = await asyncio.start_server(babble, "127.0.0.1", 0)
+    async with server, router_over(d, attempts_max=1) as router:
+        d.quit()
+        port = server.sockets[0].getsockname()[1]
+        router.workers.update(Membership(2, (elsewhere(d.member, f"http://127.0.0.1:{port}"),)))
+        assert (await router.complete()).status_code == 502
+        assert await router.metric('kvxfer_router_leg_failures_total{kind="lost",part="decode"}') == 1
         assert router.workers.statistics().aside == 1
 
 

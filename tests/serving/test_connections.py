@@ -6,12 +6,13 @@ import asyncio
 import errno
 import logging
 import socket
+from typing import Any
 
 import pytest
-from serving_support import Phase, eventually, hang_up, head, is_closed, logged, read_answer, served
+from serving_support import Phase, eventually, hang_up, head, is_closed, logged, read_answer, read_error, served
 
 from kvxfer.errors import ConfigError
-from kvxfer.serving.connections import Connections
+from kvxfer.serving.connections import PARTING_MAX, Connections
 from kvxfer.serving.limits import CONNECTIONS_MAX, Sockets, share_descriptors
 
 
@@ -57,12 +58,69 @@ async def test_server_full_of_unfinished_requests_gives_up_heads_before_bodies()
         head_reader, head_writer = await server.connect()
         head_writer.write(b"POST")
         await server.wait_phase(Phase.HEAD, 1)
-        for closed in (head_reader, body_reader):
+        for refused, refused_writer in ((head_reader, head_writer), (body_reader, body_writer)):
             _, writer = await server.connect()
             writer.write(head(1000) + b"y")
-            assert await is_closed(closed)
-        for each in (body_writer, head_writer):
-            each.close()
+            assert (await read_error(refused))[:2] == (503, "overloaded")
+            assert await is_closed(refused)
+            refused_writer.close()
+
+
+async def test_server_body_given_up_for_a_new_connection_is_read_on_until_its_client_has_the_503() -> None:
+    async with served(connections_max=1, max_body_bytes=4 << 20) as server:
+        reader, writer = await server.connect()
+        writer.write(head(4 << 20) + b"x")
+        await server.wait_phase(Phase.BODY, 1)
+        other_reader, other = await server.connect()
+        other.write(head(2) + b"{}")
+        assert (await read_answer(other_reader))[0] == 200  # at once, although the first is still open
+        writer.write(b"x" * ((4 << 20) - 1))
+        await writer.drain()
+        assert (await read_error(reader))[:2] == (503, "overloaded")
+
+
+async def test_server_request_that_came_with_its_connection_is_not_given_up_as_idle() -> None:
+    async with served(connections_max=2) as server:
+        clients = []
+        for _ in range(40):
+            client = socket.socket()
+            client.connect(("127.0.0.1", server.port))  # this loop does not turn: all are in the kernel's queue
+            client.sendall(head(2) + b"{}")
+            client.setblocking(False)
+            clients.append(client)
+        loop = asyncio.get_running_loop()
+        try:
+            for client in clients:
+                async with asyncio.timeout(20):
+                    assert (await loop.sock_recv(client, 1000)).startswith(b"HTTP/1.1 200")
+                client.close()
+        finally:
+            for client in clients:
+                client.close()
+
+
+async def test_server_full_of_idle_clients_that_do_not_read_serves_others_at_once() -> None:
+    async with served(connections_max=6) as server:
+        lazy = []
+        try:
+            for number in range(6):
+                client = socket.socket()
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                lazy.append(client)
+                client.connect(("127.0.0.1", server.port))
+                await eventually(lambda: len(server.http.connections) == len(lazy))
+                connection: Any = list(server.http.connections._phases)[number]
+                while not connection.transport.get_write_buffer_size():  # as after many answers, and none at work
+                    connection.transport.write(b"x" * 9000)
+            assert server.http.connections.count(Phase.IDLE) == 6
+            async with asyncio.timeout(10):
+                for _ in range(6):
+                    reader, writer = await server.connect()
+                    writer.write(head(2) + b"{}")
+                    assert (await read_answer(reader))[0] == 200
+        finally:
+            for client in lazy:
+                client.close()
 
 
 async def test_server_full_of_requests_at_work_lets_others_wait_and_serves_them_then() -> None:
@@ -122,13 +180,29 @@ async def test_server_client_that_takes_no_byte_is_hung_up_on(monkeypatch: pytes
 class Fake:
     def __init__(self, connections: Connections, phase: Phase) -> None:
         self.is_given_up = False
+        self.is_aborted = False
         connections.move(self, phase)
 
     def give_up(self) -> None:
         self.is_given_up = True
 
     def abort(self) -> None:
-        self.give_up()
+        self.is_aborted = True
+
+
+def test_connections_given_up_leave_room_at_once_up_to_a_bound() -> None:
+    connections = Connections(8)
+    fakes = [Fake(connections, Phase.IDLE) for _ in range(8)]
+    for number in range(PARTING_MAX):
+        assert connections.make_room()
+        assert (connections.kept, len(connections)) == (7 - number, 8)
+    assert connections.make_room()
+    assert connections.given_up == PARTING_MAX
+    assert [fake.is_aborted for fake in fakes] == [True] + [False] * 7
+    connections.remove(fakes[0])
+    assert connections.make_room()
+    assert fakes[PARTING_MAX].is_given_up
+    assert not fakes[PARTING_MAX].is_aborted
 
 
 def test_connections_give_up_by_phase_and_then_by_age() -> None:
