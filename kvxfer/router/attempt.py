@@ -44,6 +44,8 @@ log = logging.getLogger("kvxfer.router")
 
 PREFILL_ANSWER_WAIT_S = 0.5
 """How long the end of an answer waits for P's own words, once: they were sent before D could have the last block."""
+OUTLIVES_S = 4.0
+"""A dead worker is noticed within 3 s; one that is there after this has only hung up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Attempt:
                 if self._placement.prefill is not None:
                     self._prefill_task = self._start_prefill(self._placement.prefill)
                     tasks.add(self._prefill_task)
-                begun = await self._wait_begun(begin_task, gone_task)
+                begun = await self._wait_begun(begin_task, gone_task, tasks)
                 if isinstance(begun, Failure):
                     return begun
                 if isinstance(begun, Answered):
@@ -110,11 +112,15 @@ class Attempt:
             await finish(_close(leg, tasks))
 
     async def _wait_begun(
-        self, begin_task: asyncio.Task[Answered | Failure | None], gone_task: asyncio.Task[Any]
+        self,
+        begin_task: asyncio.Task[Answered | Failure | None],
+        gone_task: asyncio.Task[Any],
+        tasks: set[asyncio.Task[Any]],
     ) -> Answered | Failure | None:
         waiting: set[asyncio.Task[Any]] = {begin_task, gone_task}
         if self._prefill_task is not None:
             waiting.add(self._prefill_task)
+        lives_task: asyncio.Task[bool] | None = None
         while True:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if begin_task in done:
@@ -130,15 +136,34 @@ class Attempt:
                 return lost
             assert self._prefill_task is not None
             ended = self._prefill_task.result()
-            if isinstance(ended, Failure) and self._ends_attempt(ended):
+            if not isinstance(ended, Failure):
+                continue
+            if self._ends_attempt(ended) or (lives_task is not None and lives_task.result()):
                 self.failed_part = Part.PREFILL
                 return ended
+            if ended.kind is FailureKind.UNREAD and lives_task is None:
+                lives_task = asyncio.create_task(self._outlives_its_lease())
+                tasks.add(lives_task)
+                waiting.add(lives_task)
+
+    async def _outlives_its_lease(self) -> bool:
+        """Whether P still lives when a dead one would be known to be: then it hung up without the request, and D, which
+        sees P's agent alive, would wait for a grant that never comes.
+        """
+        assert self._placement.prefill is not None
+        with self._room.workers.watching(self._placement.prefill.ref) as gone:
+            try:
+                async with asyncio.timeout(OUTLIVES_S):
+                    await gone.wait()
+            except TimeoutError:
+                return True
+        return False
 
     def _ends_attempt(self, ended: Failure) -> bool:
         """Whether P's failure ends the attempt although D still waits."""
         if ended.is_final or ended.is_of_size or ended.status == failure.UNAVAILABLE:
             return True
-        if ended.kind in (FailureKind.UNREACHABLE, FailureKind.UNREAD, FailureKind.EXHAUSTED):
+        if ended.kind in (FailureKind.UNREACHABLE, FailureKind.EXHAUSTED):
             return True  # P has not got the request, and its agent, which lives, would have D wait for a grant
         return self._room.options.on_prefill_failure == "redispatch"
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from router_fakes import FakeWorker, failing, free_port, router_over
 
+from kvxfer.router import attempt
 from kvxfer.router.legs import new_client
 from kvxfer.router.options import RouterOptions
 from kvxfer.types import Role
@@ -130,3 +131,33 @@ async def test_a_prefiller_that_was_reached_a_moment_ago_is_reached_anew(monkeyp
         answer = await router.complete()
         assert (answer.status_code, answer.headers["x-kvxfer-prefill"]) == (200, "local")
         assert len(p.received) == 1
+
+
+@pytest.mark.parametrize("lives", [True, False], ids=["lives", "died"])
+async def test_a_prefiller_that_hangs_up_is_replaced_once_it_is_known_to_live(
+    lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that died is the decode worker's to notice, by its agent: that computes the prompt itself."""
+    monkeypatch.setattr(attempt, "OUTLIVES_S", 0.2)
+    p, d = prefiller("p0"), waiting_decoder()
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1000)
+        await d.arrived.wait()
+        if not lives:
+            router.publish(d)
+            d.needs_prefill = False
+        writer.transport.abort()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with server, router_over(d) as router:
+        p.port = server.sockets[0].getsockname()[1]
+        router.publish(p, d)
+        if not lives:
+            d.hold = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.6, d.hold.set)
+        answer = await asyncio.wait_for(router.complete(), 20.0)
+        assert answer.status_code == 200
+        assert answer.headers["x-kvxfer-attempt"] == ("2" if lives else "1")
+        assert await router.metric('kvxfer_router_leg_failures_total{kind="unread",part="prefill"}') == 1
+        assert router.workers.statistics().aside == 0
