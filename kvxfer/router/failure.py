@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from kvxfer.errors import DeadlineExceeded, DoesNotFit, KvxferError, Overloaded, PeerGone, ProtocolViolation
+from kvxfer.errors import DoesNotFit, KvxferError, Overloaded, PeerGone, ProtocolViolation
 from kvxfer.openai.errors import INVALID_REQUEST, SERVER_ERROR, error_body, status_for
 from kvxfer.openai.sse import encode_object
 
@@ -31,7 +31,7 @@ class FailureKind(enum.StrEnum):
     UNREACHABLE = "unreachable"
     """The connection was refused or could not be made: the worker never saw the request."""
     LOST = "lost"
-    """The answer ended too early, or did not come in time: the worker died, or left."""
+    """The answer ended too early: the worker died, or left."""
     UNREAD = "unread"
     """The connection broke before an answer began. That says nothing of the worker: it may be well, and have hung up on
     a body of that size, or on one connection too many. One that died refuses the next connection."""
@@ -117,10 +117,6 @@ def out_of_sockets() -> Failure:
 
 def gone(what: str) -> Failure:
     return from_error(FailureKind.GONE, PeerGone(f"the {what} worker is gone"))
-
-
-def slow(what: str) -> Failure:
-    return from_error(FailureKind.LOST, DeadlineExceeded(f"the {what} worker did not answer in time"))
 
 
 def malformed(what: str, reason: str) -> Failure:

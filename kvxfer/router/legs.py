@@ -116,8 +116,6 @@ class Exchange:
             self._response = await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             return failure.out_of_sockets() if is_exhausted(error) else failure.unreachable(leg.what)
-        except httpx.TimeoutException:
-            return failure.slow(leg.what)
         except httpx.HTTPError as error:
             return failure.lost(leg.what) if is_unreadable(error) else failure.unread(leg.what)
         self._chunks = self._response.aiter_raw()
@@ -155,8 +153,6 @@ class Exchange:
             async for chunk in self._chunks:
                 if chunk:
                     return chunk
-        except httpx.TimeoutException:
-            return failure.slow(self._leg.what)
         except httpx.HTTPError:
             return failure.lost(self._leg.what)
         return b""
