@@ -55,15 +55,11 @@ class Door:
         if self.is_draining:
             raise refusal(Admission.DRAINING, self._options)
 
-    def check_room(self) -> None:
-        """Raise Overloaded unless one more request, with its body, may come in."""
+    def enter(self) -> None:
+        """Count one more request, with its body. Raises Overloaded unless it may come in."""
         verdict = admit(self.inflight, is_draining=self.is_draining, options=self._options)
         if verdict is not Admission.ADMITTED:
             raise refusal(verdict, self._options)
-
-    def enter(self) -> None:
-        """Count one more request, with its body; raise as :meth:`check_room`."""
-        self.check_room()
         self.inflight += 1
         self._idle.clear()
 
@@ -142,9 +138,12 @@ def build_app(room: Room, keys: ApiKeys, door: Door, bodies: Bodies) -> FastAPI:
             keys.check(request.headers.get("authorization"))
             door.check_open()
             body = await bodies.read(request)
-            door.check_room()  # before the body is parsed
-            inbound = _inbound(request, path, body, room, arrived_s)
-            door.enter()
+            door.enter()  # before the body is parsed
+            try:
+                inbound = _inbound(request, path, body, room, arrived_s)
+            except BaseException:
+                door.leave()
+                raise
         except ClientDisconnect:
             ended(Outcome.DISCONNECTED)
             return Response(status_code=400)

@@ -7,10 +7,11 @@ import json
 from typing import Any
 
 import pytest
-from router_fakes import MODEL, FakeWorker, router_over
+from router_fakes import MODEL, FakeWorker, eventually, router_over
 
 from kvxfer.engine.options import WorkerOptions
 from kvxfer.openai.transfer_params import LEG_BYTES_MAX, Part, TransferEnd, TransferParams
+from kvxfer.policy.admit import Admission, admit
 from kvxfer.protocol.http_url import URL_CHARS_MAX
 from kvxfer.router.dialects import DIALECTS, leg_body
 from kvxfer.router.options import RouterOptions
@@ -30,6 +31,27 @@ async def test_router_body_that_never_ends_is_408_and_keeps_no_other_out() -> No
         assert (await router.complete()).status_code == 200
         writer.close()
         await writer.wait_closed()
+
+
+async def test_the_door_counts_a_request_once_and_before_its_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counting(inflight: int, **others: Any) -> Admission:
+        asked.append(inflight)
+        return admit(inflight, **others)
+
+    monkeypatch.setattr("kvxfer.router.app.admit", counting)
+    d = FakeWorker("d0")
+    d.hold = asyncio.Event()
+    async with router_over(d, max_inflight=1) as router:
+        for _ in range(2):  # one that is refused for its body gives its place back
+            assert (await router.client.post("/v1/completions", content=b"{")).status_code == 400
+        inside = asyncio.create_task(router.complete())
+        await eventually(lambda: len(d.received) == 1)
+        assert (await router.client.post("/v1/completions", content=b"{")).status_code == 503
+        d.hold.set()
+        assert (await inside).status_code == 200
+    assert asked == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("digits", [7, 30, 5000])
