@@ -21,8 +21,15 @@ INTERNAL = 500
 UNAVAILABLE = 503
 
 _TOKENS_MAX = 1 << 40
-_TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len")
-"""vLLM has no code for it and says it in words (renderers/params.py, v1/engine/input_processor.py of 0.32)."""
+_TOO_LONG = re.compile(
+    r"('max_tokens' or 'max_completion_tokens' is too large: \d+\. )?This model's maximum context length is \d+ tokens"
+    r"|You passed \d+ input (tokens|characters) and requested \d+ output tokens\. However, the model's context length"
+    r"|(max_tokens|max_completion_tokens|truncate_prompt_tokens)=-?\d+ ?cannot be greater than max_model_len\b"
+    r"|The (decoder|encoder) prompt \(length \d+\) (plus the number of requested output tokens \(at least 1\) )?"
+    r"is longer than the maximum model length of \d+"
+)
+"""How vLLM begins to say it (renderers/params.py, v1/engine/input_processor.py up to 0.32): it has no code for it. Only
+from its first word on: other messages of vLLM quote the request, whose words are the client's."""
 
 
 class FailureKind(enum.StrEnum):
@@ -163,7 +170,7 @@ def from_event(what: str, content: bytes) -> Failure | None:
 def _says_too_long(body: dict[str, Any]) -> bool:
     """Whether the error is the worker's size; where it says so in words only, the code is written into it."""
     error = body["error"]
-    if error["code"] == "400" and _TOO_LONG.search(error["message"]):
+    if error["code"] == "400" and _TOO_LONG.match(error["message"]):
         error |= {"code": DoesNotFit.code, "type": INVALID_REQUEST}
     is_too_long: bool = error["code"] == DoesNotFit.code
     return is_too_long

@@ -164,8 +164,15 @@ async def test_local_prefill_off_refuses_what_no_prefiller_holds() -> None:
     "message",
     [
         "This model's maximum context length is 128 tokens. However, your prompt contains at least 129 input tokens",
+        "'max_tokens' or 'max_completion_tokens' is too large: 900. This model's maximum context length is 128 tokens",
+        "You passed 129 input tokens and requested 0 output tokens. However, the model's context length is only 128",
+        "You passed 999 input characters and requested 0 output tokens. However, the model's context length is only",
         "max_tokens=900 cannot be greater than max_model_len=128. Please request fewer output tokens.",
+        "max_completion_tokens=900cannot be greater than max_model_len=max_total_tokens=128. Please request",
+        "truncate_prompt_tokens=900 cannot be greater than max_model_len - max_tokens = 120. Please request a smaller",
         "The decoder prompt (length 300) is longer than the maximum model length of 128. ",
+        "The decoder prompt (length 128) plus the number of requested output tokens (at least 1) is longer than the "
+        "maximum model length of 128. ",
     ],
 )
 async def test_an_engine_of_vllm_says_in_words_that_it_is_too_small(message: str) -> None:
@@ -195,6 +202,24 @@ async def test_other_refusals_of_vllm_are_the_clients_own() -> None:
         answer = await router.complete()
         assert (answer.status_code, len(d.received)) == (400, 1)
         assert answer.json()["error"]["param"] == "temperature"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "1 validation error: {'input': 'This model's maximum context length is 128 tokens'}",
+        "tool_choice names no tool: max_tokens=900 cannot be greater than max_model_len=128",
+        "maximum model length is no role of a message",
+        "max_model_len is no field of a request",
+    ],
+)
+async def test_a_clients_own_words_in_a_refusal_say_nothing_of_the_workers_size(message: str) -> None:
+    d, other = (FakeWorker(name, dialect="vllm") for name in ("d0", "d1"))
+    d.always_fails = other.always_fails = vllm_says(message)
+    async with router_over(d, other) as router:
+        answer = await router.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "400")
+        assert len(d.received) + len(other.received) == 1
 
 
 async def test_a_prompt_that_vllm_itself_cuts_is_not_judged_by_its_length() -> None:
