@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import socket
 import threading
+import time
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -17,8 +20,8 @@ from kvxfer.protocol.directory import DirectoryStatistics
 log = logging.getLogger("kvxfer.coordinator")
 
 SCRAPES_MAX = 16
-READ_S = 5.0
-"""How long a connection may keep the thread waiting."""
+SCRAPE_S = 5.0
+"""How long a connection may last, from when it was accepted to the last byte of its answer."""
 
 
 class CoordinatorMetrics:
@@ -71,26 +74,49 @@ class CoordinatorMetrics:
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = READ_S
-
     def log_message(self, format: str, *args: object) -> None:
         pass
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each scrape, SCRAPES_MAX at once: a connection beyond them is closed."""
+    """A thread for each scrape, SCRAPES_MAX at once: a connection beyond them is closed. One that lasts longer than
+    SCRAPE_S is hung up on by the thread that accepts, however little by little it speaks or reads."""
 
     daemon_threads = True
 
     def __init__(self, *arguments: Any) -> None:
         self._places = threading.BoundedSemaphore(SCRAPES_MAX)
+        self._lock = threading.Lock()
+        self._ends_s: dict[socket.socket, float] = {}
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._places.acquire(blocking=False):
+            with self._lock:
+                self._ends_s[request] = time.monotonic() + SCRAPE_S
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called twice a second, and after each connection."""
+        self._hang_up(time.monotonic())
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._hang_up(math.inf)
+
+    def _hang_up(self, now_s: float) -> None:
+        with self._lock:  # until then nobody closes these sockets, whose numbers others would get
+            for request in [request for request, end_s in self._ends_s.items() if now_s >= end_s]:
+                del self._ends_s[request]
+                with contextlib.suppress(OSError):  # the client left
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._ends_s.pop(request, None)
+        super().shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

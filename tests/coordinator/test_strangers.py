@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import pathlib
 import socket
@@ -29,18 +30,30 @@ async def test_coordinator_connection_that_speaks_no_http2_is_closed(
         await writer.wait_closed()
 
 
-async def test_metrics_port_full_of_silent_connections_serves_again_when_their_time_is_over(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def trickle(connection: socket.socket) -> None:
+    """Another byte of a header before each read could time out, as long as anybody listens."""
+    with contextlib.suppress(OSError):
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nx: ")
+        while True:
+            connection.sendall(b"x")
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("says", ["nothing", "little by little"])
+async def test_metrics_port_full_of_connections_that_ask_nothing_serves_again_when_their_time_is_over(
+    says: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(metrics._Handler, "timeout", 0.3)
+    monkeypatch.setattr(metrics, "SCRAPE_S", 0.3)
     async with running(tmp_path, metrics_port=0) as cluster:
         url = str(cluster.ready["http_url"])
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         silent = [socket.create_connection(address) for _ in range(metrics.SCRAPES_MAX + 4)]
+        trickles = [asyncio.create_task(trickle(each)) for each in silent if says != "nothing"]
         try:
             for connection in silent:
                 connection.settimeout(20)
-                assert await asyncio.to_thread(connection.recv, 1) == b""
+                with contextlib.suppress(ConnectionResetError):
+                    assert await asyncio.to_thread(connection.recv, 1) == b""
 
             def scrape() -> int:
                 with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
@@ -48,6 +61,9 @@ async def test_metrics_port_full_of_silent_connections_serves_again_when_their_t
 
             assert await asyncio.to_thread(scrape) == 200
         finally:
+            for task in trickles:
+                task.cancel()
+            await asyncio.gather(*trickles, return_exceptions=True)
             for connection in silent:
                 connection.close()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
