@@ -85,13 +85,11 @@ def axes_of(layout: str, pages: Pages) -> str:
 
 
 def check_groups(kv_cache_config: Any) -> None:
-    """Raise ConfigError unless all layers share one block table that grows with the prompt and is never cut."""
-    groups = kv_cache_config.kv_cache_groups
-    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-    if len(groups) != 1 or any(name in kind for kind in kinds for name in ("Mamba", "Sliding", "Chunked")):
-        raise ConfigError(
-            f"kvxfer does not move hybrid models yet: this one has {len(groups)} KV cache groups ({', '.join(kinds)})"
-        )
+    """Raise ConfigError unless all layers share one block table. Of which kinds of cache, `limits.check_transferable`
+    has judged before."""
+    groups = len(kv_cache_config.kv_cache_groups)
+    if groups != 1:
+        raise ConfigError(f"kvxfer does not move hybrid models yet: this one has {groups} KV cache groups")
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):  # loads begin before vLLM does that
         raise ConfigError("kvxfer does not move KV caches whose blocks vLLM zeroes (mixed precision) yet")
 

@@ -21,27 +21,14 @@ from kvxfer.errors import ConfigError
 from kvxfer.types import why_unknown
 
 
-class FullAttentionSpec: ...
+def test_layers_of_one_block_table_are_moved() -> None:
+    check_groups(SimpleNamespace(kv_cache_groups=[SimpleNamespace()]))
 
 
-class SlidingWindowSpec: ...
-
-
-class MambaSpec: ...
-
-
-def groups(*kinds: type) -> SimpleNamespace:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind()) for kind in kinds])
-
-
-def test_one_group_of_full_attention_is_moved() -> None:
-    check_groups(groups(FullAttentionSpec))
-
-
-@pytest.mark.parametrize("kinds", [(SlidingWindowSpec,), (MambaSpec,), (FullAttentionSpec, MambaSpec)])
-def test_hybrid_models_are_refused_by_their_kinds(kinds: tuple[type, ...]) -> None:
-    with pytest.raises(ConfigError, match=", ".join(sorted(kind.__name__ for kind in kinds))):
-        check_groups(groups(*kinds))
+@pytest.mark.parametrize("groups", [0, 2])
+def test_models_of_several_block_tables_are_refused(groups: int) -> None:
+    with pytest.raises(ConfigError, match=f"{groups} KV cache groups"):
+        check_groups(SimpleNamespace(kv_cache_groups=[SimpleNamespace()] * groups))
 
 
 def test_a_rank_keeps_all_tokens_of_all_layers() -> None:
