@@ -39,15 +39,19 @@ class PrefillLeg:
 @dataclasses.dataclass(frozen=True)
 class DecodeLeg:
     """Fetch the prompt. ``tokens``: how many the source holds, where it has said so: then it has computed them.
-    ``lives``: which lives of ``sources`` did that, and ``cards``: their own, sealed; empty where it was not said.
-    ``is_open``: it was promised to no engine, and the first that comes has it."""
+    ``lives``: which lives of ``sources`` did that, and ``cards``: their own, sealed; empty where it was not said."""
 
     transfer_id: TransferId
     sources: tuple[str, ...]
     tokens: int | None
     lives: tuple[Incarnation, ...] = ()
     cards: tuple[str, ...] = ()
-    is_open: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the prompt may have been promised to no engine, so that the first that comes has it. A client may
+        give one answer to several engines, and say of it what it likes."""
+        return self.tokens is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +102,9 @@ def handed_over(
     traceparent: str | None = None,
     lives: tuple[Incarnation, ...] = (),
     cards: tuple[str, ...] = (),
-    is_open: bool = False,
 ) -> dict[str, Any]:
     """What a prefill leg is answered, to be copied into the decode leg: ``tokens`` are kept by ``agents``, in these
-    ``lives`` of theirs, which ``cards`` introduce. ``is_open``: for the first engine that comes; none was named."""
+    ``lives`` of theirs, which ``cards`` introduce."""
     trace = {} if traceparent is None else {"traceparent": traceparent}
     return {
         **trace,
@@ -116,7 +119,6 @@ def handed_over(
             "lives": [f"{life.number}.{life.boot_nonce.hex()}" for life in lives],
             "cards": list(cards),
             "tokens": tokens,
-            "open": is_open,
         },
     }
 
@@ -154,10 +156,7 @@ def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
     lives, cards = (_for_each(agents, answered, name) for name in ("lives", "cards"))
     if len(cards) > CARDS_MAX:
         raise InvalidArgument(f"kvxfer.cards must be at most {CARDS_MAX}")
-    is_open = answered.get("open", True)
-    if not isinstance(is_open, bool):
-        raise InvalidArgument("kvxfer.open must be true or false")
-    return DecodeLeg(transfer_id, names, tokens, tuple(map(_life, lives)), tuple(map(_card, cards)), is_open)
+    return DecodeLeg(transfer_id, names, tokens, tuple(map(_life, lives)), tuple(map(_card, cards)))
 
 
 def _for_each(agents: list[Any], answered: Mapping[str, Any], name: str) -> list[Any]:

@@ -206,8 +206,7 @@ class SchedulerHalf:
         name, transfer_id, traceparent = request.request_id, prefill.transfer_id, prefill.traceparent
         self._finishes.append(Finish(name, transfer_id, prefill.reader, blocks, prefill.content, traceparent))
         tokens = request.num_prompt_tokens - 1
-        is_open = prefill.reader is None
-        answer = handed_over(transfer_id, self._agents, name, tokens, traceparent, self._lives, self._cards, is_open)
+        answer = handed_over(transfer_id, self._agents, name, tokens, traceparent, self._lives, self._cards)
         return True, answer
 
     # --- what a step is ---

@@ -20,7 +20,7 @@ class Load:
 
     ``has_direct``: the source said that the whole prompt is granted already. ``traceparent``: of the request.
     ``lives``: those of the sources that have the prompt, and ``cards`` that introduce them; empty where not said.
-    ``is_open``: the source promised it to no engine, so that of several engines the first one has it.
+    ``is_open``: the source may have promised it to no engine, so that of several engines the first one has it.
     """
 
     request_id: str

@@ -33,6 +33,14 @@ def test_what_a_prefill_leg_is_answered_makes_the_decode_leg() -> None:
     assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41)
 
 
+def test_no_word_of_a_client_says_that_a_prompt_is_promised_to_one_engine() -> None:
+    """Answers of older versions had such a word, which a client could change."""
+    for word in ({}, {"open": False}, {"open": True}, {"open": "no"}):
+        leg = parse({"do_remote_prefill": True, "transfer_id": str(ID), "kvxfer": {**ANSWERED, **word}})
+        assert isinstance(leg, DecodeLeg)
+        assert leg.is_open
+
+
 def test_both_legs_of_kvxfers_router() -> None:
     ends = {"source": {"agent_id": "p", "ranks": 2}, "destination": {"agent_id": "d", "ranks": 1, "address": ""}}
     shared = {"transfer_id": str(ID), "attempt": 1, **ends}

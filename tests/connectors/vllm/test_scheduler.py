@@ -114,7 +114,7 @@ def test_a_plain_prefill_is_kept_and_handed_over() -> None:
     is_kept, answer = half.finished(request, [1, 2, 3])
     transfer_id = TransferId((1).to_bytes(16, "big"))
     assert is_kept
-    assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39, lives=lives, is_open=True)
+    assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39, lives=lives)
     (finish,) = step(half).finishes
     assert (finish.blocks, finish.transfer_id, finish.content) == (
         (1, 2, 3),

@@ -13,6 +13,7 @@ import pytest
 
 from kvxfer.connectors.vllm import hold as hold_module
 from kvxfer.connectors.vllm import source as source_module
+from kvxfer.connectors.vllm.params import DecodeLeg, handed_over, parse
 from kvxfer.connectors.vllm.steps import Load
 from kvxfer.connectors.vllm.wire import Ask, Claim, Claimed, Keep, Refuse, Release
 
@@ -184,7 +185,11 @@ async def test_two_engines_of_two_ranks_with_one_answer(attempt: int) -> None:
     async with engines_of(OPTIONS, ("p", "d", "e"), ranks=2) as made:
         for name in ("p", "p.1"):
             made[name].forward(finish_order((3, 4, 9)), [3, 4, 9], 5)
-        order = dataclasses.replace(load_order(0, (7, 1, 2), has_direct=True), sources=("p", "p.1"), is_open=True)
+        answer = handed_over(new_id(), ("p", "p.1"), "r", 3)
+        answer["kvxfer"]["open"] = False  # what a client says of it is not believed
+        leg = parse(answer)
+        assert isinstance(leg, DecodeLeg)
+        order = dataclasses.replace(load_order(0, (7, 1, 2), has_direct=True), sources=leg.sources, is_open=leg.is_open)
         names = ["d", "e", "e.1", "d.1"] if attempt % 2 else ["e.1", "d", "d.1", "e"]
         overs = dict(zip(names, await asyncio.gather(*(made[name].load(order) for name in names)), strict=True))
         outcomes = {engine: {overs[engine].error is None, overs[f"{engine}.1"].error is None} for engine in "de"}
