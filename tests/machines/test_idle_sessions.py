@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from kvxfer._native import _core
@@ -129,6 +130,26 @@ def test_a_notification_probes_too_and_a_session_that_stays_silent_ends() -> Non
     assert [event.payload for event in pair.take("a", _core.NotifReceived)] == [b"n"]
     assert pair.ends["b"].counts().sessions_up == 1
     pair.advance(60 * S)
+    assert pair.ends["b"].counts().sessions_up == 1
+
+
+def test_what_goes_over_to_a_session_that_is_overdue_too_wakes_nobody_in_the_past() -> None:
+    """Two sessions were asked, and nobody waited for their answers: the next fetch finds the one, then the other."""
+    pair = FarPair()
+    pair.fetch(1)
+    pair.advance(60 * S)
+    pair._dial("b", SimpleNamespace(peer=pair.refs["a"], kind=SessionKind.TCP))
+    pair.run()
+    assert pair.ends["b"].counts().sessions_up == 2
+    pair.advance(60 * S)
+    pair.swallow()
+    for number in (2, 3):  # one on each
+        pair.post("b", "fetch", bytes([number]) * 16, [(9, 0, 16, 16, 8)], [(7, 0, 16, 16, 8)], lanes=[Lane.STREAM])
+    for number in (2, 3):
+        pair.do("b", pair.ends["b"].cancel(bytes([number]) * 16, pair.now))
+    assert len(pair.finals("b")) == 2
+    pair.advance(60 * S)
+    assert pair.fetch(4) <= STALL // 5 + 20 * MS  # advance() asserts that no wake lies in the past
     assert pair.ends["b"].counts().sessions_up == 1
 
 

@@ -309,7 +309,7 @@ void Endpoint::tick(Nanos now, Effects& out) {
   forget_leaving(now, out);
   const Nanos stall = limits_.transfers.stall_ns;
   std::vector<std::pair<SessionId, const char*>> lost;
-  std::vector<SessionId> late, quiet;
+  std::vector<SessionId> quiet;
   for (const SessionId id : watched_) {
     Session& session = sessions_.at(id);
     if (session.is_up() && session.posts.empty() && session.probed_at == 0) {
@@ -322,10 +322,9 @@ void Endpoint::tick(Nanos now, Effects& out) {
       session.pinged_at = now;
       out.push_back(SendFrame{id, Ping{PingKind::Ask, static_cast<uint64_t>(now)}});
     }
-    if (session.is_up() && now >= probe_at(session)) late.push_back(id);
   }
   for (const SessionId id : quiet) watched_.erase(id);
-  for (const SessionId id : late) on_probe_late(id, now, out);
+  judge_probes(now, out);
   for (const auto& [id, why] : lost) hang_up(id, Code::transport, why, now, out);
   while (!wakes_.empty() && wakes_.begin()->first <= now) {
     const TransferId id = wakes_.begin()->second;
@@ -336,6 +335,7 @@ void Endpoint::tick(Nanos now, Effects& out) {
     // Whatever it wants, it has had its turn: an endpoint that asks for this very moment again would never sleep.
     if (const auto again = posts_.find(id); again != posts_.end() && again->second->woken_at <= now) wake(*again->second, now + kMillisecond);
   }
+  judge_probes(now, out);
   for (const AgentRef& peer : notifier_.overdue(now, stall)) {
     if (const SessionId session = find_up(peer)) {
       notifier_.flush(peer, session, true, now, out);

@@ -230,6 +230,7 @@ class Endpoint {
   Nanos quiet_ns() const { return limits_.transfers.stall_ns / 4; }
   Nanos probe_at(const Session& session) const;
   void probe(SessionId id, Session& session, Nanos now, Effects& out);
+  void judge_probes(Nanos now, Effects& out);
   void on_probe_late(SessionId id, Nanos now, Effects& out);
   void drop_suspects(SessionId fresh, const AgentRef& peer, SessionKind kind, Nanos now, Effects& out);
   static void hear(Session& session, Nanos now);

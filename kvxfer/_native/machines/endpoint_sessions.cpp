@@ -138,6 +138,17 @@ void Endpoint::probe(SessionId id, Session& session, Nanos now, Effects& out) {
   out.push_back(SendFrame{id, Ping{PingKind::Ask, static_cast<uint64_t>(now)}});
 }
 
+// What waits for a session that is late goes over to another, which may be late as well: nobody waited for its answer.
+void Endpoint::judge_probes(Nanos now, Effects& out) {
+  const auto is_late = [&](SessionId id) {
+    const Session& session = sessions_.at(id);
+    return session.is_up() && now >= probe_at(session);
+  };
+  for (auto late = watched_.begin(); (late = std::find_if(watched_.begin(), watched_.end(), is_late)) != watched_.end();) {
+    on_probe_late(*late, now, out);  // it is suspect then, or gone
+  }
+}
+
 void Endpoint::on_probe_late(SessionId id, Nanos now, Effects& out) {
   const auto found = sessions_.find(id);
   if (found == sessions_.end()) return;
