@@ -420,7 +420,8 @@ NB_MODULE(KVXFER_MODULE_NAME, m) {
       .value("MIX_TWO_SOURCES", Bug::mix_two_sources)
       .value("PUSH_WITHOUT_OFFER", Bug::push_without_offer)
       .value("NOTIFY_BEFORE_COMMIT", Bug::notify_before_commit)
-      .value("CONFIRM_UNREADABLE", Bug::confirm_unreadable);
+      .value("CONFIRM_UNREADABLE", Bug::confirm_unreadable)
+      .value("VERDICT_OF_BEFORE", Bug::verdict_of_before);
   m.def("seed_bug", [](Bug bug) { seeded_bug() = bug; }, nb::arg("bug"), "Switches one classic bug on; NONE switches it off.");
 #else
   bind_core(m);

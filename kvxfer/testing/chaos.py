@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from kvxfer.testing.clock import MS, S
-from kvxfer.testing.faults import TIMED_KINDS, Kind
+from kvxfer.testing.faults import TIMED_KINDS, Kind, Phase
 from kvxfer.testing.network import Fate
 from kvxfer.testing.registered import IN, OUT
 
 if TYPE_CHECKING:
+    from kvxfer.testing.connection import End
     from kvxfer.testing.world import Slot, World
 
 _FRAME_FATES = (
@@ -23,6 +24,8 @@ _FRAME_FATES = (
 )
 MEMORY_GONE_RARELY = 8
 """Nothing that meets it commits: it is rarer than what is got over."""
+GONE_FOR_GOOD_RARELY = 2
+"""Few transfers begin by a lane that reads and end by one that sends."""
 _BY_FRAME = {"Verdict": Kind.LOST_VERDICT, "Renew": Kind.LOST_RENEWAL}
 
 
@@ -59,6 +62,26 @@ class Chaos:
         return (
             not self._world.is_calm and self._rng.random() < self._world.weights[Kind.MEMORY_GONE] / MEMORY_GONE_RARELY
         )
+
+    def loses_memory_for_good(self) -> bool:
+        """Whether a one-sided read finds memory unmapped that no other lane will find either: then the lane that sends
+        sends something else instead, the source's word of that is lost, and the session with it."""
+        weight = self._world.weights[Kind.GONE_THEN_LOST] / GONE_FOR_GOOD_RARELY
+        return not self._world.is_calm and self._rng.random() < weight
+
+    def loses_session(self, end: End, id_: bytes) -> None:
+        """The source's side ``end`` sends something else instead of the bytes of ``id_``."""
+        end.mute(id_)
+        self._clock.call_after(self._rng.randrange(1 * MS, 60 * MS), self._lose_session, end, id_)
+
+    def _lose_session(self, end: End, id_: bytes) -> None:
+        world = self._world
+        if not world.is_calm and end.is_open:
+            world.log(f"{end.process!r} has not got {id_.hex()[:6]} any more, and its session is lost")
+            track = world.tracks.get(id_)
+            if track is not None and world.phase(track) in (Phase.READING, Phase.CONFIRMING):
+                world.strike(Kind.GONE_THEN_LOST, [track])
+            world.cut((end, end.peer))
 
     def _next(self, kind: Kind) -> None:
         self._clock.call_after(int(self._rng.expovariate(self._world.weights[kind]) * S), self._strike, kind)

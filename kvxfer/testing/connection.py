@@ -31,6 +31,7 @@ class End:
         self.is_dialer = False
         self._outbox: collections.deque[_Pending] = collections.deque()
         self._is_sending = False
+        self._muted: set[bytes] = set()
         self._decoder = process.machines.Decoder()
         self._reassembly = Reassembly()
         self._inbox: collections.deque[tuple[bytes, Sample | None]] = collections.deque()
@@ -40,8 +41,13 @@ class End:
 
     # --- sending ---
 
+    def mute(self, id_: bytes) -> None:
+        """Nothing more that this side says of that transfer arrives, until the faults stop."""
+        self._muted.add(id_)
+
     def send(self, frame: Any) -> None:
-        if self.is_open:
+        is_muted = getattr(frame, "id", None) in self._muted and not self.process.world.is_calm
+        if self.is_open and not is_muted:
             unit = self.process.world.unit(self, frame)
             self._outbox.append((unit, frame, None))
             self._pump()
@@ -62,7 +68,8 @@ class End:
                 payload = _Payload(unit, frame, effect, self.process.world.slowness(frame.id))
                 if frame.has_sums and self.process.world.chaos.corrupts():
                     payload.corrupted = self.process.rng.randrange(len(payload.cells))
-                if self.process.world.chaos.loses_memory():
+                payload.is_for_good = self.process.world.is_gone(frame.id, is_one_sided=False)
+                if payload.is_for_good or self.process.world.chaos.loses_memory():
                     payload.lost = self.process.rng.randrange(len(payload.cells))
                 self.process.later(self._pause(payload.slow), self._take, payload)
 
@@ -86,6 +93,8 @@ class End:
         cell = payload.cells[len(payload.sums)]
         if payload.lost == len(payload.sums):
             process.world.memory_lost(frame.id)
+            if payload.is_for_good:
+                process.world.chaos.loses_session(self, frame.id)
             code, serial = process.machines.Code.memory_gone, payload.effect.serial
             process.perform(process.endpoint.data_failed(frame.id, code, "unmapped", process.clock.now, serial))
         is_lost = 0 <= payload.lost <= len(payload.sums)
@@ -262,13 +271,14 @@ class End:
 class _Payload:
     """One SendData on its way into the kernel."""
 
-    __slots__ = ("cells", "corrupted", "effect", "frame", "lost", "slow", "sums", "unit")
+    __slots__ = ("cells", "corrupted", "effect", "frame", "is_for_good", "lost", "slow", "sums", "unit")
 
     def __init__(self, unit: Unit, frame: Any, effect: Any, slow: int) -> None:
         self.unit, self.frame, self.effect, self.slow = unit, frame, effect, slow
         self.cells = cells(effect.source)
         self.sums: list[int] = []
         self.corrupted = self.lost = -1
+        self.is_for_good = False
 
 
 class _Landing:

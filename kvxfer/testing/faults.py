@@ -55,6 +55,7 @@ class Kind(enum.StrEnum):
     CORRUPTION = "corrupted payload"
     REGION_REMOVED = "region removed"
     MEMORY_GONE = "memory gone"
+    GONE_THEN_LOST = "memory gone, then session lost"
 
 
 FRAME_KINDS = (Kind.DROP, Kind.DUPLICATE, Kind.DELAY, Kind.REORDER, Kind.LOST_VERDICT, Kind.LOST_RENEWAL)
@@ -81,6 +82,7 @@ REQUEST_KINDS = (
     Kind.EXPIRED_GRANT,
     Kind.CORRUPTION,
     Kind.MEMORY_GONE,
+    Kind.GONE_THEN_LOST,
 )
 
 IMPOSSIBLE: dict[tuple[Kind, Phase], str] = {
@@ -102,6 +104,9 @@ IMPOSSIBLE: dict[tuple[Kind, Phase], str] = {
     (Kind.SLOW_READ, Phase.FINAL): "no read begins in a final transfer",
     (Kind.CORRUPTION, Phase.WAITING): "it is counted where it lands, and nothing lands before the reading",
     (Kind.CORRUPTION, Phase.CONFIRMING): "it is counted where it lands, and everything has",
+    (Kind.GONE_THEN_LOST, Phase.CONNECTING): "it is counted where the lane that sends has sent",
+    (Kind.GONE_THEN_LOST, Phase.WAITING): "it is counted where the lane that sends has sent",
+    (Kind.GONE_THEN_LOST, Phase.FINAL): "it is counted where the lane that sends has sent",
 }
 """Cells that must stay empty, each with its reason."""
 

@@ -36,6 +36,9 @@ class OneSidedRead:
         self._lost = -1
         if not self._is_mapped and process.world.chaos.loses_memory():
             self._lost = process.rng.randrange(len(self._to))
+        self._is_for_good = not self._is_mapped and process.world.is_gone(effect.id)
+        if self._is_for_good:
+            self._lost = process.rng.randrange(len(self._to))
         self._memory: Memory
 
     def begin(self) -> None:

@@ -82,6 +82,8 @@ class World:
         self.tracks: dict[bytes, Track] = {}
         self.connections: list[tuple[End, End]] = []
         self._slow: dict[bytes, int] = {}
+        self._gone: set[bytes] = set()
+        """Transfers whose source's memory is unmapped for good."""
         self.slots = {
             name: Slot(name, index % 2)
             for prefix, count in (("p", options.sources), ("d", options.destinations))
@@ -331,6 +333,12 @@ class World:
 
     def corruption_landed(self, id_: bytes) -> None:
         self.strike(Kind.CORRUPTION, [self.tracks[id_]] if id_ in self.tracks else [])
+
+    def is_gone(self, id_: bytes, *, is_one_sided: bool = True) -> bool:
+        """Whether the source's memory is unmapped for good; a one-sided read may be the first that finds it so."""
+        if is_one_sided and self.chaos.loses_memory_for_good():
+            self._gone.add(id_)
+        return id_ in self._gone
 
     def memory_lost(self, id_: bytes) -> None:
         self.strike(Kind.MEMORY_GONE, [self.tracks[id_]] if id_ in self.tracks else [])

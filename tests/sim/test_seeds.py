@@ -10,7 +10,7 @@ from kvxfer._native import _core
 from kvxfer.testing import Invariant, Options, Totals, world
 from kvxfer.testing.checkers import Violation
 from kvxfer.testing.clock import S
-from kvxfer.testing.faults import FRAME_KINDS, IMPOSSIBLE, REQUEST_KINDS, TIMED_KINDS, Kind
+from kvxfer.testing.faults import FRAME_KINDS, IMPOSSIBLE, REQUEST_KINDS, TIMED_KINDS, Kind, Phase, Weights
 from kvxfer.testing.sim import main, play_many
 
 SEEDS = 200
@@ -73,6 +73,17 @@ def test_cells_and_groups_are_whole() -> None:
     acts = {Kind.PULL_BEFORE_GRANT, Kind.REGRANT}
     assert set(FRAME_KINDS) | set(TIMED_KINDS) | set(REQUEST_KINDS) | acts == set(Kind)
     assert all(IMPOSSIBLE.values())
+
+
+def test_memory_that_is_gone_for_every_lane_and_a_lost_session_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A one-sided read finds nothing, the next lane sends something else instead, and no word of that arrives."""
+    monkeypatch.setattr(Weights, "swarm", lambda _: Weights({Kind.GONE_THEN_LOST: 2.0}))
+    batch = play_many(0, 20, "core", Options(), jobs=1)
+    assert not batch.failures, batch.failures[0]
+    totals = batch.totals
+    assert {phase for kind, phase in totals.struck if kind is Kind.GONE_THEN_LOST} >= {Phase.READING, Phase.CONFIRMING}
+    assert totals.finals["FAILED", "memory_gone"] + totals.finals["FAILED", "grant_revoked"] > 20
+    assert totals.committed_share > 0.5
 
 
 def test_quiet_worlds_serve_everybody() -> None:

@@ -16,6 +16,7 @@ enum class Bug {
   push_without_offer,         // destination fills a region that was removed, because a peer pushes to it
   notify_before_commit,       // a push's notification is told when the push comes, not when its bytes are committed
   confirm_unreadable,         // source confirms what went out in place of bytes that it could not read
+  verdict_of_before,          // destination asks again, after a read, with a nonce that it made before that read
 };
 
 #ifdef KVXFER_SEEDED_BUGS
