@@ -87,7 +87,7 @@ REQUEST_KINDS = (
 
 IMPOSSIBLE: dict[tuple[Kind, Phase], str] = {
     (Kind.LOST_RENEWAL, Phase.CONNECTING): "a reader without a session sends no renewal",
-    (Kind.LOST_RENEWAL, Phase.FINAL): "a final transfer renews nothing",
+    (Kind.LOST_RENEWAL, Phase.FINAL): "a final transfer renews nothing; one that ends in that very act is not counted",
     (Kind.LATE_READER, Phase.READING): "it is the posting that is late, and nothing is read then",
     (Kind.LATE_READER, Phase.CONFIRMING): "it is the posting that is late, and nothing is read then",
     (Kind.LATE_READER, Phase.FINAL): "it is the posting that is late, and a pull is not posted final",
@@ -104,6 +104,7 @@ IMPOSSIBLE: dict[tuple[Kind, Phase], str] = {
     (Kind.SLOW_READ, Phase.FINAL): "no read begins in a final transfer",
     (Kind.CORRUPTION, Phase.WAITING): "it is counted where it lands, and nothing lands before the reading",
     (Kind.CORRUPTION, Phase.CONFIRMING): "it is counted where it lands, and everything has",
+    (Kind.MEMORY_GONE, Phase.CONFIRMING): "every read is over; a last piece that is sent once more is not counted",
     (Kind.GONE_THEN_LOST, Phase.CONNECTING): "it is counted where the lane that sends has sent",
     (Kind.GONE_THEN_LOST, Phase.WAITING): "it is counted where the lane that sends has sent",
     (Kind.GONE_THEN_LOST, Phase.FINAL): "it is counted where the lane that sends has sent",

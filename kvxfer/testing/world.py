@@ -281,7 +281,7 @@ class World:
         if kind is not None:
             self.log(f"{end.process!r} to {end.peer.process!r} {name} {fate.value}")
             if id_ is not None and id_ != bytes(16):
-                self.strike(kind, [self.tracks[id_]] if id_ in self.tracks else [])
+                self._strike_one(kind, id_, but=Phase.FINAL if kind is Kind.LOST_RENEWAL else None)
             else:
                 self.strike(kind, self.between(end.process.name, end.peer.process.name))
         return Unit(name, id_, fate)
@@ -322,6 +322,12 @@ class World:
             if phase is not None:
                 self.report.struck[kind, phase] += 1
 
+    def _strike_one(self, kind: Kind, id_: bytes, *, but: Phase | None) -> None:
+        """As :meth:`strike`, of one transfer; not where it is in the phase ``but``."""
+        track = self.tracks.get(id_)
+        if track is not None and self.phase(track) is not but:
+            self.strike(kind, [track])
+
     def pulled(self, process: Process, order: Order) -> None:
         self.tracks[order.id] = self.open[order.id] = track = Track(order.id, process, order.source)
         track.is_pulled = True
@@ -341,7 +347,7 @@ class World:
         return id_ in self._gone
 
     def memory_lost(self, id_: bytes) -> None:
-        self.strike(Kind.MEMORY_GONE, [self.tracks[id_]] if id_ in self.tracks else [])
+        self._strike_one(Kind.MEMORY_GONE, id_, but=Phase.CONFIRMING)
 
     def not_pulled(self, id_: bytes) -> None:
         self.router.not_pulled(id_)
