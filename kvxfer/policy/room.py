@@ -1,12 +1,12 @@
 """When an engine takes back a finished prompt that it keeps for another engine, because its pool has no room.
 
-One pool may serve both roles: it keeps prompts that were computed here until their readers fetched them (*held*), and it
-needs blocks for prompts whose grants exist elsewhere, or that are computed here. Two such engines can wait for each
+One pool may serve both roles: it keeps prompts that were computed here until their readers fetched them (*held*), and
+it needs blocks for prompts whose grants exist elsewhere, or that are computed here. Two such engines can wait for each
 other: what one holds is what the other's pulls need room for. Room breaks that circle. Something that cannot get its
 blocks waits while anything that runs in this engine will free some. When nothing will, or no block was freed for
-``patience_ns``, the engine revokes the youngest held prompt whose reader has not begun to read; the reader then
+``patience_s``, the engine revokes the youngest held prompt whose reader has not begun to read; the reader then
 computes that prompt itself. One prompt at a time: the next one only after the blocks of the last came back, or after
-``patience_ns`` again.
+``patience_s`` again.
 
 Why this ends every circle: each revocation gives back the blocks of at least one held prompt, nothing that was revoked
 is held again under the same transfer id, and a reader that has begun to read is bounded by its own deadline.
