@@ -157,6 +157,8 @@ Map Connection::describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region
       if (error.code() != Code::no_lane) throw;
       refuse(error.what());
     }
+  } else if (lane == Lane::Ucx && tools_.ucx) {
+    refuse(is_device ? "the source's UCX has no CUDA transport, or cannot register this memory" : "the source's UCX cannot register this memory");
   } else {
     refuse("the source does not serve this lane");
   }

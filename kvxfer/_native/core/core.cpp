@@ -65,7 +65,7 @@ Core::Core(AgentRef self, EndpointLimits limits, CoreOptions options)
 std::shared_ptr<UcxMemory> Core::ucx_memory(uint8_t* address, uint64_t bytes, bool is_exposed, bool is_device) const {
   if (!ucx_ || (is_device && !ucx_->has_cuda())) return nullptr;
   try {
-    return ucx_->add_memory(address, bytes, is_exposed);
+    return ucx_->add_memory(address, bytes, is_exposed, is_device);
   } catch (const Error& error) {
     if (error.code() != Code::no_lane) throw;
     return nullptr;

@@ -63,6 +63,7 @@ UcxContext::UcxContext(const UcxOptions& options) : library_(ucp::load(options.l
   set_default(ucx, config, "SYSV_ERROR_HANDLING", "y");
   set_default(ucx, config, "MAX_RMA_RAILS", "2");
   set_default(ucx, config, "IB_PCI_RELAXED_ORDERING", "try");
+  set_default(ucx, config, "CUDA_IPC_ENABLE_GET_ZCOPY", "on");  // else only where there is NVLink: nothing reads on one card
 
   ucp::Params params{};
   params.field_mask = ucp::kParamFeatures | ucp::kParamMtWorkersShared | ucp::kParamName;
