@@ -5,8 +5,9 @@ It decides where libucp is looked for and what the operator's words about it mea
 
 The first that is there is taken: ``KVXFER_UCX_LIBRARY`` in the environment, then ``AgentConfig.ucx_library``, then the
 system's, then that of an installed ``libucx`` wheel (``pip install kvxfer[ucx]``). The system's goes before the wheel's
-because the wheels are built without verbs: they have no RDMA. A library that was named and is not there is an obstacle,
-never a reason to take another.
+because the wheels are built without verbs: they have no RDMA. Of these two kinds the first is passed over where another
+can do more with this host's hardware: distributions build UCX without CUDA. A library that was named and is not there
+is an obstacle, never a reason to take another.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ TLS_VARIABLE = "KVXFER_UCX_TLS"
 SONAME = "libucp.so.0"
 LOADER_CACHE = pathlib.Path("/etc/ld.so.cache")
 NVIDIA_DRIVER = pathlib.Path("/dev/nvidiactl")
+INFINIBAND = pathlib.Path("/sys/class/infiniband")
 SYSTEM_DIRECTORIES = ("/usr/local/lib", "/usr/lib", "/usr/lib64", "/lib64", "/opt/ucx/lib", "/opt/hpcx/ucx/lib")
 
 
@@ -48,6 +50,12 @@ class UcxLibrary:
     def has_gpu(self) -> bool:
         """Whether it was built with CUDA and this host has a driver for it."""
         return self.has_cuda_module and NVIDIA_DRIVER.exists()
+
+    @property
+    def uses(self) -> int:
+        """How many kinds of this host's hardware it can use: RDMA devices, GPUs."""
+        has_rdma = self.has_verbs and any(INFINIBAND.glob("*"))
+        return int(has_rdma) + int(self.has_gpu)
 
     @property
     def has_cuda_module(self) -> bool:
@@ -89,14 +97,15 @@ def find_library(configured: str = "", environ: Mapping[str, str] | None = None)
                 return UcxLibrary(str(candidate.absolute()), origin, (named,))
         return UcxLibrary("", "", (named,))
     looked_at: list[str] = []
+    found: list[UcxLibrary] = []
     for path, origin in [(path, "system") for path in _system_paths(environ)] + [(_wheel_path(), "wheel")]:
         if path is None:
             looked_at.append("the libucx wheel (not installed)")
             continue
         looked_at.append(str(path))
         if path.is_file():
-            return UcxLibrary(str(path), origin, tuple(looked_at))
-    return UcxLibrary("", "", tuple(looked_at))
+            found.append(UcxLibrary(str(path), origin, tuple(looked_at)))
+    return max(found, key=lambda library: library.uses, default=UcxLibrary("", "", tuple(looked_at)))
 
 
 def transports(configured: str = "", environ: Mapping[str, str] | None = None) -> str:
@@ -158,7 +167,7 @@ def _why_no_rdma(library: UcxLibrary) -> str:
             f"install the system's and name it by {LIBRARY_VARIABLE}" if library.origin == "wheel" else "rebuild it"
         )
         return f"this UCX was built without verbs; {instead}"
-    if not any(pathlib.Path("/sys/class/infiniband").glob("*")):
+    if not any(INFINIBAND.glob("*")):
         return "this host (or container) has no RDMA device: /sys/class/infiniband is empty"
     if not any(pathlib.Path("/dev/infiniband").glob("uverbs*")):
         return "the RDMA devices cannot be opened: no /dev/infiniband/uverbs* here (in a container: pass them in)"
