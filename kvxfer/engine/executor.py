@@ -126,6 +126,7 @@ class Executor:
         chunks = [Chunk(item.token_ids, item.start, item.sequence.blocks, item.need_logits) for item in work]
         try:
             logits = self.runner.forward(chunks)
+            self.runner.wait_written()
         except Exception as error:
             _log.exception("a forward pass failed")
             for item in work:

@@ -120,6 +120,13 @@ class Runner:
         logits: torch.Tensor = self.model.module.lm_head(core.norm(hidden[wanted]))
         return logits.float()
 
+    def wait_written(self) -> None:
+        """Wait until all that forwards write is in the pool: a device does it after they return, and until then no
+        block may be announced, nor given to somebody else. Raises what the device failed with.
+        """
+        if self.storage.is_cuda:
+            torch.cuda.current_stream(self.storage.device).synchronize()
+
     @staticmethod
     def _last_rows(chunks: Sequence[Chunk]) -> list[int]:
         rows, row = [], -1

@@ -29,7 +29,7 @@ from kvxfer.engine.options import WorkerOptions
 from kvxfer.engine.readiness import Readiness
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.statistics import worker_statistics
-from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.errors import KvxferError
 from kvxfer.observe import hide
 from kvxfer.serving.bodies import Bodies
 from kvxfer.serving.limits import share_now
@@ -87,12 +87,7 @@ async def _serve_model(
     pool: Pool | None = None
     storage: torch.Tensor | None = None
     if agent is not None:
-        if model.device.type != "cpu":
-            raise ConfigError(
-                "a pool that is transferred must lie in host memory: use --device cpu, or no --coordinator"
-            )
-        pool = agent.allocate_pool(model.record(options.block_tokens), block_count=count, block_bytes=block_bytes)
-        storage = torch.from_numpy(pool.array)
+        pool, storage = _shared_pool(agent, model, options.block_tokens, count)
     runner = Runner(model, storage, block_count=count, block_tokens=options.block_tokens)
     executor = Executor(
         model,
@@ -140,6 +135,17 @@ async def _serve_model(
         http.close()
     if engine.failure is not None:
         raise KvxferError(f"the engine failed: {engine.failure!r}")
+
+
+def _shared_pool(agent: Agent, model: LoadedModel, block_tokens: int, count: int) -> tuple[Pool, torch.Tensor]:
+    """The pool that peers read, and the same bytes as the engine sees them: where the model computes."""
+    record, block_bytes = model.record(block_tokens), model.block_bytes(block_tokens)
+    if model.device.type == "cpu":
+        pool = agent.allocate_pool(record, block_count=count, block_bytes=block_bytes)
+        return pool, torch.from_numpy(pool.array)
+    storage = torch.zeros(count, block_bytes, dtype=torch.uint8, device=model.device)
+    torch.cuda.synchronize(model.device)  # what lands from a peer must not be zeroed by what was asked for before
+    return agent.register_pool(record, storage, block_count=count), storage
 
 
 def _load(options: WorkerOptions, threads: int) -> LoadedModel:

@@ -13,6 +13,7 @@ from engine_harness import answer, greedy, legs, make_prompt, new_id, prefill, r
 from fake_agent import World
 
 from kvxfer.engine.request import FailurePolicy, Leg, Remote, Request
+from kvxfer.engine.runner import Runner
 from kvxfer.engine.sampling import SamplingParams
 from kvxfer.errors import Closed, KvxferError, Overloaded, PeerGone, TransportError
 from kvxfer.types import GrantState
@@ -81,6 +82,35 @@ async def test_prefill_and_decode_equal_local(tiny_model, chunk_tokens):
                 assert len(source["blocks"][0]) == tiny_model.layers
     assert not world.breaches
     assert world.granted == 0
+
+
+async def test_nothing_is_announced_before_a_late_device_has_written_it(tiny_model, monkeypatch):
+    """What a forward writes is in the source's pool only once ``wait_written`` returns, as on a GPU."""
+    world, forward, late = World(), Runner.forward, []
+
+    def forward_late(runner, chunks):
+        before = runner.storage.clone()
+        logits = forward(runner, chunks)
+        if runner is p.executor.runner:
+            changed = runner.storage != before
+            late.append((runner.storage[changed], changed))
+            runner.storage[changed] = before[changed]
+        return logits
+
+    def write(runner):
+        while runner is p.executor.runner and late:
+            values, changed = late.pop()
+            runner.storage[changed] = values
+
+    monkeypatch.setattr(Runner, "forward", forward_late)
+    monkeypatch.setattr(Runner, "wait_written", write)
+    async with running(tiny_model, world, "p", chunk_tokens=32) as p, running(tiny_model, world, "d") as d:
+        prompt = make_prompt(200)
+        prefill_leg, decode_leg = legs(prompt, greedy(COUNT))
+        _, (tokens, _, outcome) = await asyncio.gather(prefill(p.engine, prefill_leg), answer(d.engine, decode_leg))
+        assert outcome.report.prefill == "remote"
+        assert tokens == reference(tiny_model, prompt, COUNT)
+    assert not world.breaches
 
 
 async def test_one_corrupted_block_shows_in_the_digests_and_in_the_answer(tiny_model):
