@@ -375,7 +375,7 @@ class KvxferWorker(Worker):
         for transport, _ in getattr(self, "many", []):
             transport.close()
         self.transport.close()
-        self.limits.plain.close()
+        self.limits.close()
 
 
 if __name__ == "__main__":

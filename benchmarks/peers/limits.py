@@ -206,6 +206,9 @@ class Limits:
                     self.library.move("send", plain, self.address, job.block_bytes, source, chunk)
                     plain.recv(1)
 
+    def close(self) -> None:
+        self.plain.close()
+
     def echo(self, kind: str, rounds: int, nbytes: int) -> None:
         """The far end of :meth:`round_trips`, on a thread of its own."""
         plain = self.plain.get(kind, 0)

@@ -4,9 +4,9 @@ Prepared: the lists of the whole pool are prepared once, the transfer's handle i
 is timed is ``transfer`` until ``check_xfer_state`` says DONE. One-shot: ``get_xfer_descs`` and ``initialize_xfer`` are
 timed too.
 
-Settings: ``num_threads`` (NIXL's own threads for large batches), ``progress`` (the only end with a progress thread; at
-the other, looking at the state is what makes progress). ``how``: ``lists``, and ``pause_us``, a sleep between two
-looks at the state.
+Settings: ``module`` (the wheel's), ``device`` (as torch names it; none: host memory), ``num_threads`` (NIXL's own
+threads for large batches), ``progress`` (the only end with a progress thread; at the other, looking at the state is
+what makes progress). ``how``: ``lists``, and ``pause_us``, a sleep between two looks at the state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PREPARED, ONE_SHOT = "prepared", "one-shot"
 
 class NixlWorker(Worker):
     def on_open(self) -> dict[str, Any]:
-        nixl = importlib.import_module("nixl_cu12._api")
+        nixl = importlib.import_module(f"{self.settings.get('module', 'nixl_cu12')}._api")
+        self.kind = "VRAM" if self.settings.get("device", "cpu") != "cpu" else "DRAM"
         config = nixl.nixl_agent_config(
             backends=["UCX"],
             num_threads=self.settings.get("num_threads", 0),
@@ -36,7 +37,7 @@ class NixlWorker(Worker):
         )
         self.agent = nixl.nixl_agent(self.role, config)
         regions = [(self.pool.address, self.pool.nbytes, 0, "")]
-        self.registered = self.agent.register_memory(self.agent.get_reg_descs(regions, "DRAM"), backends=["UCX"])
+        self.registered = self.agent.register_memory(self.agent.get_reg_descs(regions, self.kind), backends=["UCX"])
         self.lists: list[Any] = []
         return {"metadata": base64.b64encode(self.agent.get_agent_metadata()).decode()}
 
@@ -51,7 +52,7 @@ class NixlWorker(Worker):
             self.agent.release_dlist_handle(handle)
         every = np.arange(self.pool.nbytes // block_bytes, dtype=np.uint32)
         self.lists = [
-            self.agent.prep_xfer_dlist(name, self.descriptors(address, every, block_bytes), "DRAM")
+            self.agent.prep_xfer_dlist(name, self.descriptors(address, every, block_bytes), self.kind)
             for name, address in (("NIXL_INIT_AGENT", self.pool.address), (self.remote, self.remote_address))
         ]
 
@@ -84,7 +85,7 @@ class NixlWorker(Worker):
         agent = self.agent
         if job.how["lists"] == ONE_SHOT:
             for i, (own, far) in enumerate(job.handles):
-                near, away = agent.get_xfer_descs(own, "DRAM"), agent.get_xfer_descs(far, "DRAM")
+                near, away = agent.get_xfer_descs(own, self.kind), agent.get_xfer_descs(far, self.kind)
                 job.handles[i] = agent.initialize_xfer(job.op.upper(), near, away, self.remote)
         live = {}
         for i, handle in enumerate(job.handles):
@@ -137,7 +138,7 @@ class NixlWorker(Worker):
             own, far = self.own_first(self.scatter(turn, scattered, size))
             rows = self.descriptors(self.pool.address, own, size), self.descriptors(self.remote_address, far, size)
             start = time.perf_counter()
-            near, away = (self.agent.get_xfer_descs(side, "DRAM") for side in rows)
+            near, away = (self.agent.get_xfer_descs(side, self.kind) for side in rows)
             handle = self.agent.initialize_xfer("READ", near, away, self.remote)
             state = self.agent.transfer(handle)
             plan_post.append(time.perf_counter() - start)

@@ -49,13 +49,21 @@ class Worker:
         self.peer_host: str = options.peer_host
         self.settings: dict[str, Any] = json.loads(options.settings)
         self.pages: str = options.pages
-        self.pool = Pool(self.on_memory(options.pool_bytes), options.reference_fd)
+        self.pool = self.on_pool(options.pool_bytes, options.reference_fd)
         if self.role == SOURCE:
             self.pool.fill()
         self.block_bytes = 0
         self.job: Job | None = None
 
     # What a contender says for itself.
+
+    def on_pool(self, nbytes: int, reference_fd: int) -> Any:
+        """The pool: of host memory, or (settings: ``device``) of a device's."""
+        if device := self.settings.get("device"):
+            from peers.device import DevicePool
+
+            return DevicePool(nbytes, reference_fd, device)
+        return Pool(self.on_memory(nbytes), reference_fd)
 
     def on_memory(self, nbytes: int) -> Bytes:
         return anonymous(nbytes, self.pages)
