@@ -147,11 +147,13 @@ class TransferState(enum.IntEnum):
 
     CONNECTING = 0
     WAITING = 1
-    READING = 2
-    CONFIRMING = 3
-    COMMITTED = 4
-    FAILED = 5
-    CANCELLED = 6
+    GRANTED = 2
+    """Its grant exists, and it has no blocks yet."""
+    READING = 3
+    CONFIRMING = 4
+    COMMITTED = 5
+    FAILED = 6
+    CANCELLED = 7
 
     @property
     def is_final(self) -> bool:

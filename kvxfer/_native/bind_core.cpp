@@ -377,6 +377,20 @@ void bind_core_class(nb::module_& m) {
            nb::arg("content") = Bytes32{},
            "`reader` is an agent id, or empty: the first authenticated reader that presents `id`. `content`: 32 bytes that say what the blocks\n"
            "hold; a reader that says otherwise is refused. Zero says nothing.")
+      .def("expect",
+           [](PyCore& self, const TransferId& id, const std::string& reader) { self.act([&](Endpoint& e, Nanos, Effects&) { e.expect(id, reader); }); },
+           nb::arg("id"), nb::kw_only(), nb::arg("reader"),
+           "The engine here accepted the prompt of `id`: whoever pulls it early is told so. `reader` as of `grant`. Ends by `grant` or `decline`.")
+      .def("pulse",
+           [](PyCore& self, bool has_work, bool took_in) { self.act([&](Endpoint& e, Nanos now, Effects&) { e.pulse(has_work, took_in, now); }); },
+           nb::arg("has_work"), nb::arg("took_in"),
+           "A sign of life of the engine here, which is about to step, or has nothing to do. `took_in`: all is taken in that had reached it at\n"
+           "its last such pulse.")
+      .def("has_begun",
+           [](PyCore& self, const TransferId& id) {
+             return without_gil([&] { return self.core().shared().look([&](const Endpoint& e) { return e.has_begun(id); }); });
+           },
+           nb::arg("id"), "Whether the reader of the grant `id` has asked for blocks of it.")
       .def("decline", [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos, Effects& out) { e.decline(id, out); }); }, nb::arg("id"),
            "The grant `id` will never be made here: whoever waits for it is told.")
       .def("ready",
@@ -386,10 +400,11 @@ void bind_core_class(nb::module_& m) {
            nb::arg("id"), nb::arg("blocks"), nb::kw_only(), nb::arg("layers") = 0, nb::arg("complete") = false,
            "The first `blocks` blocks are written and stay as they are. Where their pool checks, takes the checksums of the new ones.")
       .def("end_grant",
-           [](PyCore& self, const TransferId& id, GrantEvent event) {
-             return without_gil([&] { return self.core().shared().end_grant(id, event); });
+           [](PyCore& self, const TransferId& id, GrantEvent event, const std::string& why) {
+             return without_gil([&] { return self.core().shared().end_grant(id, event, why); });
            },
-           nb::arg("id"), nb::arg("event"), "`event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten.")
+           nb::arg("id"), nb::arg("event"), nb::arg("why") = "",
+           "`event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten. `why` is told to its reader.")
       .def("bind_grant",
            [](PyCore& self, const TransferId& id, const std::string& reader) {
              return self.act([&](Endpoint& e, Nanos now, Effects&) { return e.bind_grant(id, reader, now); });
@@ -404,22 +419,39 @@ void bind_core_class(nb::module_& m) {
            nb::arg("id"))
       .def("pull",
            [](PyCore& self, const TransferId& id, const AgentRef& source, uint32_t pool, const BlockArray& blocks, uint32_t first, std::vector<Lane> lanes,
-              Nanos deadline_ns, const Bytes32& content, bool wants_sums) {
+              Nanos deadline_ns, const Bytes32& content, bool wants_sums, uint32_t count, Nanos granted_ns, bool tells_granted) {
              TransferSpec spec;
+             spec.tells_granted = tells_granted;
              spec.id = id;
              spec.source = source;
              spec.blocks = to_blocks(blocks);
+             spec.count = count;
              spec.first = first;
              spec.lanes = std::move(lanes);
              spec.deadline = deadline_ns;
+             spec.granted_ns = granted_ns;
              spec.content = content;
              spec.wants_sums = wants_sums;
              self.ask([&](bool may_help) { return self.core().pull(pool, std::move(spec), may_help), 0; });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0, nb::arg("lanes"),
-           nb::arg("deadline_ns") = kNever, nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false,
+           nb::arg("deadline_ns") = kNever, nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false, nb::arg("count") = 0, nb::arg("granted_ns") = 0,
+           nb::arg("tells_granted") = false,
            "Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The blocks are the core's until\n"
-           "TransferDrained is told.")
+           "TransferDrained is told. No blocks, and a `count`: wait for `reserve`. `deadline_ns`: by then the grant exists; `granted_ns`, where\n"
+           "not 0: how long the transfer may take from the moment in which it heard of its grant. `tells_granted`: TransferGranted is told also\n"
+           "where it has blocks.")
+      .def("reserve",
+           [](PyCore& self, const TransferId& id, const BlockArray& blocks, uint32_t first) {
+             std::vector<uint32_t> list = to_blocks(blocks);
+             self.act([&](Endpoint& e, Nanos now, Effects& out) { e.reserve(id, std::move(list), first, now, out); });
+           },
+           nb::arg("id"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0,
+           "Give a pull that has no blocks its own, for grant positions `first`... Raises InvalidArgument where it is over or has some.")
+      .def("unreserve",
+           [](PyCore& self, const TransferId& id) { return self.act([&](Endpoint& e, Nanos now, Effects& out) { return e.unreserve(id, now, out); }); },
+           nb::arg("id"),
+           "Take the blocks of a pull back whose grant is not known to exist; it waits on without them. False: they are in use, or it is over.")
       .def("cancel",
            [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos now, Effects& out) { e.cancel(id, now, out); }); }, nb::arg("id"))
       .def("give_up",

@@ -138,8 +138,16 @@ void bind_frames(nb::module_& m) {
       .def("__init__", [](Renew* f, TransferId id, uint32_t seq, uint32_t ttl_ms) { new (f) Renew{id, seq, ttl_ms}; }, nb::arg("id"), nb::arg("seq"), nb::arg("ttl_ms"))
       .def_ro("id", &Renew::id).def_ro("seq", &Renew::seq).def_ro("ttl_ms", &Renew::ttl_ms);
   nb::class_<Revoke>(m, "Revoke")
-      .def("__init__", [](Revoke* f, TransferId id, Code code) { new (f) Revoke{id, code}; }, nb::arg("id"), nb::arg("code"))
-      .def_ro("id", &Revoke::id).def_ro("code", &Revoke::code);
+      .def("__init__", [](Revoke* f, TransferId id, Code code, nb::bytes text) { new (f) Revoke{id, code, std::string(view(text))}; }, nb::arg("id"), nb::arg("code"),
+           nb::arg("text") = nb::bytes("", 0))
+      .def_ro("id", &Revoke::id).def_ro("code", &Revoke::code)
+      .def_prop_ro("text", [](const Revoke& f) { return to_bytes(f.text); }, "Bytes: a peer may send anything.");
+  nb::class_<Queued>(m, "Queued")
+      .def("__init__", [](Queued* f, TransferId id, uint32_t attempt, bool is_known, uint32_t position, bool has_work, uint32_t age_ms) {
+             new (f) Queued{id, attempt, is_known, position, has_work, age_ms};
+           }, nb::arg("id"), nb::arg("attempt"), nb::arg("is_known"), nb::arg("position"), nb::arg("has_work"), nb::arg("age_ms"))
+      .def_ro("id", &Queued::id).def_ro("attempt", &Queued::attempt).def_ro("is_known", &Queued::is_known).def_ro("position", &Queued::position)
+      .def_ro("has_work", &Queued::has_work).def_ro("age_ms", &Queued::age_ms);
   nb::class_<Cancel>(m, "Cancel")
       .def("__init__", [](Cancel* f, TransferId id, uint32_t attempt) { new (f) Cancel{id, attempt}; }, nb::arg("id"), nb::arg("attempt"))
       .def_ro("id", &Cancel::id).def_ro("attempt", &Cancel::attempt);

@@ -40,6 +40,7 @@ void bind_values(nb::module_& m) {
   nb::enum_<TransferState>(m, "TransferState", nb::is_arithmetic())
       .value("CONNECTING", TransferState::Connecting)
       .value("WAITING", TransferState::Waiting)
+      .value("GRANTED", TransferState::Granted)
       .value("READING", TransferState::Reading)
       .value("CONFIRMING", TransferState::Confirming)
       .value("COMMITTED", TransferState::Committed)
@@ -48,6 +49,8 @@ void bind_values(nb::module_& m) {
   nb::enum_<TransferEvent>(m, "TransferEvent")
       .value("SESSION_UP", TransferEvent::SessionUp)
       .value("SESSION_UP_LANDED", TransferEvent::SessionUpLanded)
+      .value("GRANTED", TransferEvent::Granted)
+      .value("RESERVED", TransferEvent::Reserved)
       .value("KNOWN", TransferEvent::Known)
       .value("HEARD", TransferEvent::Heard)
       .value("LANDED", TransferEvent::Landed)
@@ -103,6 +106,7 @@ void bind_effects(nb::module_& m) {
   nb::class_<GrantEnded>(m, "GrantEnded").def_ro("id", &GrantEnded::id).def_ro("state", &GrantEnded::state);
   nb::class_<TransferProgress>(m, "TransferProgress").def_ro("id", &TransferProgress::id).def_ro("state", &TransferProgress::state)
       .def_ro("done", &TransferProgress::done).def_ro("total", &TransferProgress::total);
+  nb::class_<TransferGranted>(m, "TransferGranted").def_ro("id", &TransferGranted::id);
   nb::class_<TransferFinal>(m, "TransferFinal").def_ro("id", &TransferFinal::id).def_ro("state", &TransferFinal::state).def_ro("code", &TransferFinal::code)
       .def_ro("text", &TransferFinal::text).def_ro("lane", &TransferFinal::lane).def_ro("lane_notes", &TransferFinal::lane_notes)
       .def_ro("attempts", &TransferFinal::attempts).def_ro("blocks_done", &TransferFinal::blocks_done)
@@ -154,10 +158,11 @@ void bind_tables(nb::module_& m) {
   nb::class_<GrantLimits>(m, "GrantLimits").def(nb::init<>())
       .def_rw("grants_max", &GrantLimits::grants_max).def_rw("tombstones_max", &GrantLimits::tombstones_max).def_rw("waiting_max", &GrantLimits::waiting_max)
       .def_rw("ttl_ns", &GrantLimits::ttl_ns).def_rw("life_max_ns", &GrantLimits::life_max_ns).def_rw("wait_max_ns", &GrantLimits::wait_max_ns)
+      .def_rw("unknown_wait_ns", &GrantLimits::unknown_wait_ns).def_rw("queued_every_ns", &GrantLimits::queued_every_ns)
       .def_rw("data_bytes_max", &GrantLimits::data_bytes_max);
   nb::class_<TransferLimits>(m, "TransferLimits").def(nb::init<>())
       .def_rw("stall_ns", &TransferLimits::stall_ns).def_rw("reconnect_ns", &TransferLimits::reconnect_ns).def_rw("ttl_ns", &TransferLimits::ttl_ns)
-      .def_rw("wait_ms", &TransferLimits::wait_ms).def_rw("read_bytes_max", &TransferLimits::read_bytes_max);
+      .def_rw("engine_silent_ns", &TransferLimits::engine_silent_ns).def_rw("read_bytes_max", &TransferLimits::read_bytes_max);
   nb::class_<EndpointLimits>(m, "EndpointLimits").def(nb::init<>())
       .def_rw("grants", &EndpointLimits::grants).def_rw("transfers", &EndpointLimits::transfers).def_rw("transfers_max", &EndpointLimits::transfers_max)
       .def_rw("finished_max", &EndpointLimits::finished_max).def_rw("sessions_max", &EndpointLimits::sessions_max)
@@ -168,6 +173,7 @@ void bind_tables(nb::module_& m) {
       .def_rw("handshake_ns", &EndpointLimits::handshake_ns).def_rw("stripes", &EndpointLimits::stripes)
       .def_rw("lanes", &EndpointLimits::lanes, "What this agent reads by and serves: bit `1 << lane` each.");
   nb::class_<GrantCounts>(m, "GrantCounts").def_ro("alive", &GrantCounts::alive).def_ro("waiting_pulls", &GrantCounts::waiting_pulls)
+      .def_ro("expected", &GrantCounts::expected).def_ro("unread", &GrantCounts::unread).def_ro("unread_blocks", &GrantCounts::unread_blocks)
       .def_ro("released", &GrantCounts::released).def_ro("expired", &GrantCounts::expired).def_ro("revoked", &GrantCounts::revoked)
       .def_ro("reader_gone", &GrantCounts::reader_gone).def_ro("verdicts_ok", &GrantCounts::verdicts_ok)
       .def_ro("verdicts_refused", &GrantCounts::verdicts_refused).def_ro("refused", &GrantCounts::refused);
@@ -177,6 +183,8 @@ void bind_tables(nb::module_& m) {
       .def_ro("grants", &RegionCounts::grants).def_ro("transfers", &RegionCounts::transfers);
   nb::class_<EndpointCounts>(m, "EndpointCounts").def_ro("grants", &EndpointCounts::grants).def_ro("pools", &EndpointCounts::pools)
       .def_ro("regions", &EndpointCounts::regions)
+      .def_ro("pulls_unknown", &EndpointCounts::pulls_unknown).def_ro("pulls_queued", &EndpointCounts::pulls_queued)
+      .def_ro("pulls_granted", &EndpointCounts::pulls_granted)
       .def_ro("transfers_live", &EndpointCounts::transfers_live).def_ro("transfers_draining", &EndpointCounts::transfers_draining)
       .def_ro("sessions_up", &EndpointCounts::sessions_up).def_ro("sessions_opening", &EndpointCounts::sessions_opening)
       .def_ro("peers", &EndpointCounts::peers).def_ro("notifications_pending", &EndpointCounts::notifications_pending);
@@ -190,6 +198,9 @@ void bind_tables(nb::module_& m) {
            },
            nb::arg("id"), nb::arg("ledger"), nb::arg("blocks"), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("now_ns"),
            nb::arg("content") = Bytes32{}, nb::keep_alive<1, 3>())
+      .def("expect", &GrantTable::expect, nb::arg("id"), nb::arg("reader"))
+      .def("pulse", &GrantTable::pulse, nb::arg("has_work"), nb::arg("took_in"), nb::arg("now_ns"))
+      .def("has_begun", &GrantTable::has_begun, nb::arg("id"))
       .def("decline", [](GrantTable& t, TransferId id) { return effects_of([&](Effects& out) { t.decline(id, out); }); }, nb::arg("id"))
       .def("ready",
            [](GrantTable& t, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& sums) {
@@ -197,8 +208,10 @@ void bind_tables(nb::module_& m) {
            },
            nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"), nb::arg("sums") = std::vector<uint32_t>{})
       .def("end",
-           [](GrantTable& t, TransferId id, GrantEvent event, Nanos now_ns) { return effects_of([&](Effects& out) { return t.end(id, event, now_ns, out); }); },
-           nb::arg("id"), nb::arg("event"), nb::arg("now_ns"))
+           [](GrantTable& t, TransferId id, GrantEvent event, Nanos now_ns, const std::string& why) {
+             return effects_of([&](Effects& out) { return t.end(id, event, now_ns, out, why); });
+           },
+           nb::arg("id"), nb::arg("event"), nb::arg("now_ns"), nb::arg("why") = "")
       .def("bind", &GrantTable::bind, nb::arg("id"), nb::arg("reader"), nb::arg("now_ns"))
       .def("state", &GrantTable::state, nb::arg("id"), nb::arg("now_ns"))
       .def("on_pull",
@@ -273,6 +286,16 @@ void bind_endpoint(nb::module_& m) {
            },
            nb::arg("id"), nb::arg("pool"), nb::arg("blocks"), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("ready_blocks"), nb::arg("now_ns"),
            nb::arg("content") = Bytes32{})
+      .def("expect", &Endpoint::expect, nb::arg("id"), nb::arg("reader"))
+      .def("pulse", &Endpoint::pulse, nb::arg("has_work"), nb::arg("took_in"), nb::arg("now_ns"))
+      .def("has_begun", &Endpoint::has_begun, nb::arg("id"))
+      .def("reserve",
+           [](Endpoint& e, TransferId id, std::vector<uint32_t> blocks, uint32_t first, Nanos now_ns) {
+             return effects_of([&](Effects& out) { e.reserve(id, std::move(blocks), first, now_ns, out); });
+           },
+           nb::arg("id"), nb::arg("blocks"), nb::arg("first"), nb::arg("now_ns"))
+      .def("unreserve", [](Endpoint& e, TransferId id, Nanos now_ns) { return effects_of([&](Effects& out) { return e.unreserve(id, now_ns, out); }); },
+           nb::arg("id"), nb::arg("now_ns"))
       .def("decline", [](Endpoint& e, TransferId id) { return effects_of([&](Effects& out) { e.decline(id, out); }); }, nb::arg("id"))
       .def("give_up",
            [](Endpoint& e, TransferId id, const AgentRef& source, Nanos now_ns) {
@@ -285,23 +308,25 @@ void bind_endpoint(nb::module_& m) {
            },
            nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"), nb::arg("sums") = std::vector<uint32_t>{})
       .def("end_grant",
-           [](Endpoint& e, TransferId id, GrantEvent event, Nanos now_ns) {
-             return effects_of([&](Effects& out) { return e.end_grant(id, event, now_ns, out); });
+           [](Endpoint& e, TransferId id, GrantEvent event, Nanos now_ns, const std::string& why) {
+             return effects_of([&](Effects& out) { return e.end_grant(id, event, now_ns, out, why); });
            },
-           nb::arg("id"), nb::arg("event"), nb::arg("now_ns"))
+           nb::arg("id"), nb::arg("event"), nb::arg("now_ns"), nb::arg("why") = "")
       .def("bind_grant", &Endpoint::bind_grant, nb::arg("id"), nb::arg("reader"), nb::arg("now_ns"))
       .def("grant_state", &Endpoint::grant_state, nb::arg("id"), nb::arg("now_ns"))
       .def("is_granted", &Endpoint::is_granted, nb::arg("id"), nb::arg("serial"), nb::arg("now_ns"))
       .def("pull",
            [](Endpoint& e, TransferId id, const AgentRef& source, uint32_t pool, std::vector<uint32_t> blocks, uint32_t first, std::vector<Lane> lanes,
-              Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content, bool wants_sums) {
+              Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content, bool wants_sums, uint32_t count, Nanos granted_ns,
+              bool tells_granted) {
              return effects_of([&](Effects& out) {
-               TransferSpec spec{id, source, std::move(blocks), first, std::move(lanes), deadline_ns, nonce_seed, content, wants_sums, {}};
+               TransferSpec spec{id, source, std::move(blocks), count, first, std::move(lanes), deadline_ns, tells_granted, granted_ns, nonce_seed, content, wants_sums, {}};
                e.pull(pool, std::move(spec), now_ns, out);
              });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::arg("first"), nb::arg("lanes"), nb::arg("deadline_ns"),
-           nb::arg("nonce_seed"), nb::arg("now_ns"), nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false)
+           nb::arg("nonce_seed"), nb::arg("now_ns"), nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false, nb::arg("count") = 0,
+           nb::arg("granted_ns") = 0, nb::arg("tells_granted") = false)
       .def("becoming_ready", &Endpoint::becoming_ready, nb::arg("id"), nb::arg("blocks"),
            "The pool, and the blocks that `ready(id, blocks)` would newly announce, where the owner is to bring their CRC-32Cs.")
       .def("set_guest_key", &Endpoint::set_guest_key, nb::arg("key"))

@@ -15,6 +15,7 @@ from stranger import Stranger
 from kvxfer._native import _core as native
 from kvxfer.config import AgentConfig
 
+HEAD = b"KX" + bytes([native.WIRE_VERSION])
 SIZE = 64 * 4096
 
 
@@ -247,12 +248,12 @@ def test_a_confirm_for_a_removed_region(scene: Scene) -> None:
 @pytest.mark.parametrize(
     "noise",
     [
-        b"KX\x02\x02" + struct.pack("<I", (1 << 20) + 1),
-        b"KX\x02\x10" + struct.pack("<I", (1 << 32) - 1),
+        HEAD + b"\x02" + struct.pack("<I", (1 << 20) + 1),
+        HEAD + b"\x10" + struct.pack("<I", (1 << 32) - 1),
         b"GET / HTTP/1.1\r\n\r\n",
         b"KX\x63\x02" + struct.pack("<I", 8),
-        b"KX\x02\xee" + struct.pack("<I", 8) + bytes(8),
-        b"KX\x02\x10" + struct.pack("<I", 64) + b"\xff" * 64,
+        HEAD + b"\xee" + struct.pack("<I", 8) + bytes(8),
+        HEAD + b"\x10" + struct.pack("<I", 64) + b"\xff" * 64,
     ],
     ids=["oversized", "huge", "no-frame", "version", "kind", "body"],
 )

@@ -18,6 +18,7 @@ from kvxfer.errors import BlocksBusy, GrantGone, GrantReleased, InvalidArgument,
 
 MS = 1_000_000
 TTL, LIFE_MAX, WAIT_MAX, WAITING_MAX = 1000 * MS, 3000 * MS, 500 * MS, 3
+UNKNOWN_WAIT, QUEUED_EVERY = 300 * MS, 120 * MS
 BLOCKS = 8
 IDS = [bytes([n]) * 16 for n in range(3)]
 PEERS = [_core.AgentRef(name, number, bytes([number]) * 16) for name, number in (("d0", 1), ("d0", 2), ("d1", 3))]
@@ -49,16 +50,31 @@ class Model:
     verdicts: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass
+class Waiting:
+    """A pull that came before its grant."""
+
+    peer: int
+    due: int
+    unasked_until: int
+    came: int
+    rounds: int
+    tell_at: int
+
+
 class GrantMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         limits = _core.GrantLimits()
         limits.ttl_ns, limits.life_max_ns, limits.wait_max_ns, limits.waiting_max = TTL, LIFE_MAX, WAIT_MAX, WAITING_MAX
+        limits.unknown_wait_ns, limits.queued_every_ns = UNKNOWN_WAIT, QUEUED_EVERY
         self.table = _core.GrantTable(limits)
         self.ledger = _core.Ledger(_core.PoolInfo(1, BLOCKS, 16, bytes(32), True))
+        self.expected: list[bytes] = []
+        self.rounds, self.has_engine, self.has_work, self.idle_since = 0, False, False, 0
         self.now = 1
         self.grants: dict[bytes, Model] = {}
-        self.waiting: dict[bytes, list[tuple[int, int]]] = {}
+        self.waiting: dict[bytes, list[Waiting]] = {}
         self.attempts = 0
 
     # --- the model ---
@@ -80,6 +96,14 @@ class GrantMachine(RuleBasedStateMachine):
         grant.reader = peer
         return "ready"
 
+    def is_unknown(self, id_: bytes, waiting: Waiting) -> bool:
+        if id_ not in self.expected and waiting.unasked_until <= self.now:
+            return True
+        if not self.has_engine or id_ in self.expected or self.now - waiting.came < UNKNOWN_WAIT:
+            return False
+        is_idle = not self.has_work and self.now - self.idle_since >= UNKNOWN_WAIT
+        return self.rounds - waiting.rounds >= 2 or is_idle
+
     def see(self, effects: list[Any], *, sent: list[tuple[int, str]] | None = None) -> None:
         """Every GrantEnded is the first and tells the state; what was sent is exactly ``sent``: (session, code)."""
         found = []
@@ -93,6 +117,11 @@ class GrantMachine(RuleBasedStateMachine):
                 frame = effect.frame
                 if isinstance(frame, _core.Revoke):
                     assert frame.code.name == CODES[self.grants[frame.id].state]
+                    continue
+                if isinstance(frame, _core.Queued):
+                    assert frame.is_known == (frame.id in self.expected)
+                    assert frame.has_work == (self.has_work or (self.has_engine and bool(self.expected)))
+                    found.append((effect.session, "queued"))
                     continue
                 code = "ready" if isinstance(frame, _core.Ready) else frame.code.name
                 if isinstance(frame, _core.Ready):
@@ -114,12 +143,22 @@ class GrantMachine(RuleBasedStateMachine):
 
     @rule()
     def tick(self) -> None:
-        over = [(id_, peer) for id_ in sorted(self.waiting) for peer, due in self.waiting[id_] if due <= self.now]
+        sent = []
+        for is_over in (
+            lambda id_, each: each.due <= self.now,
+            lambda id_, each: each.tell_at <= self.now and self.is_unknown(id_, each),
+        ):
+            for id_ in sorted(self.waiting):
+                sent += [(each.peer + 1, "grant_unknown") for each in self.waiting[id_] if is_over(id_, each)]
+                self.waiting[id_] = [each for each in self.waiting[id_] if not is_over(id_, each)]
+        for id_ in sorted(self.waiting):
+            for each in self.waiting[id_]:
+                if each.tell_at <= self.now:
+                    each.tell_at = self.now + QUEUED_EVERY
+                    sent.append((each.peer + 1, "queued"))
         for id_ in self.grants:
             self.lapse(id_)
-        self.see(self.table.tick(self.now), sent=[(peer + 1, "grant_unknown") for _, peer in over])
-        for id_, line in self.waiting.items():
-            self.waiting[id_] = [(peer, due) for peer, due in line if due > self.now]
+        self.see(self.table.tick(self.now), sent=sent)
         assert all(grant.is_told for grant in self.grants.values() if grant.state != GrantState.ALIVE)
         assert self.table.next_deadline() > self.now
 
@@ -138,8 +177,31 @@ class GrantMachine(RuleBasedStateMachine):
             return
         effects = self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
         self.grants[id_] = Model(blocks, reader, self.now + ttl, self.now + LIFE_MAX)
+        self.expected = [other for other in self.expected if other != id_]
         waited = self.waiting.pop(id_, [])
-        self.see(effects, sent=[(peer + 1, self.accept(id_, peer)) for peer, _ in waited])
+        self.see(effects, sent=[(each.peer + 1, self.accept(id_, each.peer)) for each in waited])
+
+    @rule(id_=ids, reader=st.sampled_from(["", "d0", "d1"]))
+    def expect(self, id_: bytes, reader: str) -> None:
+        model = self.grants.get(id_)
+        if model is not None and not model.is_given_up:
+            with pytest.raises(InvalidArgument):
+                self.table.expect(id_, reader)
+        elif model is not None and PEERS[model.reader].agent_id == reader:
+            with pytest.raises(GrantReleased):
+                self.table.expect(id_, reader)
+        else:
+            self.table.expect(id_, reader)
+            if id_ not in self.expected:
+                self.expected.append(id_)
+
+    @rule(has_work=st.booleans(), took_in=st.booleans())
+    def pulse(self, has_work: bool, took_in: bool) -> None:
+        if not has_work and (self.has_work or not self.has_engine):
+            self.idle_since = self.now
+        self.has_work, self.has_engine = has_work, True
+        self.rounds += took_in
+        self.table.pulse(has_work, took_in, self.now)
 
     @rule(id_=ids, more=st.integers(0, 3), complete=st.booleans())
     def ready(self, id_: bytes, more: int, complete: bool) -> None:
@@ -192,11 +254,17 @@ class GrantMachine(RuleBasedStateMachine):
                 answer, grant.attempt = ("ready", attempt) if attempt > grant.attempt else ("", grant.attempt)
         elif wait_ms == 0:
             answer = "grant_unknown"
-        elif peer not in [waiter for waiter, _ in line]:
+        elif peer not in [each.peer for each in line]:
             if sum(map(len, self.waiting.values())) >= WAITING_MAX:
                 answer = "overloaded"
             else:
-                self.waiting.setdefault(id_, []).append((peer, self.now + min(wait_ms * MS, WAIT_MAX)))
+                answer, due, tell_at = "queued", self.now + wait_ms * MS, self.now + QUEUED_EVERY
+                self.waiting.setdefault(id_, []).append(
+                    Waiting(peer, due, self.now + WAIT_MAX, self.now, self.rounds, tell_at)
+                )
+        else:
+            answer = "queued"
+            next(each for each in line if each.peer == peer).tell_at = self.now + QUEUED_EVERY
         effects = self.table.on_pull(session, PEERS[peer], frame, self.now)
         self.see(effects, sent=[(session, answer)] if answer else [])
 
@@ -220,7 +288,8 @@ class GrantMachine(RuleBasedStateMachine):
                 self.table.decline(id_)
             return
         line = self.waiting.pop(id_, [])
-        self.see(self.table.decline(id_), sent=[(peer + 1, "grant_revoked") for peer, _ in line])
+        self.expected = [other for other in self.expected if other != id_]
+        self.see(self.table.decline(id_), sent=[(each.peer + 1, "grant_revoked") for each in line])
         self.grants[id_] = Model([], "", 0, 0, GrantState.REVOKED, is_told=True)
 
     @rule(id_=ids, peer=peers, nonce=nonces)
@@ -244,8 +313,8 @@ class GrantMachine(RuleBasedStateMachine):
             is_named = grant.reader is None and grant.reader_id == PEERS[peer].agent_id
             if (grant.reader == peer or is_named) and grant.state == GrantState.ALIVE:
                 grant.state = GrantState.RELEASED
-        elif peer in [waiter for waiter, _ in line]:
-            self.waiting[id_] = [entry for entry in line if entry[0] != peer]
+        elif peer in [each.peer for each in line]:
+            self.waiting[id_] = [each for each in line if each.peer != peer]
         if grant is None and not self.waiting.get(id_):
             self.grants[id_] = Model([], "", 0, 0, GrantState.RELEASED, peer, is_told=True, is_given_up=True)
         self.see(self.table.on_release(PEERS[peer], id_, self.now), sent=[])
@@ -262,7 +331,7 @@ class GrantMachine(RuleBasedStateMachine):
 
     @rule(peer=peers)
     def reader_dead(self, peer: int) -> None:
-        self.waiting = {id_: [entry for entry in line if entry[0] != peer] for id_, line in self.waiting.items()}
+        self.waiting = {id_: [entry for entry in line if entry.peer != peer] for id_, line in self.waiting.items()}
         for id_, grant in self.grants.items():
             if grant.reader == peer:
                 self.lapse(id_)
@@ -272,7 +341,7 @@ class GrantMachine(RuleBasedStateMachine):
 
     @rule(peer=peers)
     def session_closed(self, peer: int) -> None:
-        self.waiting = {id_: [entry for entry in line if entry[0] != peer] for id_, line in self.waiting.items()}
+        self.waiting = {id_: [entry for entry in line if entry.peer != peer] for id_, line in self.waiting.items()}
         self.table.session_closed(peer + 1)
 
     @rule(block=st.integers(0, BLOCKS - 1))
@@ -366,7 +435,8 @@ def test_what_another_peer_gave_up_is_granted_to_its_reader() -> None:
     stranger, reader = PEERS[0], PEERS[2]
     table.on_release(stranger, IDS[0], 1)
     pull = _core.Pull(IDS[0], 1, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 1000)
-    assert table.on_pull(1, reader, pull, 1) == []  # it waits
+    [queued] = table.on_pull(1, reader, pull, 1)
+    assert isinstance(queued.frame, _core.Queued)
     ready = [effect.frame for effect in table.grant(IDS[0], ledger, [0], reader.agent_id, TTL, 1)]
     assert [type(frame) for frame in ready] == [_core.Ready]
     assert table.state(IDS[0], 1) == GrantState.ALIVE
@@ -384,7 +454,8 @@ def test_decline_after_another_peer_gave_up_answers_the_reader_that_waits() -> N
     table = _core.GrantTable(_core.GrantLimits())
     table.on_release(PEERS[0], IDS[0], 1)
     pull = _core.Pull(IDS[0], 1, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 1000)
-    assert table.on_pull(1, PEERS[2], pull, 1) == []
+    [queued] = table.on_pull(1, PEERS[2], pull, 1)
+    assert isinstance(queued.frame, _core.Queued)
     [answer] = [effect.frame for effect in table.decline(IDS[0])]
     assert answer.code == _core.Code.grant_revoked
     assert table.state(IDS[0], 1) == GrantState.REVOKED

@@ -18,6 +18,7 @@ u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
 ids = st.binary(min_size=16, max_size=16)
 nonces = st.binary(min_size=32, max_size=32)
+HEAD = b"KX" + bytes([native.WIRE_VERSION])
 codes = st.sampled_from(list(native.Code))
 agents = st.builds(native.AgentRef, st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True), u64, ids)
 triples = st.lists(st.tuples(u64, u64, u64), max_size=20)
@@ -56,7 +57,8 @@ frames = st.one_of(
     st.builds(native.Verdict, ids, u64, codes),
     st.builds(native.Release, ids),
     st.builds(native.Renew, ids, u32, u32),
-    st.builds(native.Revoke, ids, codes),
+    st.builds(native.Revoke, ids, codes, st.binary(max_size=512)),
+    st.builds(native.Queued, ids, u32, st.booleans(), u32, st.booleans(), u32),
     st.builds(native.Cancel, ids, u32),
     st.builds(native.Notif, st.just(native.NotifKind.DELIVER), u64, u64, st.binary(max_size=300)),
     st.builds(native.Notif, st.just(native.NotifKind.ACK), u64, u64, st.binary(max_size=300), u32),
@@ -89,7 +91,7 @@ KINDS = [
     "cancel",
     "notif",
 ]
-KINDS += ["ping", "error", "map", "fetch", "done"]
+KINDS += ["ping", "error", "map", "fetch", "done", "queued"]
 
 
 def fields(frame: Any) -> dict[str, Any]:
@@ -189,7 +191,7 @@ def test_bounds_of_lists() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 20), st.booleans())
 def test_anything_is_a_value_or_one_error(noise: bytes, kind: int, is_framed: bool) -> None:
-    data = b"KX\x02" + bytes([kind]) + len(noise).to_bytes(4, "little") + noise if is_framed else noise
+    data = HEAD + bytes([kind]) + len(noise).to_bytes(4, "little") + noise if is_framed else noise
     decoder = native.Decoder()
     try:
         decoder.feed(data)
@@ -217,7 +219,7 @@ def test_a_flipped_bit_is_another_frame_or_an_error(frame: Any, rng: random.Rand
 
 
 def test_bounds() -> None:
-    big = b"KX\x02\x0c" + (native.BODY_MAX + 1).to_bytes(4, "little")
+    big = HEAD + b"\x0c" + (native.BODY_MAX + 1).to_bytes(4, "little")
     decoder = native.Decoder()
     decoder.feed(big)
     with pytest.raises(ProtocolViolation, match="bound"):

@@ -20,7 +20,7 @@ struct CoreFailed {  // the IO thread is gone
   std::string text;
 };
 
-using OwnerEvent = std::variant<GrantEnded, TransferProgress, TransferFinal, TransferDrained, OfferEnded, NotifReceived, NotifDelivered,
+using OwnerEvent = std::variant<GrantEnded, TransferProgress, TransferGranted, TransferFinal, TransferDrained, OfferEnded, NotifReceived, NotifDelivered,
                                 NotifFailed, SessionUp, SessionRefused, CoreFailed>;
 
 class OwnerQueue {

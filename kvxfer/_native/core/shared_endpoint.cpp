@@ -244,10 +244,10 @@ void SharedEndpoint::peer_dead(const AgentRef& peer) {
   });
 }
 
-GrantState SharedEndpoint::end_grant(const TransferId& id, GrantEvent event) {
+GrantState SharedEndpoint::end_grant(const TransferId& id, GrantEvent event, const std::string& why) {
   Turn turn(*this);
   check_open();
-  const GrantState state = run(turn, false, [&](Endpoint& endpoint, Nanos now, Effects& out) { return endpoint.end_grant(id, event, now, out); });
+  const GrantState state = run(turn, false, [&](Endpoint& endpoint, Nanos now, Effects& out) { return endpoint.end_grant(id, event, now, out, why); });
   if (sending_ && *sending_ == id) wait_send_ended(turn.lock);  // another thread ended it, and waits too
   return state;
 }

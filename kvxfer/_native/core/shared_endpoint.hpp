@@ -82,7 +82,7 @@ class SharedEndpoint {
   void remove_region(uint32_t region);
   void set_peer(const AgentRef& peer, const Bytes32& key, PeerAddress address);
   void peer_dead(const AgentRef& peer);
-  GrantState end_grant(const TransferId& id, GrantEvent event);
+  GrantState end_grant(const TransferId& id, GrantEvent event, const std::string& why = {});
   std::vector<OwnerEvent> take_events();
   // False: take_events() would give nothing, as of a moment ago. Takes no lock.
   bool has_events() const { return has_events_.load(std::memory_order_acquire); }

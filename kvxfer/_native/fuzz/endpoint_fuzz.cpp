@@ -114,7 +114,7 @@ class World : public Shell {
   void own_act() {
     const TransferId id = maker_.own_id(in_);
     const uint32_t region = kRegionFirst + static_cast<uint32_t>(in_.below(kRegionCount));
-    switch (in_.below(14)) {
+    switch (in_.below(16)) {
       case 0: {
         std::vector<uint32_t> blocks = some_blocks();
         const uint32_t ready = static_cast<uint32_t>(in_.below(blocks.size() + 1));
@@ -146,6 +146,14 @@ class World : public Shell {
         try_call([&](Effects& out) { endpoint_.notify(to, payload, now_, out); });
         return;
       }
+      case 13:
+        if (in_.flag()) return endpoint_.pulse(in_.flag(), in_.flag(), now_);
+        try_call([&](Effects&) { endpoint_.expect(id, in_.flag() ? "a" : ""); });
+        return;
+      case 14:
+        if (in_.flag()) return call([&](Effects& out) { endpoint_.unreserve(id, now_, out); });
+        try_call([&](Effects& out) { endpoint_.reserve(id, some_blocks(), static_cast<uint32_t>(in_.below(4)), now_, out); });
+        return;
       case 11: return add_region(region - kRegionFirst);
       case 12:
         if (try_call([&](Effects& out) { endpoint_.remove_region(region, now_, out); })) regions_.erase(region);
@@ -173,8 +181,13 @@ class World : public Shell {
     TransferSpec spec;
     spec.id = id;
     spec.source = kAgents[in_.below(3)];
-    spec.blocks = some_blocks();
+    if (in_.flag()) {
+      spec.blocks = some_blocks();
+    } else {
+      spec.count = static_cast<uint32_t>(in_.below(6));
+    }
     spec.first = static_cast<uint32_t>(in_.below(4));
+    spec.granted_ns = static_cast<Nanos>(in_.below(4)) * 1000 * kMillisecond;
     spec.lanes = some_lanes();
     spec.deadline = some_deadline();
     spec.wants_sums = in_.flag();

@@ -81,7 +81,7 @@ class FrameMaker {
   TransferId own_id(Input& in) { return ids_[in.below(kOwnIds)]; }
 
   Frame make(Input& in) {
-    switch (in.below(18)) {
+    switch (in.below(19)) {
       case 0: return Hello{static_cast<HelloStep>(1 + in.below(3)), {}, {}, filled<32>(in.byte()), filled<32>(in.byte())};
       case 1: return pull(in);
       case 2: {
@@ -118,7 +118,7 @@ class FrameMaker {
       }
       case 8: return Release{id(in)};
       case 9: return Renew{id(in), in.u32(), in.u32()};
-      case 10: return Revoke{id(in), code(in)};
+      case 10: return Revoke{id(in), code(in), in.bytes(in.below(20))};
       case 11: {
         const TransferId of = id(in);
         return Cancel{of, attempt(in, of)};
@@ -142,6 +142,7 @@ class FrameMaker {
       }
       case 15: return map(in);
       case 16: return Fetch{pull(in), list(in)};
+      case 17: return Queued{id(in), in.u32(), in.flag(), in.u32(), in.flag(), in.u32()};
       default: return Done{id(in), code(in), in.bytes(in.below(40)), static_cast<uint8_t>(in.below(kLaneMax)), in.u32()};
     }
   }

@@ -202,6 +202,7 @@ Frame read_body(uint8_t kind, Reader& r) {
       Revoke f;
       f.id = r.id();
       f.code = r.code();
+      f.text = r.text(kTextMax, "reason is too long");
       return f;
     }
     case 11: {
@@ -267,6 +268,16 @@ Frame read_body(uint8_t kind, Reader& r) {
       f.text = r.text(kTextMax, "error text is too long");
       f.turn = r.turn();
       f.checked = r.number<uint32_t>();
+      return f;
+    }
+    case 18: {
+      Queued f;
+      f.id = r.id();
+      f.attempt = r.number<uint32_t>();
+      f.is_known = r.flag();
+      f.position = r.number<uint32_t>();
+      f.has_work = r.flag();
+      f.age_ms = r.number<uint32_t>();
       return f;
     }
     default: Reader::fail("unknown kind");

@@ -6,7 +6,7 @@
 namespace kvxfer {
 
 enum class GrantState : uint8_t { Alive, Released, Expired, Revoked, ReaderGone };
-enum class TransferState : uint8_t { Connecting, Waiting, Reading, Confirming, Committed, Failed, Cancelled };
+enum class TransferState : uint8_t { Connecting, Waiting, Granted, Reading, Confirming, Committed, Failed, Cancelled };
 inline bool is_final(TransferState state) { return state >= TransferState::Committed; }
 
 // --- towards the wire ---
@@ -68,6 +68,9 @@ struct TransferProgress {
   TransferState state;
   uint32_t done, total;
 };
+struct TransferGranted {  // a pull heard that its grant exists; again after a lost session where it has no blocks
+  TransferId id;
+};
 struct TransferFinal {  // exactly once a transfer
   TransferId id;
   TransferState state;
@@ -114,7 +117,7 @@ struct SessionUp {
 };
 
 using Effect = std::variant<Dial, Hangup, SendFrame, SendMap, SendData, ReadBlocks, StopRead, GrantEnded, TransferProgress,
-                            TransferFinal, TransferDrained, OfferEnded, NotifReceived, NotifDelivered, NotifFailed, SessionUp>;
+                            TransferGranted, TransferFinal, TransferDrained, OfferEnded, NotifReceived, NotifDelivered, NotifFailed, SessionUp>;
 using Effects = std::vector<Effect>;
 
 }  // namespace kvxfer

@@ -79,9 +79,9 @@ void Endpoint::ready(const TransferId& id, uint32_t blocks, uint32_t layers, boo
   grants_.ready(id, blocks, layers, complete, now, out, sums);
 }
 
-GrantState Endpoint::end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out) {
+GrantState Endpoint::end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out, const std::string& why) {
   if (grants_.is_of_pieces(id)) throw Error(Code::grant_unknown, "no such grant");
-  return grants_.end(id, event, now, out);
+  return grants_.end(id, event, now, out, why);
 }
 
 void Endpoint::check_room(const TransferId& id, const AgentRef& peer) const {
@@ -101,8 +101,30 @@ void Endpoint::pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out) {
   Ledger& into = ledger(pool);
   check_room(spec.id, spec.source);
   drop_unserved(spec.lanes);
-  auto hold = std::make_unique<ReservedBlocks>(into, std::move(spec.blocks));
+  std::unique_ptr<Hold> hold;
+  if (spec.blocks.empty()) {
+    hold = std::make_unique<NoBlocks>(into, spec.count);
+  } else {
+    hold = std::make_unique<ReservedBlocks>(into, std::move(spec.blocks));
+  }
   post(std::make_unique<Transfer>(std::move(spec), limits_.transfers, std::move(hold), now), now, out);
+}
+
+void Endpoint::reserve(const TransferId& id, std::vector<uint32_t> blocks, uint32_t first, Nanos now, Effects& out) {
+  Transfer* transfer = find_transfer(id);
+  if (transfer == nullptr || transfer->is_offered()) throw Error(Code::invalid_argument, "no pull of this id is under way");
+  if (blocks.empty()) throw Error(Code::invalid_argument, "a transfer needs at least one block");
+  auto hold = std::make_unique<ReservedBlocks>(ledger(transfer->into().pool()->id), std::move(blocks));
+  transfer->reserve(std::move(hold), first, now, out);
+  settle(posts_.find(id), now, out);
+}
+
+bool Endpoint::unreserve(const TransferId& id, Nanos now, Effects& out) {
+  Transfer* transfer = find_transfer(id);
+  if (transfer == nullptr || transfer->is_offered() || !transfer->can_unreserve()) return false;
+  transfer->unreserve(std::make_unique<NoBlocks>(ledger(transfer->into().pool()->id), transfer->total()), now, out);
+  settle(posts_.find(id), now, out);
+  return true;
 }
 
 void Endpoint::cancel(const TransferId& id, Nanos now, Effects& out) {
@@ -366,7 +388,12 @@ EndpointCounts Endpoint::counts() const {
     counts.pools.push_back({id, ledger->info().block_count, ledger->granted_count(), ledger->reserved_count(), ledger->quarantined_count()});
   }
   for (const auto& [id, region] : regions_.all()) counts.regions.push_back({id, region.info.bytes, region.grants, region.landings});
-  for (const auto& [_, post] : posts_) ++(is_final(post->state()) ? counts.transfers_draining : counts.transfers_live);
+  for (const auto& [_, post] : posts_) {
+    ++(is_final(post->state()) ? counts.transfers_draining : counts.transfers_live);
+    if (const Transfer* transfer = post->as_transfer(); transfer != nullptr && transfer->is_waiting()) {
+      ++(transfer->is_granted() ? counts.pulls_granted : transfer->is_queued() ? counts.pulls_queued : counts.pulls_unknown);
+    }
+  }
   for (const auto& [_, session] : sessions_) ++(session.is_up() ? counts.sessions_up : counts.sessions_opening);
   counts.peers = peers_.size();
   counts.notifications_pending = notifier_.pending_count();

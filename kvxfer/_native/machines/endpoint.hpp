@@ -78,6 +78,7 @@ struct EndpointCounts {
   GrantCounts grants;
   std::vector<PoolCounts> pools;
   std::vector<RegionCounts> regions;
+  size_t pulls_unknown = 0, pulls_queued = 0, pulls_granted = 0;  // own pulls that wait, by what their sources said of them
   size_t transfers_live = 0, transfers_draining = 0, sessions_up = 0, sessions_opening = 0, peers = 0, notifications_pending = 0;
 };
 
@@ -117,17 +118,27 @@ class Endpoint {
   void remove_pool(uint32_t pool);  // blocks_busy while anything is promised, reserved or quarantined
   void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
              uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content = {});
+  void expect(const TransferId& id, const std::string& reader) { grants_.expect(id, reader); }
+  void pulse(bool has_work, bool took_in, Nanos now) { grants_.pulse(has_work, took_in, now); }
+  bool has_begun(const TransferId& id) const { return grants_.has_begun(id); }
   void decline(const TransferId& id, Effects& out) { grants_.decline(id, out); }
   // `sums`: CRC-32C of the blocks that became ready by this call, or none.
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
              const std::vector<uint32_t>& sums = {});
   // The pool, and which of its blocks ready(id, blocks) would newly make ready; no blocks where the pool goes without checks.
   std::pair<uint32_t, std::vector<uint32_t>> becoming_ready(const TransferId& id, uint32_t blocks) const { return grants_.becoming_ready(id, blocks); }
-  GrantState end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out);
+  GrantState end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out, const std::string& why = {});
   std::string bind_grant(const TransferId& id, const std::string& reader, Nanos now) { return grants_.bind(id, reader, now); }
   std::optional<GrantState> grant_state(const TransferId& id, Nanos now) const { return grants_.state(id, now); }
   bool is_granted(const TransferId& id, uint64_t serial, Nanos now) const { return grants_.is_alive(id, serial, now); }
+  // `spec.blocks` may be none where `spec.count` is not 0: then the pull asks whether its grant exists, and waits for reserve().
   void pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out);
+  // Give a pull that has none its blocks, for the grant's positions from `first` on. Throws Error(invalid_argument): it has
+  // some, or is over; blocks_busy.
+  void reserve(const TransferId& id, std::vector<uint32_t> blocks, uint32_t first, Nanos now, Effects& out);
+  // Take the blocks of a pull back as long as its grant is not known to exist: it waits on without them. False, and nothing
+  // changed: they are in use, or it is over.
+  bool unreserve(const TransferId& id, Nanos now, Effects& out);
   // Open-ended grants and offers; see RegionInfo. Throws invalid_argument: the id is or was taken, no bytes.
   void add_region(const RegionInfo& info);
   // Ends every grant over it (revoked), own pushes and what peers' pushes still bring, and refuses what comes. Throws

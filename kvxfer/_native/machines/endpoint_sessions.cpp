@@ -368,6 +368,7 @@ void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nan
   };
   if (const auto* f = std::get_if<Pull>(&frame)) return on_pull(id, peer, *f, now, out);
   if (const auto* f = std::get_if<Ready>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_ready(*f, now, out); });
+  if (const auto* f = std::get_if<Queued>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_queued(*f, now, out); });
   if (const auto* f = std::get_if<Confirm>(&frame)) return grants_.on_confirm(id, peer, *f, now, out);
   if (const auto* f = std::get_if<Verdict>(&frame); f != nullptr && has_bug(Bug::commit_twice)) {
     const auto over = finished_.find(f->id);

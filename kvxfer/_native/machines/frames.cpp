@@ -148,6 +148,15 @@ struct BodyWriter {
   void operator()(const Revoke& f) {
     w.id(f.id);
     w.code(f.code);
+    w.text(std::string_view(f.text).substr(0, kTextMax), kTextMax, "reason");
+  }
+  void operator()(const Queued& f) {
+    w.id(f.id);
+    w.number(f.attempt);
+    w.flag(f.is_known);
+    w.number(f.position);
+    w.flag(f.has_work);
+    w.number(f.age_ms);
   }
   void operator()(const Cancel& f) {
     w.id(f.id);
@@ -191,7 +200,7 @@ struct BodyWriter {
 
 const char* kind_name(const Frame& frame) {
   static const char* const names[] = {"hello", "pull",   "push",   "ready", "data", "confirm", "verdict", "release",
-                                      "renew", "revoke", "cancel", "notif", "ping", "error",   "map",    "fetch", "done"};
+                                      "renew", "revoke", "cancel", "notif", "ping", "error",   "map",    "fetch", "done", "queued"};
   return names[frame.index()];
 }
 

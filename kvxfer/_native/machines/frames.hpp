@@ -7,7 +7,7 @@
 // there is no way to find the next frame in a stream that went wrong.
 //
 // Version history. 1: first. 2: registered regions (FETCH, PUSH, DONE), checksums, MAP for every one-sided lane, lent payloads,
-// notifications in parts.
+// notifications in parts. 3: QUEUED, a PULL of no blocks, the reason in REVOKE.
 #pragma once
 
 #include <optional>
@@ -21,7 +21,7 @@
 
 namespace kvxfer {
 
-constexpr uint8_t kWireVersion = 2;
+constexpr uint8_t kWireVersion = 3;
 constexpr size_t kHeaderBytes = 8;
 constexpr size_t kBodyMax = 1024 * 1024;
 constexpr size_t kTextMax = 512;             // an ERROR's explanation
@@ -43,7 +43,8 @@ struct Hello {
   Bytes32 nonce{};  // the sender's; zero in Prove
   Bytes32 mac{};    // zero in Dial
 };
-// Reader to source: send me, or let me read, `count` blocks of the grant from position `first` on.
+// Reader to source: send me, or let me read, `count` blocks of the grant from position `first` on. Count 0: nothing yet, the
+// reader has no blocks for them; it only wants to know when the grant exists.
 struct Pull {
   TransferId id;
   uint32_t attempt = 0;
@@ -52,7 +53,7 @@ struct Pull {
   uint32_t first = 0, count = 0;
   uint64_t block_bytes = 0;
   Bytes32 digest{};    // of the reader's compatibility record
-  uint32_t wait_ms = 0;
+  uint32_t wait_ms = 0;  // how long it may wait at the source for its grant
   Bytes32 content{};   // of what the reader takes the blocks to hold; zero: it does not say
   bool wants_sums = false;  // the reader checks CRC-32Cs where the source can give them
 };
@@ -143,10 +144,11 @@ struct Renew {
   uint32_t seq = 0;
   uint32_t ttl_ms = 0;
 };
-// Source to reader: the grant has ended; what you read of it will not be confirmed.
+// Source to reader: the grant has ended; what you read of it will not be confirmed. `text`: its owner's reason, or none.
 struct Revoke {
   TransferId id;
   Code code = Code::grant_revoked;
+  std::string text;
 };
 // Reader to source: stop serving this attempt; the grant stays.
 struct Cancel {
@@ -194,9 +196,20 @@ struct Map {
   std::string key;
 };
 
+constexpr uint32_t kPositionUnknown = UINT32_MAX;
+// Source to reader: your pull waits, because its grant does not exist yet. Said at once, and again while it waits.
+struct Queued {
+  TransferId id;
+  uint32_t attempt = 0;
+  bool is_known = false;  // the source's engine has accepted that prompt
+  uint32_t position = kPositionUnknown;  // how many prompts were accepted before it and have no grant yet
+  bool has_work = false;  // what its engine said last of itself
+  uint32_t age_ms = 0;    // since then
+};
+
 // The order is the kind on the wire, from 1.
 using Frame = std::variant<Hello, Pull, Push, Ready, Data, Confirm, Verdict, Release, Renew, Revoke, Cancel, Notif, Ping,
-                           ErrorFrame, Map, Fetch, Done>;
+                           ErrorFrame, Map, Fetch, Done, Queued>;
 
 inline uint8_t kind_of(const Frame& frame) { return static_cast<uint8_t>(frame.index() + 1); }
 const char* kind_name(const Frame& frame);

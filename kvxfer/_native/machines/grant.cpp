@@ -53,20 +53,49 @@ Code code_of(GrantState state) {
   return Code::internal;
 }
 
-GrantTable::GrantTable(GrantLimits limits) : limits_(limits), waiting_(limits.waiting_max), fetches_(limits.grants_max, kListsBytesMax) {}
+GrantTable::GrantTable(GrantLimits limits) : limits_(limits), waiting_(limits.waiting_max), intake_(limits.grants_max, limits.unknown_wait_ns), fetches_(limits.grants_max, kListsBytesMax) {}
 
 void GrantTable::check_new(const TransferId& id, const std::string& reader, Nanos ttl_ns) const {
   if (ttl_ns <= 0 || ttl_ns > limits_.life_max_ns) throw Error(Code::invalid_argument, "grant ttl must be above 0 and at most the maximum life");
-  if (const auto found = grants_.find(id); found != grants_.end()) {
-    if (!found->second.is_given_up) throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
-    if (found->second.reader->agent_id == reader) throw Error(Code::grant_released, "the reader gave this transfer up before the grant was made");
-  }
+  check_unused(id, reader);
   check_count();
+}
+
+void GrantTable::check_unused(const TransferId& id, const std::string& reader) const {
+  const auto found = grants_.find(id);
+  if (found == grants_.end()) return;
+  if (!found->second.is_given_up) throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
+  if (found->second.reader->agent_id == reader) throw Error(Code::grant_released, "the reader gave this transfer up before the grant was made");
+}
+
+void GrantTable::expect(const TransferId& id, const std::string& reader) {
+  check_unused(id, reader);
+  intake_.expect(id);
+}
+
+bool GrantTable::has_begun(const TransferId& id) const {
+  const auto found = grants_.find(id);
+  return found != grants_.end() && !found->second.is_of_pieces && found->second.has_begun;
+}
+
+GrantCounts GrantTable::counts() const {
+  GrantCounts counts = counts_;
+  counts.waiting_pulls = waiting_.size();
+  counts.expected = intake_.size();
+  return counts;
+}
+
+// What is counted as unread is: a grant of blocks that is alive and whose reader has not begun.
+void GrantTable::count_unread(const Grant& grant, bool is_unread) {
+  if (grant.is_of_pieces || grant.has_begun) return;
+  counts_.unread += is_unread ? 1 : -1;
+  counts_.unread_blocks += is_unread ? grant.hold->count() : -static_cast<size_t>(grant.hold->count());
 }
 
 // A peer that gave up what is not its own has said nothing about it: a grant that is made, or declined, takes the tombstone's place.
 GrantTable::Grant& GrantTable::add(const TransferId& id) {
   if (grants_.erase(id) != 0) given_up_.erase(std::find(given_up_.begin(), given_up_.end(), id));
+  intake_.forget(id);
   Grant& grant = grants_[id];
   grant.id = id;
   grant.serial = next_serial_++;
@@ -96,6 +125,7 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
   grant.content = content;
   grant.life_end = now + limits_.life_max_ns;
   ++counts_.alive;
+  count_unread(grant, true);
   set_expiry(grant, now + ttl_ns);
 
   // Whoever waited is served in the order it came; all but the bound reader are turned away by accept().
@@ -214,12 +244,13 @@ std::pair<uint32_t, std::vector<uint32_t>> GrantTable::becoming_ready(const Tran
   return {pool.id, std::vector<uint32_t>(begin, begin + extent.count)};
 }
 
-GrantState GrantTable::end(const TransferId& id, GrantEvent event, Nanos now, Effects& out) {
+GrantState GrantTable::end(const TransferId& id, GrantEvent event, Nanos now, Effects& out, const std::string& why) {
   if (event != GrantEvent::Revoke && event != GrantEvent::Release) throw Error(Code::internal, "an owner ends a grant by revoke or release");
   const auto found = grants_.find(id);
   if (found == grants_.end()) throw Error(Code::grant_unknown, "no such grant");
   Grant& grant = found->second;
   lapse(grant, now, out);
+  if (grant.state == GrantState::Alive) grant.why = why.substr(0, kTextMax);
   finish(grant, event, out);
   return grant.state;
 }
@@ -248,9 +279,20 @@ void GrantTable::on_pull(SessionId session, const AgentRef& peer, const Pull& pu
     accept(found->second, session, peer, pull, now, out);
     return;
   }
-  const Nanos wait = std::min<Nanos>(Nanos{pull.wait_ms} * kMillisecond, limits_.wait_max_ns);
+  const Nanos wait = Nanos{pull.wait_ms} * kMillisecond;
   if (wait <= 0) return refuse(session, pull, Code::grant_unknown, "no grant for this transfer", out);
-  if (!waiting_.add(session, peer, pull, now + wait)) refuse(session, pull, Code::overloaded, "too many pulls wait for their grants", out);
+  WaitingPull* waiting = waiting_.add(session, peer, pull, now + wait, now + limits_.wait_max_ns, now, intake_.rounds());
+  if (waiting == nullptr) return refuse(session, pull, Code::overloaded, "too many pulls wait for their grants", out);
+  tell(*waiting, now, out);
+}
+
+void GrantTable::tell(WaitingPull& waiting, Nanos now, Effects& out) {
+  const TransferId& id = waiting.pull.id;
+  const bool is_known = intake_.expects(id);
+  const auto age_ms = static_cast<uint32_t>(std::min<Nanos>(intake_.age(waiting.came_at, now) / kMillisecond, UINT32_MAX));
+  waiting.tell_at = now + limits_.queued_every_ns;
+  out.push_back(SendFrame{waiting.session, Queued{id, waiting.pull.attempt, is_known, is_known ? intake_.position(id) : kPositionUnknown,
+                                                  intake_.has_work(), age_ms}});
 }
 
 void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
@@ -260,7 +302,9 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
     out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, Code::refused, "this transfer is promised to another reader"}});
     return;
   }
-  if (!is_alive(grant, now)) return refuse(session, pull, code_of(grant.state), "the grant has ended", out);
+  if (!is_alive(grant, now)) {
+    return refuse(session, pull, code_of(grant.state), grant.why.empty() ? "the grant has ended" : "the grant has ended: " + grant.why, out);
+  }
   const Hold& hold = *grant.hold;
   if (hold.pool() != nullptr && (pull.digest != hold.pool()->digest || pull.block_bytes != hold.pool()->block_bytes)) {
     return refuse(session, pull, Code::incompatible, "compatibility records of the two pools differ", out);
@@ -268,7 +312,7 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
   if (pull.content != grant.content && pull.content != Bytes32{} && grant.content != Bytes32{}) {
     return refuse(session, pull, Code::incompatible, "content differs: the two sides do not mean the same tokens", out);
   }
-  if (pull.count == 0 || uint64_t{pull.first} + pull.count > hold.count()) {
+  if ((pull.count == 0 && grant.is_of_pieces) || uint64_t{pull.first} + pull.count > hold.count()) {
     return refuse(session, pull, Code::refused,
                   "blocks " + std::to_string(pull.first) + " to " + std::to_string(uint64_t{pull.first} + pull.count) + " asked of a grant of " +
                       std::to_string(hold.count()),
@@ -277,6 +321,9 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
   if (const char* why = hold.obstacle(pull.lane)) return refuse(session, pull, Code::no_lane, why, out);
   if (pull.attempt <= grant.attempt) return;  // a repeat, or of an attempt that was given up
   grant.attempt = pull.attempt;
+  count_unread(grant, false);
+  grant.has_begun = pull.count != 0;
+  count_unread(grant, true);
   grant.reader = peer;
   grant.state = next_state(grant.state, GrantEvent::Pull);
   grant.reading = Reading{};
@@ -340,6 +387,7 @@ void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {
     if (grant.state != GrantState::Alive) {
       ++counts_.alive;
       grant.hold = std::make_unique<NoHold>();
+      count_unread(grant, true);
     }
     grant.state = GrantState::Alive;
     set_expiry(grant, now + limits_.ttl_ns);
@@ -388,6 +436,7 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
   if (grant.state != GrantState::Alive) return;
   grant.state = next_state(grant.state, event);
   expiries_.erase({grant.expiry, grant.id});
+  count_unread(grant, false);
   grant.hold->give_back();
   grant.hold.reset();
   grant.sums.clear();
@@ -401,7 +450,7 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
   }
   // A notice that spares the reader useless work; its safety never depends on it arriving.
   if (grant.reading && (grant.state == GrantState::Expired || grant.state == GrantState::Revoked)) {
-    out.push_back(SendFrame{grant.reading->session, Revoke{grant.id, code_of(grant.state)}});
+    out.push_back(SendFrame{grant.reading->session, Revoke{grant.id, code_of(grant.state), grant.why}});
   }
   grant.reading.reset();
   if (grant.is_of_pieces) return bury(ended_of_pieces_, graves_of_peers_max(), grant.id);
@@ -430,6 +479,16 @@ void GrantTable::tick(Nanos now, Effects& out) {
   for (const WaitingPull& waited : waiting_.take_if([&](const WaitingPull& waiting) { return waiting.deadline <= now; })) {
     refuse(waited.session, waited.pull, Code::grant_unknown, "no grant came in the time that the pull could wait", out);
   }
+  for (const WaitingPull& waited : waiting_.take_if([&](const WaitingPull& waiting) {
+         if (waiting.tell_at > now) return false;
+         const bool is_too_long = waiting.unasked_until <= now && !intake_.expects(waiting.pull.id);
+         return is_too_long || intake_.is_unknown(waiting.pull.id, waiting.came_at, waiting.rounds_before, now);
+       })) {
+    refuse(waited.session, waited.pull, Code::grant_unknown, "the source's engine was never asked for this prompt", out);
+  }
+  waiting_.each([&](WaitingPull& waiting) {
+    if (waiting.tell_at <= now) tell(waiting, now, out);
+  });
 }
 
 Nanos GrantTable::next_deadline() const { return std::min(expiries_.empty() ? kNever : expiries_.begin()->first, waiting_.next_deadline()); }

@@ -20,7 +20,9 @@
 // How blocks are laid out must be equal on both sides (the record's digest), and so must what they mean: the owner and the
 // reader may each say what the blocks hold (a digest of the tokens, say). Two that speak of different content do not meet.
 //
-// A pull may come before its grant: it waits, bounded in count, for all and for each peer, and in time. The first reader that
+// A pull may come before its grant: it waits, bounded in count, for all and for each peer, and in time, and is told how it
+// stands (QUEUED; intake.hpp says what the source knows of prompts without a grant). A pull of no blocks asks only whether the
+// grant exists: its reader has reserved nothing, and has not begun to read. The first reader that
 // presents the id binds the grant to its exact incarnation; where the owner named an agent, no other can. What any other
 // peer says of the id (pull, confirm, release, renew, cancel), before the grant is made or later, changes nothing of it.
 //
@@ -37,6 +39,7 @@
 #include "bugs.hpp"
 #include "effects.hpp"
 #include "hold.hpp"
+#include "intake.hpp"
 #include "waiting.hpp"
 
 namespace kvxfer {
@@ -53,12 +56,16 @@ struct GrantLimits {
   size_t waiting_max = 1024;
   Nanos ttl_ns = 10'000 * kMillisecond;
   Nanos life_max_ns = 600'000 * kMillisecond;
-  Nanos wait_max_ns = 60'000 * kMillisecond;
+  Nanos wait_max_ns = 600'000 * kMillisecond;     // of a pull of a prompt that the engine here does not know, whatever its reader says
+  Nanos unknown_wait_ns = 2'000 * kMillisecond;   // before an id that the engine does not know counts as unknown
+  Nanos queued_every_ns = 250 * kMillisecond;     // a waiting pull is told how it stands
   uint64_t data_bytes_max = 1 << 20;  // of one DATA frame, unless a single block is larger
 };
 
 struct GrantCounts {
-  size_t alive = 0, waiting_pulls = 0;
+  size_t alive = 0, waiting_pulls = 0, expected = 0;
+  size_t unread = 0;         // of those alive: their readers have not begun to read
+  size_t unread_blocks = 0;  // of those
   uint64_t released = 0, expired = 0, revoked = 0, reader_gone = 0, verdicts_ok = 0, verdicts_refused = 0;
   uint64_t refused = 0;  // asked for what is another's, or outside what there is
 };
@@ -70,6 +77,14 @@ class GrantTable {
   GrantTable& operator=(const GrantTable&) = delete;
 
   // --- the owner's acts ---
+  // Its engine accepted the prompt of this id, for the agent `reader` (empty: the first to come), and will grant or decline it.
+  // Throws Error as grant() for an id that was used before or that its reader gave up, and limit_exceeded.
+  void expect(const TransferId& id, const std::string& reader);
+  // A sign of life of its engine, which has work or has none. `took_in`: it has taken in what had reached it at the last such
+  // pulse. A table whose owner never says so lets early pulls wait as long as their readers want.
+  void pulse(bool has_work, bool took_in, Nanos now) { intake_.pulse(has_work, took_in, now); }
+  // Whether the reader of a grant has asked for blocks of it. False for one that is unknown or of pieces.
+  bool has_begun(const TransferId& id) const;
   // Throws Error: invalid_argument (id used before, ttl), limit_exceeded, blocks_busy (from the ledger), grant_released
   // (the reader that is named here gave the transfer up before this grant was made).
   void grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, Nanos now,
@@ -84,7 +99,8 @@ class GrantTable {
   // The pool and the blocks that ready(id, blocks) would newly make ready; none where that would throw or the pool has no checks.
   std::pair<uint32_t, std::vector<uint32_t>> becoming_ready(const TransferId& id, uint32_t blocks) const;
   // `event` is Revoke or Release; returns the state the grant is in afterwards, which is never Alive.
-  GrantState end(const TransferId& id, GrantEvent event, Nanos now, Effects& out);
+  // `why` is told to its reader, now or when it asks.
+  GrantState end(const TransferId& id, GrantEvent event, Nanos now, Effects& out, const std::string& why = {});
   std::optional<GrantState> state(const TransferId& id, Nanos now) const;
   // From now on only the agent `reader` may read it (empty: leave it open), unless that was decided before, or it has ended.
   // Returns the agent id that it is bound to or named for; empty: none yet, or never. Throws Error(grant_unknown).
@@ -131,11 +147,7 @@ class GrantTable {
 
   void tick(Nanos now, Effects& out);
   Nanos next_deadline() const;
-  GrantCounts counts() const {
-    GrantCounts counts = counts_;
-    counts.waiting_pulls = waiting_.size();
-    return counts;
-  }
+  GrantCounts counts() const;
 
  private:
   struct Reading {  // what the reader of a grant is doing now: one attempt on one session
@@ -166,6 +178,8 @@ class GrantTable {
     uint32_t seq = 0, ready_blocks = 0, layers = 0, renew_seq = 0;
     bool is_complete = false;
     bool is_given_up = false;            // released by its reader before the grant was made
+    bool has_begun = false;              // the last pull of its reader was of some blocks
+    std::string why;                     // its owner's, where it ended it
     uint32_t attempt = 0;                // the last one that was served; the reader counts from 1 over all its sessions
     std::optional<Reading> reading;
     std::vector<std::pair<uint64_t, Code>> verdicts;  // by nonce, oldest first
@@ -186,6 +200,9 @@ class GrantTable {
   size_t graves_of_peers_max() const { return std::max<size_t>(limits_.tombstones_max / 4, 1); }
   void set_expiry(Grant& grant, Nanos expiry);
   void refuse(SessionId session, const Pull& pull, Code code, const std::string& text, Effects& out);
+  void tell(WaitingPull& waiting, Nanos now, Effects& out);
+  void count_unread(const Grant& grant, bool is_unread);
+  void check_unused(const TransferId& id, const std::string& reader) const;
 
   GrantLimits limits_;
   uint64_t next_serial_ = 1;
@@ -195,6 +212,7 @@ class GrantTable {
   std::deque<TransferId> given_up_, ended_of_pieces_;
   std::set<std::pair<Nanos, TransferId>> expiries_;
   WaitingPulls waiting_;
+  Intake intake_;
   Shares fetches_;
   GrantCounts counts_;
 };

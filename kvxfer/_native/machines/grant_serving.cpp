@@ -60,14 +60,14 @@ void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
   const uint32_t end = pull.first + pull.count;
   const uint32_t can_read = std::clamp(grant.ready_blocks, pull.first, end) - pull.first;
 
-  if (!reading.is_told || reading.told_seq != grant.seq) {
+  if (!reading.is_told || (reading.told_seq != grant.seq && pull.count != 0)) {
     do {
       out.push_back(SendFrame{reading.session, announcement(grant, reading, can_read, now)});
     } while (is_one_sided(pull.lane) && reading.ids_told < can_read);
     reading.is_told = true;
     reading.told_seq = grant.seq;
   }
-  if (is_one_sided(pull.lane)) return;
+  if (is_one_sided(pull.lane) || pull.count == 0) return;
 
   if (reading.sending == 0 && reading.sent < can_read) send_next(grant, reading, can_read, out);
   const uint32_t out_of_hands = has_bug(Bug::verdict_before_last_byte) ? reading.sent + reading.sending : reading.sent;

@@ -27,6 +27,7 @@ class Hold {
   virtual const PoolInfo* pool() const { return nullptr; }  // of blocks
   // The pool, or the regions: what a one-sided lane needs maps of.
   virtual std::vector<uint32_t> maps() const = 0;
+  virtual bool has_memory() const { return true; }
   // Why `lane` cannot read it, or null.
   virtual const char* obstacle(Lane lane) const = 0;
 
@@ -71,6 +72,26 @@ class ReservedBlocks final : public BlocksHold {
   void take() override { ledger_->reserve(*blocks_); }
   void quarantine() override { ledger_->quarantine(*blocks_); }
   void give_back() override { ledger_->give_back(*blocks_); }
+};
+
+// Of a pull that waits for its grant: it knows how many blocks it will need, and has none of them.
+class NoBlocks final : public Hold {
+ public:
+  NoBlocks(const Ledger& ledger, uint32_t count) : ledger_(&ledger), count_(count) {}
+  uint32_t count() const override { return count_; }
+  Extent part(uint32_t, uint32_t) const override { throw Error(Code::internal, "a pull without blocks reads none"); }
+  uint64_t bytes(uint32_t, uint32_t count) const override { return ledger_->info().block_bytes * count; }
+  uint64_t piece_bytes(uint32_t) const override { return ledger_->info().block_bytes; }
+  const PoolInfo* pool() const override { return &ledger_->info(); }
+  std::vector<uint32_t> maps() const override { return {}; }
+  const char* obstacle(Lane) const override { return nullptr; }
+  bool has_memory() const override { return false; }
+  void take() override {}
+  void give_back() override {}
+
+ private:
+  const Ledger* ledger_;
+  uint32_t count_;
 };
 
 // Counted in each region that it touches. Checked when it is made; throws what Regions::check throws.

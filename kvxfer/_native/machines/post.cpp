@@ -83,13 +83,14 @@ void Post::next_lane(const std::string& why, Nanos now, Effects& out) {
 
 void Post::tick(Nanos now, Effects& out) {
   if (is_final(state_)) return;
-  if (now >= way_.deadline) return fail(Code::deadline, "the deadline passed", now, out);
+  if (now >= way_.deadline) return fail(Code::deadline, deadline_word(), now, out);
   if (session_ == 0) {
     if (now - unreachable_since_ >= limits_.reconnect_ns && !is_reading()) {
       fail(unreachable_code_, std::string("cannot reach the ") + peer_word() + unreachable_text_, now, out);
     }
     return;
   }
+  if (now >= give_up_at()) return give_up(now, out);
   if (now >= keep_at()) keep(now, out);
   if (is_final(state_)) return;
   if (!is_reading() && now - heard_at_ >= patience()) {
@@ -109,7 +110,7 @@ Nanos Post::wake_at() const {
     if (!is_reading()) at = std::min({at, unreachable_since_ + limits_.reconnect_ns, dial_at_});
     return at;
   }
-  at = std::min(at, keep_at());
+  at = std::min({at, keep_at(), give_up_at()});
   if (!is_reading()) at = std::min(at, heard_at_ + patience());
   return at;
 }

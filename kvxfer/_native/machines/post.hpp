@@ -21,7 +21,7 @@ struct TransferLimits {
   Nanos stall_ns = 1'000 * kMillisecond;      // heard nothing of this post for so long: ask again; then after twice that, up to 16 times
   Nanos reconnect_ns = 3'000 * kMillisecond;  // peer unreachable for so long: peer_gone
   Nanos ttl_ns = 10'000 * kMillisecond;       // asked for with each renewal
-  uint32_t wait_ms = 60'000;                  // how long the pull may wait at the source for its grant
+  Nanos engine_silent_ns = 10'000 * kMillisecond;  // the source's engine has work and gave no sign of life for so long: peer_gone
   uint64_t read_bytes_max = 32 << 20;         // of one ReadBlocks, unless a single block is larger
 };
 
@@ -87,6 +87,9 @@ class Post {
   virtual void ask_again(Nanos now, Effects& out) = 0;          // silence
   virtual void keep(Nanos, Effects&) {}                         // connected, at keep_at()
   virtual Nanos keep_at() const { return kNever; }
+  virtual Nanos give_up_at() const { return kNever; }  // connected: give_up() then
+  virtual void give_up(Nanos, Effects&) {}
+  virtual const char* deadline_word() const { return "the deadline passed"; }
   virtual void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) = 0;
 
   void fail(Code code, const std::string& text, Nanos now, Effects& out) { end(TransferState::Failed, code, text, now, out); }

@@ -28,6 +28,13 @@ TransferState next_state(TransferState state, TransferEvent event) {
     case E::SessionUpLanded:
       if (state == S::Connecting) return S::Confirming;
       break;
+    case E::Granted:
+      if (state == S::Waiting || state == S::Granted) return S::Granted;
+      break;
+    case E::Reserved:
+      if (state == S::Connecting) return state;
+      if (state == S::Waiting || state == S::Granted) return S::Waiting;
+      break;
     case E::Known:
       if (state == S::Waiting || state == S::Reading) return S::Reading;
       break;
@@ -75,6 +82,8 @@ void Transfer::on_session(Nanos now, Effects& out) {
     return ask_verdict(false, now, out);
   }
   move(TransferEvent::SessionUp);
+  engine_lived_at_ = now;  // until its agent says what it knows, which a session that was lost does not change
+  has_heard_of_engine_ = false;
   ask(done_, now, out);
 }
 
@@ -87,11 +96,14 @@ void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
   known_.clear();
   known_sums_.clear();
   heard_at_ = now;
-  Pull pull{spec_.id, attempt_, attempt_nonce_, lane(), spec_.first + first, total() - first, 0, {}, 0, spec_.content, spec_.wants_sums};
+  const uint32_t count = into_->has_memory() ? total() - first : 0;
+  Pull pull{spec_.id, attempt_, attempt_nonce_, lane(), spec_.first + first, count, 0, {}, 0, spec_.content, spec_.wants_sums};
   if (!knows_pieces()) {
     pull.block_bytes = into_->pool()->block_bytes;
     pull.digest = into_->pool()->digest;
-    pull.wait_ms = limits_.wait_ms;
+    // A little more than it will wait: the reader itself knows best when that is over.
+    const Nanos wait = way_.deadline == kNever ? kNever : way_.deadline - now + limits_.stall_ns;
+    pull.wait_ms = static_cast<uint32_t>(std::clamp<Nanos>(wait / kMillisecond, 1, UINT32_MAX));
   }
   if (is_fetch()) {
     send(Fetch{pull, to_wire(spec_.remote)}, out);
@@ -118,12 +130,17 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
   if (uint64_t{spec_.first} + total() > ready.total) {
     return fail(Code::refused, "the grant has " + std::to_string(ready.total) + " blocks, fewer than were asked for", now, out);
   }
-  move(TransferEvent::Heard);
+  if (!into_->has_memory()) silences_ = 0;  // that the grant exists is all that it asked for
+  const bool is_news = state_ == TransferState::Waiting && (!into_->has_memory() || (spec_.tells_granted && !is_granted_));
+  move(into_->has_memory() ? TransferEvent::Heard : TransferEvent::Granted);
   const Nanos left = Nanos{ready.ttl_ms} * kMillisecond;
   source_ttl_ = std::max(source_ttl_, left);
   renew_at_ = std::min(is_granted_ ? renew_at_ : kNever, now + left / 3);
+  if (!is_granted_ && spec_.granted_ns != 0) way_.deadline = now + spec_.granted_ns;
   is_granted_ = true;
   is_complete_ = is_complete_ || ready.complete;
+  if (is_news) tell(TransferGranted{spec_.id}, out);
+  if (!into_->has_memory()) return;
   if (!is_one_sided(lane())) return;
   if (!knows_pieces()) {
     remote_pool_ = ready.pool;
@@ -136,6 +153,52 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
     }
   }
   read_on(now, out);
+}
+
+void Transfer::on_queued(const Queued& queued, Nanos now, Effects& out) {
+  if (state_ != TransferState::Waiting || queued.attempt != attempt_ || is_granted_ || knows_pieces()) return;
+  heard_at_ = now;
+  silences_ = 0;
+  is_queued_ = queued.is_known;
+  const Nanos age = queued.has_work ? Nanos{queued.age_ms} * kMillisecond : 0;
+  engine_lived_at_ = has_heard_of_engine_ ? std::max(engine_lived_at_, now - age) : now - age;
+  has_heard_of_engine_ = true;
+  if (now >= give_up_at()) give_up(now, out);
+}
+
+Nanos Transfer::give_up_at() const {
+  const bool is_waiting = state_ == TransferState::Waiting && !is_granted_ && !knows_pieces();
+  return is_waiting ? engine_lived_at_ + limits_.engine_silent_ns : kNever;
+}
+
+void Transfer::give_up(Nanos now, Effects& out) {
+  fail(Code::peer_gone, "the source's engine has work and gave no sign of life for " + std::to_string((now - engine_lived_at_) / kMillisecond) + " ms", now, out);
+}
+
+const char* Transfer::deadline_word() const {
+  if (knows_pieces() || spec_.granted_ns == 0 || is_granted_) return "the deadline passed";
+  return "no grant came in the time that the request allows";
+}
+
+void Transfer::reserve(std::unique_ptr<Hold> blocks, uint32_t first, Nanos now, Effects& out) {
+  if (is_final(state_) || into_->has_memory()) throw Error(Code::invalid_argument, "this transfer is over, or has blocks");
+  blocks->take();
+  into_ = std::move(blocks);
+  spec_.first = first;
+  move(TransferEvent::Reserved);
+  if (session_ != 0) ask(done_, now, out);
+}
+
+bool Transfer::can_unreserve() const {
+  const bool is_early = state_ == TransferState::Connecting || state_ == TransferState::Waiting;
+  return is_early && !is_granted_ && !knows_pieces() && into_->has_memory() && reading_ == 0 && done_ == 0;
+}
+
+void Transfer::unreserve(std::unique_ptr<Hold> none, Nanos now, Effects& out) {
+  into_->quarantine();
+  into_->give_back();
+  into_ = std::move(none);
+  if (session_ != 0) ask(done_, now, out);
 }
 
 Extent Transfer::begin_read(uint32_t count, bool is_checked, Nanos now) {
@@ -178,7 +241,7 @@ void Transfer::read_on(Nanos now, Effects& out) {
 }
 
 Extent Transfer::on_data(const Data& data, Nanos now, uint64_t& token) {
-  if (is_final(state_) || is_one_sided(lane()) || data.attempt != attempt_ || reading_ != 0) return {};
+  if (is_final(state_) || is_one_sided(lane()) || data.attempt != attempt_ || reading_ != 0 || !into_->has_memory()) return {};
   if (state_ != TransferState::Waiting && state_ != TransferState::Reading) return {};
   if (data.first != spec_.first + done_ || data.count == 0 || data.count > total() - done_) return {};
   const uint64_t sum_bytes = data.has_sums ? uint64_t{data.count} * 4 : 0;
@@ -310,7 +373,8 @@ void Transfer::on_error(const ErrorFrame& error, Nanos now, Effects& out) {
 }
 
 void Transfer::on_revoke(const Revoke& revoke, Nanos now, Effects& out) {
-  fail(revoke.code == Code::ok ? Code::protocol : revoke.code, "the source ended the grant", now, out);
+  const std::string why = revoke.text.empty() ? "" : ": " + printable(revoke.text);
+  fail(revoke.code == Code::ok ? Code::protocol : revoke.code, "the source ended the grant" + why, now, out);
 }
 
 void Transfer::keep(Nanos now, Effects& out) {

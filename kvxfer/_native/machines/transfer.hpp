@@ -6,12 +6,20 @@
 // already over, is not a state but a flag: a transfer that is final is *drained* once no read into its blocks can still be
 // under way. Until then its blocks are quarantined.
 //
-//                 session_up  session_up_landed  known    heard    landed   landed_all  session_lost  verdict_ok  fail    cancel
-//   CONNECTING    WAITING     CONFIRMING         -        -        CONN.    CONN.       CONNECTING    -           FAILED  CANCELLED
-//   WAITING       -           -                  READING  READING  -        -           CONNECTING    -           FAILED  CANCELLED
-//   READING       -           -                  READING  READING  READING  CONFIRMING  CONNECTING    -           FAILED  CANCELLED
-//   CONFIRMING    -           -                  -        CONF.    -        -           CONNECTING    COMMITTED   FAILED  CANCELLED
+//                 session_up  session_up_landed  granted  reserved    known    heard    landed   landed_all  session_lost  verdict_ok  fail    cancel
+//   CONNECTING    WAITING     CONFIRMING         -        CONNECTING  -        -        CONN.    CONN.       CONNECTING    -           FAILED  CANCELLED
+//   WAITING       -           -                  GRANTED  WAITING     READING  READING  -        -           CONNECTING    -           FAILED  CANCELLED
+//   GRANTED       -           -                  GRANTED  WAITING     -        -        -        -           CONNECTING    -           FAILED  CANCELLED
+//   READING       -           -                  -        -           READING  READING  READING  CONFIRMING  CONNECTING    -           FAILED  CANCELLED
+//   CONFIRMING    -           -                  -        -           -        CONF.    -        -           CONNECTING    COMMITTED   FAILED  CANCELLED
 //   COMMITTED, FAILED, CANCELLED: nothing moves them; a late landing only drains.      ("-": impossible, an error)
+//
+// A pull may be posted without blocks: it asks whether its grant exists (a PULL of none), hears from its source how that stands
+// (QUEUED), and is GRANTED once it does. Then its owner gives it blocks (reserved), all at once, and it asks for them. Blocks that
+// it was given earlier can be taken back until the source has said that the grant exists: nothing can have landed in them.
+//
+// Before the grant three things bound the wait: the deadline, the source's word that its engine was never asked for the prompt, and
+// the silence of that engine. With the grant the deadline of the transfer itself begins.
 //
 // The reads of one transfer go in the order of the grant's positions, one at a time, so that what has landed is always a
 // prefix: a cut costs only what was under way, and an attempt that follows asks for the rest. Everything that landed under
@@ -43,7 +51,7 @@
 
 namespace kvxfer {
 
-enum class TransferEvent : uint8_t { SessionUp, SessionUpLanded, Known, Heard, Landed, LandedAll, SessionLost, VerdictOk, Fail, Cancel };
+enum class TransferEvent : uint8_t { SessionUp, SessionUpLanded, Granted, Reserved, Known, Heard, Landed, LandedAll, SessionLost, VerdictOk, Fail, Cancel };
 
 // The table above. Throws Error(internal) for an impossible pair.
 TransferState next_state(TransferState state, TransferEvent event);
@@ -52,9 +60,12 @@ struct TransferSpec {
   TransferId id;
   AgentRef source;
   std::vector<uint32_t> blocks;  // destination blocks of a pull, for grant positions first, first + 1, ...
+  uint32_t count = 0;            // where there are no blocks yet: how many there will be
   uint32_t first = 0;
   std::vector<Lane> lanes;  // allowed, best first
-  Nanos deadline = kNever;
+  Nanos deadline = kNever;  // of a pull: by then its grant exists
+  bool tells_granted = false;  // TransferGranted also where it has blocks
+  Nanos granted_ns = 0;     // of a pull, counted from the moment it heard of its grant: its deadline then; 0: as before
   uint64_t nonce_seed = 0;  // random; nonces of this transfer are drawn from it
   Bytes32 content{};        // of what the blocks are taken to hold; zero: not said
   bool wants_sums = false;  // where the source can give them; what lands in a pool with checks must have them
@@ -79,6 +90,15 @@ class Transfer final : public Post {
   std::vector<uint32_t> remote_regions() const override { return spec_.remote.ranges ? regions_of(spec_.remote) : std::vector<uint32_t>{}; }
 
   void on_ready(const Ready& ready, Nanos now, Effects& out);
+  void on_queued(const Queued& queued, Nanos now, Effects& out);
+  // See Endpoint; throws Error(invalid_argument) where it has blocks or is over, and what taking them throws.
+  void reserve(std::unique_ptr<Hold> blocks, uint32_t first, Nanos now, Effects& out);
+  bool can_unreserve() const;
+  void unreserve(std::unique_ptr<Hold> none, Nanos now, Effects& out);
+  // Of a pull: nothing of it was read, and it reads nothing.
+  bool is_waiting() const { return !knows_pieces() && (state_ == TransferState::Connecting || state_ == TransferState::Waiting || state_ == TransferState::Granted) && done_ == 0; }
+  bool is_granted() const { return is_granted_; }
+  bool is_queued() const { return is_queued_; }
   // Stream: blocks are about to arrive. Returns what to fill and sets `token`, or (token 0) nothing: throw the bytes away.
   Extent on_data(const Data& data, Nanos now, uint64_t& token);
   void on_verdict(const Verdict& verdict, Nanos now, Effects& out);
@@ -110,6 +130,9 @@ class Transfer final : public Post {
   void keep(Nanos now, Effects& out) override;
   void next_lane(const std::string& why, Nanos now, Effects& out) override;
   Nanos keep_at() const override { return is_granted_ ? renew_at_ : kNever; }
+  Nanos give_up_at() const override;
+  void give_up(Nanos now, Effects& out) override;
+  const char* deadline_word() const override;
   void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) override;
 
  private:
@@ -148,6 +171,9 @@ class Transfer final : public Post {
   std::vector<std::optional<uint32_t>> known_sums_;  // beside them
   uint32_t remote_pool_ = 0;
   bool is_complete_ = false;
+  bool is_queued_ = false;          // the source's engine has accepted the prompt
+  Nanos engine_lived_at_ = 0;       // the last sign of life of the source's engine, as far as its agent told
+  bool has_heard_of_engine_ = false;  // over this session
   bool is_granted_ = false;         // a READY came: the grant exists, renew it
   bool is_given_back_ = false;
   uint32_t before_complete_ = 0, checked_ = 0;

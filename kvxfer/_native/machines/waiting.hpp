@@ -1,4 +1,5 @@
-// Pulls that came before their grants: bounded in count, for all and for each peer, and in time.
+// Pulls that came before their grants: bounded in count, for all and for each peer, and in time. Each is told from time to
+// time how it stands.
 #pragma once
 
 #include <map>
@@ -14,7 +15,11 @@ struct WaitingPull {
   SessionId session;
   AgentRef peer;
   Pull pull;
-  Nanos deadline;
+  Nanos deadline;              // its reader's own
+  Nanos unasked_until = kNever;  // as long as the engine here has not said that it knows the prompt
+  Nanos came_at = 0;
+  uint64_t rounds_before = 0;  // of the engine's intake, when it came
+  Nanos tell_at = 0;
 };
 
 class WaitingPulls {
@@ -23,8 +28,8 @@ class WaitingPulls {
 
   size_t size() const { return pulls_.size(); }
   bool has(const TransferId& id) const { return pulls_.count(id) != 0; }
-  // False where there is no room. The same reader that asks again keeps its place and its first deadline.
-  bool add(SessionId session, const AgentRef& peer, const Pull& pull, Nanos deadline) {
+  // Null where there is no room. The same reader that asks again keeps its place and its first deadline.
+  WaitingPull* add(SessionId session, const AgentRef& peer, const Pull& pull, Nanos deadline, Nanos unasked_until, Nanos now, uint64_t rounds) {
     const auto range = pulls_.equal_range(pull.id);
     for (auto it = range.first; it != range.second; ++it) {
       if (it->second.peer != peer) continue;
@@ -32,12 +37,15 @@ class WaitingPulls {
         it->second.session = session;
         it->second.pull = pull;
       }
-      return true;
+      return &it->second;
     }
-    if (pulls_.size() >= max_ || !shares_.has_room(peer)) return false;
+    if (pulls_.size() >= max_ || !shares_.has_room(peer)) return nullptr;
     shares_.take(peer);
-    pulls_.emplace(pull.id, WaitingPull{session, peer, pull, deadline});
-    return true;
+    return &pulls_.emplace(pull.id, WaitingPull{session, peer, pull, deadline, unasked_until, now, rounds})->second;
+  }
+  template <class F>
+  void each(F&& visit) {
+    for (auto& [_, waiting] : pulls_) visit(waiting);
   }
   // All that wait for `id`, in the order in which they came.
   std::vector<WaitingPull> take(const TransferId& id) {
@@ -54,7 +62,7 @@ class WaitingPulls {
   }
   Nanos next_deadline() const {
     Nanos next = kNever;
-    for (const auto& [_, waiting] : pulls_) next = std::min(next, waiting.deadline);
+    for (const auto& [_, waiting] : pulls_) next = std::min({next, waiting.deadline, waiting.tell_at});
     return next;
   }
 

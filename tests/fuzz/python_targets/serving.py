@@ -206,6 +206,9 @@ NOTIFICATIONS = [
     wire.Refuse(TRANSFER, 1, "busy", "why"),
     wire.Keep((TRANSFER, TRANSFER)),
     wire.Release(TRANSFER, 0, 1),
+    wire.Await((TRANSFER, TRANSFER)),
+    wire.Queued((TRANSFER, TRANSFER), (3, 0), 250, True),
+    wire.Begun(TRANSFER, "grant_unknown", "why"),
 ]
 BUSY = encode_object(error_body("busy", code="overloaded", retryable=True))
 

@@ -1,0 +1,76 @@
+// What the source's engine has said of prompts that have no grant yet, and of itself.
+//
+// An id is *expected* from the moment in which the engine accepted its prompt until its grant is made or declined. The engine
+// *pulses* with each step, and once more when it goes idle, and says whether all is taken in that had reached it at its last
+// such pulse. So a pull that came before its grant
+// is told what its source knows: whether the prompt is there, how many are before it, and how long ago the engine gave a sign
+// of life. An id that is not expected may still be on its way to the engine: it counts as unknown only once the pull has
+// waited for a while in which the engine took in its queue twice, or was idle.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <unordered_map>
+
+#include "codes.hpp"
+#include "ids.hpp"
+
+namespace kvxfer {
+
+class Intake {
+ public:
+  Intake(size_t max, Nanos unknown_wait_ns) : max_(max), unknown_wait_ns_(unknown_wait_ns) {}
+
+  // Again: nothing. Throws Error(limit_exceeded).
+  void expect(const TransferId& id) {
+    if (order_of_.count(id) != 0) return;
+    if (order_of_.size() >= max_) throw Error(Code::limit_exceeded, "grants_max (" + std::to_string(max_) + ") prompts are accepted and have no grant");
+    order_of_[id] = next_;
+    by_order_[next_++] = id;
+  }
+  void forget(const TransferId& id) {
+    const auto found = order_of_.find(id);
+    if (found == order_of_.end()) return;
+    by_order_.erase(found->second);
+    order_of_.erase(found);
+  }
+  bool expects(const TransferId& id) const { return order_of_.count(id) != 0; }
+  size_t size() const { return order_of_.size(); }
+  // At most so many prompts were accepted before it and wait still: those in the middle that were declined count too.
+  uint32_t position(const TransferId& id) const {
+    return static_cast<uint32_t>(std::min<uint64_t>(order_of_.at(id) - by_order_.begin()->first, UINT32_MAX - 1));
+  }
+
+  void pulse(bool has_work, bool took_in, Nanos now) {
+    if (!has_work && (has_work_ || !has_engine_)) idle_since_ = now;
+    has_engine_ = true;
+    has_work_ = has_work;
+    pulsed_at_ = now;
+    if (took_in) ++rounds_;
+  }
+  uint64_t rounds() const { return rounds_; }
+  // A prompt that was accepted is work, whatever the engine said last: it may have stopped before it took it in.
+  bool has_work() const { return has_work_ || (has_engine_ && !order_of_.empty()); }
+  // Since the engine's last sign of life, as a pull is told that came at `came_at`; an idle engine owes none.
+  Nanos age(Nanos came_at, Nanos now) const {
+    if (!has_work()) return 0;
+    return std::max<Nanos>(now - (has_work_ ? pulsed_at_ : std::max(pulsed_at_, came_at)), 0);
+  }
+  // Whether a prompt that nobody asked this engine for is meant by a pull that came at `came_at`, after `rounds_before`. Never
+  // where there is no engine that says anything.
+  bool is_unknown(const TransferId& id, Nanos came_at, uint64_t rounds_before, Nanos now) const {
+    if (!has_engine_ || expects(id) || now - came_at < unknown_wait_ns_) return false;
+    return rounds_ - rounds_before >= 2 || (!has_work_ && now - idle_since_ >= unknown_wait_ns_);
+  }
+
+ private:
+  size_t max_;
+  Nanos unknown_wait_ns_;
+  std::unordered_map<TransferId, uint64_t, TransferIdHash> order_of_;
+  std::map<uint64_t, TransferId> by_order_;
+  uint64_t next_ = 0, rounds_ = 0;
+  bool has_engine_ = false, has_work_ = false;
+  Nanos pulsed_at_ = 0, idle_since_ = 0;
+};
+
+}  // namespace kvxfer
