@@ -122,10 +122,17 @@ class AgentConfig:
     grant_ttl_s: float = 10.0
     grant_life_max_s: float = 600.0
     """No renewal carries a grant past this age."""
-    pull_wait_s: float = 60.0
-    """How long a pull that came before its grant may wait at the source."""
+    grant_wait_s: float = 600.0
+    """How long a pull waits for its grant where its request names no ``timeout_s``; and how long one of a peer may wait
+    here, whatever it names."""
+    unknown_wait_s: float = 2.0
+    """A pull whose prompt the engine here was never asked for ends as ``grant_unknown`` after so long, in which the
+    engine took in its queue twice or was idle."""
+    engine_silent_s: float = 10.0
+    """A pull whose source's engine has work and made no step for so long ends as ``peer_gone``."""
     pull_wait_count_max: int = 1024
     transfer_deadline_s: float = 120.0
+    """Counted from the moment in which the transfer heard of its grant."""
     stall_s: float = 1.0
     """A live transfer that heard nothing for so long asks again."""
     reconnect_s: float = 3.0
@@ -153,7 +160,16 @@ class AgentConfig:
     on in another session. docs/adr/0014-refusals-and-sessions.md."""
 
     def __post_init__(self) -> None:
-        for name in ("grant_ttl_s", "grant_life_max_s", "pull_wait_s", "transfer_deadline_s", "stall_s", "reconnect_s"):
+        for name in (
+            "grant_ttl_s",
+            "grant_life_max_s",
+            "grant_wait_s",
+            "unknown_wait_s",
+            "engine_silent_s",
+            "transfer_deadline_s",
+            "stall_s",
+            "reconnect_s",
+        ):
             check_positive(name, getattr(self, name), maximum=86400.0)
         for name in (
             "pull_wait_count_max",

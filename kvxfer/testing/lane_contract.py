@@ -19,12 +19,14 @@ from kvxfer.testing.lane_parties import LaneMaker
 from kvxfer.testing.lane_post_endings import POST_ENDING_CHECKS
 from kvxfer.testing.lane_posts import POST_CHECKS
 from kvxfer.testing.lane_promises import PROMISE_CHECKS
+from kvxfer.testing.lane_waiting import WAITING_CHECKS
 
 CHECKS: tuple[Callable[[LaneMaker], None], ...] = (
     *BYTE_CHECKS,
     *GRANT_CHECKS,
     *ENDING_CHECKS,
     *PROMISE_CHECKS,
+    *WAITING_CHECKS,
     *POST_CHECKS,
     *POST_ENDING_CHECKS,
 )

@@ -107,6 +107,7 @@ class Party:
         self._blocks = BlockMemory(self.pool, region, layout.segments)
         self.finals: dict[bytes, list[_core.TransferFinal]] = collections.defaultdict(list)
         self.drained: collections.Counter[bytes] = collections.Counter()
+        self.granted: collections.Counter[bytes] = collections.Counter()
         self.done: dict[bytes, int] = {}
         self.ended: dict[bytes, list[GrantState]] = collections.defaultdict(list)
         self.poster = Poster(transport, config=config, drain=self.drain)
@@ -153,6 +154,8 @@ class Party:
             elif isinstance(event, _core.TransferDrained):
                 assert self.finals[event.id], "a transfer drained before it was final"
                 self.drained[event.id] += 1
+            elif isinstance(event, _core.TransferGranted):
+                self.granted[event.id] += 1
             elif isinstance(event, _core.TransferProgress):
                 assert event.done >= self.done.get(event.id, 0), "progress went back"
                 self.done[event.id] = event.done

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvxfer.transport.base import Blocks, Event, PoolCounts, Region, Transport, TransportCounts
+from kvxfer.transport.base import Blocks, Event, Region, Transport
+from kvxfer.transport.counts import PoolCounts, TransportCounts
 from kvxfer.transport.memory import MemoryBinding, MemoryTransport
 from kvxfer.transport.native import NativeBinding, NativeTransport
 from kvxfer.transport.network import Fate, MemoryNetwork, Passage

@@ -20,6 +20,7 @@ from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument, LaneUnavailable
 from kvxfer.policy import striping
+from kvxfer.transport.counts import TransportCounts
 from kvxfer.transport.private_memory import allocate_private
 from kvxfer.types import (
     AgentRef,
@@ -44,6 +45,7 @@ Event: TypeAlias = (
     _core.GrantEnded
     | _core.TransferProgress
     | _core.TransferFinal
+    | _core.TransferGranted
     | _core.TransferDrained
     | _core.OfferEnded
     | _core.NotifReceived
@@ -103,69 +105,6 @@ class StartPost(Protocol):
         LaneUnavailable, Closed.
         """
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class PoolCounts:
-    """Blocks of one pool in the states that belong to the agent."""
-
-    pool_id: int
-    blocks: int
-    granted: int
-    reserved: int
-    quarantined: int
-
-    @property
-    def is_idle(self) -> bool:
-        return self.granted + self.reserved + self.quarantined == 0
-
-
-@dataclasses.dataclass(frozen=True)
-class RegionCounts:
-    """What is under way over one registered region."""
-
-    region_id: int
-    length_bytes: int
-    grants: int
-    """Reads by peers, and own writes to peers."""
-    transfers: int
-    """Own reads, and writes of peers, which may still fill it."""
-
-    @property
-    def is_idle(self) -> bool:
-        return self.grants + self.transfers == 0
-
-
-@dataclasses.dataclass(frozen=True)
-class TransportCounts:
-    """What the machines hold now, and (``grants_*`` but alive, ``verdicts_*``) what they decided so far."""
-
-    pools: tuple[PoolCounts, ...]
-    regions: tuple[RegionCounts, ...]
-    grants_alive: int
-    grants_released: int
-    grants_expired: int
-    grants_revoked: int
-    grants_reader_gone: int
-    pulls_waiting: int
-    verdicts_ok: int
-    verdicts_refused: int
-    requests_refused: int
-    transfers_live: int
-    transfers_draining: int
-    sessions_up: int
-    sessions_opening: int
-    peers: int
-    notifications_pending: int
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is promised, under way or waiting."""
-        return (
-            all(pool.is_idle for pool in self.pools)
-            and all(region.is_idle for region in self.regions)
-            and self.grants_alive + self.pulls_waiting + self.transfers_live + self.transfers_draining == 0
-        )
 
 
 class Transport(Protocol):
@@ -270,12 +209,30 @@ class Transport(Protocol):
         """Announce the first ``blocks`` blocks of a grant. Raises GrantGone's kinds and InvalidArgument."""
         ...
 
+    def expect(self, transfer_id: TransferId, *, reader: str) -> None:
+        """The engine here accepted the prompt of this id, for the agent ``reader`` (empty: the first to ask): pulls
+        that come before its grant are told so. Ends by :meth:`grant` or :meth:`decline`.
+
+        Raises InvalidArgument (an id used before), LimitExceeded, GrantReleased (the reader gave up before).
+        """
+        ...
+
+    def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
+        """A sign of life of the engine here, which is about to step, or has nothing to do. ``took_in``: all is taken in
+        that had reached it at its last such pulse."""
+        ...
+
+    def has_begun(self, transfer_id: TransferId) -> bool:
+        """Whether the reader of that grant has asked for blocks of it; False for an unknown one."""
+        ...
+
     def decline(self, transfer_id: TransferId) -> None:
         """The grant will never be made: whoever waits for it, or asks later, is told so. Raises InvalidArgument."""
         ...
 
-    def revoke_grant(self, transfer_id: TransferId) -> GrantState:
-        """End a grant; once this returns the blocks may be overwritten. Returns the state it ended in.
+    def revoke_grant(self, transfer_id: TransferId, why: str = "") -> GrantState:
+        """End a grant; once this returns the blocks may be overwritten. Its reader is told ``why``, cut to 512 bytes.
+        Returns the state it ended in.
 
         Raises GrantUnknown.
         """
@@ -305,6 +262,9 @@ class Transport(Protocol):
         first: int,
         lanes: Sequence[Lane],
         deadline_s: float,
+        granted_s: float = 0.0,
+        tells_granted: bool = False,
+        count: int = 0,
         content: bytes = NO_CONTENT,
         wants_sums: bool = False,
     ) -> None:
@@ -312,8 +272,23 @@ class Transport(Protocol):
         TransferDrained. ``content`` as in :meth:`grant`. ``wants_sums``: CRC-32Cs are checked where the source can
         give them.
 
+        No blocks and a ``count``: ask whether the grant exists. TransferGranted says so (with ``tells_granted`` of a
+        pull that has blocks too), and :meth:`reserve` gives it its blocks. ``deadline_s`` bounds everything; with
+        ``granted_s`` it bounds the wait for the grant, and ``granted_s`` the transfer from the moment in which it heard
+        of its grant.
+
         Raises InvalidArgument, BlocksBusy, LimitExceeded, PeerGone (that life is not known).
         """
+        ...
+
+    def reserve(self, transfer_id: TransferId, blocks: Blocks, *, first: int) -> None:
+        """Give a pull that has no blocks its own, for the grant's positions ``first...``. Raises InvalidArgument where
+        it is over or has some, BlocksBusy."""
+        ...
+
+    def unreserve(self, transfer_id: TransferId) -> bool:
+        """Take the blocks of a pull back whose grant is not known to exist: it waits on without them. False, and
+        nothing changed: they are in use, or it is over."""
         ...
 
     def prepare_fetch(self, order: PostOrder) -> StartPost:
@@ -455,9 +430,10 @@ def limits_from(config: AgentConfig, lanes: Sequence[Lane]) -> _core.EndpointLim
     grants.waiting_max = config.pull_wait_count_max
     grants.ttl_ns = round(config.grant_ttl_s * NS_PER_S)
     grants.life_max_ns = round(config.grant_life_max_s * NS_PER_S)
-    grants.wait_max_ns = round(config.pull_wait_s * NS_PER_S)
+    grants.wait_max_ns = round(config.grant_wait_s * NS_PER_S)
+    grants.unknown_wait_ns = round(config.unknown_wait_s * NS_PER_S)
     transfers.ttl_ns = grants.ttl_ns
-    transfers.wait_ms = round(config.pull_wait_s * 1e3)
+    transfers.engine_silent_ns = round(config.engine_silent_s * NS_PER_S)
     transfers.stall_ns = round(config.stall_s * NS_PER_S)
     transfers.reconnect_ns = round(config.reconnect_s * NS_PER_S)
     limits.grants, limits.transfers = grants, transfers
@@ -469,30 +445,3 @@ def limits_from(config: AgentConfig, lanes: Sequence[Lane]) -> _core.EndpointLim
     limits.notification_queue_bytes_max = config.notification_queue_bytes_max
     limits.refusals_max = config.refusals_max
     return limits
-
-
-def counts_from(native: _core.EndpointCounts) -> TransportCounts:
-    grants = native.grants
-    return TransportCounts(
-        pools=tuple(
-            PoolCounts(pool.pool, pool.blocks, pool.granted, pool.reserved, pool.quarantined) for pool in native.pools
-        ),
-        regions=tuple(
-            RegionCounts(region.region, region.bytes, region.grants, region.transfers) for region in native.regions
-        ),
-        grants_alive=grants.alive,
-        grants_released=grants.released,
-        grants_expired=grants.expired,
-        grants_revoked=grants.revoked,
-        grants_reader_gone=grants.reader_gone,
-        pulls_waiting=grants.waiting_pulls,
-        verdicts_ok=grants.verdicts_ok,
-        verdicts_refused=grants.verdicts_refused,
-        requests_refused=grants.refused,
-        transfers_live=native.transfers_live,
-        transfers_draining=native.transfers_draining,
-        sessions_up=native.sessions_up,
-        sessions_opening=native.sessions_opening,
-        peers=native.peers,
-        notifications_pending=native.notifications_pending,
-    )

@@ -25,13 +25,12 @@ from kvxfer.transport.base import (
     PostOrder,
     Region,
     StartPost,
-    TransportCounts,
     as_nanoseconds,
-    counts_from,
     limits_from,
     read_ref,
     write_ref,
 )
+from kvxfer.transport.counts import TransportCounts, counts_from
 from kvxfer.transport.memory_bytes import BlockMemory, Memories, RegionMemory
 from kvxfer.transport.network import MemoryNetwork, Passage
 from kvxfer.types import (
@@ -199,11 +198,21 @@ class MemoryTransport:
         ready_blocks: int,
         content: bytes = NO_CONTENT,
     ) -> None:
+        what = (transfer_id.raw, pool_id, blocks.tolist(), reader, as_nanoseconds("ttl_s", ttl_s), ready_blocks)
         with self._open() as endpoint:
-            ttl_ns, now_ns = as_nanoseconds("ttl_s", ttl_s), self._network.now_ns
-            self.act(
-                endpoint.grant(transfer_id.raw, pool_id, blocks.tolist(), reader, ttl_ns, ready_blocks, now_ns, content)
-            )
+            self.act(endpoint.grant(*what, self._network.now_ns, content))
+
+    def expect(self, transfer_id: TransferId, *, reader: str) -> None:
+        with self._open() as endpoint:
+            endpoint.expect(transfer_id.raw, reader)
+
+    def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
+        with self._open() as endpoint:
+            endpoint.pulse(has_work, took_in, self._network.now_ns)
+
+    def has_begun(self, transfer_id: TransferId) -> bool:
+        with self._open() as endpoint:
+            return endpoint.has_begun(transfer_id.raw)
 
     def decline(self, transfer_id: TransferId) -> None:
         with self._open() as endpoint:
@@ -215,8 +224,8 @@ class MemoryTransport:
             sums = [_core.crc32c(row.tobytes()) for row in self._memories.pools[pool_id].read(fresh)] if fresh else []
             self.act(endpoint.ready(transfer_id.raw, blocks, layers, complete, self._network.now_ns, sums))
 
-    def revoke_grant(self, transfer_id: TransferId) -> GrantState:
-        return self._end_grant(transfer_id, _core.GrantEvent.REVOKE)
+    def revoke_grant(self, transfer_id: TransferId, why: str = "") -> GrantState:
+        return self._end_grant(transfer_id, _core.GrantEvent.REVOKE, why)
 
     def release_grant(self, transfer_id: TransferId) -> GrantState:
         return self._end_grant(transfer_id, _core.GrantEvent.RELEASE)
@@ -240,6 +249,9 @@ class MemoryTransport:
         first: int,
         lanes: Sequence[Lane],
         deadline_s: float,
+        granted_s: float = 0.0,
+        tells_granted: bool = False,
+        count: int = 0,
         content: bytes = NO_CONTENT,
         wants_sums: bool = False,
     ) -> None:
@@ -258,8 +270,21 @@ class MemoryTransport:
                     now_ns,
                     content,
                     wants_sums,
+                    count,
+                    as_nanoseconds("granted_s", granted_s),
+                    tells_granted,
                 )
             )
+
+    def reserve(self, transfer_id: TransferId, blocks: Blocks, *, first: int) -> None:
+        with self._open() as endpoint:
+            self.act(endpoint.reserve(transfer_id.raw, blocks.tolist(), first, self._network.now_ns))
+
+    def unreserve(self, transfer_id: TransferId) -> bool:
+        with self._open() as endpoint:
+            is_done, effects = endpoint.unreserve(transfer_id.raw, self._network.now_ns)
+            self.act(effects)
+        return is_done
 
     def prepare_fetch(self, order: PostOrder) -> StartPost:
         return functools.partial(self._post, _core.Endpoint.fetch, order)
@@ -276,26 +301,12 @@ class MemoryTransport:
         notification: bytes | None,
         wants_sums: bool,
     ) -> None:
-        local, remote = order.local, order.remote
+        local, remote, lanes = order.local, order.remote, [LANES[lane] for lane in order.lanes]
+        pieces = (local.ranges, local.ids.tolist(), remote.ranges, remote.ids.tolist())
         with self._open() as endpoint:
             now_ns = self._network.now_ns
-            self.act(
-                act(
-                    endpoint,
-                    identity,
-                    write_ref(order.peer),
-                    local.ranges,
-                    local.ids.tolist(),
-                    remote.ranges,
-                    remote.ids.tolist(),
-                    [LANES[lane] for lane in order.lanes],
-                    now_ns + timeout_ns,
-                    self._network.random.getrandbits(64),
-                    now_ns,
-                    notification,
-                    wants_sums,
-                )
-            )
+            when = (now_ns + timeout_ns, self._network.random.getrandbits(64), now_ns)
+            self.act(act(endpoint, identity, write_ref(order.peer), *pieces, lanes, *when, notification, wants_sums))
 
     def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
         with self._open() as endpoint:
@@ -371,9 +382,9 @@ class MemoryTransport:
                 if self._eventfd is not None:
                     os.eventfd_write(self._eventfd, 1)
 
-    def _end_grant(self, transfer_id: TransferId, event: _core.GrantEvent) -> GrantState:
+    def _end_grant(self, transfer_id: TransferId, event: _core.GrantEvent, why: str = "") -> GrantState:
         with self._open() as endpoint:
-            state, effects = endpoint.end_grant(transfer_id.raw, event, self._network.now_ns)
+            state, effects = endpoint.end_grant(transfer_id.raw, event, self._network.now_ns, why)
             self.act(effects)
             return GrantState(int(state))
 

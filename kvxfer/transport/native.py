@@ -36,13 +36,12 @@ from kvxfer.transport.base import (
     PostOrder,
     Region,
     StartPost,
-    TransportCounts,
     as_nanoseconds,
     check_segments,
-    counts_from,
     limits_from,
     write_ref,
 )
+from kvxfer.transport.counts import TransportCounts, counts_from
 from kvxfer.transport.socket_place import SocketPlace, find_socket_place
 from kvxfer.types import (
     AgentRef,
@@ -273,14 +272,23 @@ class NativeTransport:
             content=content,
         )
 
+    def expect(self, transfer_id: TransferId, *, reader: str) -> None:
+        self.core.expect(transfer_id.raw, reader=reader)
+
+    def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
+        self.core.pulse(has_work, took_in)
+
+    def has_begun(self, transfer_id: TransferId) -> bool:
+        return self.core.has_begun(transfer_id.raw)
+
     def decline(self, transfer_id: TransferId) -> None:
         self.core.decline(transfer_id.raw)
 
     def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
         self.core.ready(transfer_id.raw, blocks, layers=layers, complete=complete)
 
-    def revoke_grant(self, transfer_id: TransferId) -> GrantState:
-        return GrantState(int(self.core.end_grant(transfer_id.raw, _core.GrantEvent.REVOKE)))
+    def revoke_grant(self, transfer_id: TransferId, why: str = "") -> GrantState:
+        return GrantState(int(self.core.end_grant(transfer_id.raw, _core.GrantEvent.REVOKE, why)))
 
     def release_grant(self, transfer_id: TransferId) -> GrantState:
         return GrantState(int(self.core.end_grant(transfer_id.raw, _core.GrantEvent.RELEASE)))
@@ -302,6 +310,9 @@ class NativeTransport:
         first: int,
         lanes: Sequence[Lane],
         deadline_s: float,
+        granted_s: float = 0.0,
+        tells_granted: bool = False,
+        count: int = 0,
         content: bytes = NO_CONTENT,
         wants_sums: bool = False,
     ) -> None:
@@ -314,8 +325,17 @@ class NativeTransport:
             content=content,
             lanes=[LANES[lane] for lane in lanes],
             deadline_ns=time.monotonic_ns() + as_nanoseconds("deadline_s", deadline_s),
+            granted_ns=as_nanoseconds("granted_s", granted_s),
+            count=count,
+            tells_granted=tells_granted,
             wants_sums=wants_sums,
         )
+
+    def reserve(self, transfer_id: TransferId, blocks: Blocks, *, first: int) -> None:
+        self.core.reserve(transfer_id.raw, blocks, first=first)
+
+    def unreserve(self, transfer_id: TransferId) -> bool:
+        return self.core.unreserve(transfer_id.raw)
 
     def prepare_fetch(self, order: PostOrder) -> StartPost:
         return self.core.prepare_fetch(*_written(order)).start
