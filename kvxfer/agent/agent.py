@@ -20,18 +20,16 @@ from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Delivery, Notification, Notifications
 from kvxfer.agent.pool import Pool
 from kvxfer.agent.pools import Pools, PoolSpec
-from kvxfer.agent.posts import AgentPost
 from kvxfer.agent.pulls import PullOrder
+from kvxfer.agent.registered import RegisteredMemory
 from kvxfer.agent.statistics import AgentStatistics
 from kvxfer.agent.transfer import Transfer
 from kvxfer.config import AgentConfig, check_positive
 from kvxfer.errors import Closed, ConfigError, InvalidArgument, KvxferError
-from kvxfer.transport.base import Binding, as_blocks, as_content
-from kvxfer.transport.descriptors import Prepared
+from kvxfer.transport.base import Binding, Blocks, as_blocks, as_content
 from kvxfer.transport.memory import MemoryBinding
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.network import MemoryNetwork
-from kvxfer.transport.posts import Op, Registration
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,
@@ -43,7 +41,6 @@ from kvxfer.types import (
     Member,
     Membership,
     PoolRecord,
-    RegionRecord,
     Role,
     Segment,
     TransferId,
@@ -57,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvxfer.agent")
 
 
-class Agent:
+class Agent(RegisteredMemory):
     """An async context manager. It lives on the loop that entered it. :meth:`grant`, :meth:`pull`, :meth:`load`,
     :meth:`find_member`, :meth:`card`, :meth:`statistics` and the methods of a Grant may be called from any thread,
     :meth:`wait` from any other, and everything else on that loop.
@@ -286,6 +283,18 @@ class Agent:
             content=as_content(content),
         )
 
+    def expect(self, transfer_id: TransferId, *, reader: str | None = None) -> None:
+        """The engine here accepted that prompt for the agent ``reader`` (``None``: whoever comes first): a pull of it
+        that comes early is told that it is queued. Ends by :meth:`grant` or :meth:`decline`. From any thread. Raises
+        InvalidArgument (an id used before), LimitExceeded, GrantReleased (the reader gave it up before)."""
+        self._open().grants.expect(transfer_id, reader or "")
+
+    def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
+        """A sign of life of the engine here, which is about to step, or (``has_work=False``) has nothing to do.
+        ``took_in``: all is taken in that had reached it at its last such pulse. From any thread. An agent without such
+        an engine lets pulls that come early wait as long as their readers want."""
+        self._open().transport.pulse(has_work=has_work, took_in=took_in)
+
     def decline(self, transfer_id: TransferId) -> None:
         """This grant will never be made: its reader need not wait. From any thread. Raises InvalidArgument."""
         self._open().grants.decline(transfer_id)
@@ -300,14 +309,18 @@ class Agent:
         transfer_id: TransferId,
         source: str,
         first: int = 0,
+        timeout_s: float | None = None,
         deadline_s: float | None = None,
         lanes: Sequence[Lane] | None = None,
         content: bytes | None = None,
+        on_granted: Callable[[Transfer], None] | None = None,
         on_ended: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         """Fill ``blocks`` of ``pool``, in order, from positions ``first...`` of the grant ``transfer_id`` of the agent
-        ``source``; the grant may come later. ``content`` is what the blocks are taken to hold;
-        a source that says otherwise refuses. The blocks belong to the agent from now until the transfer drained.
+        ``source``; the grant may come later, within ``timeout_s``, and ``deadline_s`` counts from when it is there.
+        ``content`` is what the blocks are taken to hold; a source that says otherwise refuses. The blocks belong to the
+        agent from now until the transfer drained, or :meth:`Transfer.unreserve` gave them back: from then on it is as
+        :meth:`ask` made it. ``on_granted(transfer)`` is called when the grant exists.
 
         A wrong call raises here: InvalidArgument, BlocksBusy, LimitExceeded. What goes wrong with the peer is raised by
         awaiting: Incompatible (names the field; not a byte moved), LaneUnavailable, PeerGone, CoordinatorUnavailable,
@@ -315,17 +328,52 @@ class Agent:
         until it is found the blocks are not reserved yet, so that BlocksBusy too may come late.
         From any thread; on another than the loop's nobody waits for a source that is not known. ``on_ended(transfer)``
         is called once it drained, on the thread that hears of it first (see :meth:`wait`), and must not block."""
-        self._check_own(pool)
-        life = self._open()
         index = as_blocks(blocks)
-        deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
+        what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content)
+        return self._open().pulls.start(self._order(pool, index, len(index), *what), on_ended, on_granted)
+
+    def ask(
+        self,
+        pool: Pool,
+        count: int,
+        *,
+        transfer_id: TransferId,
+        source: str,
+        first: int = 0,
+        timeout_s: float | None = None,
+        deadline_s: float | None = None,
+        lanes: Sequence[Lane] | None = None,
+        content: bytes | None = None,
+        on_granted: Callable[[Transfer], None] | None = None,
+        on_ended: Callable[[Transfer], None] | None = None,
+    ) -> Transfer:
+        """As :meth:`pull` of ``count`` blocks that are not there yet: ``on_granted(transfer)`` is called when the grant
+        exists, on the thread that hears of it first (again after a lost session), and :meth:`Transfer.reserve` gives it
+        its blocks. Until then it waits, and keeps its grant alive, for ``deadline_s`` at most."""
+        what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content)
+        return self._open().pulls.start(self._order(pool, None, count, *what), on_ended, on_granted)
+
+    def _order(
+        self,
+        pool: Pool,
+        blocks: Blocks | None,
+        count: int,
+        transfer_id: TransferId,
+        source: str,
+        first: int,
+        timeout_s: float | None,
+        deadline_s: float | None,
+        lanes: Sequence[Lane] | None,
+        content: bytes | None,
+    ) -> PullOrder:
+        self._check_own(pool)
         if source == self.info.agent_id:
             raise InvalidArgument("an agent does not pull from itself")
         allowed = self._lanes if lanes is None else tuple(lanes)
-        order = PullOrder(
-            transfer_id, source, pool.published, index, first, allowed, deadline_s, as_content(content), pool.checks
-        )
-        return life.pulls.start(order, on_ended)
+        timeout_s = self.config.grant_wait_s if timeout_s is None else timeout_s
+        deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
+        what = (transfer_id, source, pool.published, blocks, count, first, allowed, timeout_s, deadline_s)
+        return PullOrder(*what, as_content(content), pool.checks)
 
     def wait(self, timeout_s: float) -> None:
         """Wait a moment, at most so long, for news of any kind, and do the transport's work meanwhile, so that nobody
@@ -342,58 +390,6 @@ class Agent:
         member = life.peers.find(source)
         if member is not None:
             life.transport.give_up(transfer_id, member.ref)
-
-    # --- registered memory ---
-
-    def register(self, memory: Any, *, can_read: bool = True, can_write: bool = True) -> Registration:
-        """Let every proven peer read and write ``memory`` (contiguous tensor (CPU, CUDA), array, buffer,
-        ``(address, length)`` or Region) at any time until :meth:`deregister`: an open-ended grant and offer. It is kept
-        alive so long.
-
-        Raises InvalidArgument for memory with gaps, LaneUnavailable for an unusable device.
-        """
-        return self._open().posts.poster.register(memory, can_read=can_read, can_write=can_write)
-
-    def deregister(self, registration: Registration) -> None:
-        """Take it back: once this returned no peer reads or writes it. Raises BlocksBusy while a post of ours uses it,
-        or a peer's write into it drains."""
-        self._open().posts.poster.deregister(registration)
-
-    def memory(self) -> tuple[RegionRecord, ...]:
-        """What is registered here, for peers (``to_json``): they need it to prepare."""
-        return self._open().posts.poster.records()
-
-    def prepare(
-        self, descriptors: Any, *, peer: str | None = None, records: Sequence[RegionRecord] | None = None
-    ) -> Prepared:
-        """Find descriptors in our registered memory, or in that of ``peer``, whose :meth:`memory` is ``records``
-        (needed when they are new). Descriptors: see :meth:`~kvxfer.transport.descriptors.Descriptors.of`. Once made, a
-        list is posted from many times. Raises InvalidArgument naming the first that lies in no region; PeerGone.
-        """
-        return self._open().posts.prepare(descriptors, peer, records)
-
-    def post(
-        self,
-        op: Op,
-        local: Prepared,
-        local_ids: npt.ArrayLike | None,
-        remote: Prepared,
-        remote_ids: npt.ArrayLike | None,
-        *,
-        lanes: Sequence[Lane] | None = None,
-        notification: bytes | None = None,
-        deadline_s: float | None = None,
-    ) -> AgentPost:
-        """READ the peer's descriptors ``remote_ids`` into ours, ``local_ids``, one by one (``None``: all), or WRITE the
-        other way, which has the peer's agent read. ``notification`` is told to the peer once the bytes are committed.
-
-        A wrong call raises here: InvalidArgument, LimitExceeded, LaneUnavailable, PeerGone. What goes wrong later is
-        raised by awaiting.
-        """
-        allowed = self._lanes if lanes is None else lanes
-        return self._open().posts.post(
-            op, local, local_ids, remote, remote_ids, lanes=allowed, notification=notification, deadline_s=deadline_s
-        )
 
     # --- notifications ---
 

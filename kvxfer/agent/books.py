@@ -12,6 +12,7 @@ from kvxfer.agent.statistics import (
     AgentStatistics,
     GrantStatistics,
     PoolStatistics,
+    PullStatistics,
     Quarantine,
     RegionStatistics,
     SessionStatistics,
@@ -19,7 +20,8 @@ from kvxfer.agent.statistics import (
 from kvxfer.agent.transfer import Transfer
 from kvxfer.errors import KvxferError
 from kvxfer.policy.calibration import LaneFigure
-from kvxfer.transport.base import LANES_BACK, Transport, TransportCounts
+from kvxfer.transport.base import LANES_BACK, Transport
+from kvxfer.transport.counts import TransportCounts
 from kvxfer.types import Lane, TransferState
 
 _GRANT_FIELDS = ("alive", "released", "expired", "revoked", "reader_gone")
@@ -63,8 +65,14 @@ class Books:
             pools=tuple(dataclasses.replace(pool, granted=0, reserved=0, quarantined=0) for pool in counts.pools),
             regions=(),
             grants_alive=0,
+            grants_unread=0,
+            blocks_unread=0,
+            grants_expected=0,
             grants_revoked=counts.grants_revoked + counts.grants_alive,
             pulls_waiting=0,
+            pulls_unknown=0,
+            pulls_queued=0,
+            pulls_granted=0,
             transfers_live=0,
             transfers_draining=0,
             sessions_up=0,
@@ -91,6 +99,7 @@ class Books:
                 counts = self._last
         pools: tuple[PoolStatistics, ...] = ()
         regions: tuple[RegionStatistics, ...] = ()
+        pulls = PullStatistics(unknown=searching)
         grants, sessions, live, draining, peers = GrantStatistics(), SessionStatistics(refused=self._refused), 0, 0, 0
         if counts is not None:
             pools = tuple(
@@ -103,11 +112,15 @@ class Books:
             )
             grants = GrantStatistics(
                 **{name: getattr(counts, f"grants_{name}") for name in _GRANT_FIELDS},
+                unread=counts.grants_unread,
+                blocks_unread=counts.blocks_unread,
+                expected=counts.grants_expected,
                 pulls_waiting=counts.pulls_waiting,
                 verdicts_ok=counts.verdicts_ok,
                 verdicts_refused=counts.verdicts_refused,
                 requests_refused=counts.requests_refused,
             )
+            pulls = PullStatistics(counts.pulls_unknown + searching, counts.pulls_queued, counts.pulls_granted)
             sessions = SessionStatistics(counts.sessions_up, counts.sessions_opening, self._refused)
             live, draining, peers = counts.transfers_live, counts.transfers_draining, counts.peers
         return AgentStatistics(
@@ -115,6 +128,7 @@ class Books:
             pools=pools,
             regions=regions,
             grants=grants,
+            pulls=pulls,
             transfers_live=live + searching,
             transfers_draining=draining,
             outcomes={lane: dict(outcomes.copy()) for lane, outcomes in self._outcomes.copy().items()},

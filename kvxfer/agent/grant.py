@@ -73,6 +73,14 @@ class Grant:
         return self._bind(check_agent_id(reader))
 
     @property
+    def has_begun(self) -> bool:
+        """Whether its reader has asked for blocks of it; one that only asked whether it exists has not."""
+        try:
+            return self._transport.has_begun(self._transfer_id)
+        except KvxferError:  # the transport is gone, and its readers with it
+            return False
+
+    @property
     def bound(self) -> str | None:
         """The agent that alone may read, named or the first that came; ``None`` as long as any may."""
         return self._bind("")
@@ -87,9 +95,9 @@ class Grant:
         """Take the promise back. Once this returns the blocks may be overwritten: what was read of them meanwhile will
         not be confirmed. Returns how the grant ended, which may have happened before.
 
-        ``reason`` is for people who read the log; the reader learns only that the grant was revoked.
+        ``reason`` is told to the reader.
         """
-        return self._end(self._transport.revoke_grant)
+        return self._end(lambda transfer_id: self._transport.revoke_grant(transfer_id, reason))
 
     def release(self) -> GrantState:
         """End the grant because nobody needs it any more; otherwise as :meth:`revoke`."""

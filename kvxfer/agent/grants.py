@@ -55,6 +55,10 @@ class Grants:
             raise
         return grant
 
+    def expect(self, transfer_id: TransferId, reader: str) -> None:
+        """From any thread. Raises what :meth:`Transport.expect` raises."""
+        self._transport.expect(transfer_id, reader=reader)
+
     def decline(self, transfer_id: TransferId) -> None:
         self._transport.decline(transfer_id)
 

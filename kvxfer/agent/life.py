@@ -30,7 +30,7 @@ log = logging.getLogger("kvxfer.agent")
 CLOSE_S = 2.0
 """How long an agent that closes waits for reads that are under way."""
 
-_OF_TRANSFERS = (_core.TransferProgress, _core.TransferFinal, _core.TransferDrained)
+_OF_TRANSFERS = (_core.TransferProgress, _core.TransferGranted, _core.TransferFinal, _core.TransferDrained)
 
 
 class Life:

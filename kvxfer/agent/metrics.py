@@ -79,6 +79,16 @@ class _StatisticsCollector(Collector):
         for state, count in now.grants.by_state().items():
             grants.add_metric((state.name.lower(),), count)
         yield grants
+        what = "Grants whose readers have not begun to read"
+        yield GaugeMetricFamily("kvxfer_grants_unread", what, value=now.grants.unread)
+        what = "Blocks that are kept for readers that have not begun to read"
+        yield GaugeMetricFamily("kvxfer_blocks_unread", what, value=now.grants.blocks_unread)
+        what = "Prompts that the engine accepted and that have no grant yet"
+        yield GaugeMetricFamily("kvxfer_grants_expected", what, value=now.grants.expected)
+        pulls = GaugeMetricFamily("kvxfer_pulls_waiting", "Own pulls that have read nothing yet", labels=("state",))
+        for name in ("unknown", "queued", "granted"):
+            pulls.add_metric((name,), getattr(now.pulls, name))
+        yield pulls
         blocks = GaugeMetricFamily("kvxfer_blocks", "Blocks that the agent holds, by state", labels=("pool", "state"))
         total = GaugeMetricFamily("kvxfer_pool_blocks", "Blocks of a pool", labels=("pool",))
         for pool in now.pools:

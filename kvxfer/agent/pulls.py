@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from kvxfer._native import _core
 from kvxfer.agent.books import Books
 from kvxfer.agent.metrics import AgentMetrics
@@ -44,18 +46,22 @@ MEMBERSHIP_WAIT_S = 2.0
 
 
 POSITION_MAX = 0xFFFFFFFF
+NO_BLOCKS: Blocks = np.empty(0, dtype=np.uint32)
 
 
 @dataclasses.dataclass(frozen=True)
 class PullOrder:
-    """What was asked for. ``lanes``: allowed, best first. Blocks are uint32, shape [n]."""
+    """What was asked for. ``lanes``: allowed, best first. Blocks are uint32, shape [n]; ``None``: ``count`` of them are
+    given once the grant exists, for which ``timeout_s`` are allowed. ``deadline_s`` counts from then."""
 
     transfer_id: TransferId
     source: str
     pool: PoolRecord
-    blocks: Blocks
+    blocks: Blocks | None
+    count: int
     first: int
     lanes: tuple[Lane, ...]
+    timeout_s: float
     deadline_s: float
     content: bytes = NO_CONTENT
     checks: str = "off"
@@ -63,8 +69,13 @@ class PullOrder:
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument for numbers that no transport can take."""
-        if not 0 < self.deadline_s <= DURATION_MAX_S:
-            raise InvalidArgument(f"deadline_s must be above 0 and at most {DURATION_MAX_S:g}, not {self.deadline_s}")
+        for name in ("timeout_s", "deadline_s"):
+            if not 0 < getattr(self, name) <= DURATION_MAX_S:
+                raise InvalidArgument(
+                    f"{name} must be above 0 and at most {DURATION_MAX_S:g}, not {getattr(self, name)}"
+                )
+        if not 0 < self.count <= POSITION_MAX:
+            raise InvalidArgument(f"a transfer needs 1 to {POSITION_MAX} blocks, not {self.count}")
         if not 0 <= self.first <= POSITION_MAX:
             raise InvalidArgument(f"first must be 0 to {POSITION_MAX}, not {self.first}")
 
@@ -87,6 +98,9 @@ class Pulls:
         self._untold: collections.deque[tuple[Transfer, TransferResult | KvxferError | None]] = collections.deque()
         """Transfers with what they became, or ``None``: that they drained."""
         self._searches: dict[bytes, asyncio.Task[None]] = {}
+        self._sought: dict[bytes, PullOrder] = {}
+        """Of transfers whose source is not known yet; under the lock."""
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """Transfers that have not drained."""
@@ -102,25 +116,36 @@ class Pulls:
         """Transfers whose source is not known yet."""
         return len(self._searches)
 
-    def start(self, order: PullOrder, on_ended: Callable[[Transfer], None] | None = None) -> Transfer:
-        """Start now, or, on the loop, as soon as the source is known. ``on_ended`` is called once it drained, on the
-        thread that hears of it first. Raises UsageError's kinds; other errors end the transfer."""
+    def start(
+        self,
+        order: PullOrder,
+        on_ended: Callable[[Transfer], None] | None = None,
+        on_granted: Callable[[Transfer], None] | None = None,
+    ) -> Transfer:
+        """Start now, or, on the loop, as soon as the source is known. ``on_granted`` is called when it heard that its
+        grant exists and has no blocks, ``on_ended`` once it drained, on the thread that hears of it first. Raises
+        UsageError's kinds; other errors end the transfer."""
         key = order.transfer_id.raw
         transfer = Transfer(
             self._loop,
             order.transfer_id,
             order.source,
-            len(order.blocks),
+            order.count,
             order.pool.block_bytes,
             cancel=self._cancel,
             look=self._transport.transfer_state,
             on_ended=on_ended,
+            reserve=self._reserve,
+            unreserve=self._unreserve,
+            on_granted=on_granted,
         )
         if self._transfers.setdefault(key, transfer) is not transfer:
             raise InvalidArgument("this transfer id was used before; a retry needs a new one")
         member = self._peers.find(order.source)
         if member is None or not member.pools:
             if self.is_on_loop:
+                with self._lock:
+                    self._sought[key] = order
                 self._searches[key] = self._loop.create_task(self._search(transfer, order))
             else:
                 has_none = PeerGone(f"agent {order.source!r} has no pool yet")
@@ -135,13 +160,17 @@ class Pulls:
             self._end(transfer, error)
         return transfer
 
-    def handle(self, event: _core.TransferProgress | _core.TransferFinal | _core.TransferDrained) -> bool:
+    def handle(
+        self, event: _core.TransferProgress | _core.TransferGranted | _core.TransferFinal | _core.TransferDrained
+    ) -> bool:
         """Take an event; False where it belongs to no pull."""
         transfer = self._transfers.get(event.id)
         if transfer is None:
             return False
         if isinstance(event, _core.TransferProgress):
             transfer._moved(event)
+        elif isinstance(event, _core.TransferGranted):
+            self._tell_granted(transfer)
         elif isinstance(event, _core.TransferFinal):
             self._untold.append((transfer, transfer._finish(event)))
         else:
@@ -185,11 +214,16 @@ class Pulls:
 
     async def _search(self, transfer: Transfer, order: PullOrder) -> None:
         try:
-            wait_s = min(MEMBERSHIP_WAIT_S, order.deadline_s)
-            self._begin(transfer, order, await self._peers.wait(order.source, wait_s, with_pools=True))
+            wait_s = min(MEMBERSHIP_WAIT_S, order.timeout_s)
+            member = await self._peers.wait(order.source, wait_s, with_pools=True)
+            with self._lock:
+                order = self._sought.pop(order.transfer_id.raw, order)
+            self._begin(transfer, order, member)
         except KvxferError as error:
             self._end(transfer, error)
         finally:
+            with self._lock:
+                self._sought.pop(order.transfer_id.raw, None)
             if self._searches.get(order.transfer_id.raw) is asyncio.current_task():
                 del self._searches[order.transfer_id.raw]
 
@@ -208,10 +242,13 @@ class Pulls:
             order.transfer_id,
             member.ref,
             order.pool.pool_id,
-            order.blocks,
+            NO_BLOCKS if order.blocks is None else order.blocks,
             first=order.first,
             lanes=ranked.lanes,
-            deadline_s=max(order.deadline_s - planned_s, 0.001),
+            deadline_s=max(order.timeout_s - planned_s, 0.001),
+            granted_s=order.deadline_s,
+            tells_granted=transfer.wants_granted,
+            count=order.count,
             content=order.content,
             wants_sums=sums,
         )
@@ -223,8 +260,19 @@ class Pulls:
         lanes, reasons = choose_lanes(ours, LaneEnd(member.address, theirs), order.lanes)
         if not lanes:
             raise LaneUnavailable(f"no lane joins {self._transport.ref} and {member.ref}: {explain(None, reasons)}")
-        nbytes = len(order.blocks) * order.pool.block_bytes
+        nbytes = order.count * order.pool.block_bytes
         return self._calibrations.order(member.ref, member.address.host_id, lanes, nbytes), reasons
+
+    def _reserve(self, transfer_id: TransferId, blocks: Blocks, first: int) -> None:
+        self._transport.reserve(transfer_id, blocks, first=first)
+
+    def _unreserve(self, transfer_id: TransferId) -> bool:
+        with self._lock:
+            order = self._sought.get(transfer_id.raw)
+            if order is not None and order.blocks is not None:
+                self._sought[transfer_id.raw] = dataclasses.replace(order, blocks=None)
+                return True
+        return self._transport.unreserve(transfer_id)
 
     def _cancel(self, transfer: Transfer) -> None:
         search = self._searches.pop(transfer.transfer_id.raw, None)
@@ -245,6 +293,13 @@ class Pulls:
             self.tell()
         else:
             self._call(self.tell)
+
+    def _tell_granted(self, transfer: Transfer) -> None:
+        try:
+            transfer._granted()
+        except Exception as error:
+            about = {"message": f"kvxfer: on_granted of {transfer!r} raised", "exception": error}
+            self._call(self._loop.call_exception_handler, about)
 
     def _drained(self, transfer: Transfer) -> None:
         """Once of each. Whoever awaits that is told only after ``on_ended``, which another thread may be at."""

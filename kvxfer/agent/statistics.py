@@ -44,6 +44,12 @@ class GrantStatistics:
     expired: int = 0
     revoked: int = 0
     reader_gone: int = 0
+    unread: int = 0
+    """Of those alive: their readers have not begun to read."""
+    blocks_unread: int = 0
+    """Promised by those."""
+    expected: int = 0
+    """Prompts that the engine accepted and that have no grant yet."""
     pulls_waiting: int = 0
     """Pulls of peers that came before their grant."""
     verdicts_ok: int = 0
@@ -53,6 +59,17 @@ class GrantStatistics:
 
     def by_state(self) -> dict[GrantState, int]:
         return {state: int(getattr(self, state.name.lower())) for state in GrantState}
+
+
+@dataclasses.dataclass(frozen=True)
+class PullStatistics:
+    """Own pulls that have read nothing yet, by what their sources said of them."""
+
+    unknown: int = 0
+    """Nothing, or that nobody asked their engine for that prompt so far."""
+    queued: int = 0
+    granted: int = 0
+    """The grant exists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +100,7 @@ class AgentStatistics:
     pools: tuple[PoolStatistics, ...]
     regions: tuple[RegionStatistics, ...]
     grants: GrantStatistics
+    pulls: PullStatistics
     transfers_live: int
     transfers_draining: int
     outcomes: Mapping[str, Mapping[str, int]]

@@ -9,12 +9,14 @@ import dataclasses
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
+import numpy.typing as npt
+
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled, from_code
 from kvxfer.policy.calibration import Order
 from kvxfer.policy.lanes import explain
-from kvxfer.transport.base import LANES_BACK
+from kvxfer.transport.base import LANES_BACK, Blocks, as_blocks
 from kvxfer.types import AgentRef, Lane, TransferId, TransferState
 
 
@@ -80,6 +82,10 @@ class Transfer:
         cancel: Callable[[Transfer], None],
         look: Callable[[TransferId], TransferState | None],
         on_ended: Callable[[Transfer], None] | None = None,
+        *,
+        reserve: Callable[[TransferId, Blocks, int], None],
+        unreserve: Callable[[TransferId], bool],
+        on_granted: Callable[[Transfer], None] | None = None,
     ) -> None:
         self._transfer_id = transfer_id
         self._source_id = source
@@ -89,6 +95,9 @@ class Transfer:
         self._cancel = cancel
         self._look = look
         self._on_ended = on_ended
+        self._reserve = reserve
+        self._unreserve = unreserve
+        self._on_granted = on_granted
         self._outcome: TransferResult | KvxferError | None = None
         self._future: asyncio.Future[TransferResult] = loop.create_future()
         self._drained: asyncio.Future[None] = loop.create_future()
@@ -101,6 +110,11 @@ class Transfer:
         self._plan_s = 0.0
         self._has_asked_sums = False
         self._end_with: KvxferError | None = None
+
+    @property
+    def wants_granted(self) -> bool:
+        """Whether its caller wants to hear when its grant exists."""
+        return self._on_granted is not None
 
     @property
     def transfer_id(self) -> TransferId:
@@ -133,6 +147,25 @@ class Transfer:
         if isinstance(self._outcome, KvxferError):
             raise self._outcome
         return self._outcome
+
+    def reserve(self, blocks: npt.ArrayLike, *, first: int = 0) -> None:
+        """Give a transfer that :meth:`Agent.ask` made its destination blocks, for the grant's positions ``first...``.
+        They are the agent's from now until it drained, or :meth:`unreserve` gave them back. From any thread.
+
+        Raises InvalidArgument where it is over, has blocks, or its source is not known yet; BlocksBusy.
+        """
+        index = as_blocks(blocks)
+        before, self._blocks = self._blocks, len(index)
+        try:
+            self._reserve(self._transfer_id, index, first)
+        except BaseException:
+            self._blocks = before
+            raise
+
+    def unreserve(self) -> bool:
+        """Take its blocks back as long as its grant is not known to exist: nothing has landed in them, and it waits on
+        without them. False: they are in use, or it is over. From any thread."""
+        return self._unreserve(self._transfer_id)
 
     def cancel(self) -> None:
         """Give the transfer up: it ends with TransferCancelled, unless it has ended. Returns at once."""
@@ -175,6 +208,10 @@ class Transfer:
         self._source, self._order, self._reasons, self._plan_s = source, order, reasons, plan_s
         self._has_asked_sums = has_asked_sums
         self._lane = order.lanes[0]
+
+    def _granted(self) -> None:
+        if not self._state.is_final and self._on_granted is not None:
+            self._on_granted(self)
 
     def _moved(self, event: _core.TransferProgress) -> None:
         if not self._state.is_final:

@@ -123,7 +123,7 @@ async def test_failures_have_names(pair: Pair) -> None:
     with pytest.raises(GrantExpired):
         await destination.pull(into, [2], transfer_id=expired, source="source")
     with pytest.raises(DeadlineExceeded):
-        await destination.pull(into, [2], transfer_id=waiting, source="source", deadline_s=0.05)
+        await destination.pull(into, [2], transfer_id=waiting, source="source", timeout_s=0.05)
     with pytest.raises(PeerGone, match="'nobody'"):
         await destination.pull(into, [2], transfer_id=fresh_id(), source="nobody")
     outcomes = destination.statistics().as_dict()["outcomes"]
@@ -449,7 +449,7 @@ async def test_what_another_thread_cannot_pull_ends_with_a_name(pair: Pair) -> N
     pool = destination.pools[0]
 
     def pull(source: str) -> Transfer:
-        return destination.pull(pool, [0], transfer_id=fresh_id(), source=source, deadline_s=1.5)
+        return destination.pull(pool, [0], transfer_id=fresh_id(), source=source, timeout_s=1.5)
 
     ghost = await asyncio.to_thread(pull, "ghost")
     with pytest.raises(PeerGone, match="ghost"):
