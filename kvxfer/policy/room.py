@@ -43,7 +43,7 @@ class Room(Generic[Key]):
         self._wanted_since_ns: int | None = None
         self._freed_ns: int | None = None
         self._taken: Key | None = None
-        self._taken_ns = 0
+        self._taken_ns = self._tried_ns = 0
         self.revoked = 0
 
     def __repr__(self) -> str:
@@ -70,6 +70,7 @@ class Room(Generic[Key]):
             return None
         if self._taken is not None and now_ns < self._taken_ns + self._patience_ns:
             return None
+        self._tried_ns = now_ns
         choice = max((one for one in held if not one.has_begun), key=lambda one: one.since_ns, default=None)
         if choice is None:
             return None
@@ -78,8 +79,10 @@ class Room(Generic[Key]):
         return choice.key
 
     def look_at_ns(self) -> int | None:
-        """When :meth:`victim` may answer otherwise though nothing else has happened; ``None``: never."""
-        return None if self._wanted_since_ns is None else max(self._since_ns(), self._taken_ns) + self._patience_ns
+        """When to ask :meth:`victim` again though nothing else has happened; ``None``: never."""
+        if self._wanted_since_ns is None:
+            return None
+        return max(self._since_ns(), self._taken_ns, self._tried_ns) + self._patience_ns
 
     def _since_ns(self) -> int:
         """The last moment at which waiting made sense."""

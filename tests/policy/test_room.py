@@ -59,6 +59,23 @@ def test_one_at_a_time_until_its_blocks_came_back() -> None:
     assert room.victim([YOUNG], is_wanted=True, will_free=False, now_ns=13 * S) == "young"  # those of old never came
 
 
+def test_where_nothing_can_be_taken_it_asks_to_be_asked_later() -> None:
+    room = Room[str](patience_s=2.0)
+    assert room.victim([READ], is_wanted=True, will_free=True, now_ns=10 * S) is None
+    assert room.victim([READ], is_wanted=True, will_free=True, now_ns=13 * S) is None
+    assert room.look_at_ns() == 15 * S
+
+
 def test_a_patience_that_makes_no_sense_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="room_wait_s"):
         Room[str](patience_s=0)
+
+
+def test_where_there_is_nothing_to_give_up_it_looks_again_after_its_patience_and_not_at_once() -> None:
+    room = Room[str]()
+    for now_ns in (10 * S, 12 * S, 13 * S):
+        assert room.victim([READ], is_wanted=True, will_free=True, now_ns=now_ns) is None
+        at_ns = room.look_at_ns()
+        assert at_ns is not None
+        assert at_ns > now_ns
+    assert room.victim([OLD, READ], is_wanted=True, will_free=True, now_ns=14 * S) == "old"
