@@ -7,22 +7,27 @@ step does (that is the executor's) nor of HTTP; nothing that takes long runs on 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 from kvxfer.engine.executor import Executor
 from kvxfer.engine.generation import Generation
 from kvxfer.engine.remote import AgentLike, BlockExchange
-from kvxfer.engine.request import Event, Request, Sequence
+from kvxfer.engine.request import Event, Leg, Request, Sequence
 from kvxfer.errors import Closed, KvxferError, TransferCancelled
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+PULSE_S = 1.0
+"""How often an engine gives a sign of life that waits for bodies to be read, or for blocks for what was accepted."""
 DRAIN_S = 5.0
 """How long a stopping engine waits for its pulls to drain."""
 
@@ -41,6 +46,9 @@ class Engine:
         self.failed = asyncio.Event()
         self._agent = agent
         self._agent_pool = agent_pool
+        self._exchange: BlockExchange | None = None
+        self._arrived = self._read = self._round = 0
+        """Bodies that reached this worker and that were read, and how many had when the queue was taken in last."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvxfer-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -59,7 +67,8 @@ class Engine:
         """Start the engine thread."""
         self._loop = asyncio.get_running_loop()
         if self._agent is not None:
-            self.executor.join(BlockExchange(self._agent, self._agent_pool, self._loop, self._inbox.put))
+            self._exchange = BlockExchange(self._agent, self._agent_pool, self._loop, self._inbox.put)
+            self.executor.join(self._exchange)
         self._is_accepting = True
         self._thread.start()
 
@@ -69,8 +78,19 @@ class Engine:
             raise Closed("this worker is shutting down" if self.failure is None else "this worker's engine has failed")
         sequence = Sequence(request, submitted_s=time.monotonic())
         generation = Generation(sequence, self._abort_soon)
-        self._inbox.put(functools.partial(self.executor.add, sequence, generation))
+        self._inbox.put(self._intake_of(sequence, generation))
         return generation
+
+    def _intake_of(self, sequence: Sequence, generation: Generation) -> Callable[[], None]:
+        """What the engine thread does with a new request. Its reader, who may be early, is told at once that it is
+        here."""
+        remote = sequence.request.remote
+        if self._exchange is not None and remote is not None and sequence.request.leg is Leg.PREFILL:
+            try:
+                self._exchange.expect(remote)
+            except KvxferError as error:
+                return functools.partial(self.executor.refuse, sequence, error, generation)
+        return functools.partial(self.executor.add, sequence, generation)
 
     async def stop(self, grace_s: float) -> None:
         """Take no more requests, let the running finish for ``grace_s``, abort the rest, and end the thread."""
@@ -81,6 +101,34 @@ class Engine:
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, DRAIN_S)
         await asyncio.sleep(0)
+
+    async def ask(self, question: Callable[[], T]) -> T:
+        """What ``question`` returns, called on the engine thread between two steps. Raises Closed once that ended."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def tell(value: T | None, error: Exception | None) -> None:
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(cast("T", value))
+
+        def run() -> None:
+            try:
+                value = question()
+            except Exception as error:
+                loop.call_soon_threadsafe(tell, None, error)
+            else:
+                loop.call_soon_threadsafe(tell, value, None)
+
+        self._inbox.put(run)
+        while not answer.done():
+            await asyncio.wait({answer}, timeout=PULSE_S)
+            if not answer.done() and not self._thread.is_alive():
+                raise Closed("this worker's engine has ended")
+        return answer.result()
 
     def call(self, command: Callable[[], None]) -> None:
         """Run ``command`` on the engine thread, between two steps. From any thread."""
@@ -103,6 +151,7 @@ class Engine:
         try:
             has_work = False
             while self._take_commands(has_work):
+                self._pulse(has_work=True)
                 has_work = self.executor.step()
                 self._deliver()
                 if not self._is_accepting:
@@ -117,9 +166,11 @@ class Engine:
 
     def _take_commands(self, has_work: bool) -> bool:
         """Run what came in, waiting for it when there is nothing to compute; False at the end."""
+        if not has_work and self._inbox.empty():
+            self._pulse(has_work=self.executor.scheduler.has_waiting)
         while True:
             try:
-                command = self._inbox.get(block=not has_work)
+                command = self._inbox.get(block=not has_work, timeout=None if has_work else self._wait_s())
             except queue.Empty:
                 self._deliver()
                 return True
@@ -127,6 +178,30 @@ class Engine:
                 return False
             command()
             has_work = True
+
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """A body has reached this worker, and is read until it is submitted or refused: as long as that takes, nobody
+        is told that a prompt is unknown here."""
+        self._arrived += 1
+        self._inbox.put(lambda: None)  # an idle engine said that it has nothing to do
+        try:
+            yield
+        finally:
+            self._read += 1
+
+    def _pulse(self, *, has_work: bool) -> None:
+        if self._exchange is None:
+            return
+        took_in = self._read >= self._round  # bodies are read one after another, in the order in which they came
+        if took_in:
+            self._round = self._arrived
+        self._exchange.pulse(has_work=has_work or self._arrived != self._read, took_in=took_in)
+
+    def _wait_s(self) -> float | None:
+        wait_s = self.executor.wait_s()
+        owes_pulses = self._arrived != self._read or self.executor.scheduler.has_waiting
+        return min(PULSE_S, PULSE_S if wait_s is None else wait_s) if owes_pulses else wait_s
 
     def _deliver(self) -> None:
         events = self.executor.take_events()

@@ -12,9 +12,11 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from kvxfer.clock import NS_PER_S, Clock, SystemClock
 from kvxfer.engine.block_digests import BlockDigests
 from kvxfer.engine.generation import Generation, Output
 from kvxfer.engine.model import LoadedModel
@@ -34,9 +36,12 @@ from kvxfer.engine.request import (
 from kvxfer.engine.runner import Chunk, Runner
 from kvxfer.engine.scheduler import Scheduler, SchedulerLimits, Work
 from kvxfer.errors import KvxferError, Overloaded
-from kvxfer.types import GrantState, Load
+from kvxfer.policy.room import Held, Room
+from kvxfer.types import GrantState, Load, TransferId
 
 _log = logging.getLogger(__name__)
+
+NO_ROOM = "no_room: the source needed the blocks, and nothing else would have given any back"
 
 
 @dataclasses.dataclass
@@ -49,6 +54,8 @@ class Counters:
     requests: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
     """(leg, outcome code) -> count; the code of a finished request is ``ok``."""
     remote_failures: dict[str, int] = dataclasses.field(default_factory=dict)
+    revoked_for_room: int = 0
+    """Prompts that were computed for others and given up because this engine needed their blocks."""
 
 
 class Executor:
@@ -64,14 +71,19 @@ class Executor:
         limits: SchedulerLimits,
         *,
         on_transfer_failure: FailurePolicy = FailurePolicy.RECOMPUTE,
+        room_wait_s: float = 2.0,
         digests: BlockDigests | None = None,
         on_ttft: Callable[[float], None] = lambda _: None,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock or SystemClock()
         self.model = model
         self.runner = runner
         salt = (model.config_fingerprint + model.weights_fingerprint).encode()
         self.pool = BlockPool(runner.block_count, runner.block_tokens, salt=salt)
-        self.scheduler = Scheduler(self.pool, limits, before_preemption=self._revoke)
+        self.scheduler = Scheduler(self.pool, limits, before_preemption=self._revoke, take_back=self._take_back)
+        self._room: Room[Sequence] = Room(room_wait_s)
+        self._available = self.pool.available
         self.counters = Counters()
         self.digests = digests
         self._policy = on_transfer_failure
@@ -99,7 +111,7 @@ class Executor:
         """What this worker says of itself to those who place requests."""
         now = self.scheduler.statistics()
         return Load(
-            queued_requests=now.waiting,
+            queued_requests=now.waiting + now.asking + now.granted,
             running_requests=now.computing + now.pulling,
             queued_prefill_tokens=now.waiting_tokens,
             free_blocks=self.pool.available,
@@ -114,13 +126,74 @@ class Executor:
                 self._emit_error(sequence, Overloaded("this prompt lost its blocks to older requests"))
         for sequence in plan.admitted:
             self._begin(sequence)
+        has_made_room = self._make_room(has_admitted=bool(plan.admitted))  # of the moment that the plan speaks of
         work = [item for item in plan.work if item.sequence.phase is Phase.COMPUTING]
         if work:
             self._forward(work)
         if self._exchange is not None:
             self._exchange.load(self.load())
         # What was admitted may have ended at once (all of it cached, or its grant refused), and left room for others.
-        return bool(work or plan.preempted or plan.admitted)
+        return bool(work or plan.preempted or plan.admitted or has_made_room)
+
+    def wait_s(self) -> float | None:
+        """How long there is nothing to do if nothing comes in; ``None``: for ever."""
+        look_at_ns = self._room.look_at_ns()
+        return None if look_at_ns is None else max(0.0, (look_at_ns - self._clock.now_ns()) / NS_PER_S)
+
+    def _now_s(self) -> float:
+        return self._clock.now_ns() / NS_PER_S
+
+    def _make_room(self, *, has_admitted: bool) -> bool:
+        """Give up one prompt that is held for another engine, where this one can go on in no other way."""
+        now_ns = self._clock.now_ns()
+        if has_admitted or self.pool.available > self._available:
+            self._room.freed(now_ns)
+        self._available = self.pool.available
+        is_wanted = self.scheduler.is_short
+        held = [Held(one, one.held_ns, one.grant.has_begun) for one in self.scheduler.held] if is_wanted else []
+        will_free = self.scheduler.will_free or any(one.has_begun for one in held)
+        victim = self._room.victim(held, is_wanted=is_wanted, will_free=will_free, now_ns=now_ns)
+        if victim is None:
+            return False
+        self.counters.revoked_for_room += 1
+        _log.warning("a prompt is given up for want of blocks", extra={"request_id": victim.request.request_id})
+        victim.grant.revoke(NO_ROOM)
+        self.scheduler.end(victim)
+        return True
+
+    def waited_s(self) -> float:
+        """How long the decode leg that has waited longest for its grant, or for room, has done so; from any thread."""
+        since_s = min(self.scheduler.waiting_since_s(), default=None)
+        return 0.0 if since_s is None else max(0.0, time.monotonic() - since_s)
+
+    def held(self) -> list[dict[str, Any]]:
+        """Prompts that are kept for other workers, as operators read them. On the engine thread."""
+        now_ns = time.monotonic_ns()
+        return [
+            {
+                "transfer_id": str(remote.transfer_id),
+                "reader": remote.agent_id,
+                "blocks": len(sequence.blocks),
+                "seconds": round((now_ns - sequence.held_ns) / NS_PER_S, 3),
+                "is_read": sequence.grant.has_begun,
+            }
+            for sequence in self.scheduler.held
+            if (remote := sequence.request.remote) is not None
+        ]
+
+    def release(self, transfer_id: TransferId) -> bool:
+        """Give up a prompt that is kept for another worker; False where there is none of that id. On the engine
+        thread."""
+        for sequence in self.scheduler.held:
+            if self._partners(sequence)[1].transfer_id == transfer_id:
+                sequence.grant.revoke("an operator released it")
+                self.scheduler.end(sequence)
+                return True
+        return False
+
+    def _take_back(self, sequence: Sequence) -> bool:
+        exchange, _ = self._partners(sequence)
+        return exchange.unreserve(self._pulls[sequence])
 
     def _forward(self, work: list[Work]) -> None:
         chunks = [Chunk(item.token_ids, item.start, item.sequence.blocks, item.need_logits) for item in work]
@@ -153,7 +226,7 @@ class Executor:
             _log.exception("sampling failed")
             self._end(sequence, error if isinstance(error, KvxferError) else KvxferError(f"sampling failed: {error!r}"))
             return
-        now_s = time.monotonic()
+        now_s = self._now_s()
         if not sequence.first_token_s:
             sequence.first_token_s = now_s
             self._on_ttft(now_s - sequence.submitted_s)
@@ -180,6 +253,7 @@ class Executor:
             if sequence.target == 0:
                 sequence.started_s = sequence.submitted_s
                 sequence.phase = Phase.ENDED
+                self._revoke(sequence)
                 self._emit_prefilled(sequence)
                 return
         else:
@@ -194,14 +268,40 @@ class Executor:
         try:
             self.scheduler.add(sequence)
         except Overloaded as error:
-            sequence.phase = Phase.ENDED
-            self._revoke(sequence)
-            self._emit_error(sequence, error)
+            self.refuse(sequence, error)
+        else:
+            if sequence.leg is Leg.DECODE:
+                self._ask(sequence)
+
+    def refuse(self, sequence: Sequence, error: KvxferError, generation: Generation | None = None) -> None:
+        """End a sequence that was never queued; ``generation`` where it is not known yet."""
+        if generation is not None:
+            self._owners[sequence] = generation
+        sequence.phase = Phase.ENDED
+        self._revoke(sequence)
+        if sequence.leg is Leg.DECODE:
+            exchange, remote = self._partners(sequence)
+            exchange.give_up(remote)
+        self._emit_error(sequence, error)
+
+    def _ask(self, sequence: Sequence) -> None:
+        """A decode leg asks for its grant: with blocks where there are some that nobody else wants."""
+        exchange, remote = self._partners(sequence)
+        pull = Pull(
+            on_granted=functools.partial(self.scheduler.granted, sequence),
+            on_committed=functools.partial(self._pulled, sequence),
+            on_failed=functools.partial(self._pull_failed, sequence),
+            on_drained=lambda: None,
+        )
+        self._pulls[sequence] = pull
+        blocks = self._remote_blocks(sequence) if self.scheduler.allocate_early(sequence) else []
+        count = blocks_for(sequence.prompt_tokens - 1, self.pool.block_tokens)
+        exchange.start(pull, blocks, remote, content=sequence.content, first=sequence.matched, count=count)
 
     def _begin(self, sequence: Sequence) -> None:
-        """A sequence got its blocks: grant them, or start their pull."""
+        """A sequence got its blocks: grant them, or have them filled."""
         if not sequence.started_s:
-            sequence.started_s = time.monotonic()
+            sequence.started_s = self._now_s()
         if sequence.leg is Leg.LOCAL:
             return
         exchange, remote = self._partners(sequence)
@@ -220,14 +320,7 @@ class Executor:
             if sequence.remaining == 0:
                 self._announce(sequence)
             return
-        pull = Pull(
-            on_committed=functools.partial(self._pulled, sequence),
-            on_failed=functools.partial(self._pull_failed, sequence),
-            on_drained=lambda: None,
-        )
-        self._pulls[sequence] = pull
-        blocks = self._remote_blocks(sequence)
-        exchange.start(pull, blocks, remote, content=sequence.content, first=sequence.matched)
+        exchange.reserve(self._pulls[sequence], self._remote_blocks(sequence), first=sequence.matched)
 
     def _announce(self, sequence: Sequence) -> None:
         """Tell the reader which blocks are final; after the last one, the prefill leg is answered."""
@@ -241,6 +334,7 @@ class Executor:
             self._end(sequence, error)
             return
         if is_complete:
+            sequence.held_ns = self._clock.now_ns()
             self.scheduler.hold(sequence)
             self._emit_prefilled(sequence)
 
@@ -252,6 +346,8 @@ class Executor:
 
     def _pulled(self, sequence: Sequence, result: ResultLike) -> None:
         del self._pulls[sequence]
+        if not sequence.started_s:  # it had its blocks early
+            sequence.started_s = self._now_s()
         remote = self._partners(sequence)[1]
         if self.digests is not None:
             blocks = self._remote_blocks(sequence)
@@ -280,7 +376,7 @@ class Executor:
     def abort(self, sequence: Sequence, error: KvxferError) -> None:
         """Nobody waits for the answer any more, or nobody may."""
         self._emit_error(sequence, error)
-        if sequence.phase is not Phase.PULLING:
+        if not sequence.phase.is_remote:
             self._finish(sequence)
         elif sequence not in self._aborted:
             self._aborted.add(sequence)
@@ -315,9 +411,6 @@ class Executor:
         elif sequence.leg is Leg.PREFILL:
             exchange, remote = self._partners(sequence)
             exchange.decline(remote)
-        elif sequence.leg is Leg.DECODE and not sequence.started_s:
-            exchange, remote = self._partners(sequence)
-            exchange.give_up(remote)
 
     def _remote_blocks(self, sequence: Sequence) -> list[int]:
         return sequence.blocks[sequence.matched : blocks_for(sequence.prompt_tokens - 1, self.pool.block_tokens)]
@@ -333,7 +426,7 @@ class Executor:
             prompt_tokens=sequence.prompt_tokens,
             cached_tokens=max(0, sequence.cached_tokens),
             queue_s=sequence.started_s - sequence.submitted_s,
-            prefill_s=time.monotonic() - sequence.started_s,
+            prefill_s=self._now_s() - sequence.started_s,
             ended_unix_s=time.time(),
         )
         self._emit_last(sequence, outcome, "ok")

@@ -28,10 +28,11 @@ from kvxfer.engine.generation import Generation
 from kvxfer.engine.intake import Asked, Intake
 from kvxfer.engine.readiness import Readiness
 from kvxfer.engine.request import Delta, Leg
-from kvxfer.errors import KvxferError
-from kvxfer.openai.errors import INVALID_REQUEST, error_body, status_for
+from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.openai.errors import INVALID_REQUEST, RequestError, error_body, status_for
 from kvxfer.openai.sse import DONE, encode_event
 from kvxfer.serving.bodies import Bodies
+from kvxfer.types import TransferId
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +119,21 @@ class WorkerHttp:
         async def statistics() -> dict[str, Any]:
             return self._statistics()
 
+        @app.get("/held")
+        async def held() -> dict[str, Any]:
+            return {"data": await self._engine.ask(self._engine.executor.held)}
+
+        @app.delete("/held/{transfer_id}")
+        async def release(transfer_id: str) -> Response:
+            try:
+                identity = TransferId.from_hex(transfer_id)
+            except InvalidArgument as error:
+                raise RequestError(str(error), param="transfer_id") from None
+            if await self._engine.ask(lambda: self._engine.executor.release(identity)):
+                return JSONResponse({"released": transfer_id})
+            text = f"no prompt is held here under transfer id {transfer_id}"
+            return JSONResponse(error_body(text, kind=INVALID_REQUEST, code="grant_unknown"), status_code=404)
+
         digests = self._engine.executor.digests
         if digests is not None:
 
@@ -134,10 +150,11 @@ class WorkerHttp:
             body = await self._bodies.read(request)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE_STATUS)
-        asked = await asyncio.get_running_loop().run_in_executor(self._tokenising, read, body, request_id)
+        with self._engine.arriving():
+            asked = await asyncio.get_running_loop().run_in_executor(self._tokenising, read, body, request_id)
+            generation = self._engine.submit(asked.request)
         shape = AnswerShape(asked, self._engine.executor.model.name)
         headers = {REQUEST_ID: request_id}
-        generation = self._engine.submit(asked.request)
         try:
             if asked.request.leg is Leg.PREFILL:
                 work = self._prefill(generation, asked, shape)

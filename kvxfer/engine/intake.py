@@ -149,7 +149,7 @@ class Intake:
             raise RequestError(f"{PARAM}.role: a {self._role} worker does not {params.role}", param=f"{PARAM}.role")
         self._check_self(params, is_prefill)
         peer = params.destination if is_prefill else params.source
-        remote = Remote(params.transfer_id, peer.agent_id, params.attempt)
+        remote = Remote(params.transfer_id, peer.agent_id, params.attempt, params.timeout_s)
         return (Leg.PREFILL if is_prefill else Leg.DECODE), remote
 
     def _check_self(self, params: TransferParams, is_prefill: bool) -> None:

@@ -29,7 +29,7 @@ class _EngineCollector(Collector):
             blocks.add_metric((state,), getattr(pool, state))
         yield blocks
         sequences = GaugeMetricFamily("kvxfer_engine_sequences", "Requests in the engine, by phase", labels=("phase",))
-        for phase in ("waiting", "pulling", "computing", "holding"):
+        for phase in ("waiting", "asking", "granted", "pulling", "computing", "holding"):
             sequences.add_metric((phase,), getattr(queue, phase))
         yield sequences
         yield CounterMetricFamily("kvxfer_engine_steps", "Forward passes", value=counters.steps)
@@ -50,6 +50,12 @@ class _EngineCollector(Collector):
         for labels, count in sorted(counters.requests.copy().items()):
             requests.add_metric(labels, count)
         yield requests
+        what = "How long the decode leg that has waited longest for its grant or for room has done so"
+        yield GaugeMetricFamily("kvxfer_engine_longest_wait_seconds", what, value=self._executor.waited_s())
+        what = "Prompts kept for other workers that were given up because their blocks were needed here"
+        yield CounterMetricFamily("kvxfer_engine_revoked_for_room", what, value=counters.revoked_for_room)
+        what = "Times that a decode leg's early blocks went to another request"
+        yield CounterMetricFamily("kvxfer_engine_blocks_taken_back", what, value=queue.taken_back)
         failures = CounterMetricFamily(
             "kvxfer_engine_transfer_failures", "Pulls that failed, by error code", labels=("code",)
         )

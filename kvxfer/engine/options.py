@@ -61,7 +61,21 @@ class WorkerOptions(ServingLimits):
     grant_ttl_s: float = _option(
         AGENT_DEFAULTS.grant_ttl_s, "how long a prompt is kept for a reader that is not heard of"
     )
-    transfer_deadline_s: float = _option(AGENT_DEFAULTS.transfer_deadline_s, "longest time for one transfer")
+    transfer_deadline_s: float = _option(
+        AGENT_DEFAULTS.transfer_deadline_s, "longest time for one transfer, from its grant on"
+    )
+    grant_wait_s: float = _option(
+        AGENT_DEFAULTS.grant_wait_s, "how long a decode leg that names no timeout_s waits for its grant"
+    )
+    unknown_wait_s: float = _option(
+        AGENT_DEFAULTS.unknown_wait_s, "how long a pull of a prompt that this worker was never asked for may wait"
+    )
+    engine_silent_s: float = _option(
+        AGENT_DEFAULTS.engine_silent_s, "a prefill worker that has work and makes no step for so long counts as gone"
+    )
+    room_wait_s: float = _option(
+        2.0, "how long a request waits for blocks to come back before a prompt kept for another worker is given up"
+    )
     runtime_dir: str = _option("", "directory for the agent's Unix socket; empty picks one")
     dtype: str = _option("float32", "type of weights and KV", DTYPES)
     device: str = _option("cpu", "torch device that computes")
@@ -85,6 +99,7 @@ class WorkerOptions(ServingLimits):
                 raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
         check_positive("block_tokens", self.block_tokens, maximum=1024)
         check_positive("kv_cache_mb", self.kv_cache_mb, maximum=1 << 24)
+        check_positive("room_wait_s", self.room_wait_s, maximum=86400.0)
         check_positive("host_workers", self.host_workers, maximum=1024)
         if not 0 <= self.shutdown_grace_s <= 3600:
             raise ConfigError(f"shutdown_grace_s must be 0 to 3600, not {self.shutdown_grace_s}")
@@ -119,6 +134,9 @@ class WorkerOptions(ServingLimits):
             runtime_dir=self.runtime_dir,
             grant_ttl_s=self.grant_ttl_s,
             transfer_deadline_s=self.transfer_deadline_s,
+            grant_wait_s=self.grant_wait_s,
+            unknown_wait_s=self.unknown_wait_s,
+            engine_silent_s=self.engine_silent_s,
         )
 
     def new_agent_id(self) -> str:

@@ -8,7 +8,9 @@ never looks at bytes. The agent is known by its shape only, so that tests may br
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import threading
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol
 
@@ -37,6 +39,8 @@ class GrantLike(Protocol):
 
     @property
     def state(self) -> GrantState: ...
+    @property
+    def has_begun(self) -> bool: ...
     def ready(self, blocks: int, *, layers: int = 0, complete: bool = False) -> None: ...
     def revoke(self, reason: str = "") -> GrantState: ...
     def on_ended(self, callback: Callable[[GrantState], None]) -> None: ...
@@ -63,6 +67,8 @@ class TransferLike(Protocol):
     """What the engine uses of :class:`kvxfer.agent.Transfer`."""
 
     def __await__(self) -> Generator[Any, None, ResultLike]: ...
+    def reserve(self, blocks: Blocks, *, first: int = 0) -> None: ...
+    def unreserve(self) -> bool: ...
     def cancel(self) -> None: ...
     async def wait_drained(self) -> None: ...
 
@@ -71,6 +77,8 @@ class AgentLike(Protocol):
     """What the engine uses of :class:`kvxfer.agent.Agent`. ``Any`` stands for the agent's own pool type."""
 
     def load(self, load: Load) -> None: ...
+    def expect(self, transfer_id: TransferId, *, reader: str | None = None) -> None: ...
+    def pulse(self, *, has_work: bool, took_in: bool = True) -> None: ...
     def grant(
         self,
         pool: Any,
@@ -91,7 +99,20 @@ class AgentLike(Protocol):
         transfer_id: TransferId,
         source: str,
         first: int = 0,
+        timeout_s: float | None = None,
         content: bytes | None = None,
+        on_granted: Callable[[Any], None] | None = None,
+    ) -> TransferLike: ...
+    def ask(
+        self,
+        pool: Any,
+        count: int,
+        *,
+        transfer_id: TransferId,
+        source: str,
+        timeout_s: float | None = None,
+        content: bytes | None = None,
+        on_granted: Callable[[Any], None] | None = None,
     ) -> TransferLike: ...
     def give_up(self, transfer_id: TransferId, source: str) -> None: ...
 
@@ -110,21 +131,26 @@ def ended_error(state: GrantState) -> KvxferError:
 class Pull:
     """One pull.
 
-    Its callbacks run on the engine thread: either ``on_committed``, or ``on_failed`` and later
-    ``on_drained``, which ``on_failed`` may still replace.
+    Its callbacks run on the engine thread: ``on_granted``, perhaps more than once; then either
+    ``on_committed``, or ``on_failed`` and later ``on_drained``, which ``on_failed`` may still replace.
     """
 
     def __init__(
         self,
         *,
+        on_granted: Callable[[], None],
         on_committed: Callable[[ResultLike], None],
         on_failed: Callable[[KvxferError], None],
         on_drained: Callable[[], None],
     ) -> None:
+        self.on_granted = on_granted
         self.on_committed = on_committed
         self.on_failed = on_failed
         self.on_drained = on_drained
         self.transfer: TransferLike | None = None
+        self.lock = threading.Lock()
+        self.is_unreserved = False
+        """Its blocks were taken back before it began; under the lock, as ``transfer`` until it is set."""
         self.is_cancelled = False
 
 
@@ -149,6 +175,19 @@ class BlockExchange:
     def load(self, load: Load) -> None:
         """What the next heartbeat says."""
         self._agent.load(load)
+
+    def expect(self, remote: Remote) -> None:
+        """The prompt of a prefill leg was accepted: its reader, who may be early, is told that it is queued. From any
+        thread. Raises GrantReleased where its reader gave it up, InvalidArgument for an id used before,
+        LimitExceeded."""
+        self._agent.expect(remote.transfer_id, reader=remote.agent_id)
+
+    def pulse(self, *, has_work: bool, took_in: bool) -> None:
+        """A sign of life of the engine; see :meth:`kvxfer.agent.Agent.pulse`."""
+        try:
+            self._agent.pulse(has_work=has_work, took_in=took_in)
+        except KvxferError as error:
+            _log.debug("the agent takes no sign of life", extra={"code": error.code})
 
     def grant(
         self,
@@ -192,19 +231,43 @@ class BlockExchange:
 
         self._on_loop(give_up)
 
-    def start(self, pull: Pull, blocks: list[int], remote: Remote, *, content: bytes, first: int) -> None:
-        """Pull grant positions ``first...`` into ``blocks``, which are the agent's until a callback says otherwise.
+    def start(
+        self, pull: Pull, blocks: list[int], remote: Remote, *, content: bytes, first: int = 0, count: int = 0
+    ) -> None:
+        """Pull grant positions ``first...`` into ``blocks``, which are the agent's until a callback says otherwise, or
+        :meth:`unreserve`. No blocks: ask whether the grant of ``count`` blocks exists, and wait for :meth:`reserve`.
 
         ``content`` is what they are taken to hold.
         """
         destination = np.asarray(blocks, dtype=np.uint32)
 
         def spawn() -> None:
-            task = self._loop.create_task(self._run(pull, destination, remote, content, first))
+            task = self._loop.create_task(self._run(pull, destination, remote, content, first, count))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
         self._on_loop(spawn)
+
+    def reserve(self, pull: Pull, blocks: list[int], *, first: int) -> None:
+        """Give a pull that asked its blocks, for grant positions ``first...``."""
+        if pull.transfer is None:
+            raise AssertionError("a pull is granted before it has begun")
+        try:
+            pull.transfer.reserve(np.asarray(blocks, dtype=np.uint32), first=first)
+        except KvxferError as error:  # it is over, and its end is on the way
+            _log.debug("a pull took no blocks any more", extra={"code": error.code})
+
+    def unreserve(self, pull: Pull) -> bool:
+        """Take the blocks of a pull back, unless its grant exists, or it is over."""
+        with pull.lock:
+            if pull.transfer is None:
+                pull.is_unreserved = True
+                return True
+        try:
+            return pull.transfer.unreserve()
+        except KvxferError as error:  # the agent has ended, and tells its transfers so
+            _log.debug("a pull gave no blocks back", extra={"code": error.code})
+            return False
 
     def cancel(self, pull: Pull) -> None:
         """Give a pull up. It still ends with one of its callbacks."""
@@ -216,18 +279,38 @@ class BlockExchange:
 
         self._on_loop(cancel)
 
-    async def _run(self, pull: Pull, blocks: Blocks, remote: Remote, content: bytes, first: int) -> None:
-        try:
-            if pull.is_cancelled:
-                raise TransferCancelled("cancelled before the pull began")
-            pull.transfer = self._agent.pull(
+    def _begin(
+        self, pull: Pull, blocks: Blocks, remote: Remote, content: bytes, first: int, count: int
+    ) -> TransferLike:
+        say_granted = functools.partial(self._post, pull.on_granted)
+        if pull.is_unreserved or not len(blocks):
+            return self._agent.ask(
                 self._pool,
-                blocks,
+                count,
                 transfer_id=remote.transfer_id,
                 source=remote.agent_id,
-                first=first,
+                timeout_s=remote.timeout_s,
                 content=content,
+                on_granted=lambda _: say_granted(),
             )
+        return self._agent.pull(
+            self._pool,
+            blocks,
+            transfer_id=remote.transfer_id,
+            source=remote.agent_id,
+            first=first,
+            timeout_s=remote.timeout_s,
+            content=content,
+            on_granted=lambda _: say_granted(),
+        )
+
+    async def _run(self, pull: Pull, blocks: Blocks, remote: Remote, content: bytes, first: int, count: int) -> None:
+        try:
+            if pull.is_cancelled:
+                self.give_up(remote)
+                raise TransferCancelled("cancelled before the pull began")
+            with pull.lock:
+                pull.transfer = self._begin(pull, blocks, remote, content, first, count)
             result = await pull.transfer
         except Exception as error:
             failure = error if isinstance(error, KvxferError) else KvxferError(f"the pull failed: {error!r}")

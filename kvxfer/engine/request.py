@@ -29,13 +29,21 @@ class Leg(enum.StrEnum):
 
 
 class Phase(enum.StrEnum):
-    """Where a sequence stands. HOLDING: a prefill leg whose answer is out and whose blocks a grant still keeps."""
+    """Where a sequence stands. ASKING: a decode leg whose grant is not known to exist. GRANTED: it exists, and the
+    sequence has no blocks yet. HOLDING: a prefill leg whose answer is out and whose blocks a grant still keeps."""
 
     WAITING = "waiting"
+    ASKING = "asking"
+    GRANTED = "granted"
     PULLING = "pulling"
     COMPUTING = "computing"
     HOLDING = "holding"
     ENDED = "ended"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a pull is under way for it."""
+        return self in (Phase.ASKING, Phase.GRANTED, Phase.PULLING)
 
 
 class FailurePolicy(enum.StrEnum):
@@ -57,6 +65,8 @@ class Remote:
     transfer_id: TransferId
     agent_id: str
     attempt: int = 1
+    timeout_s: float | None = None
+    """How long a decode leg waits for its grant; ``None``: as long as the worker's option says."""
 
     def __post_init__(self) -> None:
         check_agent_id(self.agent_id)
@@ -111,6 +121,7 @@ class Sequence:
         "digests",
         "first_token_s",
         "grant",
+        "held_ns",
         "leg",
         "matched",
         "output",
@@ -139,6 +150,8 @@ class Sequence:
         self.cached_tokens = -1
         self.preemptions = 0
         self.grant: Any = None
+        self.held_ns = 0
+        """Since when it is held; of the monotonic clock."""
         self.output: Any = None
         self.report = TransferReport()
         self.submitted_s = submitted_s

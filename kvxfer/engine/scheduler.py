@@ -2,11 +2,13 @@
 
 It decides admission, chunk sizes, who shares a forward pass and who is preempted when the pool is out, over a
 BlockPool that it alone drives. It must never know the time, a thread, a tensor or an agent: what must happen outside
-before blocks change hands (revoking a grant) is one injected call.
+before blocks change hands (revoking a grant, taking blocks back from a pull) is an injected call.
 
-A sequence waits, is admitted (its prompt's blocks allocated), and then either computes or, on a decode leg, waits for
-the blocks to be pulled. Decoding sequences go first in every step, one token each; what is left of the token budget
-goes to prompts, in the order of their admission, a chunk each.
+A sequence waits, is admitted (its prompt's blocks allocated), and then computes. A decode leg *asks* first, and holds
+no slot and no block that another could need meanwhile: it may have blocks *early*, so that reading begins with the
+grant, and they go to whoever can use them. Once its grant exists it is admitted too, older requests first, and is
+*pulling* until its blocks are there. Decoding sequences go first in every step, one token each; what is left of the
+token budget goes to prompts, in the order of their admission, a chunk each.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from kvxfer.engine.pool import BlockPool
 from kvxfer.engine.request import Leg, Phase, Sequence, blocks_for
 from kvxfer.errors import ConfigError, Overloaded
 
+YIELD_S = 10.0
+"""So long a prompt that is computed for others lets go first what came later and is answered from here."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerLimits:
@@ -28,9 +33,10 @@ class SchedulerLimits:
     max_batch_tokens: int = 256
     chunk_tokens: int = 128
     max_running: int = 16
-    """Sequences in one step. As many again may wait for their pulls; those that were pulled meanwhile hold their blocks
-    until it is their turn."""
+    """Sequences in one step. As many again may be pulling; those that were pulled meanwhile hold their blocks until it
+    is their turn."""
     max_waiting: int = 256
+    """Sequences that wait for room here; and as many again that wait for their grants, or for room with them."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "chunk_tokens", "max_running", "max_waiting"):
@@ -69,15 +75,21 @@ class SchedulerStatistics:
     """Sequences by phase, and prompt tokens that nobody has begun to compute."""
 
     waiting: int
+    asking: int
+    granted: int
     pulling: int
     computing: int
     holding: int
     waiting_tokens: int
     preemptions: int
+    taken_back: int
+    """Times that early blocks went to somebody else."""
 
 
 class Scheduler:
-    """Decides over one pool. ``before_preemption`` is called with a sequence before its blocks are given back."""
+    """Decides over one pool. ``before_preemption`` is called with a sequence before its blocks are given back;
+    ``take_back(sequence)`` takes the early blocks of one that asks from its pull; False where they are in use, because
+    its grant exists, of which :meth:`granted` will be told."""
 
     def __init__(
         self,
@@ -85,49 +97,114 @@ class Scheduler:
         limits: SchedulerLimits,
         *,
         before_preemption: Callable[[Sequence], None] = lambda _: None,
+        take_back: Callable[[Sequence], bool] = lambda _: True,
     ) -> None:
         self.pool = pool
         self.limits = limits
         self._before_preemption = before_preemption
+        self._take_back = take_back
         self._waiting: collections.deque[Sequence] = collections.deque()
+        self._for_others: collections.deque[Sequence] = collections.deque()
+        """Prefill legs that wait."""
+        self._asking: dict[Sequence, None] = {}
+        self._granted: dict[Sequence, None] = {}
         self._pulling: dict[Sequence, None] = {}
         self._computing: list[Sequence] = []
         self._holding: dict[Sequence, None] = {}
         self._draining: dict[int, list[int]] = {}
         self._drains = 0
         self._preemptions = 0
+        self._taken_back = 0
+        self.is_short = False
+        """Whether the last plan left something out for want of blocks that was computed elsewhere, or is to be decoded
+        here."""
 
     def __repr__(self) -> str:
         now = self.statistics()
-        counts = f"{now.waiting} waiting, {now.pulling} pulling, {now.computing} computing, {now.holding} holding"
+        names = ("waiting", "asking", "granted", "pulling", "computing", "holding")
+        counts = ", ".join(f"{getattr(now, name)} {name}" for name in names)
         return f"<Scheduler {counts}>"
 
     def statistics(self) -> SchedulerStatistics:
         """Counts as of now; may be read from any thread."""
-        waiting = tuple(self._waiting.copy())
+        waiting = (*self._waiting.copy(), *self._for_others.copy())
         return SchedulerStatistics(
             waiting=len(waiting),
+            asking=len(self._asking),
+            granted=len(self._granted),
             pulling=len(self._pulling),
             computing=len(self._computing),
             holding=len(self._holding),
             waiting_tokens=sum(sequence.target for sequence in waiting),
             preemptions=self._preemptions,
+            taken_back=self._taken_back,
         )
 
     @property
     def is_empty(self) -> bool:
         """Whether everything has ended, and every block that :meth:`detach` set aside has drained; from any thread."""
-        return not (self._waiting or self._pulling or self._computing or self._holding or self._draining)
+        return not (
+            self._waiting
+            or self._for_others
+            or self._asking
+            or self._granted
+            or self._pulling
+            or self._computing
+            or self._holding
+            or self._draining
+        )
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether something that is computed here has not begun."""
+        return bool(self._waiting or self._for_others)
 
     def sequences(self) -> list[Sequence]:
         """Everything that has not ended."""
-        return [*self._waiting, *self._pulling, *self._computing, *self._holding]
+        waiting = (*self._waiting, *self._for_others, *self._asking, *self._granted)
+        return [*waiting, *self._pulling, *self._computing, *self._holding]
+
+    @property
+    def held(self) -> list[Sequence]:
+        """Prompts that were computed for others, the oldest first."""
+        return list(self._holding)
+
+    def waiting_since_s(self) -> list[float]:
+        """When each decode leg came that waits for its grant, or for room; from any thread."""
+        return [one.submitted_s for one in [*self._asking.copy(), *self._granted.copy()]]
+
+    @property
+    def will_free(self) -> bool:
+        """Whether something here gives blocks back when it ends: a request that is answered from here. Early blocks
+        that a plan which was short of some left in place are being read into."""
+        is_pulling = self._pulling or self._draining or any(one.blocks for one in self._asking)
+        return bool(is_pulling) or any(one.leg is not Leg.PREFILL for one in self._computing)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence. Raises Overloaded when ``max_waiting`` wait already."""
-        if len(self._waiting) >= self.limits.max_waiting:
-            raise Overloaded(f"{len(self._waiting)} requests wait already, max_waiting is {self.limits.max_waiting}")
-        self._waiting.append(sequence)
+        """Queue a new sequence; a decode leg asks from now on. Raises Overloaded when ``max_waiting`` wait already."""
+        is_decode = sequence.leg is Leg.DECODE
+        beside = (self._asking, self._granted) if is_decode else (self._waiting, self._for_others)
+        if (waiting := sum(map(len, beside))) >= self.limits.max_waiting:
+            raise Overloaded(f"{waiting} requests wait already, max_waiting is {self.limits.max_waiting}")
+        if is_decode:
+            sequence.phase = Phase.ASKING
+            self._asking[sequence] = None
+        else:
+            (self._for_others if sequence.leg is Leg.PREFILL else self._waiting).append(sequence)
+
+    def allocate_early(self, sequence: Sequence) -> bool:
+        """Give a sequence that asks its blocks before its grant exists, where nobody else wants them now."""
+        early = sum(1 for one in self._asking if one.blocks)
+        is_wanted = bool(self._waiting or self._for_others or self._granted) or early >= self.limits.max_running
+        return not is_wanted and self._allocate(sequence, may_take_back=False)
+
+    def granted(self, sequence: Sequence) -> None:
+        """The grant of one that asks exists: it is pulling where it has its blocks early, else it is admitted when
+        there is room."""
+        if sequence.phase is Phase.ASKING:
+            del self._asking[sequence]
+            sequence.phase, some = (Phase.PULLING, self._pulling) if sequence.blocks else (Phase.GRANTED, self._granted)
+            some[sequence] = None
 
     def plan(self) -> Plan:
         """Decide the next step: allocate, preempt, admit, and share out the token budget."""
@@ -163,7 +240,7 @@ class Scheduler:
 
     def pulled(self, sequence: Sequence) -> None:
         """The transfer committed and drained: the prompt but its last token stands in the blocks; now it computes."""
-        del self._pulling[sequence]
+        self._part(sequence)
         sequence.phase = Phase.COMPUTING
         sequence.computed = sequence.prompt_tokens - 1
         self._computing.append(sequence)
@@ -175,7 +252,7 @@ class Scheduler:
         The other blocks are given back at once. Returns the key for :meth:`drained`. The sequence waits, first in
         line, to be computed here.
         """
-        del self._pulling[sequence]
+        self._part(sequence)
         last = blocks_for(sequence.prompt_tokens - 1, self.pool.block_tokens)
         pulled = sequence.blocks[sequence.matched : last]
         self.pool.release(sequence.blocks[: sequence.matched] + sequence.blocks[last:])
@@ -197,16 +274,17 @@ class Scheduler:
         self._holding[sequence] = None
 
     def end(self, sequence: Sequence) -> None:
-        """It is over, whatever it was doing but pulling: take it out and give its blocks back. Repeats are harmless.
+        """It is over, whatever it was doing but waiting for a pull: take it out and give its blocks back. Repeats are
+        harmless.
 
         Whatever vouches for the blocks elsewhere (a grant) must have ended before.
         """
         if sequence.phase is Phase.ENDED:
             return
-        if sequence.phase is Phase.PULLING:
+        if sequence.phase.is_remote:
             raise AssertionError(f"{sequence} must be detached before it ends")
         if sequence.phase is Phase.WAITING:
-            self._waiting.remove(sequence)
+            (self._for_others if sequence.leg is Leg.PREFILL else self._waiting).remove(sequence)
         elif sequence.phase is Phase.COMPUTING:
             self._computing.remove(sequence)
             self._publish(sequence, self.pool.digests(sequence.tokens[: sequence.computed]))
@@ -216,35 +294,63 @@ class Scheduler:
         self._reset(sequence)
         sequence.phase = Phase.ENDED
 
+    def _part(self, sequence: Sequence) -> None:
+        for some in (self._asking, self._granted, self._pulling):
+            some.pop(sequence, None)
+
     def _admit(self) -> list[Sequence]:
         admitted: list[Sequence] = []
-        while self._waiting:
-            sequence = self._waiting[0]
-            is_pull = sequence.leg is Leg.DECODE
-            if (len(self._pulling) if is_pull else len(self._computing)) >= self.limits.max_running:
-                break
+        self.is_short = False
+        while (sequence := self._next()) is not None:
             if not self._allocate(sequence):
+                self.is_short = bool(self._waiting or self._granted)
                 break
-            self._waiting.popleft()
-            if is_pull:
+            if sequence.leg is Leg.DECODE:
+                del self._granted[sequence]
                 sequence.phase = Phase.PULLING
                 self._pulling[sequence] = None
             else:
+                (self._for_others if sequence.leg is Leg.PREFILL else self._waiting).popleft()
                 sequence.phase = Phase.COMPUTING
                 self._computing.append(sequence)
             admitted.append(sequence)
         return admitted
 
-    def _allocate(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence the blocks of all its tokens, shared ones first.
+    def _next(self) -> Sequence | None:
+        """Whose turn it is among those that are first in line and have a slot: the oldest. A prompt that is computed
+        for others comes behind what is answered from here, as if it were younger by YIELD_S: it would keep blocks, not
+        free some."""
+        first: list[tuple[float, int, Sequence]] = []
+        if self._granted and len(self._pulling) < self.limits.max_running:
+            one = next(iter(self._granted))
+            first.append((one.submitted_s, 0, one))
+        if len(self._computing) < self.limits.max_running:
+            first += [(line[0].submitted_s, 1, line[0]) for line in (self._waiting,) if line]
+            first += [(line[0].submitted_s + YIELD_S, 2, line[0]) for line in (self._for_others,) if line]
+        return min(first)[2] if first else None
 
-        False, and nothing changed, when the pool is out.
+    def _make_room(self, count: int) -> bool:
+        """Take early blocks back, the youngest's first, until ``count`` blocks are to be had; False: they are not."""
+        for sequence in [one for one in reversed(self._asking) if one.blocks]:
+            if self.pool.available >= count:
+                break
+            if self._take_back(sequence):
+                self._taken_back += 1
+                self.pool.release(sequence.blocks)
+                self._reset(sequence)
+                sequence.phase = Phase.ASKING
+        return self.pool.available >= count
+
+    def _allocate(self, sequence: Sequence, *, may_take_back: bool = True) -> bool:
+        """Give a sequence the blocks of all its tokens, shared ones first.
+
+        False, and nothing changed for it, when the pool is out.
         """
         shared = self.pool.match_digests(self._digests(sequence)[: self._shareable(sequence)])
         count = blocks_for(sequence.target, self.pool.block_tokens) - len(shared)
         growing = sum(1 for other in self._computing if other.leg is not Leg.PREFILL)
         headroom = 0 if sequence.leg is Leg.PREFILL else growing
-        if self.pool.available < count + headroom:
+        if self.pool.available < count + headroom and not (may_take_back and self._make_room(count + headroom)):
             self.pool.release(shared)
             return False
         sequence.blocks = shared + self.pool.allocate(count)
@@ -269,7 +375,7 @@ class Scheduler:
         False when that was ``sequence`` itself.
         """
         while len(sequence.blocks) * self.pool.block_tokens <= sequence.computed:
-            if self.pool.available:
+            if self.pool.available or self._make_room(1):
                 sequence.blocks += self.pool.allocate(1)
                 continue
             victim = self._computing[-1]

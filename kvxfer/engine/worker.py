@@ -94,6 +94,7 @@ async def _serve_model(
         runner,
         options.limits(),
         on_transfer_failure=options.on_transfer_failure,
+        room_wait_s=options.room_wait_s,
         digests=BlockDigests(runner.storage, model.layers) if options.record_block_digests else None,
         on_ttft=metrics.ttft.observe,
     )

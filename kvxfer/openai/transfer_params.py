@@ -16,6 +16,7 @@ from kvxfer.types import TransferId, check_agent_id
 
 PARAM = "kv_transfer_params"
 ATTEMPT_MAX = 1 << 16
+TIMEOUT_MAX_S = 86400.0
 BODY_BYTES_MAX = 16 << 20
 """Longest body of a client, where nothing else is said."""
 LEG_BYTES_MAX = 4096
@@ -50,10 +51,14 @@ class TransferParams:
     source: TransferEnd
     destination: TransferEnd
     first_token: str = "decode"
+    timeout_s: float | None = None
+    """How long the decode leg waits for the grant; ``None``: as long as its worker's option says."""
 
     def to_json(self) -> dict[str, Any]:
         """The object as it stands in the request body."""
+        timeout = {} if self.timeout_s is None else {"timeout_s": self.timeout_s}
         return {
+            **timeout,
             "transfer_id": str(self.transfer_id),
             "attempt": self.attempt,
             "role": self.role.value,
@@ -82,7 +87,12 @@ def parse_transfer_params(values: dict[str, Any]) -> TransferParams:
     if first_token != "decode":
         raise RequestError("first_token must be 'decode'", param=f"{PARAM}.first_token")
     source, destination = _parse_end(values, "source"), _parse_end(values, "destination")
-    return TransferParams(transfer_id, attempt, Part(role), source, destination, first_token)
+    timeout_s = values.get("timeout_s")
+    if timeout_s is not None and (type(timeout_s) not in (int, float) or not 0 < timeout_s <= TIMEOUT_MAX_S):
+        raise RequestError(
+            f"timeout_s must be a number of seconds above 0 and at most {TIMEOUT_MAX_S:g}", param=f"{PARAM}.timeout_s"
+        )
+    return TransferParams(transfer_id, attempt, Part(role), source, destination, first_token, timeout_s)
 
 
 def _parse_end(values: dict[str, Any], name: str) -> TransferEnd:

@@ -73,16 +73,18 @@ def completion(prompt: Sequence[int] | str, max_tokens: int, model: str, **more:
 
 
 @contextlib.asynccontextmanager
-async def connected() -> AsyncIterator[httpx.AsyncClient]:
+async def connected(timeout_s: float = ANSWER_S) -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_S, limits=limits) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=timeout_s, limits=limits) as client:
         yield client
 
 
-async def ask(url: str, body: dict[str, Any] | bytes, path: str = "/v1/completions") -> Answer:
+async def ask(
+    url: str, body: dict[str, Any] | bytes, path: str = "/v1/completions", *, timeout_s: float = ANSWER_S
+) -> Answer:
     """Ask and wait for the whole answer, streamed where the body says so."""
     content = {"content": body} if isinstance(body, bytes) else {"json": body}
-    async with connected() as client, client.stream("POST", f"{url}{path}", **content) as response:
+    async with connected(timeout_s) as client, client.stream("POST", f"{url}{path}", **content) as response:
         answer = Answer(response.status_code, response.headers)
         if not response.headers.get("content-type", "").startswith("text/event-stream"):
             await response.aread()

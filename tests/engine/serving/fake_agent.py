@@ -7,6 +7,7 @@ not be pulled into twice at once nor granted while it is pulled into. Breaches a
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import hashlib
 import threading
@@ -21,6 +22,7 @@ from kvxfer.errors import (
     GrantGone,
     GrantRevoked,
     Incompatible,
+    InvalidArgument,
     KvxferError,
     PeerGone,
     TransferCancelled,
@@ -45,6 +47,8 @@ class World:
         self.expire_at_grant: set[TransferId] = set()
         """A grant of this id expires as soon as it is made."""
         self.pull_wait_s = 30.0
+        self.hold_back: set[TransferId] = set()
+        """Transfers that hear of their grant and read nothing."""
         self.drains = asyncio.Event()
         """Failed transfers drain only while this is set."""
         self.drains.set()
@@ -89,12 +93,18 @@ class FakeGrant:
         self.transfer_id = transfer_id
         self.reader = reader
         self.state = GrantState.ALIVE
+        self.reason = ""
         self.ready_blocks = 0
         self.ready_early = 0
         """How many blocks were announced before all of them were."""
         self.is_complete = False
         self.seen: list[str] = []
         self.callbacks: list[Callable[[GrantState], None]] = []
+
+    @property
+    def has_begun(self) -> bool:
+        transfers = [one for agent in self.world.agents.values() for one in agent.transfers]
+        return any(one.transfer_id == self.transfer_id and one.blocks for one in transfers)
 
     def ready(self, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
         with self.world.lock:
@@ -121,6 +131,7 @@ class FakeGrant:
         return state
 
     def revoke(self, reason: str = "") -> GrantState:
+        self.reason = reason
         return self.end(GrantState.REVOKED)
 
     def release(self) -> GrantState:
@@ -159,6 +170,7 @@ class FakeTransfer:
         transfer_id: TransferId,
         first: int,
         content: bytes | None = None,
+        on_granted: Callable[[Any], None] | None = None,
     ) -> None:
         self.content = content
         self.world = world
@@ -166,6 +178,8 @@ class FakeTransfer:
         self.blocks = blocks
         self.transfer_id = transfer_id
         self.first = first
+        self.on_granted = on_granted
+        self.timeout_s: float | None = None
         self.is_cancelled = False
         self.is_drained = asyncio.Event()
         self.task = asyncio.create_task(self._run())
@@ -176,6 +190,22 @@ class FakeTransfer:
     def cancel(self) -> None:
         self.is_cancelled = True
         self.world.touch()
+
+    def reserve(self, blocks: np.ndarray, *, first: int = 0) -> None:
+        with self.world.lock:
+            if self.task.done():
+                raise InvalidArgument("this transfer is over")
+            take(self.world, self.pool, blocks)
+            self.first, self.blocks = first, blocks.tolist()
+        self.world.touch()
+
+    def unreserve(self) -> bool:
+        with self.world.lock:
+            if self.task.done() or not self.blocks or self.transfer_id in self.world.grants:
+                return False
+            self.pool.reserved -= set(self.blocks)
+            self.blocks, self.is_told = [], False
+            return True
 
     async def wait_drained(self) -> None:
         await self.is_drained.wait()
@@ -191,6 +221,7 @@ class FakeTransfer:
 
     async def _pull(self) -> FakeResult:
         world, early = self.world, 0
+        self.is_told = False
         error = world.pull_errors.get(self.transfer_id)
         end_s = world.loop.time() + world.pull_wait_s
         done = 0
@@ -206,6 +237,9 @@ class FakeTransfer:
                         raise GrantExpired("the grant expired")
                     if grant.state is not GrantState.ALIVE:
                         raise GrantRevoked(f"the grant is {grant.state.name}")
+                    if not self.is_told and self.on_granted is not None:
+                        self.is_told = True
+                        self.on_granted(self)
                     last = min(grant.ready_blocks, self.first + len(self.blocks)) if not error else self.first + 1
                     for position in range(self.first + done, min(last, grant.ready_blocks)):
                         self.pool.array[self.blocks[done]] = grant.pool.array[grant.blocks[position]]
@@ -213,7 +247,8 @@ class FakeTransfer:
                         early += 0 if grant.is_complete else self.pool.block_bytes
                     if error is not None and done:
                         raise error
-                    if grant.is_complete and done == len(self.blocks):
+                    is_held_back = self.transfer_id in world.hold_back
+                    if self.blocks and not is_held_back and grant.is_complete and done == len(self.blocks):
                         break
                 elif world.loop.time() > end_s:
                     raise PeerGone("no grant came")
@@ -256,6 +291,9 @@ class FakeAgent:
         self.loads: list[Load] = []
         self.transfers: list[FakeTransfer] = []
         self.given_up: list[TransferId] = []
+        self.expected: list[TransferId] = []
+        self.pulse_count = 0
+        self.pulses: collections.deque[tuple[bool, bool]] = collections.deque(maxlen=64)
         self.pool: FakePool | None = None
         self.is_entered = False
         self.is_draining = False
@@ -282,6 +320,13 @@ class FakeAgent:
 
     def load(self, load: Load) -> None:
         self.loads = [load]
+
+    def expect(self, transfer_id: TransferId, *, reader: str | None = None) -> None:
+        self.expected.append(transfer_id)
+
+    def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
+        self.pulses.append((has_work, took_in))
+        self.pulse_count += 1
 
     def grant(
         self,
@@ -329,22 +374,48 @@ class FakeAgent:
         transfer_id: TransferId,
         source: str,
         first: int = 0,
+        timeout_s: float | None = None,
         deadline_s: float | None = None,
         lanes: Any = None,
         content: bytes | None = None,
+        on_granted: Callable[[Any], None] | None = None,
     ) -> FakeTransfer:
-        assert blocks.dtype == np.uint32
-        assert len(blocks)
         assert asyncio.get_running_loop() is self.world.loop
         self.world.pulls_started += 1
         if source not in self.world.agents:
             raise PeerGone(f"no agent {source}")
-        taken = set(blocks.tolist())
-        if len(taken) != len(blocks) or pool.reserved & taken:
-            self.world.breaches.append("a block is pulled into twice")
-            raise BlocksBusy("reserved")
-        pool.reserved |= taken
-        pool.array[blocks] = POISON
-        transfer = FakeTransfer(self.world, pool, blocks.tolist(), transfer_id, first, content)
+        take(self.world, pool, blocks)
+        transfer = FakeTransfer(self.world, pool, blocks.tolist(), transfer_id, first, content, on_granted)
+        transfer.timeout_s = timeout_s
         self.transfers.append(transfer)
         return transfer
+
+    def ask(
+        self,
+        pool: FakePool,
+        count: int,
+        *,
+        transfer_id: TransferId,
+        source: str,
+        timeout_s: float | None = None,
+        content: bytes | None = None,
+        on_granted: Callable[[Any], None] | None = None,
+    ) -> FakeTransfer:
+        assert asyncio.get_running_loop() is self.world.loop
+        self.world.pulls_started += 1
+        if source not in self.world.agents:
+            raise PeerGone(f"no agent {source}")
+        transfer = FakeTransfer(self.world, pool, [], transfer_id, 0, content, on_granted)
+        self.transfers.append(transfer)
+        return transfer
+
+
+def take(world: World, pool: FakePool, blocks: np.ndarray) -> None:
+    assert blocks.dtype == np.uint32
+    assert len(blocks)
+    taken = set(blocks.tolist())
+    if len(taken) != len(blocks) or pool.reserved & taken:
+        world.breaches.append("a block is pulled into twice")
+        raise BlocksBusy("reserved")
+    pool.reserved |= taken
+    pool.array[blocks] = POISON

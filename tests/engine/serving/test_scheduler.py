@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvxfer.engine.pool import BlockPool
 from kvxfer.engine.request import Leg, Phase, Request, Sequence, blocks_for
-from kvxfer.engine.scheduler import Scheduler, SchedulerLimits
+from kvxfer.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from kvxfer.errors import ConfigError, Overloaded
 
 TOKENS = 4
@@ -70,6 +70,10 @@ def test_the_queue_is_bounded_and_admission_keeps_its_order():
     scheduler.add(local(4))
     with pytest.raises(Overloaded, match="max_waiting is 3"):
         scheduler.add(local(4))
+    for _ in range(3):
+        scheduler.add(decode(4))  # those that ask do not count
+    with pytest.raises(Overloaded, match="max_waiting is 3"):
+        scheduler.add(decode(4))
 
 
 def test_a_prefill_leg_takes_no_block_for_the_last_token():
@@ -87,6 +91,9 @@ def test_a_decode_leg_computes_only_its_last_token():
         sequence = Sequence(legs(make_prompt(length), greedy(4))[1])
         scheduler.add(sequence)
         assert scheduler.plan().work == ()
+        assert sequence.phase is Phase.ASKING
+        scheduler.granted(sequence)
+        assert scheduler.plan() == Plan((), (sequence,), ())
         assert sequence.phase is Phase.PULLING
         scheduler.pulled(sequence)
         (item,) = scheduler.plan().work
@@ -98,6 +105,7 @@ def test_blocks_of_a_failed_pull_stay_used_until_drained():
     scheduler = make()
     sequence = Sequence(legs(make_prompt(13), greedy(4))[1])
     scheduler.add(sequence)
+    scheduler.granted(sequence)
     scheduler.plan()
     key = scheduler.detach(sequence)
     assert scheduler.pool.statistics().used == 3
@@ -148,6 +156,7 @@ def test_no_plan_writes_where_somebody_else_reads(seed, blocks):
     revoked = set()
     scheduler = make(blocks=blocks, max_batch_tokens=rng.randint(4, 20), chunk_tokens=rng.randint(1, 12))
     scheduler._before_preemption = revoked.add
+    scheduler._take_back = lambda _: rng.random() < 0.8
     pool, keys = scheduler.pool, []
     for step in range(120):
         if rng.random() < 0.3:
@@ -160,7 +169,10 @@ def test_no_plan_writes_where_somebody_else_reads(seed, blocks):
                 scheduler.add(sequence)
             except Overloaded:
                 now = scheduler.statistics()
-                assert 8 <= now.waiting <= 8 + now.preemptions
+                assert (now.asking + now.granted if sequence.leg is Leg.DECODE else now.waiting) >= 8
+            else:
+                if sequence.leg is Leg.DECODE and rng.random() < 0.5:
+                    scheduler.allocate_early(sequence)
         plan = scheduler.plan()
         assert sum(item.count for item in plan.work) <= scheduler.limits.max_batch_tokens
         assert len({item.sequence for item in plan.work}) == len(plan.work) <= 4
@@ -179,8 +191,10 @@ def test_no_plan_writes_where_somebody_else_reads(seed, blocks):
         assert len(written) == sum(item.count for item in plan.work), "two sequences write one place"
         run(scheduler, plan)
         for sequence in scheduler.sequences():
-            if sequence.phase is Phase.PULLING and rng.random() < 0.4:
-                if rng.random() < 0.3:
+            if sequence.phase is Phase.ASKING and not sequence.blocks and rng.random() < 0.5:
+                scheduler.granted(sequence)
+            elif sequence.phase.is_remote and rng.random() < 0.4:
+                if sequence.phase is Phase.GRANTED or not sequence.blocks or rng.random() < 0.3:
                     keys.append(scheduler.detach(sequence))
                 else:
                     scheduler.pulled(sequence)
@@ -188,7 +202,7 @@ def test_no_plan_writes_where_somebody_else_reads(seed, blocks):
                 scheduler.hold(sequence)
             elif (
                 len(sequence.generated) >= sequence.request.params.max_tokens
-                or (sequence.phase is not Phase.PULLING and rng.random() < 0.02)
+                or (not sequence.phase.is_remote and rng.random() < 0.02)
                 or (sequence.phase is Phase.HOLDING and rng.random() < 0.3)
             ):
                 scheduler.end(sequence)
@@ -196,7 +210,7 @@ def test_no_plan_writes_where_somebody_else_reads(seed, blocks):
             scheduler.drained(keys.pop(rng.randrange(len(keys))))
         pool.check_integrity()
     for sequence in scheduler.sequences():
-        if sequence.phase is Phase.PULLING:
+        if sequence.phase.is_remote:
             keys.append(scheduler.detach(sequence))
         scheduler.end(sequence)
     for key in keys:
@@ -204,3 +218,145 @@ def test_no_plan_writes_where_somebody_else_reads(seed, blocks):
     assert scheduler.is_empty
     assert pool.statistics().used == 0
     pool.check_integrity()
+
+
+def decode(length, seed=0):
+    return Sequence(legs(make_prompt(length, seed), greedy(4))[1])
+
+
+def test_those_that_wait_for_their_grants_hold_no_slot():
+    scheduler = make(max_running=1, max_waiting=8)
+    slow = [decode(9, seed) for seed in range(5)]
+    for sequence in slow:
+        scheduler.add(sequence)
+        scheduler.allocate_early(sequence)
+    quick = decode(9, seed=9)
+    scheduler.add(quick)
+    scheduler.granted(quick)
+    assert scheduler.plan().admitted == (quick,)
+    assert scheduler.statistics().asking == 5
+
+
+def test_early_blocks_go_to_whoever_can_use_them_the_youngest_first():
+    scheduler = make(blocks=8)
+    taken = []
+    scheduler._take_back = lambda sequence: taken.append(sequence) is None
+    first, second = decode(12), decode(12, seed=1)
+    for sequence in (first, second):
+        scheduler.add(sequence)
+        assert scheduler.allocate_early(sequence)
+    third = decode(12, seed=2)
+    scheduler.add(third)
+    assert not scheduler.allocate_early(third), "there are none left, and early blocks are not taken for early blocks"
+    scheduler.granted(third)
+    assert scheduler.plan().admitted == (third,)
+    assert taken == [second]
+    assert (second.phase, second.blocks) == (Phase.ASKING, [])
+    assert first.blocks
+    here = local(12, seed=3)
+    scheduler.add(here)
+    assert scheduler.plan().admitted == (here,)
+    assert taken == [second, first]
+    scheduler.granted(second)
+    assert scheduler.plan().admitted == ()
+    assert scheduler.is_short
+    scheduler.pool.check_integrity()
+
+
+def test_early_blocks_are_taken_before_anybody_is_preempted():
+    scheduler = make(blocks=6)
+    old, early = local(8, 40), decode(12, seed=1)
+    scheduler.add(old)
+    run(scheduler, scheduler.plan())
+    scheduler.add(early)
+    assert scheduler.allocate_early(early)
+    for _ in range(12):
+        run(scheduler, scheduler.plan())
+    assert early.blocks == []
+    assert scheduler.statistics().preemptions == 0
+
+
+def test_early_blocks_that_are_read_into_stay():
+    scheduler = make(blocks=4)
+    early = decode(12)
+    scheduler.add(early)
+    assert scheduler.allocate_early(early)
+    scheduler._take_back = lambda _: False
+    scheduler.add(local(12, seed=1))
+    assert scheduler.plan().admitted == ()
+    assert (early.phase, len(early.blocks)) == (Phase.ASKING, 3)
+    scheduler.granted(early)
+    assert (early.phase, len(early.blocks)) == (Phase.PULLING, 3)
+    assert scheduler.will_free, "they are being read into, and given back after the answer"
+
+
+def test_early_blocks_of_a_pull_that_had_not_begun_are_taken_at_the_next_plan():
+    scheduler = make(blocks=4)
+    early, here = decode(12), local(12, seed=1)
+    scheduler.add(early)
+    assert scheduler.allocate_early(early)
+    scheduler.add(here)
+    has_begun = False
+    scheduler._take_back = lambda _: has_begun
+    assert scheduler.plan().admitted == ()
+    has_begun = True
+    assert scheduler.plan().admitted == (here,)
+    assert (early.phase, early.blocks) == (Phase.ASKING, [])
+
+
+def test_the_oldest_is_first_and_prompts_for_others_come_behind_what_is_answered_from_here():
+    scheduler = make(blocks=8)
+    old, young = local(12), decode(12, seed=1)
+    old.submitted_s, young.submitted_s = 3.0, 2.0
+    other = Sequence(legs(make_prompt(13, 2), greedy(4))[0], submitted_s=1.0)
+    scheduler.add(other)
+    scheduler.add(young)
+    scheduler.granted(young)
+    scheduler.add(old)
+    assert scheduler.plan().admitted == (young, old)
+    assert not scheduler.is_short, "a prompt for others waits, and nothing that is answered from here"
+
+
+def test_a_prompt_for_others_that_does_not_fit_keeps_nobody_from_asking_for_room():
+    scheduler = make(blocks=4)
+    held = Sequence(legs(make_prompt(13), greedy(4))[0])
+    scheduler.add(held)
+    run(scheduler, scheduler.plan())
+    run(scheduler, scheduler.plan())
+    scheduler.hold(held)
+    scheduler.add(Sequence(legs(make_prompt(13, 1), greedy(4))[0]))
+    scheduler.plan()
+    assert not scheduler.is_short
+    scheduler.add(local(8, seed=2))
+    assert scheduler.plan().admitted == ()
+    assert scheduler.is_short
+
+
+def test_a_prompt_for_others_does_not_wait_for_ever_for_those_that_come_later():
+    scheduler = make(blocks=4)
+    other = Sequence(legs(make_prompt(13), greedy(4))[0], submitted_s=1.0)
+    scheduler.add(other)
+    for second in range(2, 60):
+        one = local(12, seed=second)
+        one.submitted_s = float(second)
+        scheduler.add(one)
+        admitted = scheduler.plan().admitted
+        if other in admitted:
+            break
+        for sequence in admitted:
+            scheduler.end(sequence)
+    assert 10 <= second <= 13
+
+
+def test_what_frees_blocks_is_what_is_answered_from_here():
+    scheduler = make()
+    prefill = Sequence(legs(make_prompt(4), greedy(4))[0])
+    scheduler.add(prefill)
+    run(scheduler, scheduler.plan())
+    assert not scheduler.will_free
+    scheduler.hold(prefill)
+    assert scheduler.held == [prefill]
+    assert not scheduler.will_free
+    scheduler.add(local(4, seed=1))
+    scheduler.plan()
+    assert scheduler.will_free
