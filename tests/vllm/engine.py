@@ -7,8 +7,10 @@ usage: engine.py '{"llm": {...}, "transfer": {...} or null, "pause_s": 0.0}'
 Commands: {"op": "add", "id", "ids", "n", "kv"}, {"op": "abort", "id"}, {"op": "pause", "s"}, {"op": "ask", "what":
 "free" | "preempted" | "digests" | "busy" | "moved" | "nixl"}, {"op": "lora", "lora"}, {"op": "rpc", "method"} (vLLM's
 collective_rpc); "add" may have "lora": {"id", "name", "path"}. Events: {"event": "ready"}, {"event": "first", "id"},
-{"event": "done", "id", "tokens", "kv", "reason", "ms", "first_ms", "loaded_ms"}, {"event": "answer", "value"}.
-"loaded_ms": until its KV was there, as vLLM's scheduler was told of it, by whatever connector. "moved": what
+{"event": "done", "id", "tokens", "kv", "reason", "ms", "first_ms", "loaded_ms", "cached"},
+{"event": "answer", "value"}.
+"loaded_ms": until its KV was there, as vLLM's scheduler was told of it, by whatever connector. "cached": tokens of the
+prompt that were not computed. "moved": what
 NixlConnector says of its transfers, added up: {"bytes", "descriptors", "seconds"}.
 """
 
@@ -166,6 +168,7 @@ class Driver:
                 reason=answer.finish_reason,
                 ms=(now - begun) * 1e3,
                 first_ms=(self.first.pop(request_id, now) - begun) * 1e3,
+                cached=output.num_cached_tokens,
                 loaded_ms=(self.loaded.pop(loaded[0]) - begun) * 1e3 if loaded else None,
             )
 

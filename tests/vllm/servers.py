@@ -53,10 +53,11 @@ async def serving(
     *,
     policy: str = "recompute",
     traces: str = "",
+    options: Sequence[str] = (),
     prefill_options: Sequence[str] = (),
 ) -> AsyncIterator[Urls]:
     """All of them, ready; their logs lie in ``directory``. Leaving it ends them and what they started. ``policy``:
-    vLLM's kv_load_failure_policy. ``traces``: an OTLP endpoint for the engines' spans."""
+    vLLM's kv_load_failure_policy. ``traces``: an OTLP endpoint for the engines' spans. ``options`` of both engines."""
     token = f"--token-file={directory / 'cluster-token'}"
     started: list[Started] = []
 
@@ -94,10 +95,12 @@ async def serving(
             ]
             if traces:
                 command.append(f"--otlp-traces-endpoint={traces}")
+            command += options
             command += prefill_options if name == "p" else ()
             engines.append(start(name, command))
-        options = (token, f"--coordinator={address}", "--local-prefill=off")
-        router = await ready(start("router", kvxfer("router", *options)))
+        router = await ready(
+            start("router", kvxfer("router", token, f"--coordinator={address}", "--local-prefill=off"))
+        )
         async with httpx.AsyncClient(trust_env=False) as client:
             for engine, url in zip(engines, urls, strict=True):
                 await engine.wait(functools.partial(healthy, client, url))

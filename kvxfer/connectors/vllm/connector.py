@@ -104,6 +104,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
                 adapter_fingerprint=adapters.fingerprint,
                 weights_why=self._engine_weights.why_unknown,
                 adapter_was_another=adapters.was_another,
+                will_fail=getattr(transfer, "kv_load_failure_policy", "fail") == "fail",
             )
             return
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -205,7 +206,8 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def get_kv_connector_stats(self) -> Any:
         if self._worker_half is None:
-            stats = KvxferStats.of(self._scheduler.take_ended(), 0)
+            half = self._scheduler
+            stats = KvxferStats.of(half.take_ended(), 0, half.take_waited(), half.take_revoked(), half.take_gauges())
         else:
             stats = KvxferStats.of((), self._worker_half.take_expired())
         return None if stats.is_empty() else stats
@@ -248,7 +250,10 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
                 self._engine_weights.tell(news.agent_id, news.weights_why)
                 self._scheduler.set_card(news.agent_id, news.card)
                 LOADED.take(news.adapters)
+                self._scheduler.stands(news.standings)
+                self._scheduler.read(news.read)
         self._scheduler.received(connector_output.finished_recving or ())
+        self._scheduler.sent(connector_output.finished_sending or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, block_ids)

@@ -4,13 +4,20 @@ nothing; `source` does.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+from collections.abc import Sequence
 
 from kvxfer.agent import Grant
 from kvxfer.connectors.vllm.ids import engine_of, is_rank_of, rank_agent
+from kvxfer.connectors.vllm.steps import Finish, Open
 from kvxfer.connectors.vllm.wire import Ask
+from kvxfer.errors import KvxferError
 from kvxfer.observe import OpenSpan
 from kvxfer.types import TransferId
+
+ENDED_MAX = 4096
+"""Prompts that are over and still known by how they ended."""
 
 
 @dataclasses.dataclass
@@ -51,9 +58,43 @@ class Hold:
     """Grants of the whole prompt that were not pulled yet."""
     takers: set[str] = dataclasses.field(default_factory=set)
     """Engines that pulled one of those."""
+    was_named: bool = False
+    """The request named its reader: then its grants are bound from the beginning, and that tells nothing."""
     was_reader_seen: bool = False
+    has_told_read: bool = False
+    """The scheduler half will hear that its reader has begun."""
     heard_s: dict[str, float] = dataclasses.field(default_factory=dict)
     """When an engine last said that it wants this: the reader, or, while there is none, any agent."""
+
+    @classmethod
+    def of(cls, order: Open | Finish, total: int, life_end_s: float, blocks: Sequence[int] = ()) -> Hold:
+        """A new one; ``blocks`` of it are known."""
+        return cls(
+            request_id=order.request_id,
+            transfer_id=order.transfer_id,
+            reader=order.reader,
+            was_named=order.reader is not None,
+            content=order.content,
+            blocks=list(blocks),
+            final=0,
+            total=total,
+            life_end_s=life_end_s,
+            traceparent=order.traceparent,
+            span=OpenSpan(
+                "kvxfer.hold",
+                order.traceparent,
+                request_id=order.request_id,
+                transfer_id=str(order.transfer_id),
+                blocks=total,
+            ),
+        )
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its reader has begun: asked for blocks of it, or came for all of it."""
+        if self.readers or self.released or self.takers:
+            return True
+        return not self.was_named and self.decisive is not None and self.decisive.bound is not None
 
     @property
     def is_released(self) -> bool:
@@ -94,3 +135,27 @@ class Hold:
         """While there is no reader: that agent wants this no more."""
         if self.reader is None:
             self.heard_s.pop(agent_id, None)
+
+
+class Ended:
+    """How prompts ended lately, and which engine was the reader."""
+
+    def __init__(self) -> None:
+        self._how: collections.OrderedDict[TransferId, tuple[KvxferError, str | None]] = collections.OrderedDict()
+
+    def __contains__(self, transfer_id: TransferId) -> bool:
+        return transfer_id in self._how
+
+    def remember(self, transfer_id: TransferId, how: KvxferError, reader: str | None) -> None:
+        """It ended so."""
+        self._how[transfer_id] = (how, reader)
+        while len(self._how) > ENDED_MAX:
+            self._how.popitem(last=False)
+
+    def forget(self, transfer_id: TransferId) -> None:
+        """It is here again."""
+        self._how.pop(transfer_id, None)
+
+    def find(self, transfer_id: TransferId) -> tuple[KvxferError | None, str | None]:
+        """How it ended, and its reader; neither where that is not known."""
+        return self._how.get(transfer_id, (None, None))

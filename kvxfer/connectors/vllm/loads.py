@@ -332,7 +332,7 @@ class Loads:
         them again."""
         order = fetch.order
         ask = Ask(order.transfer_id, self._rank, fetch.attempt, fetch.readers, landing.first, is_early)
-        await self._notify(fetch.source, ask)
+        await self.notify(fetch.source, ask)
         covered, end = landing.first, landing.end
         pulls: list[asyncio.Task[None]] = []
         try:
@@ -418,7 +418,7 @@ class Loads:
         if order.is_open and source_rank != 0:
             self._meet(order, 0)
             first = order.sources[0]
-            await self._claims.win(order.transfer_id, first, functools.partial(self._notify, first))
+            await self._claims.win(order.transfer_id, first, functools.partial(self.notify, first))
 
     def _let_go(self, order: Load | Remote) -> None:
         """This rank needs nothing more of its sources."""
@@ -449,7 +449,7 @@ class Loads:
                     return
                 wanted = [fetch.order.transfer_id for fetch in fetches] + [remote.transfer_id for remote in kept]
                 try:
-                    told = await self._notify(source, *(Keep(tuple(some)) for some in _batches(wanted)))
+                    told = await self.notify(source, *(Keep(tuple(some)) for some in _batches(wanted)))
                     for fetch in fetches:
                         if fetch.life not in (None, told):
                             fetch.end(PeerGone(f"agent {source!r} was restarted: it is {told} now, not {fetch.life}"))
@@ -460,8 +460,9 @@ class Loads:
         finally:
             del self._watched[source]
 
-    async def _notify(self, agent_id: str, *messages: Message) -> AgentRef:
-        """The life that took them. Raises PeerGone where none did in time, CoordinatorUnavailable."""
+    async def notify(self, agent_id: str, *messages: Message) -> AgentRef:
+        """Say that to an agent, and return the life that took it. Raises PeerGone where none did in time,
+        CoordinatorUnavailable."""
         member = await self._agent.wait_member(agent_id, timeout_s=SILENT_S)
         deliveries = [self._agent.notify(agent_id, encode(message)) for message in messages]
         try:

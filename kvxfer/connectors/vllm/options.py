@@ -13,6 +13,16 @@ from kvxfer.errors import ConfigError
 from kvxfer.types import Lane, Role, check_agent_id
 
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+SECONDS = (
+    *("hold_ttl_s", "hold_life_max_s", "load_deadline_s", "grant_wait_s", "unknown_wait_s", "engine_silent_s"),
+    *("room_wait_s", "idle_wait_s"),
+)
+"""Settings that are durations."""
+RETIRED = {
+    "pull_wait_s": "a request waits without blocks now, for a prompt that its source knows as long as its timeout_s or "
+    "grant_wait_s says, and for one that it does not know as long as unknown_wait_s says: leave pull_wait_s out"
+}
+"""Keys that were settings, and what to do instead."""
 ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
 
 
@@ -48,8 +58,18 @@ class ConnectorOptions:
     hold_life_max_s: float = 600.0
     """No sign of life keeps it longer."""
     load_deadline_s: float = 120.0
-    pull_wait_s: float = 60.0
-    """How long a reader may wait for a prompt that this engine has not heard of."""
+    """Of one load, which begins when the source has begun the prompt and vLLM has given it blocks."""
+    grant_wait_s: float = 600.0
+    """How long a request waits, without blocks, for a prompt that its source has not begun, where it does not say so
+    itself (``timeout_s``)."""
+    unknown_wait_s: float = 2.0
+    """How long this engine may not have heard of a prompt that another awaits; it must have taken in its queue twice,
+    or be idle."""
+    engine_silent_s: float = 10.0
+    """A source's engine that has work and began no step for so long, or said nothing, is given up."""
+    room_wait_s: float = 2.0
+    """In an engine of both roles: how long what may run waits for blocks while none come back, before a prompt that
+    nobody has begun to read is taken back."""
     overlap: bool = True
     """Announce blocks while the prompt is computed, layer by layer (concurrent requests)."""
     announce_layers: int = 0
@@ -73,7 +93,7 @@ class ConnectorOptions:
             raise ConfigError("http_url is for kvxfer's router, which finds engines by a coordinator")
         check_checks("checks", self.checks)
         check_copy_threads("copy_threads", self.copy_threads)
-        for name in ("hold_ttl_s", "hold_life_max_s", "load_deadline_s", "pull_wait_s", "idle_wait_s"):
+        for name in SECONDS:
             check_positive(name, getattr(self, name), maximum=86400.0)
         if not 0 <= self.staging_bytes < 1 << 48:
             raise ConfigError(f"staging_bytes must be 0 to 2**48 - 1, not {self.staging_bytes}")
@@ -88,6 +108,8 @@ class ConnectorOptions:
         values = {"agent_id": engine_id, "coordinator": "", **extra}
         fields = {field.name: field for field in dataclasses.fields(cls) if field.name != "role"}
         for name, value in values.items():
+            if name in RETIRED:
+                raise ConfigError(f"kv_connector_extra_config has {name!r}: {RETIRED[name]}")
             if name not in fields:
                 raise ConfigError(f"kv_connector_extra_config has {name!r}; known are {', '.join(fields)}")
             if name == "lanes":
@@ -125,7 +147,9 @@ class ConnectorOptions:
             copy_threads=self.copy_threads,
             grant_ttl_s=self.hold_ttl_s,
             grant_life_max_s=max(self.hold_ttl_s, self.hold_life_max_s),
-            pull_wait_s=self.pull_wait_s,
+            grant_wait_s=self.grant_wait_s,
+            unknown_wait_s=self.unknown_wait_s,
+            engine_silent_s=self.engine_silent_s,
             transfer_deadline_s=self.load_deadline_s,
             stall_s=0.5,
             reconnect_s=1.0,

@@ -22,6 +22,7 @@ from kvxfer.types import Incarnation, TransferId, check_agent_id
 VERSION = 1
 RANKS_MAX = 1024
 DECLINED_TEXT_MAX = 512
+TIMEOUT_S_MAX = 86400.0
 CARDS_MAX = 16
 """Agents of one engine that may introduce themselves."""
 _LIFE = re.compile(r"([0-9]{1,20})\.([0-9a-f]{32})")
@@ -39,13 +40,15 @@ class PrefillLeg:
 @dataclasses.dataclass(frozen=True)
 class DecodeLeg:
     """Fetch the prompt. ``tokens``: how many the source holds, where it has said so: then it has computed them.
-    ``lives``: which lives of ``sources`` did that, and ``cards``: their own, sealed; empty where it was not said."""
+    ``lives``: which lives of ``sources`` did that, and ``cards``: their own, sealed; empty where it was not said.
+    ``timeout_s``: how long it may wait for a source that has not begun it; ``None``: not said."""
 
     transfer_id: TransferId
     sources: tuple[str, ...]
     tokens: int | None
     lives: tuple[Incarnation, ...] = ()
     cards: tuple[str, ...] = ()
+    timeout_s: float | None = None
 
     @property
     def is_open(self) -> bool:
@@ -141,10 +144,10 @@ def _prefill_leg(params: Mapping[str, Any]) -> PrefillLeg:
 
 def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
     transfer_id = TransferId.from_hex(params.get("transfer_id", ""))
-    answered = params.get("kvxfer")
+    answered, timeout_s = params.get("kvxfer"), _timeout(params.get("timeout_s"))
     if answered is None:
         base, ranks = _end("source", params.get("source"))
-        return DecodeLeg(transfer_id, tuple(rank_agent(base, rank) for rank in range(ranks)), None)
+        return DecodeLeg(transfer_id, tuple(rank_agent(base, rank) for rank in range(ranks)), None, timeout_s=timeout_s)
     if not isinstance(answered, dict) or answered.get("version") != VERSION:
         raise InvalidArgument(f"kvxfer.version must be {VERSION}: prefill and decode run different versions of kvxfer")
     agents, tokens = answered.get("agents"), answered.get("tokens")
@@ -157,6 +160,14 @@ def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
     if len(cards) > CARDS_MAX:
         raise InvalidArgument(f"kvxfer.cards must be at most {CARDS_MAX}")
     return DecodeLeg(transfer_id, names, tokens, tuple(map(_life, lives)), tuple(map(_card, cards)))
+
+
+def _timeout(value: Any) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 < value <= TIMEOUT_S_MAX:
+        raise InvalidArgument(f"timeout_s must be a number above 0, and at most {TIMEOUT_S_MAX:g}")
+    return float(value)
 
 
 def _for_each(agents: list[Any], answered: Mapping[str, Any], name: str) -> list[Any]:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+from collections.abc import Callable, Sequence
 
-from kvxfer.agent import Grant
-from kvxfer.errors import GrantGone
+from kvxfer.agent import Agent, Grant, Pool
+from kvxfer.connectors.vllm.fences import Act
+from kvxfer.connectors.vllm.hold import Hold
+from kvxfer.connectors.vllm.ids import part_id
+from kvxfer.connectors.vllm.pages import Store
+from kvxfer.errors import GrantExpired, GrantGone, GrantRevoked, KvxferError, PeerGone
+from kvxfer.observe import OpenSpan
+from kvxfer.types import GrantState
 
 log = logging.getLogger("kvxfer.vllm")
+
+_CODES = {
+    GrantState.EXPIRED: GrantExpired.code,
+    GrantState.REVOKED: GrantRevoked.code,
+    GrantState.READER_GONE: PeerGone.code,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,3 +51,107 @@ def announce(parts: list[PartGrant], layers: int) -> None:
         except GrantGone as error:
             log.debug("a part ended while it was computed: %s", error)
     parts[:] = alive
+
+
+class Granting:
+    """Makes the grants of one rank's holds, in each of its storages."""
+
+    def __init__(
+        self, agent: Agent, pools: tuple[Pool, ...], stores: tuple[Store, ...], rank: int, ttl_s: float
+    ) -> None:
+        self._agent = agent
+        self._pools = pools
+        self._stores = stores
+        self._rank = rank
+        self._ttl_s = ttl_s
+
+    def grant(
+        self,
+        hold: Hold,
+        reader: str | None,
+        reader_rank: int,
+        part: int,
+        blocks: Sequence[int],
+        on_ended: Callable[[Grant, GrantState], None],
+    ) -> list[PartGrant]:
+        """Grants of these blocks' pages in every storage, or none where one could not be made."""
+        granted = []
+        for index, (pool, store) in enumerate(zip(self._pools, self._stores, strict=True)):
+            transfer_id = part_id(hold.transfer_id, self._rank, reader_rank, part, index)
+            pages = store.ids(blocks)
+            try:
+                grant = self._agent.grant(
+                    pool,
+                    pages,
+                    transfer_id=transfer_id,
+                    reader=reader,
+                    ttl_s=self._ttl_s,
+                    content=hold.content,
+                )
+            except KvxferError as error:
+                log.warning("blocks could not be granted: %s", error, extra={"request_id": hold.request_id})
+                return []
+            hold.grants[transfer_id] = grant
+            span = OpenSpan(
+                "kvxfer.grant",
+                hold.traceparent,
+                request_id=hold.request_id,
+                transfer_id=str(hold.transfer_id),
+                part=part,
+                blocks=len(blocks),
+            )
+            grant.on_ended(functools.partial(_ended, grant, span, on_ended))
+            granted.append(PartGrant(grant, store.first_layer, store.layers, len(blocks)))
+        return granted
+
+
+def _ended(grant: Grant, span: OpenSpan, on_ended: Callable[[Grant, GrantState], None], state: GrantState) -> None:
+    span.end(_CODES.get(state))
+    on_ended(grant, state)
+
+
+class Announcing:
+    """The parts that the forward under way writes. Announced: the layers that are written without a gap before them,
+    at least ``every`` of them at once. Called by the forward thread."""
+
+    def __init__(self, layers: int, every: int, after: Callable[[Act], None]) -> None:
+        self._layers = layers
+        self._every = every
+        self._after = after
+        self._parts: list[PartGrant] = []
+        self._saved: set[int] = set()
+        self._announced = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, parts: list[PartGrant]) -> None:
+        """The coming forward writes these."""
+        self._parts += parts
+
+    def layer_saved(self, layer: int) -> None:
+        """It wrote its part of one layer."""
+        if not self._parts:
+            return
+        self._saved.add(layer)
+        done = self._announced
+        while done in self._saved:
+            done += 1
+        if done - self._announced >= self._every or done == self._layers:
+            self._announce(done)
+
+    def all_saved(self) -> None:
+        """It wrote everything."""
+        self._announce(self._layers)
+        self.drop()
+
+    def drop(self) -> None:
+        """It announces nothing more."""
+        self._parts = []
+        self._saved.clear()
+        self._announced = 0
+
+    def _announce(self, layers: int) -> None:
+        if self._parts and layers > self._announced:
+            self._announced = layers
+            self._after(functools.partial(announce, self._parts, layers))

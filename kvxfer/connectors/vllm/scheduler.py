@@ -9,63 +9,48 @@ What vLLM gives away is revoked by the orders of that very step: the worker half
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvxfer.connectors.vllm.ids import blocks_for, content_of
+from kvxfer.connectors.vllm.held import HeldPrompts
+from kvxfer.connectors.vllm.ids import blocks_for
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.params import Declined, DecodeLeg, PrefillLeg, declined, handed_over, parse, trace_of
-from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Load, Open, Remote, Report, StepOrders
+from kvxfer.connectors.vllm.requests import (
+    Decode,
+    Gauges,
+    Prefill,
+    about,
+    account,
+    contents_of,
+    gauges_of,
+    load_of,
+    not_tried,
+    remote,
+    whole,
+)
+from kvxfer.connectors.vllm.steps import (
+    Accept,
+    Chunk,
+    Close,
+    Finish,
+    Load,
+    Open,
+    Remote,
+    Report,
+    Revoke,
+    Standing,
+    StepOrders,
+    Wait,
+)
 from kvxfer.errors import GrantRevoked, InvalidArgument, WeightsUnknown
 from kvxfer.types import Incarnation, TransferId, why_unknown
 
 log = logging.getLogger("kvxfer.vllm")
 
 COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-
-
-@dataclasses.dataclass
-class Prefill:
-    """A request whose prompt goes elsewhere. ``blocks`` are told to the worker half, of ``total``."""
-
-    request: Any
-    transfer_id: TransferId
-    reader: str | None
-    total: int
-    content: bytes
-    traceparent: str | None
-    table: list[int] = dataclasses.field(default_factory=list)
-    blocks: int = 0
-    is_open: bool = False
-    adapter: str = ""
-    """The fingerprint of its LoRA adapter when it came."""
-    why_unknown: str | None = None
-    """Why it is not known what it is computed with: then it is not kept."""
-
-
-@dataclasses.dataclass
-class Decode:
-    """A request whose prompt comes from elsewhere."""
-
-    leg: DecodeLeg
-    request_id: str
-    tokens: int
-    content: bytes
-    traceparent: str | None
-    computed: int = 0
-    """Tokens that were here already when vLLM last asked: what is fetched begins after them."""
-    is_loading: bool = False
-    cached: int | None = None
-    """How many of its tokens this engine's own cache had, where the rest is loaded."""
-    is_settled: bool = False
-    """Loaded, released, or never to be."""
-    adapter: str = ""
-    """The fingerprint of its LoRA adapter when it came."""
-    first: Decode | None = None
-    """Another request that fetches the same: this one is computed here, after that, with what is cached by then."""
-    reports: list[Report] = dataclasses.field(default_factory=list)
 
 
 class SchedulerHalf:
@@ -84,7 +69,11 @@ class SchedulerHalf:
         adapter_fingerprint: Callable[[Any], str],
         weights_why: Callable[[], str | None] = lambda: None,
         adapter_was_another: Callable[[Any], bool] = lambda _: False,
+        will_fail: bool = False,
+        now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """``will_fail``: vLLM fails requests whose prompts could not be fetched, and does not compute them."""
+        self._will_fail = will_fail
         self._options = options
         self._block_tokens = block_tokens
         self._agents = agents
@@ -106,6 +95,16 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._cancels: list[str] = []
         self._releases: list[Remote] = []
+        self._waits: list[Wait] = []
+        self._accepts: list[Accept] = []
+        self._held = HeldPrompts(options, now_ns)
+        self._offered: set[str] = set()
+        """Requests that vLLM looked at in this step, and gave no blocks so far."""
+        self._is_stuck = False
+        """In the last step nothing ran, and a prompt that is computed already had no blocks."""
+        self._waited: list[float] = []
+        """Seconds of waits that ended."""
+        self._gauges: Gauges | None = None
 
     def set_lives(self, lives: tuple[Incarnation, ...], cards: tuple[str, ...] = ()) -> None:
         """Of this engine's agents, by rank: what they compute is to be had of no other. ``cards``: theirs."""
@@ -124,15 +123,23 @@ class SchedulerHalf:
         self._know(request)
         decode = self._decodes.get(request.request_id)
         if decode is not None and not decode.is_settled:
-            self._keeps.append(_remote(decode))
+            self._keeps.append(remote(decode))
 
     def matched(self, request: Any, computed: int) -> int | None:
         """How many tokens beyond the first ``computed`` (whole blocks) can be fetched; ``None``: ask again later. The
         last token of a prompt is computed here in any case: it is sampled from."""
         self._know(request)
         decode = self._decodes.get(request.request_id)
-        if decode is not None and decode.first is not None and decode.first.is_loading:
+        if decode is not None and decode.first is not None and not decode.first.is_settled:
             return None
+        if self._is_stuck and request.request_id in self._prefills:
+            return None  # what comes back is for those, not for one more that is only kept
+        count = self._matched(request, decode, computed)
+        if count is not None:
+            self._offered.add(request.request_id)
+        return count
+
+    def _matched(self, request: Any, decode: Decode | None, computed: int) -> int | None:
         if decode is None or decode.is_settled or decode.is_loading:
             return 0
         if getattr(request, "skip_reading_prefix_cache", False):
@@ -141,11 +148,14 @@ class SchedulerHalf:
         if why is not None:
             self._decline(decode, why)
             return 0
+        if decode.tokens <= computed:
+            return 0
         decode.computed = computed
-        return max(0, decode.tokens - computed)
+        return None if decode.is_waiting else decode.tokens - computed
 
     def allocated(self, request: Any, block_ids: Sequence[int], external: int) -> None:
         """vLLM gave it the blocks ``block_ids``, for ``external`` tokens from elsewhere too."""
+        self._offered.discard(request.request_id)
         decode = self._decodes.get(request.request_id)
         if decode is None or decode.is_settled or decode.is_loading:
             return
@@ -158,26 +168,16 @@ class SchedulerHalf:
         blocks = tuple(block_ids[first : blocks_for(end, self._block_tokens)])
         decode.is_loading = True
         has_direct = decode.leg.tokens is not None and end == decode.tokens
-        remote = _remote(decode)
-        self._loads.append(
-            Load(
-                remote.request_id,
-                remote.transfer_id,
-                remote.sources,
-                first,
-                blocks,
-                decode.tokens,
-                decode.content,
-                has_direct,
-                decode.traceparent,
-                decode.leg.lives,
-                decode.leg.cards,
-                decode.leg.is_open,
-            )
-        )
+        self._loads.append(load_of(decode, first, blocks, has_direct=has_direct))
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """It is over. Returns whether its blocks must stay, and what the client is answered."""
+        stays, answer = self._finished(request, block_ids)
+        if block_ids and not stays:
+            self._held.freed()
+        return stays, answer
+
+    def _finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         self._know(request)
         self._senseless.discard(request.request_id)
         refusal = self._declined.pop(request.request_id, None)
@@ -186,11 +186,11 @@ class SchedulerHalf:
         decode = self._decodes.pop(request.request_id, None)
         if decode is not None:
             if decode.is_loading:
-                decode.is_loading = False
+                decode.is_loading, decode.is_settled = False, True
                 self._cancels.append(decode.request_id)
             elif not decode.is_settled:
                 self._release(decode)
-            return False, _account(decode)
+            return False, account(decode)
         prefill = self._prefills.pop(request.request_id, None)
         if prefill is None:
             return False, None
@@ -205,6 +205,7 @@ class SchedulerHalf:
         blocks = tuple(block_ids[: prefill.total])
         name, transfer_id, traceparent = request.request_id, prefill.transfer_id, prefill.traceparent
         self._finishes.append(Finish(name, transfer_id, prefill.reader, blocks, prefill.content, traceparent))
+        self._held.keep(name, len(block_ids), is_read=prefill.is_read)
         tokens = request.num_prompt_tokens - 1
         answer = handed_over(transfer_id, self._agents, name, tokens, traceparent, self._lives, self._cards)
         return True, answer
@@ -233,18 +234,24 @@ class SchedulerHalf:
             blocks = () if added is None else added[0]
             computed = cached.num_computed_tokens[index]
             self._step(request_id, blocks, computed, output, opens, chunks, is_new=request_id in resumed)
-        loading = {load.request_id for load in self._loads}
+        ahead = {name for name, one in self._decodes.items() if not (one.is_settled or one.is_loading)}
+        revoke = self._take_back(output.total_num_scheduled_tokens > 0)
+        waiting = {decode.request_id for decode in self._decodes.values() if decode.is_waiting}
         orders = StepOrders(
             has_forward=output.total_num_scheduled_tokens > 0,
             closes=tuple(self._closes),
             opens=tuple(opens),
             chunks=tuple(chunks),
             finishes=tuple(self._finishes),
-            keeps=tuple(keep for keep in self._keeps if keep.request_id not in loading),
+            keeps=tuple(keep for keep in self._keeps if keep.request_id in ahead),
             loads=tuple(self._loads),
             cancels=tuple(self._cancels),
             releases=tuple(self._releases),
+            waits=tuple(wait for wait in self._waits if wait.request_id in waiting),
+            accepts=tuple(self._accepts),
+            revokes=() if revoke is None else (revoke,),
         )
+        self._waits, self._accepts = [], []
         self._closes, self._finishes, self._keeps = [], [], []
         self._loads, self._cancels, self._releases = [], [], []
         return orders
@@ -254,11 +261,44 @@ class SchedulerHalf:
         for request_id in request_ids:
             reports = self._reports.pop(request_id, None)
             if reports is not None:
-                self._ended.append(_whole(reports))
+                self._ended.append(whole(reports))
             decode = self._decodes.get(request_id)
             if decode is not None:
                 decode.is_loading = False
                 decode.is_settled = True
+            else:
+                self._held.freed()
+
+    def sent(self, request_ids: Iterable[str]) -> None:
+        """The blocks of these prompts are vLLM's again."""
+        for request_id in request_ids:
+            self._held.gone(request_id)
+
+    def read(self, request_ids: Iterable[str]) -> None:
+        """Some reader of these prompts has begun."""
+        for request_id in request_ids:
+            self._held.read(request_id)
+            prefill = self._prefills.get(request_id)
+            if prefill is not None:
+                prefill.is_read = True
+
+    def stands(self, standings: Iterable[Standing]) -> None:
+        """How it stands with requests that wait."""
+        for standing in standings:
+            if standing.is_over:
+                self._waited.append(standing.seconds)
+            decode = self._decodes.get(standing.request_id)
+            if decode is None or not decode.is_waiting:
+                continue
+            decode.is_known = standing.is_known
+            if standing.is_over and standing.code and self._will_fail and standing.code != WeightsUnknown.code:
+                decode.failure, decode.is_waiting = standing, False
+                self._releases.append(remote(decode))
+            elif standing.is_over and standing.code:
+                log.warning("a wait ended: %s", standing.text, extra=about(decode, standing.code))
+                self._give_up(decode, standing.code, standing.text, standing.seconds)
+            elif standing.is_over:
+                decode.is_waiting = False
 
     def reported(self, reports: Iterable[Report]) -> None:
         """What the ranks say of loads."""
@@ -267,6 +307,20 @@ class SchedulerHalf:
             decode = self._decodes.get(report.request_id)
             if decode is not None:
                 decode.reports.append(report)
+
+    def take_gauges(self) -> Gauges | None:
+        """How it stands with what waits, where that has changed since the last call."""
+        before, self._gauges = self._gauges, gauges_of(self._decodes.values(), self._held.blocks_absent)
+        return None if self._gauges == before else self._gauges
+
+    def take_waited(self) -> list[float]:
+        """Seconds of waits that ended since the last call."""
+        waited, self._waited = self._waited, []
+        return waited
+
+    def take_revoked(self) -> int:
+        """Prompts that were taken back for their blocks, since the last call."""
+        return self._held.take_revoked()
 
     def take_ended(self) -> list[Report]:
         """Loads that ended since the last call, of all ranks together."""
@@ -296,8 +350,8 @@ class SchedulerHalf:
         adapter = self._adapter(request)
         why = self._weights_why() or why_unknown(adapter)
         if isinstance(leg, DecodeLeg):
-            content = self._content(request, len(leg.sources), adapter)
-            decode = Decode(leg, request_id, tokens, content, traceparent, adapter=adapter)
+            content = contents_of(request, len(leg.sources), adapter)
+            decode = Decode(request, leg, request_id, tokens, content, traceparent, adapter=adapter)
             same = (other for other in self._decodes.values() if other.leg.transfer_id == leg.transfer_id)
             decode.first = next(same, None)
             self._decodes[request_id] = decode
@@ -312,6 +366,8 @@ class SchedulerHalf:
                     "the prefill computed %d tokens, not %d", leg.tokens, tokens, extra={"request_id": request_id}
                 )
                 self._release(decode)
+            elif leg.tokens is None and tokens > 0:
+                self._wait(decode)
         elif isinstance(leg, PrefillLeg):
             transfer_id, reader, total = (
                 leg.transfer_id or self._mint(),
@@ -322,19 +378,39 @@ class SchedulerHalf:
                 reader, total = None, 0  # several answers to one prompt: the first keeps it
             if not is_known:
                 total = 0
-            content = self._content(request, len(self._agents), adapter)
-            self._prefills[request_id] = Prefill(
+            content = contents_of(request, len(self._agents), adapter)
+            prefill = self._prefills[request_id] = Prefill(
                 request, transfer_id, reader, total, content, traceparent, adapter=adapter, why_unknown=why
             )
+            if leg.transfer_id is not None and total > 0:
+                self._accept(prefill)
 
-    def _content(self, request: Any, ranks: int, adapter: str) -> bytes:
-        """Of what it depends on: the tokens, the LoRA adapter, and images and the like, which have equal placeholders.
-        Embeddings instead of tokens are compared by nobody: such prompts are neither kept nor fetched."""
-        ids = (request.prompt_token_ids or ())[: request.num_prompt_tokens - 1]
-        beside = [adapter]
-        for feature in getattr(request, "mm_features", None) or ():
-            beside += [feature.modality, feature.identifier, str(feature.mm_position.offset)]
-        return content_of(ids, ranks, beside)
+    def _wait(self, decode: Decode) -> None:
+        """Until its source begins it."""
+        leg = decode.leg
+        timeout_s = self._options.grant_wait_s if leg.timeout_s is None else leg.timeout_s
+        decode.is_waiting = True
+        self._waits.append(Wait(decode.request_id, leg.transfer_id, leg.sources[0], timeout_s))
+
+    def _accept(self, prefill: Prefill) -> None:
+        """Others may ask for it from now on; where it will not be kept, they need not wait for that."""
+        prefill.is_accepted = True
+        if prefill.why_unknown is None:
+            self._accepts.append(Accept(prefill.request.request_id, prefill.transfer_id))
+        else:
+            self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknown.code)
+
+    def _take_back(self, has_forward: bool) -> Revoke | None:
+        """A prompt that is kept for another engine, where something has no room."""
+        offered, self._offered = self._offered, set()
+        decodes = self._decodes.values() if self._held else ()
+        will_free = has_forward or any(decode.is_loading for decode in decodes)
+        lacks_blocks = any(decode.lacks_blocks for decode in decodes)
+        self._is_stuck = lacks_blocks and not will_free
+        lacks_more = any(decode.lacks_more for decode in decodes)
+        return self._held.take_back(
+            is_stuck=lacks_blocks, is_offered=bool(offered), lacks_more=lacks_more, will_free=will_free
+        )
 
     def _step(
         self,
@@ -381,7 +457,7 @@ class SchedulerHalf:
 
     def _close(self, prefill: Prefill, reason: str, *, will_resume: bool, code: str = GrantRevoked.code) -> None:
         prefill.is_open = False
-        if prefill.reader is not None:  # it may be asking already
+        if prefill.reader is not None or prefill.is_accepted:  # it may be asking already
             self._closes.append(Close(prefill.request.request_id, prefill.transfer_id, reason, will_resume, code))
 
     def _adapter(self, request: Any) -> str:
@@ -409,55 +485,15 @@ class SchedulerHalf:
 
     def _decline(self, decode: Decode, why: str) -> None:
         """Compute its prompt here, and say why."""
+        self._give_up(decode, WeightsUnknown.code, why)
+
+    def _give_up(self, decode: Decode, code: str, text: str, seconds: float = 0.0) -> None:
         self._release(decode)
-        report = _not_tried(decode, WeightsUnknown.code, why)
+        report = not_tried(decode, code, text, seconds)
         decode.reports.append(report)
         self._ended.append(report)
 
     def _release(self, decode: Decode) -> None:
         decode.is_settled = True
-        self._releases.append(_remote(decode))
-
-
-def _remote(decode: Decode) -> Remote:
-    leg = decode.leg
-    return Remote(decode.request_id, leg.transfer_id, leg.sources, leg.lives, leg.cards, leg.is_open)
-
-
-def _account(decode: Decode) -> dict[str, Any] | None:
-    """What the client may read of its transfer: of the slowest rank, or of the first that failed."""
-    if not decode.reports:
-        return None
-    values = dataclasses.asdict(_worst(decode.reports))
-    del values["request_id"]
-    if decode.cached is not None:
-        values["cached_tokens"] = decode.cached
-    return {"kvxfer": values}
-
-
-def _not_tried(decode: Decode, code: str, text: str) -> Report:
-    """Of a load that was never ordered."""
-    return Report(
-        request_id=decode.request_id,
-        transfer_id=str(decode.leg.transfer_id),
-        code=code,
-        text=text,
-        lane="",
-        blocks=0,
-        bytes=0,
-        parts=0,
-        seconds=0.0,
-        wire_seconds=0.0,
-        early_bytes=0,
-        attempts=0,
-    )
-
-
-def _worst(reports: list[Report]) -> Report:
-    return max(reports, key=lambda report: (report.code != "", report.seconds))
-
-
-def _whole(reports: list[Report]) -> Report:
-    """Of one load, what all its ranks said."""
-    moved = {name: sum(getattr(report, name) for report in reports) for name in ("bytes", "early_bytes")}
-    return dataclasses.replace(_worst(reports), **moved)
+        decode.is_waiting = False
+        self._releases.append(remote(decode))

@@ -15,7 +15,6 @@ What is said to be written is said through ``after``: of a device's memory once 
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import logging
@@ -24,27 +23,38 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvxfer.agent import Agent, Grant, Pool
-from kvxfer.connectors.vllm.early import Early, Question
+from kvxfer.connectors.vllm.accepted import Accepted
+from kvxfer.connectors.vllm.early import Early, Question, another, crowded, refusal, unknown
 from kvxfer.connectors.vllm.fences import Act, at_once
-from kvxfer.connectors.vllm.hold import Hold, Reader
+from kvxfer.connectors.vllm.hold import Ended, Hold, Reader
 from kvxfer.connectors.vllm.ids import DIRECT, engine_of, part_id, rank_agent
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.outbox import Outbox
 from kvxfer.connectors.vllm.pages import Pages
-from kvxfer.connectors.vllm.parts import PartGrant, announce
-from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Open, StepOrders
-from kvxfer.connectors.vllm.wire import PARTS_MAX, Ask, Claim, Claimed, Keep, Message, Part, Refuse, Release
+from kvxfer.connectors.vllm.parts import Announcing, Granting, PartGrant, announce
+from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Open, Revoke, StepOrders
+from kvxfer.connectors.vllm.wire import (
+    PARTS_MAX,
+    Ask,
+    Await,
+    Begun,
+    Claim,
+    Claimed,
+    Keep,
+    Message,
+    Part,
+    Release,
+)
 from kvxfer.errors import (
     GrantExpired,
     GrantReleased,
     GrantRevoked,
     GrantUnknown,
     KvxferError,
+    Overloaded,
     PeerGone,
-    Refused,
     from_code,
 )
-from kvxfer.observe import OpenSpan
 from kvxfer.types import GrantState, TransferId
 
 log = logging.getLogger("kvxfer.vllm")
@@ -52,14 +62,8 @@ log = logging.getLogger("kvxfer.vllm")
 SWEEP_S = 0.1
 SILENT_S = 2.5
 """A reader that has spoken says every half second that it is still there; one that was silent for so long is gone."""
-ENDED_MAX = 4096
-"""Prompts that are over and still known by how they ended."""
 
-_CODES = {
-    GrantState.EXPIRED: GrantExpired.code,
-    GrantState.REVOKED: GrantRevoked.code,
-    GrantState.READER_GONE: PeerGone.code,
-}
+_ELSEWHERE = "the prompt's blocks go to others"
 
 
 class Source:
@@ -89,17 +93,17 @@ class Source:
         self._lock = threading.RLock()
         self._holds: dict[str, Hold] = {}
         self._by_transfer: dict[TransferId, Hold] = {}
-        self._early = Early(options.pull_wait_s)
-        self._ended: collections.OrderedDict[TransferId, tuple[KvxferError, str | None]] = collections.OrderedDict()
-        """How prompts ended, and which engine was the reader."""
+        self._accepted = Accepted(options.unknown_wait_s)
+        self._early = Early(self._accepted)
+        self._ended = Ended()
         self._writing: list[Hold] = []
-        self._announcing: list[PartGrant] = []
+        self._read: list[str] = []
+        """Prompts whose reader has begun, for the scheduler half."""
         self._outbox = Outbox(agent)
         """On the loop."""
-        self._saved: set[int] = set()
-        self._announced = 0
         layers = len(pages.layers)
-        self._announce_every = options.announce_layers or max(1, layers // 8)
+        self._granting = Granting(agent, pools, pages.stores, rank, options.hold_ttl_s)
+        self._announcing = Announcing(layers, options.announce_layers or max(1, layers // 8), after)
         self.expired = 0
 
     def __len__(self) -> int:
@@ -111,6 +115,12 @@ class Source:
             expired, self.expired = self.expired, 0
         return expired
 
+    def take_read(self) -> tuple[str, ...]:
+        """Prompts whose reader began to read, since the last call."""
+        with self._lock:
+            read, self._read = tuple(self._read), []
+        return read
+
     # --- the forward thread ---
 
     def begin_step(self, orders: StepOrders) -> None:
@@ -118,32 +128,27 @@ class Source:
         if self._writing or self._announcing:  # vLLM does not say of each forward that it failed
             self.step_failed()
         with self._lock:
+            self._accepted.step_began(time.monotonic())
+            for accept in orders.accepts:
+                self._accepted.accept(accept.transfer_id)
             for close in orders.closes:
                 self._close(close)
             for begun in orders.opens:
                 self._open(begun)
             for finish in orders.finishes:
                 self._finish(finish)
+            for revoke in orders.revokes:
+                self._take_back(revoke)
             for chunk in orders.chunks:
                 self._extend(chunk)
 
     def layer_saved(self, layer: int) -> None:
-        """The forward wrote its part of one layer. Announced: the layers that are written without a gap before them."""
-        if not self._announcing:
-            return
-        self._saved.add(layer)
-        done = self._announced
-        while done in self._saved:
-            done += 1
-        if done - self._announced >= self._announce_every or done == len(self._pages.layers):
-            self._layers_saved(done)
+        """The forward wrote its part of one layer."""
+        self._announcing.layer_saved(layer)
 
     def step_saved(self) -> None:
         """The forward wrote everything."""
-        self._layers_saved(len(self._pages.layers))
-        self._announcing = []
-        self._saved.clear()
-        self._announced = 0
+        self._announcing.all_saved()
         with self._lock:
             written = [(hold, len(hold.blocks)) for hold in self._writing]
             self._writing = []
@@ -152,20 +157,18 @@ class Source:
 
     def step_failed(self) -> None:
         """The forward broke: nothing of what it should have written is promised any more."""
-        self._announcing = []
-        self._saved.clear()
-        self._announced = 0
+        self._announcing.drop()
         with self._lock:
             for hold in list(self._writing):
                 self._end(hold, GrantRevoked("the forward that should have computed it failed"))
 
-    def _layers_saved(self, layers: int) -> None:
-        if self._announcing and layers > self._announced:
-            self._announced = layers
-            self._after(functools.partial(announce, self._announcing, layers))
+    def step_over(self) -> None:
+        """The engine has come to the end of its step."""
+        with self._lock:
+            self._accepted.step_over()
 
     def _open(self, order: Open) -> None:
-        hold = self._hold(order, order.total)
+        hold = Hold.of(order, order.total, self._life_end_s())
         self._admit(hold)
         self._hear_early_releases(hold)
 
@@ -182,13 +185,13 @@ class Source:
         for reader in hold.readers.values():
             count = len(hold.blocks) - reader.sent  # it may have the first of them in its cache
             if count > 0:
-                self._announcing += self._grant_part(hold, reader, reader.sent, count)
+                self._announcing.add(self._grant_part(hold, reader, reader.sent, count))
 
     def _finish(self, order: Finish) -> None:
         hold = self._holds.get(order.request_id)
         now_s = time.monotonic()
         if hold is None:
-            hold = self._hold(order, len(order.blocks), order.blocks)
+            hold = Hold.of(order, len(order.blocks), self._life_end_s(), order.blocks)
             self._admit(hold)
         else:
             hold.blocks = list(order.blocks)
@@ -226,32 +229,22 @@ class Source:
                     release = Release(hold.transfer_id, rank, hold.readers_expected)
                     self._early.release(rank_agent(hold.reader, rank), release, time.monotonic())
         if order.will_resume:
-            self._ended.pop(order.transfer_id, None)
+            self._ended.forget(order.transfer_id)
+            self._accepted.accept_again(order.transfer_id)
             return
-        self._remember(order.transfer_id, error, None if hold is None else hold.reader)
+        self._ended.remember(order.transfer_id, error, None if hold is None else hold.reader)
         for agent_id, ask in self._early.take_asks(order.transfer_id):
-            self._send(agent_id, _refusal(ask, error))
+            self._send(agent_id, refusal(ask, error))
+        for agent_id in self._accepted.take(order.transfer_id):
+            self._send(agent_id, Begun(order.transfer_id, error.code, str(error)))
 
-    def _hold(self, order: Open | Finish, total: int, blocks: Sequence[int] = ()) -> Hold:
-        """A new hold; ``blocks`` of it are known."""
-        return Hold(
-            request_id=order.request_id,
-            transfer_id=order.transfer_id,
-            reader=order.reader,
-            content=order.content,
-            blocks=list(blocks),
-            final=0,
-            total=total,
-            life_end_s=time.monotonic() + self._options.hold_life_max_s,
-            traceparent=order.traceparent,
-            span=OpenSpan(
-                "kvxfer.hold",
-                order.traceparent,
-                request_id=order.request_id,
-                transfer_id=str(order.transfer_id),
-                blocks=total,
-            ),
-        )
+    def _take_back(self, order: Revoke) -> None:
+        hold = self._holds.get(order.request_id)
+        if hold is not None and hold.until_s is not None:
+            self._free(hold, GrantRevoked(order.reason))
+
+    def _life_end_s(self) -> float:
+        return time.monotonic() + self._options.hold_life_max_s
 
     def _admit(self, hold: Hold) -> None:
         """Know a new hold, and what came for it before."""
@@ -259,11 +252,13 @@ class Source:
         if previous is not None:
             end = self._end if previous.until_s is None else self._free
             end(previous, GrantRevoked("another request came with the same transfer id"))
-        self._ended.pop(hold.transfer_id, None)
+        self._ended.forget(hold.transfer_id)
         self._holds[hold.request_id] = hold
         self._by_transfer[hold.transfer_id] = hold
         for agent_id, ask in self._early.take_asks(hold.transfer_id):
             self._join(hold, ask, agent_id)
+        for agent_id in self._accepted.take(hold.transfer_id):
+            self._awaited(agent_id, hold.transfer_id)
 
     def _hear_early_releases(self, hold: Hold) -> None:
         """After all that wants it: of two engines, the one that gave it up is not the reader."""
@@ -280,9 +275,12 @@ class Source:
                     hold = self._by_transfer.get(transfer_id)
                     if hold is not None:
                         hold.hear(agent_id, time.monotonic())
+            elif isinstance(message, Await):
+                self._await(agent_id, message)
             elif isinstance(message, (Ask, Claim)):
                 self._asked(agent_id, message)
             elif isinstance(message, Release):
+                self._accepted.forget(agent_id, message.transfer_id)
                 hold = self._by_transfer.get(message.transfer_id)
                 if hold is not None:
                     self._give_back(hold, agent_id, message)
@@ -298,9 +296,12 @@ class Source:
             for hold in list(self._holds.values()):
                 self._look_at(hold, now_s, known)
             for agent_id, ask in self._early.expire(now_s):
-                self._send(agent_id, _refusal(ask, GrantUnknown("this engine never heard of that prompt")))
+                self._send(agent_id, refusal(ask, unknown()))
+            for agent_id, transfer_id in self._accepted.sweep(now_s):
+                self._send(agent_id, Begun(transfer_id, GrantUnknown.code, str(unknown())))
 
     def _look_at(self, hold: Hold, now_s: float, known: set[str]) -> None:
+        self._tell_read(hold)
         names = {reader.agent_id for reader in hold.readers.values()}
         if not names and hold.reader is not None:
             names = {hold.reader}
@@ -322,22 +323,59 @@ class Source:
             log.warning("a prompt was not fetched in time", extra={"request_id": hold.request_id})
             self._free(hold, GrantExpired("it was not fetched in time"))
 
+    def arrival(self, transfer_id: TransferId, is_here: bool) -> None:
+        """The API server has got that prompt, or is through with it."""
+        with self._lock:
+            if not is_here:
+                self._accepted.leave(transfer_id)
+            elif transfer_id not in self._by_transfer and transfer_id not in self._ended:
+                self._accepted.arrive(transfer_id, time.monotonic())
+
+    def _tell_read(self, hold: Hold) -> None:
+        if not hold.has_told_read and hold.is_read:
+            hold.has_told_read = True
+            self._read.append(hold.request_id)
+
+    def _await(self, agent_id: str, message: Await) -> None:
+        now_s = time.monotonic()
+        waiting = [one for one in message.transfer_ids if not self._awaited(agent_id, one)]
+        kept = [one for one in waiting if self._accepted.ask(agent_id, one, now_s)]
+        for transfer_id in set(waiting).difference(kept):
+            self._send(agent_id, Begun(transfer_id, Overloaded.code, str(crowded())))
+        is_computing = any(hold.until_s is None for hold in self._holds.values())
+        for answer in self._accepted.answer(kept, now_s, is_computing=is_computing):
+            self._send(agent_id, answer)
+
+    def _awaited(self, agent_id: str, transfer_id: TransferId) -> bool:
+        """Tell that agent, where it is so, that a prompt that it awaits has begun, or never will. It becomes no reader
+        by that."""
+        hold = self._by_transfer.get(transfer_id)
+        error: KvxferError | None = None
+        if hold is None:
+            error, _ = self._ended.find(transfer_id)
+            if error is None or transfer_id in self._accepted:
+                return False
+        elif hold.find_reader(self._rank) not in (None, agent_id):
+            error = another()
+        self._send(agent_id, Begun(transfer_id, error.code if error else "", str(error) if error else ""))
+        return True
+
     def _asked(self, agent_id: str, ask: Question) -> None:
         hold = self._by_transfer.get(ask.transfer_id)
         if hold is not None:
             self._join(hold, ask, agent_id)
             return
-        ended, reader = self._ended.get(ask.transfer_id, (None, None))
+        ended, reader = self._ended.find(ask.transfer_id)
         if ended is None and ask.is_early and self._early.ask(agent_id, ask, time.monotonic()):
             return
         if isinstance(ask, Claim) and isinstance(ended, GrantReleased) and reader == engine_of(agent_id, ask.rank):
             self._send(agent_id, Claimed(ask.transfer_id, "", ""))  # its first rank was quicker, and has what it needs
             return
-        self._send(agent_id, _refusal(ask, ended or GrantUnknown("this engine has no such prompt")))
+        self._send(agent_id, refusal(ask, ended or GrantUnknown("this engine has no such prompt")))
 
     def _join(self, hold: Hold, ask: Question, agent_id: str) -> None:
         if not hold.is_reader(engine_of(agent_id, ask.rank), self._rank):
-            self._send(agent_id, _refusal(ask, Refused("that prompt is promised to another engine")))
+            self._send(agent_id, refusal(ask, another()))
             return
         if isinstance(ask, Claim):
             self._send(agent_id, Claimed(ask.transfer_id, "", ""))
@@ -346,11 +384,12 @@ class Source:
         if known is not None and known.ask.attempt >= ask.attempt:
             return
         if ask.rank in hold.released:
-            self._send(agent_id, _refusal(ask, GrantReleased("it was taken for gone, or gave this back")))
+            self._send(agent_id, refusal(ask, GrantReleased("it was taken for gone, or gave this back")))
             return
         hold.hear(agent_id, time.monotonic())
         hold.readers_expected = max(1, ask.readers)
         hold.readers[ask.rank] = Reader(agent_id, ask, ask.first, ask.attempt * PARTS_MAX)
+        self._tell_read(hold)
         self._catch_up(hold, hold.readers[ask.rank])
 
     def _give_back(self, hold: Hold, agent_id: str, release: Release) -> None:
@@ -373,7 +412,7 @@ class Source:
         if hold.until_s is not None:
             self._free(hold, PeerGone(f"the reader {why}"))
             return
-        self._revoke(hold)
+        self._revoke(hold, _ELSEWHERE)
         hold.readers.clear()
         hold.readers_expected = max(1, hold.readers_expected)
         hold.released = set(range(hold.readers_expected))
@@ -402,7 +441,7 @@ class Source:
         granted = self._grant(hold, reader.agent_id, reader.ask.rank, reader.parts, blocks)
         if not granted:
             error = GrantRevoked("the source could not grant the blocks")
-            self._send(reader.agent_id, _refusal(reader.ask, error))
+            self._send(reader.agent_id, refusal(reader.ask, error))
             return []
         reader.sent = first + count
         self._send(reader.agent_id, Part(hold.transfer_id, reader.parts, first, count, hold.total))
@@ -411,38 +450,10 @@ class Source:
     def _grant(
         self, hold: Hold, reader: str | None, reader_rank: int, part: int, blocks: Sequence[int]
     ) -> list[PartGrant]:
-        """Grants of these blocks' pages in every storage, or none where one could not be made."""
-        granted = []
-        for index, (pool, store) in enumerate(zip(self._pools, self._pages.stores, strict=True)):
-            transfer_id = part_id(hold.transfer_id, self._rank, reader_rank, part, index)
-            pages = store.ids(blocks)
-            try:
-                grant = self._agent.grant(
-                    pool,
-                    pages,
-                    transfer_id=transfer_id,
-                    reader=reader,
-                    ttl_s=self._options.hold_ttl_s,
-                    content=hold.content,
-                )
-            except KvxferError as error:
-                log.warning("blocks could not be granted: %s", error, extra={"request_id": hold.request_id})
-                return []
-            hold.grants[transfer_id] = grant
-            span = OpenSpan(
-                "kvxfer.grant",
-                hold.traceparent,
-                request_id=hold.request_id,
-                transfer_id=str(hold.transfer_id),
-                part=part,
-                blocks=len(blocks),
-            )
-            grant.on_ended(functools.partial(self._grant_ended, hold, grant, reader_rank, span))
-            granted.append(PartGrant(grant, store.first_layer, store.layers, len(blocks)))
-        return granted
+        ended = functools.partial(self._grant_ended, hold, reader_rank)
+        return self._granting.grant(hold, reader, reader_rank, part, blocks, ended)
 
-    def _grant_ended(self, hold: Hold, grant: Grant, reader_rank: int, span: OpenSpan, state: GrantState) -> None:
-        span.end(_CODES.get(state))
+    def _grant_ended(self, hold: Hold, reader_rank: int, grant: Grant, state: GrantState) -> None:
         with self._lock:
             hold.grants.pop(grant.transfer_id, None)
             if (
@@ -467,31 +478,20 @@ class Source:
         self._on_freed(hold.request_id)
 
     def _end(self, hold: Hold, how: KvxferError) -> None:
-        self._revoke(hold)
+        self._revoke(hold, str(how) if isinstance(how, GrantRevoked) else _ELSEWHERE)
         self._holds.pop(hold.request_id, None)
         if self._by_transfer.get(hold.transfer_id) is hold:
             del self._by_transfer[hold.transfer_id]
         self._writing = [other for other in self._writing if other is not hold]
         hold.span.end(None if isinstance(how, GrantReleased) else how.code)
-        self._remember(hold.transfer_id, how, hold.find_reader(self._rank))
+        self._ended.remember(hold.transfer_id, how, hold.find_reader(self._rank))
         for reader in hold.readers.values():
-            self._send(reader.agent_id, _refusal(reader.ask, how))
+            self._send(reader.agent_id, refusal(reader.ask, how))
 
-    def _remember(self, transfer_id: TransferId, how: KvxferError, reader: str | None) -> None:
-        self._ended[transfer_id] = (how, reader)
-        while len(self._ended) > ENDED_MAX:
-            self._ended.popitem(last=False)
-
-    def _revoke(self, hold: Hold) -> None:
+    def _revoke(self, hold: Hold, why: str) -> None:
         for grant in hold.grants.values():
-            grant.revoke("the prompt's blocks go to others")
+            grant.revoke(why)
         hold.grants.clear()
 
     def _send(self, agent_id: str, message: Message) -> None:
         self._post(self._outbox.send, agent_id, message)
-
-
-def _refusal(ask: Question, error: KvxferError) -> Refuse | Claimed:
-    if isinstance(ask, Claim):
-        return Claimed(ask.transfer_id, error.code, str(error))
-    return Refuse(ask.transfer_id, ask.attempt, error.code, str(error))

@@ -20,7 +20,8 @@ class Load:
 
     ``has_direct``: the source said that the whole prompt is granted already. ``traceparent``: of the request.
     ``lives``: those of the sources that have the prompt, and ``cards`` that introduce them; empty where not said.
-    ``is_open``: the source may have promised it to no engine, so that of several engines the first one has it.
+    ``is_open``: the source may have promised it to no engine, so that of several engines the first one has it. ``code``
+    and ``text``: the wait for it ended with that error, and so does this, at once.
     """
 
     request_id: str
@@ -35,6 +36,8 @@ class Load:
     lives: tuple[Incarnation, ...] = ()
     cards: tuple[str, ...] = ()
     is_open: bool = False
+    code: str = ""
+    text: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +99,33 @@ class Close:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Wait:
+    """A request waits here, without blocks, until the engine with the first agent ``source`` begins its prompt; for at
+    most ``timeout_s``."""
+
+    request_id: str
+    transfer_id: TransferId
+    source: str
+    timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accept:
+    """A prompt waits to be computed here, and others may know its transfer id."""
+
+    request_id: str
+    transfer_id: TransferId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Revoke:
+    """A prompt that is kept for others is taken back: its blocks are vLLM's, as soon as no grant over them is alive."""
+
+    request_id: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepOrders:
     """Everything that the scheduler half wants of the worker half in one step."""
 
@@ -108,6 +138,9 @@ class StepOrders:
     loads: tuple[Load, ...] = ()
     cancels: tuple[str, ...] = ()
     releases: tuple[Remote, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    accepts: tuple[Accept, ...] = ()
+    revokes: tuple[Revoke, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,6 +167,19 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Standing:
+    """How it stands with a request that waits: ``is_known`` to its source's engine; ``is_over``, where there is a grant
+    or, with the ``code`` of an error, will be none. It waited ``seconds`` so far."""
+
+    request_id: str
+    is_known: bool
+    is_over: bool = False
+    code: str = ""
+    text: str = ""
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class News:
     """What the scheduler half should know of the worker with the agent ``agent_id``, and has not heard yet."""
 
@@ -144,3 +190,7 @@ class News:
     """What introduces it now; empty without ``introductions``."""
     adapters: tuple[AdapterLoad, ...]
     """It loaded."""
+    standings: tuple[Standing, ...] = ()
+    """Of requests that wait."""
+    read: tuple[str, ...] = ()
+    """Prompts of this engine whose reader began to read."""

@@ -18,7 +18,7 @@ TEXT_MAX = 512
 PARTS_MAX = 1 << 20
 """Parts of one attempt."""
 KEEPS_MAX = 1024
-"""Transfers that one Keep names."""
+"""Transfers that one Keep, Await or Queued names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,37 @@ class Claimed:
     text: str
 
 
-Message: TypeAlias = Ask | Part | Refuse | Keep | Release | Claim | Claimed
+@dataclasses.dataclass(frozen=True)
+class Await:
+    """Reader's first rank to the source's first rank: requests of my engine wait, without blocks, until you begin these
+    prompts. Said anew each half second, and answered each time; the end of it is a :class:`Begun` each."""
+
+    transfer_ids: tuple[TransferId, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Queued:
+    """The source's first rank to a reader: none of these prompts has begun. ``positions``: of each among those that
+    this engine has accepted and not begun, from 1; 0: it has not heard of it. ``step_age_ms`` ago this engine began its
+    last step; ``has_work``: so the next one is due."""
+
+    transfer_ids: tuple[TransferId, ...]
+    positions: tuple[int, ...]
+    step_age_ms: int
+    has_work: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """The source's first rank to a reader: there is a grant over this prompt where ``code`` is empty; else there will
+    be none, for that error's reason."""
+
+    transfer_id: TransferId
+    code: str
+    text: str
+
+
+Message: TypeAlias = Ask | Part | Refuse | Keep | Release | Claim | Claimed | Await | Queued | Begun
 _KINDS: dict[str, type[Any]] = {
     "ask": Ask,
     "part": Part,
@@ -103,6 +133,9 @@ _KINDS: dict[str, type[Any]] = {
     "release": Release,
     "claim": Claim,
     "claimed": Claimed,
+    "await": Await,
+    "queued": Queued,
+    "begun": Begun,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
@@ -134,6 +167,8 @@ def decode(payload: bytes) -> Message:
     if kind is None or set(values) != names:
         raise ProtocolViolation("a peer's message is of no known kind, or has other fields")
     message: Message = kind(**{field: _value(field, value) for field, value in values.items()})
+    if isinstance(message, Queued) and len(message.positions) != len(message.transfer_ids):
+        raise ProtocolViolation("a peer's message has not one position for each transfer id")
     return message
 
 
@@ -144,15 +179,23 @@ def _value(name: str, value: Any) -> Any:
         if not isinstance(value, list) or len(value) > KEEPS_MAX:
             raise ProtocolViolation(f"{name} of a peer's message is no list of at most {KEEPS_MAX}")
         return tuple(_transfer_id(item) for item in value)
+    if name == "positions":
+        if not isinstance(value, list) or len(value) > KEEPS_MAX:
+            raise ProtocolViolation(f"{name} of a peer's message is no list of at most {KEEPS_MAX}")
+        return tuple(_count(name, item) for item in value)
     if name in ("code", "text"):
         if not isinstance(value, str) or len(value) > TEXT_MAX:
             raise ProtocolViolation(f"{name} of a peer's message is no short text")
         return value
-    if name == "is_early":
+    if name in ("is_early", "has_work"):
         if not isinstance(value, bool):
             raise ProtocolViolation(f"{name} of a peer's message is neither true nor false")
         return value
-    if type(value) is not int or not 0 <= value < (ATTEMPTS_MAX if name == "attempt" else COUNT_MAX):
+    return _count(name, value, ATTEMPTS_MAX if name == "attempt" else COUNT_MAX)
+
+
+def _count(name: str, value: Any, end: int = COUNT_MAX) -> int:
+    if type(value) is not int or not 0 <= value < end:
         raise ProtocolViolation(f"{name} of a peer's message is no count")
     return value
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvxfer.agent import Agent, Pool
+from kvxfer.connectors.vllm.arrivals import ArrivalSocket
 from kvxfer.connectors.vllm.digests import Digests
 from kvxfer.connectors.vllm.fences import Act, Fence, Fences, at_once, cuda_events
 from kvxfer.connectors.vllm.fetch import Done, Fetch, report_of
@@ -27,9 +28,10 @@ from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.runtime import STOP_S, Runtime, every
 from kvxfer.connectors.vllm.source import SWEEP_S, Source
-from kvxfer.connectors.vllm.steps import Close, Load, News, Remote, Report, StepOrders
-from kvxfer.connectors.vllm.wire import Claimed, Part, Refuse, decode
-from kvxfer.errors import ConfigError, KvxferError, ProtocolViolation, WeightsUnknown
+from kvxfer.connectors.vllm.steps import Close, Load, News, Remote, Report, Standing, StepOrders
+from kvxfer.connectors.vllm.waits import Waits
+from kvxfer.connectors.vllm.wire import Begun, Claimed, Part, Queued, Refuse, decode
+from kvxfer.errors import ConfigError, KvxferError, ProtocolViolation, WeightsUnknown, from_code
 from kvxfer.transport.huge_pages import Collapsing
 from kvxfer.types import CompatibilityRecord, Incarnation, TransferId, WorkerInfo
 
@@ -95,6 +97,9 @@ class WorkerHalf:
         self._collapsing: Collapsing | None = None
         self._source: Source | None = None
         self._loads: Loads | None = None
+        self._waits: Waits | None = None
+        self._standings: list[Standing] = []
+        """Of requests that wait, since the scheduler half was told last."""
         self._layers: dict[str, int] = {}
         self._orders: StepOrders | None = None
         self._lock = threading.Lock()
@@ -139,6 +144,8 @@ class WorkerHalf:
             self._after = Fences(self._events(pages.cuda_device), runtime.call).after
         self._source = Source(agent, pools, pages, self._options, self._rank, runtime.call, self._freed, self._after)
         self._loads = Loads(agent, pools, pages, self._options, self._rank, self._ranks, self._ended, runtime.call)
+        notify = self._loads.notify
+        self._waits = Waits(self._options, lambda agent_id, some: notify(agent_id, *some), self._stands)
         if self._options.record_digests:
             self.digests = Digests(pages)
         self._runtime = runtime
@@ -179,12 +186,15 @@ class WorkerHalf:
         why = self.weights_why
         said = tuple(pool.record.weights_fingerprint for pool in self._pools)  # the loop describes them, and later
         adapters = self._loaded.adapters_since(self._adapters_told)
-        if self._told == (why, said) and not adapters:
+        with self._lock:
+            standings, self._standings = tuple(self._standings), []
+        read = () if self._source is None else self._source.take_read()
+        if self._told == (why, said) and not adapters and not standings and not read:
             return None
         if adapters:
             self._adapters_told = adapters[-1].number
         self._told = why, said
-        return News(self.agent_id, why, self.card, adapters)
+        return News(self.agent_id, why, self.card, adapters, standings, read)
 
     def begin_step(self, orders: StepOrders) -> None:
         """Before the forward writes anything. The same orders again change nothing. Raises Closed once the agent has
@@ -199,7 +209,7 @@ class WorkerHalf:
         if self.digests is not None:
             for finish in orders.finishes:
                 self.digests.record(finish.transfer_id, "source", 0, finish.blocks)
-        if orders.keeps or orders.releases:
+        if orders.keeps or orders.releases or orders.waits:
             runtime.call(self._tell_sources, orders)
         self._begin_loads(orders)
 
@@ -224,6 +234,8 @@ class WorkerHalf:
         if self._orders is not None and not self._orders.has_forward:
             if self._loading > 0:
                 self._wait_loads(self._options.idle_wait_s)
+            elif self._waits:
+                self._progress.wait(self._options.idle_wait_s)
             elif self._source is not None and len(self._source) > 0:
                 self._progress.wait(min(HOLDING_WAIT_S, self._options.idle_wait_s))
         elif self._begun:
@@ -232,6 +244,8 @@ class WorkerHalf:
             self._progress.clear()
             results, self._results = self._results, Results()
         self._loading -= len(results.received)
+        if self._source is not None:
+            self._source.step_over()
         return results
 
     def _only_what_is_known(self, orders: StepOrders) -> StepOrders:
@@ -245,17 +259,16 @@ class WorkerHalf:
             return orders
         error = WeightsUnknown(why)
         ends, self._open = self._open, {}
+        ends |= {accept.request_id: accept.transfer_id for accept in orders.accepts}
         ends |= {begun.request_id: begun.transfer_id for begun in orders.opens}
         ends |= {finish.request_id: finish.transfer_id for finish in orders.finishes}
         closes = [Close(name, transfer_id, why, False, error.code) for name, transfer_id in ends.items()]
         for finish in orders.finishes:
             self._freed(finish.request_id)
         for order in orders.loads:
-            self._loading += 1
-            fetch = Fetch(order, order.sources[0], 0, 1)
-            report = report_of(order, [fetch], error)
-            fetch.end_span(report)
-            self._ended(Done(order, error, report))
+            self._fail(order, error)
+        for wait in orders.waits:
+            self._stands(Standing(wait.request_id, False, True, error.code, str(error)))
         left = {load.request_id for load in orders.loads}
         remotes = tuple(
             Remote(load.request_id, load.transfer_id, load.sources, load.lives, load.cards, load.is_open)
@@ -270,11 +283,27 @@ class WorkerHalf:
             loads=(),
             cancels=tuple(name for name in orders.cancels if name not in left),
             releases=(*orders.releases, *remotes),
+            accepts=(),
+            waits=(),
         )
+
+    def _fail(self, order: Load, error: KvxferError) -> None:
+        """It is over before it began."""
+        self._loading += 1
+        fetch = Fetch(order, order.sources[0], 0, 1)
+        report = report_of(order, [fetch], error)
+        fetch.end_span(report)
+        self._ended(Done(order, error, report))
 
     def _begin_loads(self, orders: StepOrders) -> None:
         """What can be begun here is; the rest is the loop's, and so is what was begun and takes long."""
         _, loads, runtime = self._parts()
+        for order in orders.loads:
+            if order.code:
+                about = {"request_id": order.request_id, "transfer_id": str(order.transfer_id), "code": order.code}
+                log.warning("a load failed: %s", order.text, extra=about)
+                self._fail(order, from_code(order.code, order.text))
+        orders = dataclasses.replace(orders, loads=tuple(order for order in orders.loads if not order.code))
         self._loading += len(orders.loads)
         if self._after is not at_once:  # a device may still be at what the blocks were used for
             if orders.loads or orders.cancels:
@@ -345,10 +374,17 @@ class WorkerHalf:
                 pool.describe(dataclasses.replace(pool.record, weights_fingerprint=fingerprint))
 
     def _tell_sources(self, orders: StepOrders) -> None:
+        """What is let go first: a request that was aborted may be back in the same step, under its name."""
         _, loads, _ = self._parts()
-        loads.keep(orders.keeps)
+        waits = self._waits if self._rank == 0 else None
         for remote in orders.releases:
+            if waits is not None:
+                waits.leave(remote.request_id)
             loads.release(remote)
+        loads.keep(orders.keeps)
+        if waits is not None:
+            for wait in orders.waits:
+                waits.start(wait)
 
     def _start_loads(self, orders: Sequence[Load], cancels: Sequence[str]) -> None:
         _, loads, _ = self._parts()
@@ -359,12 +395,17 @@ class WorkerHalf:
 
     async def _serve(self) -> None:
         source, loads, runtime = self._parts()
+        arrivals = ArrivalSocket(self.agent_id, source.arrival) if self._rank == 0 else None
         try:
             async with asyncio.TaskGroup() as group:
                 sweeping = group.create_task(self._sweep(source))
                 await self._listen(runtime.agent, source, loads)
                 sweeping.cancel()
         finally:
+            if arrivals is not None:
+                arrivals.close()
+            if self._waits is not None:
+                await self._waits.close()
             await loads.close()
 
     async def _listen(self, agent: Agent, source: Source, loads: Loads) -> None:
@@ -376,12 +417,20 @@ class WorkerHalf:
                 continue
             if isinstance(message, (Part, Refuse, Claimed)):
                 loads.on_message(notification.sender.agent_id, message)
+            elif isinstance(message, (Queued, Begun)):
+                if self._waits is not None:
+                    self._waits.on_message(notification.sender.agent_id, message)
             else:
                 source.on_message(notification.sender.agent_id, message)
 
     async def _sweep(self, source: Source) -> None:
         async for _ in every(SWEEP_S):
             source.sweep()
+
+    def _stands(self, standing: Standing) -> None:
+        with self._lock:
+            self._standings.append(standing)
+            self._progress.set()
 
     def _freed(self, request_id: str) -> None:
         with self._lock:

@@ -14,6 +14,14 @@ __all__ = ["ranks"]
 
 
 @pytest.fixture(autouse=True)
+def own_runtime_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Where engines listen for arrivals: of this test alone."""
+    directory = tmp_path_factory.mktemp("run")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    return directory / "kvxfer"
+
+
+@pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """The directory that digests are kept in: of this test alone."""
     home = tmp_path_factory.mktemp("cache")

@@ -58,7 +58,12 @@ ATTRIBUTES = {
         "observability_config",
         "aux_output_config",
     ),
-    ("config/kv_transfer.py", "KVTransferConfig"): ("kv_role", "engine_id", "kv_connector_extra_config"),
+    ("config/kv_transfer.py", "KVTransferConfig"): (
+        "kv_role",
+        "engine_id",
+        "kv_connector_extra_config",
+        "kv_load_failure_policy",
+    ),
     ("config/aux_output.py", "AuxOutputConfig"): ("enabled",),
     ("config/observability.py", "ObservabilityConfig"): ("otlp_traces_endpoint",),
     ("config/cache.py", "CacheConfig"): ("block_size", "cache_dtype", "get_resolved_kv_cache_layout"),
@@ -107,12 +112,19 @@ ATTRIBUTES = {
         "trace_headers",
         "skip_reading_prefix_cache",
     ),
-    ("v1/request.py", "RequestStatus"): ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "PREEMPTED"),
+    ("v1/request.py", "RequestStatus"): (
+        *("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "PREEMPTED", "WAITING", "WAITING_FOR_REMOTE_KVS"),
+    ),
     ("lora/request.py", "LoRARequest"): ("lora_path",),
     ("multimodal/inputs.py", "MultiModalFeatureSpec"): ("modality", "identifier", "mm_position"),
     ("multimodal/inputs.py", "PlaceholderRange"): ("offset",),
-    (f"{CONNECTOR}/v1/metrics.py", "KVConnectorPromMetrics"): ("_counter_cls", "_histogram_cls", "_labelnames"),
-    ("v1/outputs.py", "KVConnectorOutput"): ("finished_recving", "kv_connector_worker_meta"),
+    (f"{CONNECTOR}/v1/metrics.py", "KVConnectorPromMetrics"): (
+        "_counter_cls",
+        "_gauge_cls",
+        "_histogram_cls",
+        "_labelnames",
+    ),
+    ("v1/outputs.py", "KVConnectorOutput"): ("finished_recving", "finished_sending", "kv_connector_worker_meta"),
 }
 """What is read by name, by the class that has it."""
 

@@ -102,7 +102,7 @@ class TableAgent:
 
     def see(self, effects: Sequence[Any]) -> None:
         for effect in effects:
-            if isinstance(effect, _core.SendFrame):
+            if isinstance(effect, _core.SendFrame) and not isinstance(effect.frame, _core.Queued):
                 self.answers[effect.session, effect.frame.id] = effect.frame
             elif isinstance(effect, _core.GrantEnded):
                 self.over.append((self.grants[effect.id], GrantState(int(effect.state))))

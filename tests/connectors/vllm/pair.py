@@ -24,8 +24,9 @@ from kvxfer.connectors.vllm.loads import Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages, Store
 from kvxfer.connectors.vllm.source import Source
-from kvxfer.connectors.vllm.steps import Close, Finish, Load, Open, StepOrders
-from kvxfer.connectors.vllm.wire import Claimed, Part, Refuse, decode
+from kvxfer.connectors.vllm.steps import Close, Finish, Load, Open, Standing, StepOrders
+from kvxfer.connectors.vllm.waits import Waits
+from kvxfer.connectors.vllm.wire import Await, Begun, Claimed, Part, Queued, Refuse, decode
 from kvxfer.errors import Closed
 from kvxfer.transport.base import Region
 from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo
@@ -48,6 +49,9 @@ class Rank:
     memory: npt.NDArray[np.uint8]
     source: Source
     loads: Loads
+    waits: Waits
+    stood: list[Standing]
+    """What the waits told."""
     freed: list[str]
     done: dict[str, asyncio.Future[Done]]
     device: Device | None
@@ -90,7 +94,8 @@ class Rank:
 async def serve(rank: Rank) -> None:
     async for notification in rank.agent.notifications():
         message = decode(notification.payload)
-        half = rank.loads if isinstance(message, (Part, Refuse, Claimed)) else rank.source
+        half: Loads | Waits | Source = rank.loads if isinstance(message, (Part, Refuse, Claimed)) else rank.source
+        half = rank.waits if isinstance(message, (Queued, Begun)) else half
         half.on_message(notification.sender.agent_id, message)  # type: ignore[arg-type]
 
 
@@ -104,6 +109,10 @@ def wait_ended(agent: Agent, fetch: Fetch) -> None:
     with contextlib.suppress(Closed):
         while not fetch.is_ended:
             agent.wait(0.01)
+
+
+async def tell_each(loads: Loads, agent_id: str, messages: Sequence[Await]) -> None:
+    await loads.notify(agent_id, *messages)
 
 
 def tell(loop: asyncio.AbstractEventLoop, done: dict[str, asyncio.Future[Done]], over: Done) -> None:
@@ -167,7 +176,9 @@ async def engines_of(
             source = Source(agent, pools, pages, options, rank, loop.call_soon_threadsafe, freed.append, after)
             on_done = functools.partial(tell, loop, done)
             loads = Loads(agent, pools, pages, options, rank, ranks, on_done, loop.call_soon_threadsafe)
-            made[name] = Rank(agent, memory, source, loads, freed, done, device, how == "thread")
+            stood: list[Standing] = []
+            waits = Waits(options, functools.partial(tell_each, loads), stood.append)
+            made[name] = Rank(agent, memory, source, loads, waits, stood, freed, done, device, how == "thread")
         agents = [rank.agent for rank in made.values()]
         for one, other in () if options.introductions else itertools.permutations(agents, 2):
             one.connect_peer(other.ref, other.address, bytes(32), [pool.published for pool in other.pools])
@@ -175,6 +186,7 @@ async def engines_of(
         tasks += [asyncio.create_task(rank.device.run()) for rank in made.values() if rank.device is not None]
         yield made
         for rank in made.values():
+            await rank.waits.close()
             await rank.loads.close()
         for task in tasks:
             task.cancel()

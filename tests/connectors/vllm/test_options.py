@@ -34,6 +34,19 @@ def test_engines_find_each_other_in_one_of_two_ways() -> None:
         ConnectorOptions.from_config("kv_both", "e", {"introductions": True, "http_url": "http://127.0.0.1:8100"})
 
 
+def test_a_setting_that_went_is_refused_with_what_replaces_it() -> None:
+    with pytest.raises(ConfigError, match=r"timeout_s or grant_wait_s .* unknown_wait_s .* leave pull_wait_s out"):
+        ConnectorOptions.from_config("kv_both", "e", {**EXTRA, "pull_wait_s": 60.0})
+
+
+@pytest.mark.parametrize("name", ["grant_wait_s", "unknown_wait_s", "engine_silent_s", "room_wait_s"])
+def test_waits_are_durations(name: str) -> None:
+    assert getattr(ConnectorOptions.from_config("kv_both", "e", {**EXTRA, name: 0.5}), name) == 0.5
+    for wrong in (0.0, -1.0, float("nan"), float("inf"), 86401.0):
+        with pytest.raises(ConfigError, match=name):
+            ConnectorOptions.from_config("kv_both", "e", {**EXTRA, name: wrong})
+
+
 def test_one_request_introduces_so_many_ranks_only() -> None:
     alone = ConnectorOptions.from_config("kv_both", "e", {"introductions": True})
     alone.check_ranks(16)

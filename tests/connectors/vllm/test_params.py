@@ -16,6 +16,7 @@ from kvxfer.types import Incarnation, TransferId
 ID = TransferId(bytes(range(16)))
 ANSWERED = {"version": 1, "agents": ["p"], "tokens": 1}
 LIFE = f"{(1 << 64) - 1}.{'a' * 32}"
+WAITING = {"transfer_id": str(ID), "source": {"agent_id": "p", "ranks": 1}}
 
 
 def test_a_prefill_leg_of_any_router() -> None:
@@ -46,6 +47,13 @@ def test_both_legs_of_kvxfers_router() -> None:
     shared = {"transfer_id": str(ID), "attempt": 1, **ends}
     assert parse({"do_remote_decode": True, "role": "prefill", **shared}) == PrefillLeg(ID, "d")
     assert parse({"do_remote_prefill": True, "role": "decode", **shared}) == DecodeLeg(ID, ("p", "p.1"), None)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 3, 0.5, 86400])
+def test_a_decode_leg_says_how_long_it_waits(timeout_s: float | None) -> None:
+    leg = parse({"do_remote_prefill": True, **WAITING, "timeout_s": timeout_s})
+    assert isinstance(leg, DecodeLeg)
+    assert leg.timeout_s == timeout_s
 
 
 def test_the_trace_of_a_request_is_its_headers_else_its_parameters() -> None:
@@ -79,6 +87,8 @@ def test_other_requests_are_none_of_ours(params: dict[str, Any] | None) -> None:
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": ["a" * (TEXT_MAX + 1)]}}, "card"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": [1]}}, "card"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "agents": ["p"] * 17, "cards": ["a"] * 17}}, "at most 16"),
+        *[({**WAITING, "timeout_s": wrong}, "timeout_s") for wrong in (0, -1, 86400.5, 10**400, "1", True, [1], {})],
+        *[({**WAITING, "timeout_s": float(wrong)}, "timeout_s") for wrong in ("nan", "inf", "-inf")],
     ],
 )
 def test_a_wrong_field_is_named(params: dict[str, Any], field: str) -> None:
@@ -86,7 +96,7 @@ def test_a_wrong_field_is_named(params: dict[str, Any], field: str) -> None:
         parse({"do_remote_prefill": True, **params})
 
 
-@given(st.dictionaries(st.sampled_from(["transfer_id", "source", "destination", "kvxfer"]), st.recursive(
+@given(st.dictionaries(st.sampled_from(["transfer_id", "source", "destination", "kvxfer", "timeout_s"]), st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=40),
     lambda inner: st.lists(inner, max_size=3)
     | st.dictionaries(

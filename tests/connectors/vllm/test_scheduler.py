@@ -18,7 +18,7 @@ from kvxfer.connectors.vllm.ids import blocks_for, content_of
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.params import handed_over
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
-from kvxfer.connectors.vllm.steps import Report, StepOrders
+from kvxfer.connectors.vllm.steps import Report, Standing, StepOrders
 from kvxfer.types import Incarnation, TransferId
 
 BLOCK = 16
@@ -55,7 +55,10 @@ class Request:
 
 
 def new_half(
-    weights_why: Callable[[], str | None] = lambda: None, adapters: Mapping[str, str] | None = None
+    weights_why: Callable[[], str | None] = lambda: None,
+    adapters: Mapping[str, str] | None = None,
+    *,
+    will_fail: bool = False,
 ) -> SchedulerHalf:
     """``adapters``: fingerprints of LoRA adapters by their paths."""
     count = iter(range(1, 1 << 16))
@@ -69,6 +72,7 @@ def new_half(
         adapter_fingerprint=lambda adapter: (adapters or {}).get(adapter.lora_path, f"of {adapter.lora_path}"),
         weights_why=weights_why,
         adapter_was_another=lambda adapter: bool(getattr(adapter, "was_another", False)),
+        will_fail=will_fail,
     )
 
 
@@ -165,6 +169,8 @@ def test_what_blocks_hold_depends_on_more_than_the_tokens() -> None:
         both = []
         for params in (concurrent("decode"), {**concurrent("prefill"), "source": {"agent_id": "p", "ranks": 2}}):
             half, request = new_half(), Request("r", list(range(40)), params, lora_request=adapter, mm_features=images)
+            half.on_new_request(request)
+            half.stands([Standing("r", True, is_over=True)])
             half.allocated(request, [1, 2, 3], half.matched(request, 0) or 0)
             orders = step(half, {"r": ([1, 2, 3], 0, 40)})
             both += [order.content for order in (*orders.opens, *orders.loads)]

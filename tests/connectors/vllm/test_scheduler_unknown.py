@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvxfer.connectors.vllm.params import Declined, declined, parse
-from kvxfer.connectors.vllm.steps import Close
+from kvxfer.connectors.vllm.steps import Close, Standing
 from kvxfer.types import TransferId, unknown_fingerprint
 
 from .test_scheduler import ID, PREFILL, Request, Status, concurrent, new_half, step
@@ -101,6 +101,8 @@ def test_a_decode_leg_that_waited_is_not_fetched_once_its_adapter_changed() -> N
     params = {"do_remote_prefill": True, "transfer_id": str(ID), "source": {"agent_id": "p"}}
     request = Request("r", list(range(40)), params, lora_request=POET)
     half.on_new_request(request)
+    assert half.matched(request, 0) is None
+    half.stands([Standing("r", True, is_over=True)])
     assert half.matched(request, 0) == 39
     adapters["poet"] = UNKNOWN
     assert half.matched(request, 0) == 0
@@ -128,6 +130,7 @@ def test_what_the_prefix_cache_has_of_an_adapter_whose_name_was_anothers_is_not_
     params = {"do_remote_prefill": True, "transfer_id": str(ID), "source": {"agent_id": "p"}}
     half, request = new_half(), Request("r", list(range(40)), params, lora_request=RENAMED)
     half.on_new_request(request)
+    half.stands([Standing("r", True, is_over=True)])
     assert half.matched(request, cached) == (39 if cached == 0 else 0)
     assert [report.code for report in half.take_ended()] == (["weights_unknown"] if cached else [])
 

@@ -12,9 +12,12 @@ from kvxfer.connectors.vllm.wire import (
     ATTEMPTS_MAX,
     KEEPS_MAX,
     Ask,
+    Await,
+    Begun,
     Keep,
     Message,
     Part,
+    Queued,
     Refuse,
     Release,
     decode,
@@ -32,6 +35,17 @@ messages = st.one_of(
     st.builds(Refuse, ids, attempts, st.text(max_size=20), st.text(max_size=200)),
     st.builds(Keep, st.lists(ids, max_size=5).map(tuple)),
     st.builds(Release, ids, counts, counts),
+    st.builds(Await, st.lists(ids, max_size=5).map(tuple)),
+    st.lists(st.tuples(ids, counts), max_size=5).flatmap(
+        lambda some: st.builds(
+            Queued,
+            st.just(tuple(transfer_id for transfer_id, _ in some)),
+            st.just(tuple(position for _, position in some)),
+            counts,
+            st.booleans(),
+        )
+    ),
+    st.builds(Begun, ids, st.text(max_size=20), st.text(max_size=200)),
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40),
@@ -60,6 +74,16 @@ def test_a_changed_field_is_a_message_or_a_violation(message: Message, data: st.
     except ProtocolViolation:
         return
     assert decode(encode(changed)) == changed
+
+
+def test_a_queue_has_a_position_for_each_prompt() -> None:
+    values = json.loads(encode(Queued((TransferId(bytes(16)),) * 2, (1, 0), 5, True)))
+    for positions in ([1], [1, 2, 3], [1, -1], [1, True], [1, 1.0], [1, "2"], None, {"1": 2}, [1, 1 << 31]):
+        with pytest.raises(ProtocolViolation):
+            decode(json.dumps({**values, "positions": positions}).encode())
+    many = {"transfer_ids": ["0" * 32] * (KEEPS_MAX + 1), "positions": [1] * (KEEPS_MAX + 1)}
+    with pytest.raises(ProtocolViolation, match="1024"):
+        decode(json.dumps({**values, **many}).encode())
 
 
 def test_a_list_has_a_bound() -> None:

@@ -125,7 +125,8 @@ def test_a_prompt_under_way_is_taken_back_when_weights_change(half: WorkerHalf, 
     weights.become(unknown_fingerprint("they changed", b"n" * 16))
     half.begin_step(StepOrders(chunks=(Chunk("o", (2,)),)))
     assert len(half._source) == 0
-    ended, _ = half._source._ended[ID]
+    ended, _ = half._source._ended.find(ID)
+    assert ended is not None
     assert (ended.code, str(ended)) == ("weights_unknown", "they changed")
     half.begin_step(StepOrders(finishes=(Finish("o", ID, "d", (1, 2, 3), b"c" * 32),)))
     assert half.results().sent == {"o"}

@@ -1,0 +1,186 @@
+"""What the scheduler half knows of one request, and what is told of its transfer when it is over. Decides nothing;
+`scheduler` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from kvxfer.connectors.vllm.ids import content_of
+from kvxfer.connectors.vllm.params import DecodeLeg
+from kvxfer.connectors.vllm.steps import Load, Remote, Report, Standing
+from kvxfer.types import TransferId
+
+NOT_RUNNING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
+"""vLLM's states of requests that its next step may give blocks to."""
+
+
+@dataclasses.dataclass
+class Prefill:
+    """A request whose prompt goes elsewhere. ``blocks`` are told to the worker half, of ``total``."""
+
+    request: Any
+    transfer_id: TransferId
+    reader: str | None
+    total: int
+    content: bytes
+    traceparent: str | None
+    table: list[int] = dataclasses.field(default_factory=list)
+    blocks: int = 0
+    is_open: bool = False
+    adapter: str = ""
+    """The fingerprint of its LoRA adapter when it came."""
+    is_read: bool = False
+    """Its reader has begun, at some rank."""
+    is_accepted: bool = False
+    """The worker half was told that it is waiting: others may know its transfer id."""
+    why_unknown: str | None = None
+    """Why it is not known what it is computed with: then it is not kept."""
+
+
+@dataclasses.dataclass
+class Decode:
+    """A request whose prompt comes from elsewhere."""
+
+    request: Any
+    leg: DecodeLeg
+    request_id: str
+    tokens: int
+    content: bytes
+    traceparent: str | None
+    computed: int = 0
+    """Tokens that were here already when vLLM last asked: what is fetched begins after them."""
+    is_waiting: bool = False
+    """Its source has not begun it: it gets no blocks."""
+    is_known: bool = False
+    """Its source's engine has it in its queue."""
+    is_loading: bool = False
+    cached: int | None = None
+    """How many of its tokens this engine's own cache had, where the rest is loaded."""
+    is_settled: bool = False
+    """Loaded, released, or never to be."""
+    adapter: str = ""
+    """The fingerprint of its LoRA adapter when it came."""
+    failure: Standing | None = None
+    """How the wait for it ended, where vLLM is to decide what becomes of the request."""
+    first: Decode | None = None
+    """Another request that fetches the same: this one is computed here, after that, with what is cached by then."""
+    reports: list[Report] = dataclasses.field(default_factory=list)
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether it may run, or be fetched, and does not: for want of blocks, or perhaps of a seat where vLLM did not
+        look at it."""
+        if self.is_waiting or self.is_loading or (self.first is not None and not self.first.is_settled):
+            return False
+        return self.request.status.name in NOT_RUNNING
+
+    @property
+    def lacks_more(self) -> bool:
+        """Likewise, of one whose prompt was fetched: vLLM does not say that it has no block for its tokens."""
+        return self.cached is not None and self.lacks_blocks
+
+
+class Gauges(NamedTuple):
+    """Requests that wait for prompts computed elsewhere, by what their sources' engines say of them: ``unknown``,
+    ``queued`` or, where they lack only blocks here, ``granted``. Blocks that are kept here for readers that have not
+    begun to read."""
+
+    unknown: int
+    queued: int
+    granted: int
+    blocks_absent: int
+
+
+def gauges_of(decodes: Iterable[Decode], blocks_absent: int) -> Gauges:
+    """Of one engine."""
+    unknown = queued = granted = 0
+    for decode in decodes:
+        if decode.is_waiting:
+            unknown += not decode.is_known
+            queued += decode.is_known
+        elif not decode.is_settled and decode.lacks_blocks:
+            granted += 1
+    return Gauges(unknown, queued, granted, blocks_absent)
+
+
+def contents_of(request: Any, ranks: int, adapter: str) -> bytes:
+    """What a prompt's blocks depend on: the tokens, the LoRA adapter, and images and the like, which have equal
+    placeholders. Embeddings instead of tokens are compared by nobody: such prompts are neither kept nor fetched."""
+    ids = (request.prompt_token_ids or ())[: request.num_prompt_tokens - 1]
+    beside = [adapter]
+    for feature in getattr(request, "mm_features", None) or ():
+        beside += [feature.modality, feature.identifier, str(feature.mm_position.offset)]
+    return content_of(ids, ranks, beside)
+
+
+def about(decode: Decode, code: str) -> dict[str, str]:
+    """What a log line says beside its text."""
+    return {"request_id": decode.request_id, "transfer_id": str(decode.leg.transfer_id), "code": code}
+
+
+def remote(decode: Decode) -> Remote:
+    leg = decode.leg
+    return Remote(decode.request_id, leg.transfer_id, leg.sources, leg.lives, leg.cards, leg.is_open)
+
+
+def load_of(decode: Decode, first: int, blocks: tuple[int, ...], *, has_direct: bool) -> Load:
+    """Its blocks from the ``first`` on, into ``blocks``."""
+    leg = decode.leg
+    return Load(
+        decode.request_id,
+        leg.transfer_id,
+        leg.sources,
+        first,
+        blocks,
+        decode.tokens,
+        decode.content,
+        has_direct,
+        decode.traceparent,
+        leg.lives,
+        leg.cards,
+        leg.is_open,
+        "" if decode.failure is None else decode.failure.code,
+        "" if decode.failure is None else decode.failure.text,
+    )
+
+
+def account(decode: Decode) -> dict[str, Any] | None:
+    """What the client may read of its transfer: of the slowest rank, or of the first that failed."""
+    if not decode.reports:
+        return None
+    values = dataclasses.asdict(worst(decode.reports))
+    del values["request_id"]
+    if decode.cached is not None:
+        values["cached_tokens"] = decode.cached
+    return {"kvxfer": values}
+
+
+def not_tried(decode: Decode, code: str, text: str, seconds: float) -> Report:
+    """Of a load that was never ordered."""
+    return Report(
+        request_id=decode.request_id,
+        transfer_id=str(decode.leg.transfer_id),
+        code=code,
+        text=text,
+        lane="",
+        blocks=0,
+        bytes=0,
+        parts=0,
+        seconds=seconds,
+        wire_seconds=0.0,
+        early_bytes=0,
+        attempts=0,
+    )
+
+
+def worst(reports: list[Report]) -> Report:
+    return max(reports, key=lambda report: (report.code != "", report.seconds))
+
+
+def whole(reports: list[Report]) -> Report:
+    """Of one load, what all its ranks said."""
+    moved = {name: sum(getattr(report, name) for report in reports) for name in ("bytes", "early_bytes")}
+    return dataclasses.replace(worst(reports), **moved)

@@ -1,0 +1,152 @@
+"""Requests that wait here, without blocks, until another engine begins their prompts: what is asked of that engine, and
+when to give up.
+
+The source's first rank is asked anew each half second; it says at once when a prompt has begun, or never will. Besides,
+a wait ends by what the request itself allows, and where that engine is gone, has work and makes no step, or says
+nothing. Everything here lives on the agent's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvxfer.connectors.vllm.options import ConnectorOptions
+from kvxfer.connectors.vllm.steps import Standing, Wait
+from kvxfer.connectors.vllm.wire import KEEPS_MAX, Await, Begun, Queued
+from kvxfer.errors import DeadlineExceeded, KvxferError, PeerGone, from_code
+
+AWAIT_S = 0.5
+
+
+@dataclasses.dataclass
+class _Waiting:
+    order: Wait
+    since_s: float
+    timer: asyncio.TimerHandle
+    heard_s: float
+    asked_s: float = -AWAIT_S
+    is_known: bool = False
+
+
+class Waits:
+    """Those of one engine, at its first rank."""
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        notify: Callable[[str, Sequence[Await]], Awaitable[object]],
+        tell: Callable[[Standing], None],
+    ) -> None:
+        """``notify`` says something to an agent: it raises PeerGone where that took nothing. ``tell`` is called with
+        every change."""
+        self._options = options
+        self._notify = notify
+        self._tell = tell
+        self._waiting: dict[str, _Waiting] = {}
+        self._new: dict[str, asyncio.Event] = {}
+        """Set where there is something to ask a source at once."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def start(self, order: Wait) -> None:
+        """It waits from now on, and for nothing else."""
+        self.leave(order.request_id)
+        loop, now_s = asyncio.get_running_loop(), time.monotonic()
+        timer = loop.call_later(order.timeout_s, self._time_out, order.request_id)
+        self._waiting[order.request_id] = _Waiting(order, now_s, timer, now_s)
+        self._new.setdefault(order.source, asyncio.Event()).set()
+        if order.source not in self._tasks:
+            self._tasks[order.source] = loop.create_task(self._ask(order.source))
+
+    def leave(self, request_id: str) -> None:
+        """It waits no more, and nothing is told of it."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            waiting.timer.cancel()
+
+    def on_message(self, agent_id: str, message: Queued | Begun) -> None:
+        """What a source says."""
+        if isinstance(message, Begun):
+            error = from_code(message.code, f"the source: {message.text}") if message.code else None
+            for waiting in self._of(agent_id):
+                if waiting.order.transfer_id == message.transfer_id:
+                    self._end(waiting, error)
+            return
+        now_s, silent_s = time.monotonic(), self._options.engine_silent_s
+        positions = dict(zip(message.transfer_ids, message.positions, strict=True))
+        for waiting in self._of(agent_id):
+            position = positions.get(waiting.order.transfer_id)
+            if position is None:
+                continue
+            waiting.heard_s = now_s
+            if message.has_work and message.step_age_ms >= silent_s * 1e3:
+                age_s = message.step_age_ms / 1e3
+                self._end(waiting, PeerGone(f"the engine of {agent_id!r} has work, and made no step for {age_s:.1f} s"))
+            elif waiting.is_known != (position > 0):
+                waiting.is_known = position > 0
+                self._tell(Standing(waiting.order.request_id, waiting.is_known))
+
+    async def close(self) -> None:
+        """Forget everything."""
+        for request_id in list(self._waiting):
+            self.leave(request_id)
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- inside ---
+
+    def _of(self, source: str) -> list[_Waiting]:
+        return [waiting for waiting in self._waiting.values() if waiting.order.source == source]
+
+    def _end(self, waiting: _Waiting, error: KvxferError | None) -> None:
+        """There is a grant, or there will be none."""
+        request_id = waiting.order.request_id
+        if self._waiting.get(request_id) is not waiting:
+            return
+        self.leave(request_id)
+        seconds = time.monotonic() - waiting.since_s
+        code, text = ("", "") if error is None else (error.code, str(error))
+        self._tell(Standing(request_id, waiting.is_known, True, code, text, seconds))
+
+    def _time_out(self, request_id: str) -> None:
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            queue = "in the source's queue" if waiting.is_known else "unknown to the source"
+            self._end(waiting, DeadlineExceeded(f"timeout_s {waiting.order.timeout_s:g} passed, {queue}"))
+
+    async def _ask(self, source: str) -> None:
+        """Ask that source as long as something waits for it."""
+        new = self._new[source]
+        try:
+            while some := self._of(source):
+                new.clear()
+                now_s = time.monotonic()
+                due = [waiting for waiting in some if now_s >= waiting.asked_s + AWAIT_S]
+                for waiting in due:
+                    waiting.asked_s = now_s
+                ids = [waiting.order.transfer_id for waiting in due]
+                batches = [ids[begin : begin + KEEPS_MAX] for begin in range(0, len(ids), KEEPS_MAX)]
+                try:
+                    await self._notify(source, [Await(tuple(batch)) for batch in batches])
+                except KvxferError as error:
+                    for waiting in due:
+                        self._end(waiting, error)
+                for waiting in some:
+                    if time.monotonic() >= waiting.heard_s + self._options.engine_silent_s:
+                        silent_s = self._options.engine_silent_s
+                        self._end(waiting, PeerGone(f"agent {source!r} said nothing for {silent_s:g} s"))
+                try:
+                    async with asyncio.timeout(AWAIT_S):
+                        await new.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            del self._tasks[source]
+            del self._new[source]
