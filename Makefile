@@ -17,6 +17,7 @@ TORCH_INDEX =
 ARGS =
 WORKERS = auto
 SEEDS = 200
+ENGINE_SEEDS = $(SEEDS)
 SEED_BASE = 0
 SECONDS = 60
 
@@ -80,7 +81,7 @@ nightly-tests: install
 nightly-vllm: test-vllm
 
 nightly-sim:
-	@$(MAKE) sim SEEDS=2000
+	@$(MAKE) sim SEEDS=2000 ENGINE_SEEDS=5000
 
 nightly-fuzz:
 	@$(MAKE) fuzz SECONDS=300
@@ -138,6 +139,7 @@ fix: install
 
 sim: install
 	@$(PY) -m kvxfer.testing.sim --seeds $(SEEDS) --seed-base $(SEED_BASE) $(ARGS)
+	@$(PY) -m kvxfer.testing.sim --world engines --seeds $(ENGINE_SEEDS) --seed-base $(SEED_BASE) $(ARGS)
 
 bench: install
 	@$(PY) benchmarks/transfer.py $(ARGS)

@@ -17,7 +17,8 @@ from kvxfer.testing.memory import Memory, describe
 
 
 class Invariant(enum.IntEnum):
-    """The design's five, and what it promises for messages: once, in order, never called delivered when not."""
+    """The design's first five; what it promises for messages: once, in order, never called delivered when not; and its
+    sixth: every circle of waits is broken by a named act within a stated bound."""
 
     RESERVATION = 1
     CONFIRMED = 2
@@ -25,6 +26,7 @@ class Invariant(enum.IntEnum):
     FINAL = 4
     REPLAY = 5
     NOTIFICATION = 6
+    WAITING = 7
 
 
 class Violation(AssertionError):
@@ -164,6 +166,37 @@ class Checkers:
                 raise Violation(Invariant.RESERVATION, f"block {block} of life {life} is reserved twice")
             self._reserved[life, block] = id_
         self._transfers[life, id_] = _Transfer(source, blocks, first, memory, now, must_check)
+
+    def reserved(self, life: int, id_: bytes, blocks: list[int], first: int) -> None:
+        """A pull that had no blocks was given these."""
+        for block in blocks:
+            if (life, block) in self._reserved:
+                raise Violation(Invariant.RESERVATION, f"block {block} of life {life} is reserved twice")
+            self._reserved[life, block] = id_
+        transfer = self._transfers[life, id_]
+        transfer.blocks, transfer.first = blocks, first
+
+    def unreserved(self, life: int, id_: bytes) -> None:
+        """The owner took the blocks of a pull back: from now on nothing may land there for it."""
+        transfer = self._transfers[life, id_]
+        if transfer.landed:
+            raise Violation(Invariant.RESERVATION, f"blocks of {id_.hex()} were taken back after bytes had landed")
+        for block in transfer.blocks:
+            del self._reserved[life, block]
+        transfer.blocks = []
+
+    def written(self, life: int, block: int) -> None:
+        """The owner writes to a block: nobody may have been promised what stands there, and nothing may land there."""
+        if (life, block) in self._reserved:
+            holder = self._reserved[life, block].hex()
+            raise Violation(
+                Invariant.RESERVATION, f"life {life} writes to block {block}, which {holder} is pulled into"
+            )
+        for (owner, id_), grant in self._grants.items():
+            if owner == life and not grant.ended_as and block in grant.blocks[: len(grant.announced)]:
+                raise Violation(
+                    Invariant.CONFIRMED, f"life {life} writes to block {block}, announced for the live {id_.hex()}"
+                )
 
     def landed(
         self, life: int, id_: bytes, block: int, data: bytes, *, sampled_at: int, sampled_from: int, is_checked: bool

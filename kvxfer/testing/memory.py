@@ -36,6 +36,12 @@ def describe(block: bytes) -> str:
     return f"prompt {prompt} position {position} of life {life} generation {generation}"
 
 
+def tag_of(block: bytes) -> int:
+    """Which prompt's the block says it is."""
+    prompt: int = _LAYOUT.unpack(block)[0]
+    return prompt
+
+
 def checksum(block: bytes) -> int:
     """What stands for CRC-32C here: the machines carry sums, and never compute one."""
     return zlib.crc32(block)

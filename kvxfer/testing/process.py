@@ -27,13 +27,14 @@ DIGEST = b"\x11" * 32
 
 
 class Process:
-    """``owner`` is set by the world before the first effect: it is told ``grant_ended``, ``final``, ``drained``."""
+    """``owner`` is set by the world before the first effect: it is told ``grant_ended``, ``final``, ``drained``, and
+    ``granted`` of pulls without blocks."""
 
     def __init__(self, world: World, slot: Slot, life: int) -> None:
         self.world, self.slot, self.life = world, slot, life
         self.name = slot.name
         self.clock, self.rng, self.machines = world.clock, world.rng, world.machines
-        self.memory = Memory(world.options.pool_blocks, life, REGION_CELLS)
+        self.memory = Memory(slot.blocks, life, REGION_CELLS)
         self.registered = RegisteredMemory(self)
         self.has_checks = self.rng.random() < 0.3
         lane = self.machines.Lane
@@ -86,7 +87,7 @@ class Process:
         self.ref = ref
         self.endpoint = self.machines.Endpoint(ref, self.world.limits)
         shareable, exposed = (self.rng.random() < 0.8 for _ in range(2))
-        blocks = self.world.options.pool_blocks
+        blocks = self.slot.blocks
         self.endpoint.add_pool(
             self.machines.PoolInfo(POOL, blocks, BLOCK_BYTES, DIGEST, shareable, exposed, self.has_checks)
         )
@@ -164,7 +165,7 @@ class Process:
             return
         size, blocks, segments = REGION_CELLS * BLOCK_BYTES, 0, []
         if effect.pool == POOL:
-            blocks, segments = self.world.options.pool_blocks, [(0, BLOCK_BYTES, BLOCK_BYTES)]
+            blocks, segments = self.slot.blocks, [(0, BLOCK_BYTES, BLOCK_BYTES)]
             size = blocks * BLOCK_BYTES
         if effect.lane in self.unreadable:
             size = 0
@@ -207,6 +208,10 @@ class Process:
         self.world.log(f"{self!r} grant {effect.id.hex()[:6]} {effect.state.name}")
         self.world.checkers.grant_ended(self.life, effect.id, effect.state.name, self.clock.now)
         self.owner.grant_ended(effect.id, effect.state.name)
+
+    def _granted(self, effect: Any) -> None:
+        self.world.log(f"{self!r} transfer {effect.id.hex()[:6]} hears of its grant")
+        self.owner.granted(effect.id)
 
     def _final(self, effect: Any) -> None:
         self.world.log(
@@ -277,6 +282,7 @@ class Process:
         "StopRead": _stop_read,
         "GrantEnded": _grant_ended,
         "TransferProgress": _progress,
+        "TransferGranted": _granted,
         "TransferFinal": _final,
         "TransferDrained": _drained,
         "OfferEnded": _offer_ended,

@@ -138,6 +138,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kvxfer.testing.sim", description=__doc__.split("\n")[0] if __doc__ else ""
     )
+    parser.add_argument(
+        "--world", choices=("agents", "engines"), default="agents", help="agents alone, or whole engines (needs torch)"
+    )
+    parser.add_argument(
+        "--bug", default="none", help="of the world of engines: a way of waiting that went wrong, by name"
+    )
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds (default 200)")
     parser.add_argument("--seed-base", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--machines", default="core", help="core, bugs, or bugs:<classic bug>")
@@ -151,6 +157,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
+    if asked.world == "engines":
+        return _main_of_engines(asked)
     if asked.replay is not None:
         return replay(asked.replay, asked.machines, options)
     began = time.monotonic()
@@ -170,6 +178,19 @@ def main(arguments: list[str] | None = None) -> int:
             problems += 1
             print(f"{kind} never struck a transfer that was {phase}")
     return 1 if problems else 0
+
+
+def _main_of_engines(asked: argparse.Namespace) -> int:
+    engines = importlib.import_module("kvxfer.testing.engines.sim")
+    try:
+        bug = engines.EngineBug(asked.bug)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    options = engines.EngineOptions(has_faults=not asked.no_faults)
+    if asked.replay is not None:
+        return int(engines.replay(asked.replay, asked.machines, options, bug))
+    return int(engines.main(asked.seeds, asked.seed_base, asked.machines, options, bug, asked.jobs))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ class Slot:
 
     name: str
     host: int
+    blocks: int
     process: Process | None = None
     client: Client | None = None
     control_blocked_until: int = 0
@@ -85,7 +86,7 @@ class World:
         self._gone: set[bytes] = set()
         """Transfers whose source's memory is unmapped for good."""
         self.slots = {
-            name: Slot(name, index % 2)
+            name: Slot(name, index % 2, options.pool_blocks)
             for prefix, count in (("p", options.sources), ("d", options.destinations))
             for index, name in enumerate(f"{prefix}{i}" for i in range(count + self.rng.randint(0, options.extra_max)))
         }
@@ -166,7 +167,7 @@ class World:
             found |= {"granted": pool.granted, "reserved": pool.reserved, "quarantined": pool.quarantined}
         for region in counts.regions:
             found |= {"grants of a region": region.grants, "landings in a region": region.transfers}
-        found["blocks that the owner misses"] = self.options.pool_blocks - process.owner.free_count
+        found["blocks that the owner misses"] = process.slot.blocks - process.owner.free_count
         return next((f"{count} {name}" for name, count in found.items() if count), None)
 
     def log(self, text: str) -> None:
@@ -411,7 +412,7 @@ class World:
             options.reconnect_ns,
             options.grant_ttl_ns,
         )
-        transfers.wait_ms = options.wait_ns // MS
+        transfers.engine_silent_ns = 10_000 * MS
         transfers.read_bytes_max = self.rng.choice((16, 32, 48, 1024))
         limits.grants, limits.transfers, limits.handshake_ns = grants, transfers, options.handshake_ns
         limits.stripes = self.rng.choice((1, 1, 2, 3))
