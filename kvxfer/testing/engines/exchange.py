@@ -154,6 +154,8 @@ class SimExchange:
 
     def unreserve(self, pull: Pull) -> bool:
         process, id_ = self._process, self._id(pull)
+        if id_ not in self._pulls:  # it is over, and its engine will hear so
+            return False
         if id_ not in self._begun:  # nor has its agent found the source, where it looks for it
             pull.is_unreserved = True
             self._world.report.taken_back += 1
