@@ -162,7 +162,7 @@ b.fetch(os.urandom(16), a, *rows, lanes=STREAM)
 b.wait(lambda events: b.find(native.TransferFinal))
 go, stop = os.pipe(), os.pipe()
 if (child := os.fork()) == 0:
-    signal.alarm(40)
+    signal.alarm(120)
     os.read(go[0], 1)
     os.set_blocking(stop[0], False)
     info = native.RegionInfo(77, 4096)
