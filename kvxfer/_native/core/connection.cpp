@@ -23,12 +23,15 @@ constexpr size_t kUnprovenBytesMax = 4096;  // kept of a peer that has not prove
 }  // namespace
 
 Connection::Connection(Fd fd, SessionKind kind, SharedEndpoint& shared, Statistics& statistics, LaneTools& tools)
-    : fd_(std::move(fd)), kind_(kind), shared_(shared), statistics_(statistics), tools_(tools), outbox_(statistics, tools.pipes) {
-  statistics_.connections.add();
-}
+    : counted_(statistics.connections),
+      fd_(std::move(fd)),
+      kind_(kind),
+      shared_(shared),
+      statistics_(statistics),
+      tools_(tools),
+      outbox_(statistics, tools.pipes) {}
 
 Connection::~Connection() {
-  statistics_.connections.subtract();
   if (is_up_) (kind_ == SessionKind::Unix ? statistics_.sessions_unix : statistics_.sessions_tcp).subtract();
 }
 

@@ -95,6 +95,7 @@ class Connection {
   };
   using MapKey = std::pair<uint32_t, Lane>;
 
+  const Counted counted_;  // first, so that it is the last to go
   Fd fd_;
   const SessionKind kind_;
   SharedEndpoint& shared_;

@@ -19,6 +19,19 @@ class Counter {
   std::atomic<uint64_t> value_{0};
 };
 
+// One of what a counter counts, for as long as this lives. As an object's first member it goes last: a reader of the lower
+// count finds the object's descriptors closed.
+class Counted {
+ public:
+  explicit Counted(Counter& counter) : counter_(counter) { counter_.add(); }
+  Counted(const Counted&) = delete;
+  Counted& operator=(const Counted&) = delete;
+  ~Counted() { counter_.subtract(); }
+
+ private:
+  Counter& counter_;
+};
+
 struct Statistics {
   Counter bytes_mapped, bytes_cma, bytes_ucx, bytes_streamed_in, bytes_streamed_out, bytes_spliced_out, bytes_discarded;
   Counter runs_mapped, runs_cma, calls_cma, gets_ucx, gets_ucx_most, runs_streamed_out, calls_streamed_out;
