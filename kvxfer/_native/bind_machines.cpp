@@ -159,6 +159,7 @@ void bind_tables(nb::module_& m) {
       .def_rw("grants_max", &GrantLimits::grants_max).def_rw("tombstones_max", &GrantLimits::tombstones_max).def_rw("waiting_max", &GrantLimits::waiting_max)
       .def_rw("ttl_ns", &GrantLimits::ttl_ns).def_rw("life_max_ns", &GrantLimits::life_max_ns).def_rw("wait_max_ns", &GrantLimits::wait_max_ns)
       .def_rw("unknown_wait_ns", &GrantLimits::unknown_wait_ns).def_rw("queued_every_ns", &GrantLimits::queued_every_ns)
+      .def_rw("away_max_ns", &GrantLimits::away_max_ns)
       .def_rw("data_bytes_max", &GrantLimits::data_bytes_max);
   nb::class_<TransferLimits>(m, "TransferLimits").def(nb::init<>())
       .def_rw("stall_ns", &TransferLimits::stall_ns).def_rw("reconnect_ns", &TransferLimits::reconnect_ns).def_rw("ttl_ns", &TransferLimits::ttl_ns)
@@ -239,7 +240,7 @@ void bind_tables(nb::module_& m) {
              return effects_of([&](Effects& out) { t.data_failed(id, serial, code, text, now_ns, out); });
            },
            nb::arg("id"), nb::arg("code"), nb::arg("text"), nb::arg("now_ns"), nb::arg("serial") = 0)
-      .def("session_closed", &GrantTable::session_closed, nb::arg("session"))
+      .def("session_closed", &GrantTable::session_closed, nb::arg("session"), nb::arg("now"))
       .def("reader_dead",
            [](GrantTable& t, const AgentRef& reader, Nanos now_ns) { return effects_of([&](Effects& out) { t.reader_dead(reader, now_ns, out); }); },
            nb::arg("reader"), nb::arg("now_ns"))

@@ -18,7 +18,7 @@ from kvxfer.errors import BlocksBusy, GrantGone, GrantReleased, InvalidArgument,
 
 MS = 1_000_000
 TTL, LIFE_MAX, WAIT_MAX, WAITING_MAX = 1000 * MS, 3000 * MS, 500 * MS, 3
-UNKNOWN_WAIT, QUEUED_EVERY = 300 * MS, 120 * MS
+UNKNOWN_WAIT, QUEUED_EVERY, AWAY_MAX = 300 * MS, 120 * MS, 900 * MS
 BLOCKS = 8
 IDS = [bytes([n]) * 16 for n in range(3)]
 PEERS = [_core.AgentRef(name, number, bytes([number]) * 16) for name, number in (("d0", 1), ("d0", 2), ("d1", 3))]
@@ -50,6 +50,10 @@ class Model:
     verdicts: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
+def _told(line: list[Waiting], code: str) -> list[tuple[int, str]]:
+    return [(each.peer + 1, code) for each in line if not each.away_until]
+
+
 @dataclasses.dataclass
 class Waiting:
     """A pull that came before its grant."""
@@ -60,6 +64,8 @@ class Waiting:
     came: int
     rounds: int
     tell_at: int
+    away_until: int = 0
+    """Its session ended; 0: it did not."""
 
 
 class GrantMachine(RuleBasedStateMachine):
@@ -68,6 +74,7 @@ class GrantMachine(RuleBasedStateMachine):
         limits = _core.GrantLimits()
         limits.ttl_ns, limits.life_max_ns, limits.wait_max_ns, limits.waiting_max = TTL, LIFE_MAX, WAIT_MAX, WAITING_MAX
         limits.unknown_wait_ns, limits.queued_every_ns = UNKNOWN_WAIT, QUEUED_EVERY
+        limits.away_max_ns = AWAY_MAX
         self.table = _core.GrantTable(limits)
         self.ledger = _core.Ledger(_core.PoolInfo(1, BLOCKS, 16, bytes(32), True))
         self.expected: list[bytes] = []
@@ -146,14 +153,22 @@ class GrantMachine(RuleBasedStateMachine):
         sent = []
         for is_over in (
             lambda id_, each: each.due <= self.now,
-            lambda id_, each: each.tell_at <= self.now and self.is_unknown(id_, each),
+            lambda id_, each: (
+                each.away_until <= self.now
+                if each.away_until
+                else each.tell_at <= self.now and self.is_unknown(id_, each)
+            ),
         ):
             for id_ in sorted(self.waiting):
-                sent += [(each.peer + 1, "grant_unknown") for each in self.waiting[id_] if is_over(id_, each)]
+                sent += [
+                    (each.peer + 1, "grant_unknown")
+                    for each in self.waiting[id_]
+                    if is_over(id_, each) and not each.away_until
+                ]
                 self.waiting[id_] = [each for each in self.waiting[id_] if not is_over(id_, each)]
         for id_ in sorted(self.waiting):
             for each in self.waiting[id_]:
-                if each.tell_at <= self.now:
+                if each.tell_at <= self.now and not each.away_until:
                     each.tell_at = self.now + QUEUED_EVERY
                     sent.append((each.peer + 1, "queued"))
         for id_ in self.grants:
@@ -179,7 +194,7 @@ class GrantMachine(RuleBasedStateMachine):
         self.grants[id_] = Model(blocks, reader, self.now + ttl, self.now + LIFE_MAX)
         self.expected = [other for other in self.expected if other != id_]
         waited = self.waiting.pop(id_, [])
-        self.see(effects, sent=[(each.peer + 1, self.accept(id_, each.peer)) for each in waited])
+        self.see(effects, sent=[(each.peer + 1, self.accept(id_, each.peer)) for each in waited if not each.away_until])
 
     @rule(id_=ids, reader=st.sampled_from(["", "d0", "d1"]))
     def expect(self, id_: bytes, reader: str) -> None:
@@ -256,6 +271,9 @@ class GrantMachine(RuleBasedStateMachine):
             answer = "grant_unknown"
         elif peer not in [each.peer for each in line]:
             if sum(map(len, self.waiting.values())) >= WAITING_MAX:
+                for other, others in self.waiting.items():
+                    self.waiting[other] = [each for each in others if not each.away_until]
+            if sum(map(len, self.waiting.values())) >= WAITING_MAX:
                 answer = "overloaded"
             else:
                 answer, due, tell_at = "queued", self.now + wait_ms * MS, self.now + QUEUED_EVERY
@@ -264,7 +282,8 @@ class GrantMachine(RuleBasedStateMachine):
                 )
         else:
             answer = "queued"
-            next(each for each in line if each.peer == peer).tell_at = self.now + QUEUED_EVERY
+            again = next(each for each in line if each.peer == peer)
+            again.tell_at, again.away_until = self.now + QUEUED_EVERY, 0
         effects = self.table.on_pull(session, PEERS[peer], frame, self.now)
         self.see(effects, sent=[(session, answer)] if answer else [])
 
@@ -289,7 +308,7 @@ class GrantMachine(RuleBasedStateMachine):
             return
         line = self.waiting.pop(id_, [])
         self.expected = [other for other in self.expected if other != id_]
-        self.see(self.table.decline(id_), sent=[(each.peer + 1, "grant_revoked") for each in line])
+        self.see(self.table.decline(id_), sent=_told(line, "grant_revoked"))
         self.grants[id_] = Model([], "", 0, 0, GrantState.REVOKED, is_told=True)
 
     @rule(id_=ids, peer=peers, nonce=nonces)
@@ -341,8 +360,11 @@ class GrantMachine(RuleBasedStateMachine):
 
     @rule(peer=peers)
     def session_closed(self, peer: int) -> None:
-        self.waiting = {id_: [entry for entry in line if entry.peer != peer] for id_, line in self.waiting.items()}
-        self.table.session_closed(peer + 1)
+        for line in self.waiting.values():
+            for each in line:
+                if each.peer == peer and not each.away_until:
+                    each.away_until = self.now + AWAY_MAX
+        self.table.session_closed(peer + 1, self.now)
 
     @rule(block=st.integers(0, BLOCKS - 1))
     def a_granted_block_cannot_be_reserved(self, block: int) -> None:
@@ -427,49 +449,3 @@ def test_verdict_trailer_waits_for_the_last_byte() -> None:
     (verdict,) = table.data_sent(1, IDS[0], 1, 1, 4)
     assert verdict.frame.code == _core.Code.ok
     assert verdict.frame.nonce == 7
-
-
-def test_what_another_peer_gave_up_is_granted_to_its_reader() -> None:
-    """A RELEASE may come from any peer before the grant is made: it speaks of that peer only."""
-    table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
-    stranger, reader = PEERS[0], PEERS[2]
-    table.on_release(stranger, IDS[0], 1)
-    pull = _core.Pull(IDS[0], 1, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 1000)
-    [queued] = table.on_pull(1, reader, pull, 1)
-    assert isinstance(queued.frame, _core.Queued)
-    ready = [effect.frame for effect in table.grant(IDS[0], ledger, [0], reader.agent_id, TTL, 1)]
-    assert [type(frame) for frame in ready] == [_core.Ready]
-    assert table.state(IDS[0], 1) == GrantState.ALIVE
-    limits = _core.GrantLimits()
-    limits.tombstones_max = 4  # of given up ones the table keeps a quarter as many
-    table = _core.GrantTable(limits)
-    table.on_release(stranger, IDS[0], 1)
-    table.grant(IDS[0], ledger, [0], reader.agent_id, TTL, 1)
-    table.on_release(stranger, IDS[1], 1)
-    table.on_release(stranger, IDS[2], 1)
-    assert table.state(IDS[0], 1) == GrantState.ALIVE
-
-
-def test_decline_after_another_peer_gave_up_answers_the_reader_that_waits() -> None:
-    table = _core.GrantTable(_core.GrantLimits())
-    table.on_release(PEERS[0], IDS[0], 1)
-    pull = _core.Pull(IDS[0], 1, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 1000)
-    [queued] = table.on_pull(1, PEERS[2], pull, 1)
-    assert isinstance(queued.frame, _core.Queued)
-    [answer] = [effect.frame for effect in table.decline(IDS[0])]
-    assert answer.code == _core.Code.grant_revoked
-    assert table.state(IDS[0], 1) == GrantState.REVOKED
-
-
-@pytest.mark.parametrize(("reader", "counted"), [("", 0), ("d0", 1)])
-def test_who_comes_second_for_what_anybody_might_have_did_nothing_forbidden(reader: str, counted: int) -> None:
-    """What is forbidden is counted, and ends the session in the end: a router that gives one answer to two readers must
-    not cut the second one's session."""
-    table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
-    table.grant(IDS[0], ledger, [0], reader, TTL, 1)
-    answers = []
-    for session, peer in enumerate((PEERS[0], PEERS[2]), 1):
-        pull = _core.Pull(IDS[0], 1, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 0)
-        answers += [type(effect.frame).__name__ for effect in table.on_pull(session, peer, pull, 1)]
-    assert answers == ["Ready", "ErrorFrame"]
-    assert table.counts().refused == counted

@@ -245,7 +245,7 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
     if (is_dialed) dial_failed(peer, kind, Code::transport, "the connection closed in the handshake", now, out);
     return;
   }
-  grants_.session_closed(id);
+  grants_.session_closed(id, now);
   for (const TransferId& post : posts) {
     const auto it = posts_.find(post);
     if (it != posts_.end() && it->second->session() == id) it->second->session_lost(now);

@@ -407,8 +407,8 @@ void GrantTable::on_cancel(SessionId session, const Cancel& cancel) {
   if (reading.session == session && reading.pull.attempt <= cancel.attempt) found->second.reading.reset();
 }
 
-void GrantTable::session_closed(SessionId session) {
-  waiting_.take_if([&](const WaitingPull& waiting) { return waiting.session == session; });
+void GrantTable::session_closed(SessionId session, Nanos now) {
+  waiting_.session_closed(session, now + limits_.away_max_ns);
   for (auto& [_, grant] : grants_) {
     if (grant.reading && grant.reading->session == session) grant.reading.reset();  // the grant itself lives on: the reader may come back
   }
@@ -480,6 +480,7 @@ void GrantTable::tick(Nanos now, Effects& out) {
     refuse(waited.session, waited.pull, Code::grant_unknown, "no grant came in the time that the pull could wait", out);
   }
   for (const WaitingPull& waited : waiting_.take_if([&](const WaitingPull& waiting) {
+         if (waiting.is_away()) return waiting.away_until <= now;
          if (waiting.tell_at > now) return false;
          const bool is_too_long = waiting.unasked_until <= now && !intake_.expects(waiting.pull.id);
          return is_too_long || intake_.is_unknown(waiting.pull.id, waiting.came_at, waiting.rounds_before, now);
@@ -487,7 +488,7 @@ void GrantTable::tick(Nanos now, Effects& out) {
     refuse(waited.session, waited.pull, Code::grant_unknown, "the source's engine was never asked for this prompt", out);
   }
   waiting_.each([&](WaitingPull& waiting) {
-    if (waiting.tell_at <= now) tell(waiting, now, out);
+    if (!waiting.is_away() && waiting.tell_at <= now) tell(waiting, now, out);
   });
 }
 

@@ -59,6 +59,7 @@ struct GrantLimits {
   Nanos wait_max_ns = 600'000 * kMillisecond;     // of a pull of a prompt that the engine here does not know, whatever its reader says
   Nanos unknown_wait_ns = 2'000 * kMillisecond;   // before an id that the engine does not know counts as unknown
   Nanos queued_every_ns = 250 * kMillisecond;     // a waiting pull is told how it stands
+  Nanos away_max_ns = 60'000 * kMillisecond;      // a waiting pull is kept without a session: its reader dials again
   uint64_t data_bytes_max = 1 << 20;  // of one DATA frame, unless a single block is larger
 };
 
@@ -142,7 +143,7 @@ class GrantTable {
   // The bytes of a SendData of this grant cannot be read: its memory is gone, and what goes out in their place must never be
   // confirmed, over this session or another. So the grant ends (revoked), and its reader is told `code`.
   void data_failed(const TransferId& id, uint64_t serial, Code code, const std::string& text, Nanos now, Effects& out);
-  void session_closed(SessionId session);
+  void session_closed(SessionId session, Nanos now);
   void reader_dead(const AgentRef& reader, Nanos now, Effects& out);
 
   void tick(Nanos now, Effects& out);

@@ -20,6 +20,9 @@ struct WaitingPull {
   Nanos came_at = 0;
   uint64_t rounds_before = 0;  // of the engine's intake, when it came
   Nanos tell_at = 0;
+  Nanos away_until = 0;        // its session ended, and it is kept so long: the time of a reader that comes back goes on counting
+
+  bool is_away() const { return away_until != 0; }
 };
 
 class WaitingPulls {
@@ -36,9 +39,12 @@ class WaitingPulls {
       if (pull.attempt >= it->second.pull.attempt) {
         it->second.session = session;
         it->second.pull = pull;
+        it->second.away_until = 0;
       }
       return &it->second;
     }
+    if (pulls_.size() >= max_) drop_away(nullptr);
+    if (!shares_.has_room(peer)) drop_away(&peer);
     if (pulls_.size() >= max_ || !shares_.has_room(peer)) return nullptr;
     shares_.take(peer);
     return &pulls_.emplace(pull.id, WaitingPull{session, peer, pull, deadline, unasked_until, now, rounds})->second;
@@ -47,7 +53,13 @@ class WaitingPulls {
   void each(F&& visit) {
     for (auto& [_, waiting] : pulls_) visit(waiting);
   }
-  // All that wait for `id`, in the order in which they came.
+  // Those of it are away from now on, until they come back or `away_until`.
+  void session_closed(SessionId session, Nanos away_until) {
+    for (auto& [_, waiting] : pulls_) {
+      if (waiting.session == session && !waiting.is_away()) waiting.away_until = away_until;
+    }
+  }
+  // Takes all that wait for `id`, in the order in which they came, as take_if() does.
   std::vector<WaitingPull> take(const TransferId& id) {
     const auto range = pulls_.equal_range(id);
     return take_if([](const WaitingPull&) { return true; }, range.first, range.second);
@@ -56,18 +68,24 @@ class WaitingPulls {
     const auto range = pulls_.equal_range(id);
     take_if([&](const WaitingPull& waiting) { return waiting.peer == peer; }, range.first, range.second);
   }
+  // Gives those that can be answered; one that is away goes without a word, and finds the answer if it comes back.
   template <class F>
   std::vector<WaitingPull> take_if(F&& is_taken) {
     return take_if(is_taken, pulls_.begin(), pulls_.end());
   }
   Nanos next_deadline() const {
     Nanos next = kNever;
-    for (const auto& [_, waiting] : pulls_) next = std::min({next, waiting.deadline, waiting.tell_at});
+    for (const auto& [_, waiting] : pulls_) next = std::min({next, waiting.deadline, waiting.is_away() ? waiting.away_until : waiting.tell_at});
     return next;
   }
 
  private:
   using Pulls = std::multimap<TransferId, WaitingPull>;
+
+  // Of `peer`, or of any: what is kept of those that went away never keeps others out.
+  void drop_away(const AgentRef* peer) {
+    take_if([&](const WaitingPull& waiting) { return waiting.is_away() && (peer == nullptr || waiting.peer == *peer); });
+  }
 
   template <class F>
   std::vector<WaitingPull> take_if(F&& is_taken, Pulls::iterator begin, Pulls::iterator end) {
@@ -76,7 +94,7 @@ class WaitingPulls {
       const auto current = begin++;
       if (!is_taken(current->second)) continue;
       shares_.give_back(current->second.peer);
-      taken.push_back(std::move(current->second));
+      if (!current->second.is_away()) taken.push_back(std::move(current->second));
       pulls_.erase(current);
     }
     return taken;
