@@ -120,6 +120,7 @@ class Executor:
 
     def step(self) -> bool:
         """Plan one step and run it; False when another would find nothing new to do."""
+        self._note_freed()  # before the plan gives away what came back since the last one
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
             if sequence.phase is Phase.ENDED:
@@ -143,12 +144,17 @@ class Executor:
     def _now_s(self) -> float:
         return self._clock.now_ns() / NS_PER_S
 
+    def _note_freed(self) -> None:
+        if self.pool.available > self._available:
+            self._room.freed(self._clock.now_ns())
+        self._available = self.pool.available
+
     def _make_room(self, *, has_admitted: bool) -> bool:
         """Give up one prompt that is held for another engine, where this one can go on in no other way."""
         now_ns = self._clock.now_ns()
-        if has_admitted or self.pool.available > self._available:
+        if has_admitted:
             self._room.freed(now_ns)
-        self._available = self.pool.available
+        self._note_freed()
         is_wanted = self.scheduler.is_short
         held = [Held(one, one.held_ns, one.grant.has_begun) for one in self.scheduler.held] if is_wanted else []
         will_free = self.scheduler.will_free or any(one.has_begun for one in held)
