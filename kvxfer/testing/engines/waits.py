@@ -37,12 +37,22 @@ class _Engine:
         return self.owner.process.name
 
 
+@dataclasses.dataclass
+class _Stuck:
+    """What is in a circle since ``since``."""
+
+    since: int
+    before: dict[Sequence, int] = dataclasses.field(default_factory=dict)
+    """What ended, or will, in the meantime, with the time that its engine may take for it. Only after that do those in
+    the circle lack what they wait for: a pull behind a request that runs slowly wants no blocks yet."""
+
+
 class WaitGraph:
     """Looks at the whole world now and then."""
 
     def __init__(self, world: EngineWorld) -> None:
         self._world = world
-        self._stuck_since: dict[Sequence, int] = {}
+        self._stuck: dict[Sequence, _Stuck] = {}
         self._hung_since: dict[Sequence, int] = {}
         self._engines: dict[str, _Engine] = {}
         self._prefills: dict[bytes, tuple[_Engine, Sequence]] = {}
@@ -136,21 +146,33 @@ class WaitGraph:
         world = self._world
         now, options = world.clock.now, world.options
         stuck = {s: e for e in self._engines.values() if e.is_up for s in e.sequences if s not in self._ends}
-        for gone in [s for s in self._stuck_since if s not in stuck]:
-            since = self._stuck_since.pop(gone)
+        for gone in [s for s in self._stuck if s not in stuck]:
+            since = self._stuck.pop(gone).since
             world.report.circle_max_ns = max(world.report.circle_max_ns, now - since)
-            if not self._stuck_since:
+            if not self._stuck:
                 world.report.circles += 1
         held = sum(1 for e in self._engines.values() for s in e.sequences if s.phase is Phase.HOLDING)
-        bound_ns = options.circle_ns(world.step_max_ns, held)
+        before = self._time_of_those_that_end() if stuck else {}
         for sequence, engine in stuck.items():
-            since = self._stuck_since.setdefault(sequence, now)
-            if now - since > bound_ns:
+            entry = self._stuck.setdefault(sequence, _Stuck(now))
+            entry.before = before | entry.before
+            bound_ns = options.circle_ns(world.step_max_ns, held) + sum(entry.before.values())
+            if now - entry.since > bound_ns:
                 raise Violation(
                     Invariant.WAITING,
-                    f"{sequence} of {engine.name} is in a circle of waits since {since / S:.1f} s, longer than "
+                    f"{sequence} of {engine.name} is in a circle of waits since {entry.since / S:.1f} s, longer than "
                     f"{bound_ns / S:.1f} s:\n" + "\n".join(self._circle(sequence)),
                 )
+
+    def _time_of_those_that_end(self) -> dict[Sequence, int]:
+        times = {}
+        for engine in self._engines.values():
+            if engine.is_up:
+                step_ns, chunk = engine.owner.profile.step_max_ns, self._world.chunk_tokens
+                for sequence in self._ends.intersection(engine.sequences):
+                    left = -(-(sequence.target - sequence.computed) // chunk) + self._world.options.output_tokens_max
+                    times[sequence] = left * step_ns
+        return times
 
     def _judge_hung(self) -> None:
         """Those who wait for a grant of an engine that makes no step."""
