@@ -55,6 +55,17 @@ def test_commits(lane: Any) -> None:
     assert pair.ends["a"].counts().grants.alive == 0
 
 
+def test_blocks_are_reserved_for_pulls_only() -> None:
+    """Flaw: the pool of a transfer that has none was asked for its number."""
+    pair = ready_pair()
+    pair.post("b", "fetch", ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.STREAM])
+    with pytest.raises(InvalidArgument, match="no pull of this id"):
+        pair.ends["b"].reserve(ID, [1], 0, pair.now)
+    assert pair.ends["b"].unreserve(ID, pair.now) == (False, [])
+    pair.run()
+    assert pair.finals("b") == [("COMMITTED", "ok")]
+
+
 def test_mapped_needs_memory_that_kvxfer_allocated() -> None:
     pair = ready_pair()
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.MAPPED, Lane.CMA])

@@ -32,7 +32,7 @@ extern "C" __attribute__((weak)) void __sanitizer_set_death_callback(void (*call
 // The runtimes look for these by name. A frame has at most a megabyte: nothing that it says may make its reader allocate much more.
 #define KVXFER_FOUND_BY_NAME extern "C" __attribute__((visibility("default")))
 KVXFER_FOUND_BY_NAME const char* __asan_default_options() { return "handle_abort=1:max_allocation_size_mb=64:malloc_context_size=8:detect_stack_use_after_return=0"; }
-KVXFER_FOUND_BY_NAME const char* __ubsan_default_options() { return "print_stacktrace=1"; }
+KVXFER_FOUND_BY_NAME const char* __ubsan_default_options() { return "print_stacktrace=1:abort_on_error=1"; }  // so that the input is kept
 
 namespace fuzz {
 namespace {

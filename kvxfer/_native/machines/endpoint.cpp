@@ -112,7 +112,7 @@ void Endpoint::pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out) {
 
 void Endpoint::reserve(const TransferId& id, std::vector<uint32_t> blocks, uint32_t first, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(id);
-  if (transfer == nullptr || transfer->is_offered()) throw Error(Code::invalid_argument, "no pull of this id is under way");
+  if (transfer == nullptr || !transfer->is_pull()) throw Error(Code::invalid_argument, "no pull of this id is under way");
   if (blocks.empty()) throw Error(Code::invalid_argument, "a transfer needs at least one block");
   auto hold = std::make_unique<ReservedBlocks>(ledger(transfer->into().pool()->id), std::move(blocks));
   transfer->reserve(std::move(hold), first, now, out);
@@ -121,7 +121,7 @@ void Endpoint::reserve(const TransferId& id, std::vector<uint32_t> blocks, uint3
 
 bool Endpoint::unreserve(const TransferId& id, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(id);
-  if (transfer == nullptr || transfer->is_offered() || !transfer->can_unreserve()) return false;
+  if (transfer == nullptr || !transfer->is_pull() || !transfer->can_unreserve()) return false;
   transfer->unreserve(std::make_unique<NoBlocks>(ledger(transfer->into().pool()->id), transfer->total()), now, out);
   settle(posts_.find(id), now, out);
   return true;

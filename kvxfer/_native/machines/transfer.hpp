@@ -93,6 +93,8 @@ class Transfer final : public Post {
   void on_queued(const Queued& queued, Nanos now, Effects& out);
   // See Endpoint; throws Error(invalid_argument) where it has blocks or is over, and what taking them throws.
   void reserve(std::unique_ptr<Hold> blocks, uint32_t first, Nanos now, Effects& out);
+  // Of blocks under a grant: not of registered memory, and not what a peer's push asked for.
+  bool is_pull() const { return !knows_pieces() && !is_offered(); }
   bool can_unreserve() const;
   void unreserve(std::unique_ptr<Hold> none, Nanos now, Effects& out);
   // Of a pull: nothing of it was read, and it reads nothing.
