@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ BLOCK_TOKENS = 16
 POOL_BLOCKS = 23
 """Of a worker that is both: less than three prompts of EIGHT_BLOCKS."""
 EIGHT_BLOCKS = 8 * BLOCK_TOKENS
+BARS = os.environ.get("BARS") == "1"
+"""Whether times are judged as on a machine that does nothing else."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -149,6 +152,7 @@ async def test_a_timeout_that_makes_no_sense_is_refused_by_name(cluster: Cluster
 @pytest.mark.parametrize("engines", [("b1", "b2"), ("b1", "b2", "b3")], ids=["two", "three"])
 async def test_engines_that_are_both_do_not_wait_for_each_other(cluster: Cluster, tiny_reference, engines) -> None:
     """Six prompts of eight blocks, in opposite order: what one keeps for another is in the way of what it needs."""
+    alone_s = await time_alone(cluster, engines[0], 6 * len(engines) // 2)
     before = {name: (await cluster.statistics(name))["engine"]["revoked_for_room"] for name in engines}
     began_s = time.monotonic()
     asked = []
@@ -168,9 +172,20 @@ async def test_engines_that_are_both_do_not_wait_for_each_other(cluster: Cluster
     took_s = time.monotonic() - began_s
     await cluster.assert_drained()
     now = {name: (await cluster.statistics(name))["engine"]["revoked_for_room"] - before[name] for name in engines}
-    print(f"{len(asked)} prompts on {len(engines)} engines in {took_s:.2f} s, revoked {now}")
+    ratio = took_s / alone_s
+    print(f"{len(asked)} prompts on {len(engines)} engines in {took_s:.2f} s, {ratio:.2f} of one alone, revoked {now}")
     assert sum(now.values()) == sum(failure is not None for failure in failures)
-    assert took_s < 10.0
+    assert ratio < 1.5 if BARS else took_s < 10.0
+
+
+async def time_alone(cluster: Cluster, engine: str, count: int) -> float:
+    """How long one of these engines takes for as many such prompts by itself, in seconds."""
+    prompts = [make_prompt(EIGHT_BLOCKS, seed=5000 + 100 * count + n) for n in range(count)]
+    began_s = time.monotonic()
+    answers = await asyncio.gather(*(ask(cluster.url(engine), completion(prompt, 12, "tiny")) for prompt in prompts))
+    took_s = time.monotonic() - began_s
+    assert all(answer.status == 200 for answer in answers)
+    return took_s
 
 
 async def test_a_prompt_that_was_given_up_is_not_computed_again(cluster: Cluster, tiny_reference) -> None:

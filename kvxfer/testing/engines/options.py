@@ -44,9 +44,9 @@ class EngineOptions(Options):
         return (held + 1) * (self.room_wait_ns + step_ns) + self.fault_ns
 
     def hung_ns(self) -> int:
-        """How long anybody may wait for the grant of a hung engine. Twice its silence: of one that stopped while it was
-        idle, the source counts from the pull, and anew where the session was lost."""
-        return 2 * self.engine_silent_ns + self.fault_ns
+        """How long anybody may wait for the grant of a hung engine. Of one that stopped while it was idle, the source
+        counts from the pull."""
+        return self.engine_silent_ns + self.fault_ns
 
     def end_ns(self, timeout_ns: int, steps: int, step_ns: int) -> int:
         """When an attempt has ended at an engine that nothing disturbed: its grant may take ``timeout``, its transfer
