@@ -16,10 +16,10 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.agent import Agent
+from kvxfer.connectors.common.ids import rank_agent
 from kvxfer.connectors.vllm.adapters import Adapters
 from kvxfer.connectors.vllm.checkpoint import models_of
 from kvxfer.connectors.vllm.identity import EngineWeights, Weights, share, unshare
-from kvxfer.connectors.vllm.ids import rank_agent
 from kvxfer.connectors.vllm.limits import check_engine, check_transferable
 from kvxfer.connectors.vllm.loaded import LOADED
 from kvxfer.connectors.vllm.metrics import KvxferPromMetrics, KvxferStats

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvxfer.agent import Grant
-from kvxfer.connectors.vllm.ids import engine_of, is_rank_of, rank_agent
+from kvxfer.connectors.common.ids import engine_of, is_rank_of, rank_agent
 from kvxfer.connectors.vllm.steps import Finish, Open
 from kvxfer.connectors.vllm.wire import Ask
 from kvxfer.errors import KvxferError

@@ -19,9 +19,9 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from kvxfer.agent import Agent, Pool, Transfer
+from kvxfer.connectors.common.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.claims import Claims
 from kvxfer.connectors.vllm.fetch import Done, Fetch, report_of
-from kvxfer.connectors.vllm.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.staging import Cut, Landing, Staging, ranks_read

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer.connectors.vllm.ids import rank_agent
+from kvxfer.connectors.common.ids import rank_agent
 from kvxfer.errors import BY_CODE, InvalidArgument
 from kvxfer.observe import is_traceparent
 from kvxfer.protocol.introduction import TEXT_MAX

@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvxfer.agent import Agent, Grant, Pool
+from kvxfer.connectors.common.ids import part_id
 from kvxfer.connectors.vllm.fences import Act
 from kvxfer.connectors.vllm.hold import Hold
-from kvxfer.connectors.vllm.ids import part_id
 from kvxfer.connectors.vllm.pages import Store
 from kvxfer.errors import GrantExpired, GrantGone, GrantRevoked, KvxferError, PeerGone
 from kvxfer.observe import OpenSpan

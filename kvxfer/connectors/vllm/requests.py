@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from kvxfer.connectors.vllm.ids import content_of
+from kvxfer.connectors.common.ids import content_of
 from kvxfer.connectors.vllm.params import DecodeLeg
 from kvxfer.connectors.vllm.steps import Load, Remote, Report, Standing
 from kvxfer.types import TransferId

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kvxfer.connectors.common.ids import blocks_for
 from kvxfer.connectors.vllm.held import HeldPrompts
-from kvxfer.connectors.vllm.ids import blocks_for
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.params import Declined, DecodeLeg, PrefillLeg, declined, handed_over, parse, trace_of
 from kvxfer.connectors.vllm.requests import (

@@ -23,13 +23,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvxfer.agent import Agent, Grant, Pool
+from kvxfer.connectors.common.ids import DIRECT, engine_of, part_id, rank_agent
+from kvxfer.connectors.common.outbox import Outbox
 from kvxfer.connectors.vllm.accepted import Accepted
 from kvxfer.connectors.vllm.early import Early, Question, another, crowded, refusal, unknown
 from kvxfer.connectors.vllm.fences import Act, at_once
 from kvxfer.connectors.vllm.hold import Ended, Hold, Reader
-from kvxfer.connectors.vllm.ids import DIRECT, engine_of, part_id, rank_agent
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.outbox import Outbox
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.parts import Announcing, Granting, PartGrant, announce
 from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Open, Revoke, StepOrders
@@ -44,6 +44,7 @@ from kvxfer.connectors.vllm.wire import (
     Message,
     Part,
     Release,
+    encode,
 )
 from kvxfer.errors import (
     GrantExpired,
@@ -494,4 +495,4 @@ class Source:
         hold.grants.clear()
 
     def _send(self, agent_id: str, message: Message) -> None:
-        self._post(self._outbox.send, agent_id, message)
+        self._post(self._outbox.send, agent_id, encode(message))

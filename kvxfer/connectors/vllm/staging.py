@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.agent import Agent, Pool
-from kvxfer.connectors.vllm.ids import blocks_for
+from kvxfer.connectors.common.ids import blocks_for
 from kvxfer.connectors.vllm.pages import Store
 from kvxfer.errors import LimitExceeded
 from kvxfer.policy.bridge import can_bridge

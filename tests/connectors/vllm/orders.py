@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer._native import _core
-from kvxfer.connectors.vllm.ids import DIRECT, part_id
+from kvxfer.connectors.common.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.source import Source
 from kvxfer.connectors.vllm.wire import Ask, Keep, Message, Part, Refuse, Release, decode
 from kvxfer.types import GrantState, TransferId

@@ -17,9 +17,9 @@ import pytest
 import pytest_asyncio
 
 from kvxfer.agent import Agent
+from kvxfer.connectors.common.ids import rank_agent
 from kvxfer.connectors.vllm.fences import Fences, at_once
 from kvxfer.connectors.vllm.fetch import Done, Fetch
-from kvxfer.connectors.vllm.ids import rank_agent
 from kvxfer.connectors.vllm.loads import Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages, Store

@@ -9,7 +9,7 @@ import dataclasses
 
 import pytest
 
-from kvxfer.connectors.vllm.ids import blocks_for
+from kvxfer.connectors.common.ids import blocks_for
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Report, Standing, StepOrders

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvxfer.agent import Agent
+from kvxfer.connectors.common.runtime import Runtime
 from kvxfer.connectors.vllm.fetch import Fetch
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.runtime import Runtime
 from kvxfer.connectors.vllm.source import Source
 from kvxfer.connectors.vllm.steps import Load, StepOrders
 from kvxfer.connectors.vllm.worker import WorkerHalf

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvxfer.connectors.vllm.ids import blocks_for, content_of
+from kvxfer.connectors.common.ids import blocks_for, content_of
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.params import handed_over
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf

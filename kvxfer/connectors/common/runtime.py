@@ -1,5 +1,5 @@
-"""The agent of a worker process and the thread whose event loop it lives on. vLLM's worker has no event loop of its
-own, and its forward thread must not wait for one (but half a millisecond, for its turn at the events). Decides the
+"""The agent of a worker process and the thread whose event loop it lives on. An engine's worker has no event loop of
+its own, and its forward thread must not wait for one (but half a millisecond, for its turn at the events). Decides the
 order of starting and stopping; must never know a request.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from kvxfer.agent import Agent
 from kvxfer.errors import Closed, DeadlineExceeded
 
-log = logging.getLogger("kvxfer.vllm")
+log = logging.getLogger("kvxfer.connectors")
 
 START_S = 60.0
 STOP_S = 5.0

@@ -1,0 +1,48 @@
+"""Messages to peers, in order. A peer that confirms slowly is told the rest later. Everything here lives on the agent's
+loop; must never know what a message means.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+
+from kvxfer.agent import Agent
+from kvxfer.errors import KvxferError, LimitExceeded
+
+log = logging.getLogger("kvxfer.connectors")
+
+UNSENT_MAX = 4096
+"""Messages to one peer beyond those that it has not confirmed."""
+
+
+class Outbox:
+    """What one rank's agent still has to tell others."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._unsent: dict[str, collections.deque[bytes]] = {}
+
+    def send(self, agent_id: str, payload: bytes) -> None:
+        """Tell it, after what it was not told yet."""
+        self._unsent.setdefault(agent_id, collections.deque()).append(payload)
+        self._flush(agent_id)
+
+    def flush(self) -> None:
+        """Send what waits, as far as peers have confirmed enough."""
+        for agent_id in list(self._unsent):
+            self._flush(agent_id)
+
+    def _flush(self, agent_id: str) -> None:
+        waiting = self._unsent[agent_id]
+        try:
+            while waiting:
+                self._agent.notify(agent_id, waiting[0])
+                waiting.popleft()
+        except LimitExceeded as error:
+            if len(waiting) < UNSENT_MAX:
+                return
+            log.warning("UNSENT_MAX=%d messages to a peer are dropped: %s", UNSENT_MAX, error)
+        except KvxferError as error:
+            log.debug("a peer could not be told: %s", error, extra={"agent_id": agent_id})
+        del self._unsent[agent_id]

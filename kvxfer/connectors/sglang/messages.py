@@ -1,0 +1,121 @@
+"""What ranks of a prefill and a decode engine say to each other beside the transfers, as agents' notifications: JSON,
+one message each.
+
+The decoder is total: a message or ProtocolViolation. A message about a transfer that is not known, or is over, means
+nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, TypeAlias
+
+from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.types import TransferId
+
+COUNT_MAX = 1 << 31
+TEXT_MAX = 512
+END_PART = COUNT_MAX - 1
+"""The part that is the auxiliary row, which SGLang reads the first token from; all others have smaller numbers."""
+KV_POOL = 0
+"""The pool of the pages; the state components are those after it, in their order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Source to reader: part ``part`` is granted. It holds the rows ``first`` to ``first + count`` of those that the
+    reader wants in ``pool`` (KV_POOL, or a state component)."""
+
+    transfer_id: TransferId
+    part: int
+    pool: int
+    first: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """Source to reader: ``parts`` parts are all, beside END_PART."""
+
+    transfer_id: TransferId
+    parts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """Reader to source: all that you gave is committed here, and nothing of it is read any more."""
+
+    transfer_id: TransferId
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """Either to the other: this transfer is over, for the reason of an error of that ``code``."""
+
+    transfer_id: TransferId
+    code: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """Either to the other: my engine ends, and everything of mine with it."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Alive:
+    """Either to the other: that this arrived says that you are there."""
+
+
+Message: TypeAlias = Chunk | End | Done | Failed | Left | Alive
+_KINDS: dict[str, type[Any]] = {
+    "chunk": Chunk,
+    "end": End,
+    "done": Done,
+    "failed": Failed,
+    "left": Left,
+    "alive": Alive,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def encode(message: Message) -> bytes:
+    """The message as the peer's :func:`decode` reads it; texts are cut to TEXT_MAX characters."""
+    values: dict[str, Any] = {"kind": _NAMES[type(message)]}
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        values[field.name] = value if isinstance(value, int) else str(value)[:TEXT_MAX]
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def decode(payload: bytes) -> Message:
+    """Raises ProtocolViolation for anything that :func:`encode` does not make."""
+    try:
+        values = json.loads(payload)
+    except (ValueError, RecursionError):
+        raise ProtocolViolation("a peer's message is not JSON") from None
+    name = values.pop("kind", None) if isinstance(values, dict) else None
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    names = set() if kind is None else {field.name for field in dataclasses.fields(kind)}
+    if kind is None or set(values) != names:
+        raise ProtocolViolation("a peer's message is of no known kind, or has other fields")
+    message: Message = kind(**{field: _value(field, value) for field, value in values.items()})
+    return message
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "transfer_id":
+        try:
+            return TransferId.from_hex(value)
+        except InvalidArgument:
+            raise ProtocolViolation("a transfer id of a peer's message is not 32 hex digits") from None
+    if name in ("code", "text"):
+        if not isinstance(value, str) or len(value) > TEXT_MAX:
+            raise ProtocolViolation(f"{name} of a peer's message is no short text")
+        return value
+    if type(value) is not int or not 0 <= value < COUNT_MAX:
+        raise ProtocolViolation(f"{name} of a peer's message is no count")
+    return value

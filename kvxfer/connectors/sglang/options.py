@@ -1,0 +1,140 @@
+"""The backend's settings, from the environment: SGLang has no place of its own for those of a foreign backend. Decides
+defaults and bounds; an unknown variable of ours is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvxfer.config import AgentConfig, check_address, check_checks, check_positive
+from kvxfer.errors import ConfigError
+from kvxfer.types import Lane
+
+PREFIX = "KVXFER_SGLANG_"
+SECONDS = ("timeout_s", "unknown_wait_s", "engine_silent_s", "deadline_s")
+"""Settings that are durations."""
+STALL_S = 0.5
+RECONNECT_S = 1.0
+"""With STALL_S: a peer that stopped is given up within 3 s."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Settings of one engine; every rank has the same. Raises ConfigError naming the variable that is wrong."""
+
+    host: str = AgentConfig.bind_host
+    """Where this rank's agent listens."""
+    advertise: str = ""
+    """Host that peers dial, where it is another."""
+    insecure: bool = False
+    """Accept that lane ``stream`` does not encrypt, on a network that is trusted."""
+    coordinator: str = ""
+    """``host:port`` of the coordinator, through which engines find each other; empty: by cards over SGLang's own
+    bootstrap."""
+    token_file: str = ""
+    """The cluster token; empty: the default place."""
+    lanes: tuple[Lane, ...] = AgentConfig.lanes
+    """Allowed lanes, best first."""
+    checks: str = "off"
+    """CRC-32Cs over pages: one of CHECKS."""
+    stripes: int = AgentConfig.stripes
+    timeout_s: float = 600.0
+    """How long decode waits for a prompt whose prefill engine has it, where the request does not say."""
+    unknown_wait_s: float = 2.0
+    """How long this engine may not have heard of a prompt that another awaits; it must have taken in its queue twice,
+    or be idle."""
+    engine_silent_s: float = 10.0
+    """A prefill engine that has work and made no step for so long is given up."""
+    deadline_s: float = 120.0
+    """Of one chunk, from the moment in which it is granted."""
+
+    def __post_init__(self) -> None:
+        _named("checks", check_checks, self.checks)
+        if self.coordinator:
+            _named("coordinator", check_address, self.coordinator)
+        for name in SECONDS:
+            value = getattr(self, name)
+            _named(name, lambda shown, value=value: check_positive(shown, value, maximum=86400.0))
+        try:
+            self.agent_config()
+        except ConfigError as error:
+            raise ConfigError(f"{PREFIX}*: {error}") from None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Options:
+        """What ``KVXFER_SGLANG_*`` say; one that is empty counts as unset."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for variable, text in sorted(environ.items()):
+            if not variable.startswith(PREFIX) or not text:
+                continue
+            name = variable.removeprefix(PREFIX).lower()
+            if name not in fields or variable != variable_of(name):
+                known = ", ".join(variable_of(field) for field in fields)
+                raise ConfigError(f"{variable} is no setting; known are {known}")
+            values[name] = _PARSERS[str(fields[name].type)](variable, text.strip())
+        return cls(**values)
+
+    def agent_config(self) -> AgentConfig:
+        """Of the agent of one rank. Raises ConfigError."""
+        return AgentConfig(
+            lanes=self.lanes,
+            bind_host=self.host,
+            advertise_host=self.advertise,
+            insecure=self.insecure,
+            introductions=not self.coordinator,
+            stripes=self.stripes,
+            grant_wait_s=self.timeout_s,
+            unknown_wait_s=self.unknown_wait_s,
+            engine_silent_s=self.engine_silent_s,
+            transfer_deadline_s=self.deadline_s,
+            stall_s=STALL_S,
+            reconnect_s=RECONNECT_S,
+        )
+
+
+def variable_of(name: str) -> str:
+    """The variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def _named(name: str, check: Callable[..., None], *value: Any) -> None:
+    check(variable_of(name), *value)
+
+
+def _flag(variable: str, text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in known:
+        raise ConfigError(f"{variable} must be 1 or 0, not {text!r}")
+    return known[text.lower()]
+
+
+def _whole(variable: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise ConfigError(f"{variable} must be a whole number, not {text!r:.100}")
+    return int(text)
+
+
+def _seconds(variable: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{variable} must be a number of seconds, not {text!r:.100}") from None
+
+
+def _lanes(variable: str, text: str) -> tuple[Lane, ...]:
+    try:
+        return tuple(Lane(name.strip().lower()) for name in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{variable} must name some of {', '.join(Lane)}, not {text!r:.100}") from None
+
+
+_PARSERS: dict[str, Callable[[str, str], Any]] = {
+    "str": lambda _, text: text,
+    "bool": _flag,
+    "int": _whole,
+    "float": _seconds,
+    "tuple[Lane, ...]": _lanes,
+}
