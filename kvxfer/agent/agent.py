@@ -56,8 +56,8 @@ log = logging.getLogger("kvxfer.agent")
 
 class Agent(RegisteredMemory):
     """An async context manager. It lives on the loop that entered it. :meth:`grant`, :meth:`pull`, :meth:`load`,
-    :meth:`find_member`, :meth:`card`, :meth:`statistics` and the methods of a Grant may be called from any thread,
-    :meth:`wait` from any other, and everything else on that loop.
+    :meth:`card`, :meth:`find_member`, :meth:`is_connected`, :meth:`statistics` and the methods of a Grant may be called
+    from any thread, :meth:`wait` from any other, and everything else on that loop.
 
     With a coordinator it finds its peers by itself. Without one (``coordinator=None``) it knows exactly the peers that
     :meth:`connect_peer` named, and with ``introductions`` those that it met or that dialed it.
@@ -166,6 +166,10 @@ class Agent(RegisteredMemory):
     def find_member(self, agent_id: str) -> Member | None:
         """The newest life of that name, if one is known. From any thread."""
         return self._open().peers.find(agent_id)
+
+    def is_connected(self, agent_id: str) -> bool:
+        """Whether a session with the newest life of that name is up. From any thread."""
+        return (member := self.find_member(agent_id)) is not None and self._open().transport.is_connected(member.ref)
 
     async def wait_member(self, agent_id: str, *, timeout_s: float, incarnation: Incarnation | None = None) -> Member:
         """Wait until an agent of that name is known and has a pool. ``incarnation``: that life of it, and no other;

@@ -4,14 +4,34 @@ those it receives. Decides who hears which message; must never know SGLang's cla
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import logging
+import time
 
-from kvxfer.agent import AgentStatistics
+from kvxfer.agent import Agent, AgentStatistics, Delivery
+from kvxfer.connectors.common.outbox import Outbox
+from kvxfer.connectors.common.runtime import Runtime, every
+from kvxfer.connectors.sglang import pools
 from kvxfer.connectors.sglang.destination import DestinationCallbacks, DestinationRooms
 from kvxfer.connectors.sglang.memory import EngineMemory
+from kvxfer.connectors.sglang.messages import Alive, Chunk, Done, End, Failed, Left, Message, decode, encode
 from kvxfer.connectors.sglang.options import Options
-from kvxfer.connectors.sglang.source import SourceCallbacks, SourceRooms
-from kvxfer.types import CompatibilityRecord, Role
+from kvxfer.connectors.sglang.source import SourceRooms
+from kvxfer.connectors.sglang.source_room import SourceCallbacks
+from kvxfer.connectors.sglang.watch import Leg, Watch
+from kvxfer.errors import Closed, KvxferError, PeerGone, ProtocolViolation
+from kvxfer.ratelimit import RateLimitedWarning
+from kvxfer.rpc.token import member_token
+from kvxfer.types import CompatibilityRecord, Role, WorkerInfo
+
+log = logging.getLogger("kvxfer.sglang")
+
+DIALECT = "sglang"
+SWEEP_S = 0.1
+LEAVE_S = 0.5
+"""How long a core that ends waits until its peers have heard of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +47,6 @@ class CoreStatistics:
 class TransportCore:
     """One rank's. Made before SGLang serves, started once, stopped once."""
 
-    sources: SourceRooms
-    destinations: DestinationRooms
-
     def __init__(
         self,
         options: Options,
@@ -43,35 +60,138 @@ class TransportCore:
         destination_callbacks: DestinationCallbacks | None = None,
     ) -> None:
         """``record`` describes the pages; it is compared with the other side's before a byte moves. ``agent_id``: of
-        this rank alone, and new for each process is best. Raises ConfigError, InvalidArgument."""
-        raise NotImplementedError
+        this rank alone among all that hold the token. Raises ConfigError, InvalidArgument."""
+        info = WorkerInfo(agent_id, role, record.model, "", block_tokens=record.block_tokens, dialect=DIALECT)
+        self._options = options
+        self._agent = Agent(
+            info,
+            coordinator=options.coordinator or None,
+            token=member_token(options.token_file),
+            config=options.agent_config(),
+        )
+        self._pools = pools.register(self._agent, memory, record, options.checks)
+        self._runtime = Runtime(self._agent, self._serve)
+        self._outbox = Outbox(self._agent)
+        self._complaint = RateLimitedWarning(log, "%s said what is no message: %s")
+        post = self._runtime.call
+        self.sources = SourceRooms(
+            self._agent, self._pools, rank, source_callbacks or SourceCallbacks(), post, self._say, options.timeout_s
+        )
+        """The rooms that this rank sends."""
+        self.destinations = DestinationRooms(
+            self._agent, self._pools, rank, destination_callbacks or DestinationCallbacks(), post, self._say
+        )
+        """The rooms that this rank receives."""
 
     @property
     def agent_id(self) -> str:
-        raise NotImplementedError
+        """The name of this rank's agent."""
+        return self._agent.info.agent_id
 
     def start(self) -> None:
         """Return once peers can reach it. Raises ConfigError, AuthenticationFailed, CoordinatorUnavailable, Refused."""
-        raise NotImplementedError
+        self._runtime.start()
+        self.sources.pulse(False)
+        log.info("%r: %r", self._agent, self._pools)
 
     def stop(self) -> None:
         """End it: peers are told, rooms fail with ``closed``. Waits at most STOP_S. Callable twice, and without a
         start."""
-        raise NotImplementedError
+        self._runtime.stop()
+
+    def check(self) -> None:
+        """Raise Closed where the agent has ended by itself."""
+        self._runtime.check()
 
     def card(self) -> str:
-        """What others :meth:`meet` this life by; empty with a coordinator, through which all are known."""
-        raise NotImplementedError
+        """What others :meth:`meet` this life by; empty with a coordinator, through which all are known. From any
+        thread. Raises Closed."""
+        return "" if self._options.coordinator else self._agent.card()
 
     def meet(self, card: str, agent_id: str) -> None:
         """Know a peer by its card, before anything that is asked of this core later; does nothing with a coordinator.
         From any thread. A card that is not believed is logged, and rooms with that peer fail with ``peer_gone``."""
-        raise NotImplementedError
+        if not self._options.coordinator:
+            self._runtime.call(self._meet, card, agent_id)
 
     def describe(self, record: CompatibilityRecord) -> None:
         """The pages are made with other weights from now on, or it is not known with which. From any thread."""
-        raise NotImplementedError
+        self._runtime.call(self._pools.describe, record)
 
     def statistics(self) -> CoreStatistics:
         """From any thread."""
-        raise NotImplementedError
+        return CoreStatistics(self._agent.statistics(), len(self.sources), len(self.destinations))
+
+    def __repr__(self) -> str:
+        return f"<TransportCore {self._agent!r}, {self.sources!r}, {self.destinations!r}>"
+
+    # --- on the agent's loop ---
+
+    def _meet(self, card: str, agent_id: str) -> None:
+        with contextlib.suppress(KvxferError):  # the agent has logged why
+            self._agent.meet(card, agent_id)
+
+    def _say(self, agent_id: str, message: Message) -> None:
+        """From any thread."""
+        self._runtime.call(self._outbox.send, agent_id, encode(message))
+
+    async def _serve(self) -> None:
+        watch = Watch(self._agent, self._legs, self._leg_gone)
+        tasks = [asyncio.ensure_future(watch.run()), asyncio.ensure_future(self._sweep())]
+        try:
+            async for notification in self._agent.notifications():
+                sender = notification.sender.agent_id
+                try:
+                    self._hear(sender, decode(notification.payload))
+                except ProtocolViolation as error:
+                    self._complaint.say(sender, error)
+        finally:
+            for task in tasks:
+                task.cancel()
+            farewells = self._leave()
+            closed = Closed("the engine ends")
+            self.sources.close(closed)
+            self.destinations.close(closed)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_S):
+                    await asyncio.gather(*tasks, *map(_heard, farewells), return_exceptions=True)
+
+    async def _sweep(self) -> None:
+        async for _ in every(SWEEP_S):
+            self._outbox.flush()
+            self.sources.sweep(time.monotonic())
+
+    def _hear(self, sender: str, message: Message) -> None:
+        if isinstance(message, (Chunk, End)):
+            self.destinations.on_message(sender, message)
+        elif isinstance(message, Done):
+            self.sources.on_message(sender, message)
+        elif isinstance(message, Failed):
+            self.sources.on_message(sender, message)
+            self.destinations.on_message(sender, message)
+        elif isinstance(message, Left):
+            for leg in self._legs():
+                if leg.agent_id == sender:
+                    self._leg_gone(leg, PeerGone(f"{sender} has left: {message.text}"))
+        else:
+            assert isinstance(message, Alive)
+
+    def _legs(self) -> list[Leg]:
+        return self.sources.legs() + self.destinations.legs()
+
+    def _leg_gone(self, leg: Leg, error: KvxferError) -> None:
+        self.sources.leg_gone(leg, error)
+        self.destinations.leg_gone(leg, error)
+
+    def _leave(self) -> list[Delivery]:
+        """Tell everyone who waits for something."""
+        farewells = []
+        for agent_id in {leg.agent_id for leg in self._legs()}:
+            with contextlib.suppress(KvxferError):
+                farewells.append(self._agent.notify(agent_id, encode(Left("the engine ends"))))
+        return farewells
+
+
+async def _heard(delivery: Delivery) -> None:
+    with contextlib.suppress(KvxferError):
+        await delivery

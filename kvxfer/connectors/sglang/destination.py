@@ -1,20 +1,58 @@
 """Rooms that this rank reads: which parts are asked of whom, and when all of them are there. Decides when a room is
 done, and when its pages may be used anew; must never know SGLang, nor wait on the thread that calls it.
+
+Each source is asked for its last part, the auxiliary row, as soon as the room begins: so this rank hears that it is
+queued, that nobody there knows it, or that nobody is there, long before the first page is granted. Parts that come
+before it are told by messages, and pulled at once. A page belongs to the agent from the pull of its chunk until that
+drained.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy.typing as npt
 
+from kvxfer.agent import Agent, Transfer
+from kvxfer.connectors.common.ids import part_id
+from kvxfer.connectors.sglang.callbacks import Callbacks
+from kvxfer.connectors.sglang.messages import END_PART, Chunk, Done, End, Failed, Message
+from kvxfer.connectors.sglang.pools import Pools, rows_of
+from kvxfer.connectors.sglang.watch import Leg
+from kvxfer.errors import (
+    Closed,
+    GrantRevoked,
+    InvalidArgument,
+    KvxferError,
+    PeerGone,
+    ProtocolViolation,
+    TransferCancelled,
+    from_code,
+)
+from kvxfer.transport.base import Blocks
 from kvxfer.types import TransferId
+
+log = logging.getLogger("kvxfer.sglang")
+
+MEET_S = 2.0
+"""How long a source may not be known yet when a room begins: its card is on its way."""
+MEET_LOOK_S = 0.01
+REASON_S = 0.1
+"""A grant that was revoked says so before the message comes that says why."""
+WAITING_MAX = 4096
+"""Messages of one source that came before it was known."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DestinationCallbacks:
-    """Called on the agent's thread; exactly one of them, once, for each room that was begun and not cleared before."""
+    """Called on the agent's thread; exactly one of them, once, for each room that was begun and not cleared before.
+    They must not block."""
 
     on_done: Callable[[int], None] = lambda room: None
     """Everything of every source is committed, the auxiliary row too."""
@@ -22,8 +60,100 @@ class DestinationCallbacks:
     """(room, code of an error, text): nothing of it lands any more, its pages may be used anew."""
 
 
+@dataclasses.dataclass(eq=False)
+class _Leg(Leg):
+    is_first: bool = False
+    """The auxiliary row is this source's."""
+    is_asked: bool = False
+    waiting: list[Message] = dataclasses.field(default_factory=list)
+    covered: list[int] = dataclasses.field(default_factory=list)
+    """Of each pool: how many rows are announced."""
+    parts: int = 0
+    """Announced."""
+    committed: int = 0
+    is_all_announced: bool = False
+    has_end: bool = False
+    """Its last part is committed."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_all_announced and self.has_end and self.committed == self.parts
+
+
+@dataclasses.dataclass(eq=False)
+class _Room:
+    number: int
+    transfer_id: TransferId
+    legs: dict[str, _Leg]
+    rows: list[Blocks]
+    """Of the pages, then of each state component."""
+    aux: Blocks
+    timeout_s: float | None
+    transfers: dict[TransferId, Transfer] = dataclasses.field(default_factory=dict)
+    filling: set[TransferId] = dataclasses.field(default_factory=set)
+    """Transfers that have rows of it, and have not drained."""
+    error: KvxferError | None = None
+    is_done: bool = False
+    is_told: bool = False
+    bytes: int = 0
+    began_s: float = dataclasses.field(default_factory=time.monotonic)
+    granted_s: float | None = None
+    ended_s: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_done or self.error is not None
+
+    @property
+    def is_drained(self) -> bool:
+        return self.is_over and not self.filling
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """Of one room: bytes committed, and seconds from the first grant heard of to the last commit, or until now."""
+
+    bytes: int
+    seconds: float
+
+
 class DestinationRooms:
-    """All methods may be called from any thread, and return at once."""
+    """All methods may be called from any thread, and return at once, but those of the core."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        pools: Pools,
+        rank: int,
+        callbacks: DestinationCallbacks,
+        post: Callable[..., None],
+        say: Callable[[str, Message], None],
+    ) -> None:
+        """``post(function, *arguments)`` calls on the agent's loop, ``say`` tells another agent, in order."""
+        self._agent = agent
+        self._pools = pools
+        self._rank = rank
+        self._on_done, self._on_failed = callbacks.on_done, callbacks.on_failed
+        self._callbacks = Callbacks(post)
+        self._post = post
+        self._say = say
+        self._lock = threading.RLock()
+        self._rooms: dict[int, _Room] = {}
+        self._draining: dict[int, _Room] = {}
+        """Cleared, and read into still."""
+        self._by_transfer: dict[TransferId, _Room] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed: KvxferError | None = None
+
+    def __len__(self) -> int:
+        """Rooms that are not over."""
+        with self._lock:
+            return sum(not room.is_over for room in self._rooms.values())
+
+    def __repr__(self) -> str:
+        return f"<DestinationRooms of rank {self._rank}: {len(self)} open, {len(self._draining)} draining>"
+
+    # --- the engine ---
 
     def begin(
         self,
@@ -37,21 +167,284 @@ class DestinationRooms:
     ) -> None:
         """Wait for that prompt, and read it as it is computed: ``pages`` (may be empty), the row of the auxiliary
         buffers, and rows of each state component (``None``: nothing of it), from each of ``sources``: (agent id, rank).
-        They belong to this until the room is over and drained. ``timeout_s``: until the last of it is granted.
+        They belong to this until the room is over and drained. The auxiliary row is read from the first source.
+        ``timeout_s``: until the last of it is granted.
 
         Raises InvalidArgument for a room or transfer id in use, and for rows that there are none of; Closed."""
-        raise NotImplementedError
+        if not sources or len({agent_id for agent_id, _ in sources}) != len(sources):
+            raise InvalidArgument(f"room {room} needs sources, each once, not {list(sources)}")
+        if len(states) > len(self._pools.all) - 1:
+            raise InvalidArgument(f"{len(states)} state components are wanted, {len(self._pools.all) - 1} registered")
+        wanted = [pages, *states, *[None] * (len(self._pools.all) - 1 - len(states))]
+        rows = [rows_of(pool, some) for pool, some in zip(self._pools.all, wanted, strict=True)]
+        legs = {
+            agent_id: _Leg(transfer_id, agent_id, rank, is_first=agent_id == sources[0][0], covered=[0] * len(rows))
+            for agent_id, rank in sources
+        }
+        made = _Room(room, transfer_id, legs, rows, rows_of(self._pools.aux, [aux_row]), timeout_s)
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed
+            if room in self._rooms:
+                raise InvalidArgument(f"room {room} is in use: the request that had it before is not over here")
+            if room in self._draining:
+                raise InvalidArgument(f"room {room} is in use: what was read for it before has not drained")
+            if transfer_id in self._by_transfer:
+                raise InvalidArgument(f"transfer id {transfer_id} is another room's")
+            self._rooms[room] = made
+            self._by_transfer[transfer_id] = made
+        self._post(self._ask_all, made)
 
     def abort(self, room: int, why: str) -> None:
         """Give it up: ``on_failed`` (code ``cancelled``) comes once it drained. Harmless again, and for a room that is
         not known or over."""
-        raise NotImplementedError
+        with self._lock:
+            made = self._rooms.get(room)
+            if made is not None:
+                self._fail(made, TransferCancelled(why or "the request was aborted"))
 
     def is_drained(self, room: int) -> bool:
         """Whether the room is over and no read into its pages is under way; True for one that is not known."""
-        raise NotImplementedError
+        with self._lock:
+            made = self._rooms.get(room) or self._draining.get(room)
+            return made is None or made.is_drained
 
     def clear(self, room: int) -> None:
         """Forget it, after :meth:`abort` where it is not over; no callback comes any more. Its reads end all the same,
         and :meth:`is_drained` is False until they have. Harmless again."""
-        raise NotImplementedError
+        with self._lock:
+            made = self._rooms.pop(room, None)
+            if made is None:
+                return
+            made.is_told = True
+            self._fail(made, TransferCancelled("the request is over"))
+            if not made.is_drained:
+                self._draining[room] = made
+
+    def received(self, room: int) -> Received:
+        """What came for it; nothing for a room that is not known."""
+        with self._lock:
+            made = self._rooms.get(room)
+            if made is None or made.granted_s is None:
+                return Received(0, 0.0)
+            return Received(made.bytes, (made.ended_s or time.monotonic()) - made.granted_s)
+
+    # --- the core, on the agent's loop ---
+
+    def on_message(self, agent_id: str, message: Chunk | End | Failed) -> None:
+        """What a source says."""
+        with self._lock:
+            made = self._by_transfer.get(message.transfer_id)
+            leg = None if made is None else made.legs.get(agent_id)
+            if made is None or leg is None or made.is_over:
+                return
+            if isinstance(message, Failed):
+                self._fail(made, from_code(message.code, f"the source gave it up: {message.text}"), teller=leg)
+            elif leg.is_asked:
+                self._announced(made, leg, message)
+            elif len(leg.waiting) < WAITING_MAX:
+                leg.waiting.append(message)
+            else:
+                self._fail(made, ProtocolViolation(f"WAITING_MAX={WAITING_MAX} messages came before their sender"))
+
+    def legs(self) -> list[Leg]:
+        """Of rooms that are not over."""
+        with self._lock:
+            return [leg for made in self._by_transfer.values() if not made.is_over for leg in made.legs.values()]
+
+    def leg_gone(self, leg: Leg, error: KvxferError) -> None:
+        """That peer is gone, and the room of that leg with it."""
+        with self._lock:
+            made = self._by_transfer.get(leg.transfer_id)
+            if made is not None:
+                self._fail(made, error)
+
+    def close(self, error: Closed) -> None:
+        """The engine ends: every room fails once it drained, and none is begun any more."""
+        with self._lock:
+            self._closed = error
+            for made in list(self._by_transfer.values()):
+                self._fail(made, error)
+        for task in self._tasks:
+            task.cancel()
+        self._callbacks.close()
+
+    # --- inside: on the loop, under the lock ---
+
+    def _ask_all(self, made: _Room) -> None:
+        for leg in made.legs.values():
+            task = asyncio.get_running_loop().create_task(self._ask(made, leg))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, made: _Room, leg: _Leg) -> None:
+        """For its last part, as soon as it is known who that is."""
+        try:
+            while not (member := self._agent.find_member(leg.agent_id)) or not member.pools:
+                if made.is_over:
+                    return
+                if time.monotonic() - leg.began_s >= MEET_S:
+                    raise PeerGone(f"no agent {leg.agent_id!r} is known")
+                await asyncio.sleep(MEET_LOOK_S)
+            with self._lock:
+                if made.is_over:
+                    return
+                leg.life = leg.life or member.ref
+                transfer_id = self._id(leg, END_PART)
+                made.transfers[transfer_id] = self._agent.ask(
+                    self._pools.aux,
+                    len(made.aux),
+                    transfer_id=transfer_id,
+                    source=leg.agent_id,
+                    timeout_s=made.timeout_s,
+                    on_granted=functools.partial(self._end_granted, made, leg),
+                    on_ended=functools.partial(self._ended, made, leg),
+                )
+                leg.is_asked = True
+                waiting, leg.waiting = leg.waiting, []
+                for message in waiting:
+                    if not made.is_over and isinstance(message, (Chunk, End)):
+                        self._announced(made, leg, message)
+        except KvxferError as error:
+            with self._lock:
+                self._fail(made, error)
+
+    def _announced(self, made: _Room, leg: _Leg, message: Chunk | End) -> None:
+        try:
+            if leg.is_all_announced:
+                raise ProtocolViolation("a source says more after its last")
+            if isinstance(message, Chunk):
+                self._pull(made, leg, message)
+            else:
+                self._check_all(made, leg, message)
+                leg.is_all_announced = True
+                self._look(made)
+        except KvxferError as error:
+            self._fail(made, error)
+
+    def _pull(self, made: _Room, leg: _Leg, chunk: Chunk) -> None:
+        at = chunk.first
+        is_known = chunk.pool < len(made.rows) and chunk.part == leg.parts < END_PART
+        if not is_known or at != leg.covered[chunk.pool] or not 0 < chunk.count <= len(made.rows[chunk.pool]) - at:
+            wanted = [f"{covered} of {len(rows)}" for covered, rows in zip(leg.covered, made.rows, strict=True)]
+            raise ProtocolViolation(
+                f"a source gives {chunk}, and part {leg.parts} is due; it gave {wanted} rows so far"
+            )
+        leg.parts += 1
+        leg.covered[chunk.pool] += chunk.count
+        made.granted_s = made.granted_s or time.monotonic()
+        transfer_id = self._id(leg, chunk.part)
+        made.filling.add(transfer_id)
+        try:
+            transfer = self._agent.pull(
+                self._pools.all[chunk.pool],
+                made.rows[chunk.pool][at : at + chunk.count],
+                transfer_id=transfer_id,
+                source=leg.agent_id,
+                on_ended=functools.partial(self._ended, made, leg),
+            )
+        except KvxferError:
+            made.filling.discard(transfer_id)
+            raise
+        if not transfer.is_drained:
+            made.transfers[transfer_id] = transfer
+
+    def _check_all(self, made: _Room, leg: _Leg, end: End) -> None:
+        names = ("pages", *(pool.record.axes for pool in self._pools.all[1:]))
+        for name, covered, rows in zip(names, leg.covered, made.rows, strict=True):
+            if covered != len(rows):
+                raise ProtocolViolation(f"a source gave {covered} of {len(rows)} {name}, and says that it is all")
+        if end.parts != leg.parts:
+            raise ProtocolViolation(f"a source gave {leg.parts} parts, and says that there are {end.parts}")
+
+    def _end_granted(self, made: _Room, leg: _Leg, transfer: Transfer) -> None:
+        with self._lock:
+            if made.is_over or leg.has_end or transfer.transfer_id in made.filling:
+                return
+            made.granted_s = made.granted_s or time.monotonic()
+            if not leg.is_first:
+                leg.has_end = True
+                transfer.cancel()
+                self._look(made)
+                return
+            made.filling.add(transfer.transfer_id)
+            try:
+                transfer.reserve(made.aux)
+            except InvalidArgument as error:  # it is over, and what became of it is on its way
+                log.debug("a grant ended as soon as it was there: %s", error)
+                made.filling.discard(transfer.transfer_id)
+            except KvxferError as error:
+                made.filling.discard(transfer.transfer_id)
+                self._fail(made, error)
+
+    def _ended(self, made: _Room, leg: _Leg, transfer: Transfer) -> None:
+        """It drained."""
+        is_end = transfer.transfer_id == self._id(leg, END_PART)
+        with self._lock:
+            made.filling.discard(transfer.transfer_id)
+            made.transfers.pop(transfer.transfer_id, None)
+            try:
+                result = transfer.result()
+            except GrantRevoked as error:
+                if self._closed is None:
+                    asyncio.get_running_loop().call_later(REASON_S, self._fail_late, made, error)
+                else:
+                    self._fail(made, error)
+            except KvxferError as error:
+                if not (is_end and leg.has_end):
+                    self._fail(made, error)
+            else:
+                made.bytes += result.bytes
+                leg.has_end |= is_end
+                leg.committed += not is_end
+            self._look(made)
+        if self._closed is not None:
+            self._callbacks.run()
+
+    def _id(self, leg: _Leg, part: int) -> TransferId:
+        return part_id(leg.transfer_id, leg.rank, self._rank, part, 0)
+
+    def _look(self, made: _Room) -> None:
+        """Whether it is done, or failed and drained."""
+        if made.error is None and not made.is_done and all(leg.is_done for leg in made.legs.values()):
+            made.is_done = True
+            made.ended_s = time.monotonic()
+            self._by_transfer.pop(made.transfer_id, None)
+            for leg in made.legs.values():
+                self._say(leg.agent_id, Done(made.transfer_id))
+            self._tell(made, self._on_done, made.number)
+        elif made.error is not None and not made.filling:
+            if self._draining.get(made.number) is made:
+                del self._draining[made.number]
+            self._tell(made, self._on_failed, made.number, made.error.code, str(made.error))
+
+    def _tell(self, made: _Room, callback: Callable[..., None], *arguments: object) -> None:
+        if not made.is_told:
+            made.is_told = True
+            self._callbacks.tell(callback, *arguments)
+
+    def _fail(self, made: _Room, error: KvxferError, *, teller: Leg | None = None) -> None:
+        """From any thread, under the lock. Cancel what is under way; tell the sources, but for ``teller``."""
+        if made.is_over:
+            return
+        made.error = error
+        made.ended_s = time.monotonic()
+        self._by_transfer.pop(made.transfer_id, None)
+        is_own = isinstance(error, (TransferCancelled, Closed))
+        about = {"code": error.code, "room": made.number}
+        log.log(logging.DEBUG if is_own else logging.WARNING, "a room failed: %s", error, extra=about)
+        for leg in made.legs.values():
+            if leg is not teller and self._closed is None:
+                self._say(leg.agent_id, Failed(made.transfer_id, error.code, str(error)))
+        self._post(self._cancel, made)
+        self._look(made)
+
+    def _fail_late(self, made: _Room, error: KvxferError) -> None:
+        with self._lock:
+            self._fail(made, error)
+
+    def _cancel(self, made: _Room) -> None:
+        with self._lock:
+            transfers: Iterable[Transfer] = list(made.transfers.values())
+        for transfer in transfers:
+            transfer.cancel()

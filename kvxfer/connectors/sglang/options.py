@@ -15,6 +15,8 @@ from kvxfer.types import Lane
 PREFIX = "KVXFER_SGLANG_"
 SECONDS = ("timeout_s", "unknown_wait_s", "engine_silent_s", "deadline_s")
 """Settings that are durations."""
+WAITS_MAX = 1 << 14
+"""Prompts that all decode ranks together may await of one prefill rank."""
 STALL_S = 0.5
 RECONNECT_S = 1.0
 """With STALL_S: a peer that stopped is given up within 3 s."""
@@ -90,6 +92,7 @@ class Options:
             unknown_wait_s=self.unknown_wait_s,
             engine_silent_s=self.engine_silent_s,
             transfer_deadline_s=self.deadline_s,
+            pull_wait_count_max=WAITS_MAX,
             stall_s=STALL_S,
             reconnect_s=RECONNECT_S,
         )

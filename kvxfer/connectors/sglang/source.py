@@ -1,55 +1,147 @@
 """Rooms that this rank computes and others read: what is promised of their pages, to whom, and how it ends. Decides
 when a room is done and when it has failed; must never know SGLang, nor wait on the thread that calls it.
+
+A room begins when the engine here accepted its prompt and a reader is known: from then on the reader, which asks for
+the last part first, is told that it is queued. Each chunk of pages is one grant to each reader, and then a message. The
+room is done when every reader has said that it committed everything. What a reader may read is judged by the grants
+alone: once :meth:`SourceRooms.abort` has revoked them nothing that it reads is confirmed, whatever it was told.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+import collections
+import contextlib
+import functools
+import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import numpy.typing as npt
 
-from kvxfer.types import TransferId
+from kvxfer.agent import Agent, Grant, Pool
+from kvxfer.connectors.common.ids import part_id
+from kvxfer.connectors.sglang.callbacks import Callbacks
+from kvxfer.connectors.sglang.fences import Fence, Fences
+from kvxfer.connectors.sglang.messages import END_PART, KV_POOL, Chunk, Done, End, Failed, Message
+from kvxfer.connectors.sglang.pools import Pools, rows_of
+from kvxfer.connectors.sglang.source_room import Moved, Reader, SourceCallbacks, SourceLeg, SourceRoom
+from kvxfer.connectors.sglang.watch import Leg
+from kvxfer.errors import (
+    Closed,
+    GrantExpired,
+    GrantGone,
+    GrantRevoked,
+    InvalidArgument,
+    KvxferError,
+    PeerGone,
+    ProtocolViolation,
+    Refused,
+    TransferCancelled,
+    from_code,
+)
+from kvxfer.transport.base import Blocks
+from kvxfer.types import GrantState, TransferId
 
-Fence: TypeAlias = Callable[[], object]
-"""Blocks until the pages are written, such as ``torch.cuda.Event.synchronize``. Raises what the device failed with."""
+__all__ = ["Fence", "Moved", "Reader", "SourceCallbacks", "SourceRooms"]
 
+log = logging.getLogger("kvxfer.sglang")
 
-@dataclasses.dataclass(frozen=True)
-class Reader:
-    """One decode rank that wants a room: the id that it minted, its agent and rank, and how many pages it wants."""
+PULSE_S = 0.05
+EARLY_MAX = 4096
+"""Rooms that readers want and that the engine here has not accepted; the oldest go first."""
+DECLINE_S = 0.5
+"""A reader that was told why, and still waits then, is told by its grant that there will be none."""
+ENDED_MAX = 4096
+"""Rooms remembered that failed here: who still comes for one is told so."""
 
-    transfer_id: TransferId
-    agent_id: str
-    rank: int
-    pages: int
-
-
-@dataclasses.dataclass(frozen=True)
-class SourceCallbacks:
-    """Called on the agent's thread, each at most once for each room; ``on_done`` or ``on_failed``, never both, and
-    neither after :meth:`SourceRooms.abort`. They must not block."""
-
-    on_done: Callable[[int], None] = lambda room: None
-    """Every reader has committed everything, and no grant over the room's pages is alive."""
-    on_failed: Callable[[int, str, str], None] = lambda room, code, text: None
-    """(room, code of an error, text): it will not be read, and no grant over its pages is alive."""
-    on_began: Callable[[int], None] = lambda room: None
-    """A reader has begun to read."""
+_ENDED: dict[GrantState, Callable[[str], KvxferError]] = {
+    GrantState.EXPIRED: GrantExpired,
+    GrantState.REVOKED: GrantRevoked,
+    GrantState.READER_GONE: PeerGone,
+}
 
 
 class SourceRooms:
-    """All methods may be called from any thread, and return at once."""
+    """All methods may be called from any thread, and return at once, but those of the core."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        pools: Pools,
+        rank: int,
+        callbacks: SourceCallbacks,
+        post: Callable[..., None],
+        say: Callable[[str, Message], None],
+        early_s: float,
+    ) -> None:
+        """``post(function, *arguments)`` calls on the agent's loop, ``say`` tells another agent, in order. A reader
+        waits for ``early_s`` at most until its room is accepted."""
+        self._agent = agent
+        self._pools = pools
+        self._rank = rank
+        self._on_done, self._on_failed, self._on_began = callbacks.on_done, callbacks.on_failed, callbacks.on_began
+        self._callbacks = Callbacks(post)
+        self._post = post
+        self._say = say
+        self._early_s = early_s
+        self._lock = threading.RLock()
+        self._rooms: dict[int, SourceRoom] = {}
+        self._early: collections.OrderedDict[int, SourceRoom] = collections.OrderedDict()
+        self._ended: collections.OrderedDict[int, KvxferError] = collections.OrderedDict()
+        self._by_transfer: dict[TransferId, tuple[SourceRoom, SourceLeg]] = {}
+        self._fences = Fences()
+        self._pulsed: tuple[float, bool] = (0.0, False)
+        self._closed: KvxferError | None = None
+
+    def __len__(self) -> int:
+        """Rooms that are accepted and not over."""
+        with self._lock:
+            return sum(not room.is_over for room in self._rooms.values())
+
+    def __repr__(self) -> str:
+        return f"<SourceRooms of rank {self._rank}: {len(self)} open, {len(self._early)} early>"
+
+    # --- the engine ---
 
     def accept(self, room: int) -> None:
         """The engine here accepted that prompt. Raises InvalidArgument where the room is in use; Closed."""
-        raise NotImplementedError
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed
+            if room in self._rooms:
+                raise InvalidArgument(f"room {room} is in use: the request that had it before is not over here")
+            self._ended.pop(room, None)
+            made = self._early.pop(room, None) or SourceRoom(room, time.monotonic())
+            self._rooms[room] = made
+            error, made.error = made.error, None
+            if error is not None:  # its reader came, and went
+                self._fail(made, error)
+            for leg in made.legs:
+                self._expect(made, leg)
 
     def reader(self, room: int, reader: Reader) -> None:
         """A decode rank wants it; may come before :meth:`accept`. One that comes too late, or for a room that another
         has, is told so (``refused``) and changes nothing. A dummy rank is no reader."""
-        raise NotImplementedError
+        leg = SourceLeg(reader.transfer_id, reader.agent_id, reader.rank, pages=reader.pages)
+        with self._lock:
+            if self._is_known(leg):
+                return
+            made = self._rooms.get(room) or self._early.get(room)
+            error = self._why_not(room, made, leg)
+            if error is not None:
+                self._turn_away(leg, error)
+                return
+            if made is None:
+                made = self._early[room] = SourceRoom(room, time.monotonic())
+                if len(self._early) > EARLY_MAX:
+                    self._drop_early(next(iter(self._early)))
+            made.legs.append(leg)
+            self._by_transfer[leg.transfer_id] = (made, leg)
+            self._post(self._note_life, leg)
+            if room in self._rooms:
+                self._expect(made, leg)
 
     def send(
         self,
@@ -66,18 +158,274 @@ class SourceRooms:
         over: they are those from ``first`` on of every reader's pages. With ``is_last`` come the row of the auxiliary
         buffers and the rows of each state component (``None``: nothing of it). Nothing happens for a room that is over
         or not known. What is wrong about it fails the room."""
-        raise NotImplementedError
+        with self._lock:
+            made = self._rooms.get(room)
+            if made is None or made.is_over:
+                return
+            made.is_sending = True
+            try:
+                granted = self._grant_all(made, first, pages, is_last, aux_row, states)
+                if fence is None:
+                    _announce(granted)
+            except KvxferError as error:
+                self._fail(made, error)
+                return
+            if is_last:
+                made.is_all_sent = True
+                self._look(made)
+        if fence is not None and granted:
+            self._fences.after(fence, functools.partial(self._fence_passed, made, granted))
 
     def abort(self, room: int, why: str) -> None:
         """Nothing more of it is read: when this returns its pages may be used anew. Readers are told. No callback
         comes for it any more. Harmless again, and for a room that is not known or over."""
-        raise NotImplementedError
+        with self._lock:
+            made = self._rooms.get(room)
+            if made is not None and not made.is_over:
+                self._fail(made, TransferCancelled(why or "the request was aborted"), is_told=False)
 
     def clear(self, room: int) -> None:
         """Forget it, after :meth:`abort` where it is not over. Harmless again."""
-        raise NotImplementedError
+        with self._lock:
+            self.abort(room, "the request is over")
+            made = self._rooms.pop(room, None)
+            if made is None:
+                return
+            for leg in made.legs:
+                self._by_transfer.pop(leg.transfer_id, None)
+            if made.error is not None:
+                self._ended[room] = made.error
+                if len(self._ended) > ENDED_MAX:
+                    self._ended.popitem(last=False)
+            if not self._rooms:
+                self.pulse(False)
 
     def pulse(self, has_work: bool) -> None:
         """A sign of life of the engine's loop, which is about to step; ``has_work=False``: it has nothing to do. At
         most one each PULSE_S is taken; :meth:`clear` of the last room says by itself that there is nothing to do."""
-        raise NotImplementedError
+        now_s = time.monotonic()
+        at_s, had_work = self._pulsed
+        if has_work == had_work and now_s - at_s < PULSE_S:
+            return
+        self._pulsed = (now_s, has_work)
+        with contextlib.suppress(KvxferError):
+            self._agent.pulse(has_work=has_work)
+
+    def moved(self, room: int) -> Moved:
+        """What was given of it; nothing for a room that is not known."""
+        with self._lock:
+            made = self._rooms.get(room)
+            if made is None or made.began_s is None:
+                return Moved(0, 0.0)
+            return Moved(made.bytes, (made.ended_s or time.monotonic()) - made.began_s)
+
+    # --- the core, on the agent's loop ---
+
+    def on_message(self, agent_id: str, message: Done | Failed) -> None:
+        """What a reader says."""
+        with self._lock:
+            made, leg = self._by_transfer.get(message.transfer_id, (None, None))
+            if made is None or leg is None or leg.agent_id != agent_id or made.is_over:
+                return
+            if isinstance(message, Failed):
+                error = from_code(message.code, f"the reader gave it up: {message.text}")
+                if made.number in self._rooms:
+                    self._fail(made, error, teller=leg)
+                else:
+                    made.error = error
+            elif made.is_all_sent:
+                leg.is_done = True
+                self._look(made)
+            else:
+                self._fail(made, ProtocolViolation("a reader says that it has everything, before it was given"))
+
+    def legs(self) -> list[Leg]:
+        """Of rooms that are accepted and not over."""
+        with self._lock:
+            return [leg for made in self._rooms.values() if not made.is_over for leg in made.legs]
+
+    def leg_gone(self, leg: Leg, error: KvxferError) -> None:
+        """That peer is gone, and the room of that leg with it."""
+        with self._lock:
+            made, _ = self._by_transfer.get(leg.transfer_id, (None, None))
+            if made is not None and not made.is_over:
+                self._fail(made, error)
+
+    def sweep(self, now_s: float) -> None:
+        """Tell who began to read, forget readers whose room nobody accepted."""
+        with self._lock:
+            for made in self._rooms.values():
+                if not made.has_begun and not made.is_over and any(one.has_begun for one in made.grants.values()):
+                    self._tell_begun(made)
+            for room in [room for room, made in self._early.items() if now_s - made.made_s >= self._early_s]:
+                self._drop_early(room)
+
+    def close(self, error: Closed) -> None:
+        """The engine ends: every room fails, and none is accepted any more."""
+        with self._lock:
+            self._closed = error
+            for made in self._rooms.values():
+                if not made.is_over:
+                    self._fail(made, error)
+            self._early.clear()
+        self._fences.close()
+        self._callbacks.close()
+
+    # --- inside, under the lock ---
+
+    def _is_known(self, leg: SourceLeg) -> bool:
+        _, known = self._by_transfer.get(leg.transfer_id, (None, None))
+        return known is not None and (known.agent_id, known.rank) == (leg.agent_id, leg.rank)
+
+    def _why_not(self, room: int, made: SourceRoom | None, leg: SourceLeg) -> KvxferError | None:
+        """Why that reader cannot have the room."""
+        if self._closed is not None:
+            return self._closed
+        if made is None:
+            return self._ended.get(room)
+        if made.error is not None:
+            return made.error
+        if leg.transfer_id in self._by_transfer:
+            return Refused(f"room {room}: its transfer id is another's")
+        if any((one.agent_id, one.rank) == (leg.agent_id, leg.rank) for one in made.legs):
+            return Refused(f"room {room} is in use: another request of {leg.agent_id} waits for it")
+        if made.is_sending or made.is_done:
+            return Refused(f"room {room} is in use: it is being sent to others")
+        return None
+
+    def _note_life(self, leg: SourceLeg) -> None:
+        """On the loop, where it was met by now."""
+        with contextlib.suppress(KvxferError):
+            member = self._agent.find_member(leg.agent_id)
+            leg.life = leg.life or (None if member is None else member.ref)
+
+    def _turn_away(self, leg: SourceLeg, error: KvxferError) -> None:
+        self._say(leg.agent_id, Failed(leg.transfer_id, error.code, str(error)))
+        self._post(self._decline, self._id(leg, END_PART))
+
+    def _drop_early(self, room: int) -> None:
+        for leg in self._early.pop(room).legs:
+            self._by_transfer.pop(leg.transfer_id, None)
+
+    def _expect(self, made: SourceRoom, leg: SourceLeg) -> None:
+        if made.is_over:
+            return
+        try:
+            self._agent.expect(self._id(leg, END_PART), reader=leg.agent_id)
+        except KvxferError as error:
+            self._fail(made, error)
+
+    def _grant_all(
+        self,
+        made: SourceRoom,
+        first: int,
+        pages: npt.ArrayLike,
+        is_last: bool,
+        aux_row: int | None,
+        states: Sequence[npt.ArrayLike | None],
+    ) -> list[Grant]:
+        """Grants of all that is sent now to every reader, who is told. Raises KvxferError's kinds."""
+        if made.is_all_sent:
+            raise InvalidArgument(f"room {made.number}: more is sent after its last")
+        if len(states) > len(self._pools.all) - 1:
+            raise InvalidArgument(f"{len(states)} state components are sent, and {len(self._pools.all) - 1} registered")
+        chunks = [(KV_POOL, first, rows_of(self._pools.all[KV_POOL], pages))]
+        chunks += [(pool, 0, rows_of(self._pools.all[pool], rows)) for pool, rows in enumerate(states, 1)]
+        granted = []
+        for leg in made.legs:
+            if first < 0 or first + len(chunks[0][2]) > leg.pages:
+                end = first + len(chunks[0][2])
+                raise InvalidArgument(f"pages {first} to {end} are sent, and {leg.agent_id} wants {leg.pages}")
+            for pool, at, rows in chunks:
+                if len(rows):
+                    granted.append(self._grant(made, leg, leg.parts, self._pools.all[pool], rows))
+                    self._say(leg.agent_id, Chunk(leg.transfer_id, leg.parts, pool, at, len(rows)))
+                    leg.parts += 1
+            if is_last:
+                row = rows_of(self._pools.aux, [] if aux_row is None else [aux_row])
+                if not len(row):
+                    raise InvalidArgument(f"room {made.number} has no auxiliary row")
+                granted.append(self._grant(made, leg, END_PART, self._pools.aux, row))
+                self._say(leg.agent_id, End(leg.transfer_id, leg.parts))
+        return granted
+
+    def _grant(self, made: SourceRoom, leg: SourceLeg, part: int, pool: Pool, rows: Blocks) -> Grant:
+        transfer_id = self._id(leg, part)
+        grant = self._agent.grant(pool, rows, transfer_id=transfer_id, reader=leg.agent_id)
+        made.grants[transfer_id] = grant
+        grant.on_ended(functools.partial(self._grant_ended, made, transfer_id))
+        made.bytes += len(rows) * pool.block_bytes
+        made.began_s = time.monotonic() if made.began_s is None else made.began_s
+        return grant
+
+    def _id(self, leg: SourceLeg, part: int) -> TransferId:
+        return part_id(leg.transfer_id, self._rank, leg.rank, part, 0)
+
+    def _fence_passed(self, made: SourceRoom, granted: list[Grant], failure: Exception | None) -> None:
+        """On the thread of the fences."""
+        try:
+            if failure is None:
+                _announce(granted)
+        except GrantGone as error:  # told by itself
+            log.debug("a grant ended before its pages were written: %s", error)
+        except KvxferError as error:
+            failure = error
+        if failure is not None:
+            with self._lock:
+                if not made.is_over:
+                    self._fail(made, KvxferError(f"the device failed: {failure!r}"))
+
+    def _grant_ended(self, made: SourceRoom, transfer_id: TransferId, state: GrantState) -> None:
+        """On the loop."""
+        with self._lock:
+            made.grants.pop(transfer_id, None)
+            kind = _ENDED.get(state)
+            if kind is not None and not made.is_over:
+                self._fail(made, kind(f"a grant of room {made.number} ended: {state.name.lower()}"))
+
+    def _look(self, made: SourceRoom) -> None:
+        """Whether it is done."""
+        if made.is_over or not made.is_all_sent or not all(leg.is_done for leg in made.legs):
+            return
+        made.is_done = True
+        made.ended_s = time.monotonic()
+        for grant in list(made.grants.values()):
+            grant.release()
+        made.grants.clear()
+        if not made.has_begun:
+            self._tell_begun(made)
+        self._callbacks.tell(self._on_done, made.number)
+
+    def _tell_begun(self, made: SourceRoom) -> None:
+        made.has_begun = True
+        self._callbacks.tell(self._on_began, made.number)
+
+    def _fail(self, made: SourceRoom, error: KvxferError, *, teller: Leg | None = None, is_told: bool = True) -> None:
+        """Revoke what is granted, at once; tell the readers, but for ``teller``, and, with ``is_told``, the engine."""
+        made.error = error
+        made.ended_s = time.monotonic()
+        for grant in list(made.grants.values()):
+            grant.revoke(str(error))
+        made.grants.clear()
+        about = {"code": error.code, "room": made.number}
+        log.log(logging.WARNING if is_told else logging.DEBUG, "a room failed: %s", error, extra=about)
+        for leg in made.legs:
+            if leg is not teller and self._closed is None:
+                self._say(leg.agent_id, Failed(leg.transfer_id, error.code, str(error)))
+            self._post(self._decline, self._id(leg, END_PART))
+        if is_told:
+            self._callbacks.tell(self._on_failed, made.number, error.code, str(error))
+
+    def _decline(self, transfer_id: TransferId) -> None:
+        """On the loop, when the reader has had the time to hear why."""
+        asyncio.get_running_loop().call_later(DECLINE_S, self._decline_now, transfer_id)
+
+    def _decline_now(self, transfer_id: TransferId) -> None:
+        with contextlib.suppress(KvxferError):
+            self._agent.decline(transfer_id)
+
+
+def _announce(granted: list[Grant]) -> None:
+    """Their pages are written. Raises GrantGone's kinds."""
+    for grant in granted:
+        grant.ready(grant.blocks, complete=True)

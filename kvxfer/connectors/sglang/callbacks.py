@@ -1,0 +1,45 @@
+"""Callbacks from the agent's thread. Decides when one is called: soon, on the loop, and never under a lock of ours;
+must never know what it says.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("kvxfer.sglang")
+
+
+class Callbacks:
+    """Of one half of a core, in the order in which they were told."""
+
+    def __init__(self, post: Callable[..., None]) -> None:
+        """``post(function)`` calls on the agent's loop."""
+        self._post = post
+        self._due: collections.deque[tuple[Callable[..., None], tuple[Any, ...]]] = collections.deque()
+        self._calling = threading.RLock()
+        self._is_closed = False
+
+    def tell(self, callback: Callable[..., None], *arguments: Any) -> None:
+        """Call it soon. From any thread."""
+        self._due.append((callback, arguments))
+        if not self._is_closed:
+            self._post(self.run)
+
+    def run(self) -> None:
+        """Call those that are due. One that raises is logged."""
+        with self._calling:
+            while self._due:
+                callback, arguments = self._due.popleft()
+                try:
+                    callback(*arguments)
+                except Exception:
+                    log.exception("a callback raised")
+
+    def close(self) -> None:
+        """The loop ends: those that are due are called now, and later ones by :meth:`run` alone."""
+        self._is_closed = True
+        self.run()

@@ -1,0 +1,76 @@
+"""What is known of one room that this rank sends. Decides nothing; must never know an agent's calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from kvxfer.agent import Grant
+from kvxfer.connectors.sglang.watch import Leg
+from kvxfer.errors import KvxferError
+from kvxfer.types import TransferId
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """One decode rank that wants a room: the id that it minted, its agent and rank, and how many pages it wants."""
+
+    transfer_id: TransferId
+    agent_id: str
+    rank: int
+    pages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceCallbacks:
+    """Called on the agent's thread, each at most once for each room; ``on_done`` or ``on_failed``, never both, and
+    neither after :meth:`SourceRooms.abort` or :meth:`SourceRooms.clear` but where that was on its way. They must not
+    block."""
+
+    on_done: Callable[[int], None] = lambda room: None
+    """Every reader has committed everything, and no grant over the room's pages is alive."""
+    on_failed: Callable[[int, str, str], None] = lambda room, code, text: None
+    """(room, code of an error, text): it will not be read, and no grant over its pages is alive."""
+    on_began: Callable[[int], None] = lambda room: None
+    """A reader has begun to read; told within a tenth of a second, and before ``on_done``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """What was given of one room: bytes, counted for each reader, and seconds from the first grant to the last
+    commit, or until now."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(eq=False)
+class SourceLeg(Leg):
+    """One reader's part of a room that is sent."""
+
+    pages: int = 0
+    parts: int = 0
+    is_done: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class SourceRoom:
+    """What is known of a room that is, or will be, sent."""
+
+    number: int
+    made_s: float
+    legs: list[SourceLeg] = dataclasses.field(default_factory=list)
+    grants: dict[TransferId, Grant] = dataclasses.field(default_factory=dict)
+    """Alive, as far as is known."""
+    is_sending: bool = False
+    is_all_sent: bool = False
+    is_done: bool = False
+    has_begun: bool = False
+    error: KvxferError | None = None
+    bytes: int = 0
+    began_s: float | None = None
+    ended_s: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_done or self.error is not None

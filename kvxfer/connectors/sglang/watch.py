@@ -1,0 +1,132 @@
+"""Whether the peers of open rooms are there. Decides when one is given up; must never know what a room is.
+
+Without a coordinator nobody announces a death. So each peer of an open room is told something every half second: its
+agent says that it came, from a thread that Python does not stop. A process that was killed has no session any more, and
+opens none; one that was stopped, or cannot be reached, says nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from kvxfer.agent import Agent, Delivery
+from kvxfer.connectors.sglang.messages import Alive, encode
+from kvxfer.errors import KvxferError, LimitExceeded, PeerGone
+from kvxfer.types import AgentRef, TransferId
+
+log = logging.getLogger("kvxfer.sglang")
+
+LOOK_S = 0.1
+ASK_S = 0.5
+SILENT_S = 2.0
+"""A peer that confirms nothing for so long, or is not known at all, is gone."""
+LOST_S = 0.9
+"""And one that has had no session for so long, though it was dialed all the time."""
+
+
+@dataclasses.dataclass(eq=False)
+class Leg:
+    """One peer's part of a room."""
+
+    transfer_id: TransferId
+    agent_id: str
+    rank: int
+    life: AgentRef | None = None
+    """Of the peer, once it is known."""
+    began_s: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass(eq=False)
+class _Asked:
+    """What is known of one life."""
+
+    at_s: float = 0.0
+    answer: asyncio.Future[KvxferError | None] | None = None
+    down_s: float | None = None
+    full_s: float | None = None
+    """Since when it has confirmed so little that it can be told nothing more."""
+
+
+class Watch:
+    """On the agent's loop. ``legs()``: those of rooms that are not over; ``on_gone`` ends the room of one."""
+
+    def __init__(
+        self, agent: Agent, legs: Callable[[], Iterable[Leg]], on_gone: Callable[[Leg, KvxferError], None]
+    ) -> None:
+        self._agent = agent
+        self._legs = legs
+        self._on_gone = on_gone
+        self._asked: dict[AgentRef, _Asked] = {}
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            try:
+                self.look(time.monotonic())
+            except KvxferError as error:
+                log.debug("peers could not be looked at: %s", error)
+            await asyncio.sleep(LOOK_S)
+
+    def look(self, now_s: float) -> None:
+        """Ask whom it is time to ask, and give up who has not answered."""
+        legs = list(self._legs())
+        gone: dict[AgentRef, KvxferError | None] = {}
+        for leg in legs:
+            error = self._look_at(leg, now_s, gone)
+            if error is not None:
+                self._on_gone(leg, error)
+        for ref in [ref for ref in self._asked if ref not in gone]:
+            del self._asked[ref]
+
+    def _look_at(self, leg: Leg, now_s: float, seen: dict[AgentRef, KvxferError | None]) -> KvxferError | None:
+        member = self._agent.find_member(leg.agent_id)
+        if leg.life is None and member is not None:
+            leg.life = member.ref
+        if leg.life is None:
+            is_late = now_s - leg.began_s >= SILENT_S
+            return PeerGone(f"no agent {leg.agent_id!r} is known") if is_late else None
+        if member is None or member.ref != leg.life:
+            now = "gone" if member is None else f"restarted: it is {member.ref} now"
+            return PeerGone(f"{leg.life} is {now}")
+        if leg.life not in seen:
+            seen[leg.life] = self._ask(leg.life, now_s)
+        return seen[leg.life]
+
+    def _ask(self, ref: AgentRef, now_s: float) -> KvxferError | None:
+        asked = self._asked.setdefault(ref, _Asked())
+        if self._agent.is_connected(ref.agent_id):
+            asked.down_s = None
+        else:
+            asked.down_s = now_s if asked.down_s is None else asked.down_s
+            if now_s - asked.down_s >= LOST_S:
+                return PeerGone(f"{ref} cannot be reached")
+        if asked.answer is not None and asked.answer.done():
+            error, asked.answer = asked.answer.result(), None
+            if error is not None:
+                return error
+        if asked.answer is not None:
+            if now_s - asked.at_s >= SILENT_S:
+                return PeerGone(f"{ref} has said nothing for {SILENT_S:g} s")
+        elif now_s - asked.at_s >= ASK_S:
+            try:
+                delivery = self._agent.notify(ref.agent_id, encode(Alive()))
+            except LimitExceeded:
+                asked.full_s = now_s if asked.full_s is None else asked.full_s
+                if now_s - asked.full_s < 2 * SILENT_S:
+                    return None
+                return PeerGone(f"{ref} has not had room for another message for {2 * SILENT_S:g} s")
+            asked.full_s = None
+            asked.at_s, asked.answer = now_s, asyncio.ensure_future(_outcome(delivery))
+        return None
+
+
+async def _outcome(delivery: Delivery) -> KvxferError | None:
+    try:
+        await delivery
+    except KvxferError as error:
+        return error
+    return None
