@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import collections
 import logging
+import time
 
 from kvxfer.agent import Agent
-from kvxfer.errors import KvxferError, LimitExceeded
+from kvxfer.errors import KvxferError, LimitExceeded, TransportError
 
 log = logging.getLogger("kvxfer.connectors")
 
@@ -19,9 +20,13 @@ UNSENT_MAX = 4096
 class Outbox:
     """What one rank's agent still has to tell others."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, *, unknown_s: float = 0.0) -> None:
+        """A peer that is not known may become so within ``unknown_s``, and is told then."""
         self._agent = agent
+        self._unknown_s = unknown_s
         self._unsent: dict[str, collections.deque[bytes]] = {}
+        self._unknown: dict[str, float] = {}
+        """Since when."""
 
     def send(self, agent_id: str, payload: bytes) -> None:
         """Tell it, after what it was not told yet."""
@@ -39,10 +44,16 @@ class Outbox:
             while waiting:
                 self._agent.notify(agent_id, waiting[0])
                 waiting.popleft()
+                self._unknown.pop(agent_id, None)
         except LimitExceeded as error:
             if len(waiting) < UNSENT_MAX:
                 return
             log.warning("UNSENT_MAX=%d messages to a peer are dropped: %s", UNSENT_MAX, error)
         except KvxferError as error:
+            now_s = time.monotonic()
+            is_late = now_s - self._unknown.setdefault(agent_id, now_s) >= self._unknown_s
+            if isinstance(error, TransportError) and not is_late and len(waiting) < UNSENT_MAX:
+                return
+            self._unknown.pop(agent_id, None)
             log.debug("a peer could not be told: %s", error, extra={"agent_id": agent_id})
         del self._unsent[agent_id]

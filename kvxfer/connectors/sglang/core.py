@@ -14,7 +14,7 @@ from kvxfer.agent import Agent, AgentStatistics, Delivery
 from kvxfer.connectors.common.outbox import Outbox
 from kvxfer.connectors.common.runtime import Runtime, every
 from kvxfer.connectors.sglang import pools
-from kvxfer.connectors.sglang.destination import DestinationCallbacks, DestinationRooms
+from kvxfer.connectors.sglang.destination import MEET_S, DestinationCallbacks, DestinationRooms
 from kvxfer.connectors.sglang.memory import EngineMemory
 from kvxfer.connectors.sglang.messages import Alive, Chunk, Done, End, Failed, Left, Message, decode, encode
 from kvxfer.connectors.sglang.options import Options
@@ -71,7 +71,7 @@ class TransportCore:
         )
         self._pools = pools.register(self._agent, memory, record, options.checks)
         self._runtime = Runtime(self._agent, self._serve)
-        self._outbox = Outbox(self._agent)
+        self._outbox = Outbox(self._agent, unknown_s=MEET_S)
         self._complaint = RateLimitedWarning(log, "%s said what is no message: %s")
         post = self._runtime.call
         self.sources = SourceRooms(
