@@ -25,6 +25,7 @@ TIERS = ("quick", "deep", "nightly")
 
 PLACES = {
     "tests/": "quick",
+    "tests/connectors/sglang/test_lost.py": "deep",
     "tests/cuda/": "nightly",
     "tests/e2e/": "deep",
     "tests/e2e/test_equality.py::test_chunked_prefill_equals_the_single_process": "quick",
