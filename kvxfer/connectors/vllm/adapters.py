@@ -11,11 +11,11 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer.connectors.vllm.checkpoint import unknown
-from kvxfer.connectors.vllm.digest_cache import DigestCache
-from kvxfer.connectors.vllm.file_digests import SHA256, FileChanged, digests_of, shared_cache
+from kvxfer.connectors.common.checkpoint import unknown
+from kvxfer.connectors.common.digest_cache import DigestCache
+from kvxfer.connectors.common.file_digests import SHA256, FileChanged, digests_of, shared_cache
+from kvxfer.connectors.common.stamps import Stamp, stamp_of
 from kvxfer.connectors.vllm.loaded import LOADED, AdapterLoad, Loaded
-from kvxfer.connectors.vllm.stamps import Stamp, stamp_of
 
 log = logging.getLogger("kvxfer.vllm")
 

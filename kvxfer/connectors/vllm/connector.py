@@ -17,12 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.agent import Agent
 from kvxfer.connectors.common.ids import rank_agent
+from kvxfer.connectors.common.weights import Weights
 from kvxfer.connectors.vllm.adapters import Adapters
-from kvxfer.connectors.vllm.checkpoint import models_of
-from kvxfer.connectors.vllm.identity import EngineWeights, Weights, share, unshare
+from kvxfer.connectors.vllm.identity import EngineWeights, share, unshare
 from kvxfer.connectors.vllm.limits import check_engine, check_transferable
 from kvxfer.connectors.vllm.loaded import LOADED
 from kvxfer.connectors.vllm.metrics import KvxferPromMetrics, KvxferStats
+from kvxfer.connectors.vllm.models import models_of
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.record import make_record
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
@@ -111,7 +112,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
         rank = get_tensor_model_parallel_rank()
         watch_vllm()  # where the plugin was not asked to, this is the first chance
-        weights = Weights(functools.partial(models_of, vllm_config))
+        weights = Weights(functools.partial(models_of, vllm_config), loaded=LOADED)
         share(agents[rank], weights)
         self._ending.callback(unshare, agents[rank], weights)
         self._worker_half = WorkerHalf(

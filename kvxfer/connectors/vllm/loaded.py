@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from kvxfer.connectors.vllm.stamps import Stamp
+from kvxfer.connectors.common.stamps import Stamp
 
 _TOKEN = secrets.token_hex(4)
 ADAPTERS_MAX = 4096

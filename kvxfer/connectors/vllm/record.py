@@ -11,8 +11,7 @@ import json
 import os
 from typing import Any
 
-from kvxfer.connectors.vllm.adapters import adapter_digest, adapter_files
-from kvxfer.connectors.vllm.checkpoint import (
+from kvxfer.connectors.common.checkpoint import (
     ModelName,
     NotKnown,
     directory_of,
@@ -20,7 +19,8 @@ from kvxfer.connectors.vllm.checkpoint import (
     unknown,
     weight_files,
 )
-from kvxfer.connectors.vllm.file_digests import FileChanged, shared_cache, stamps_of
+from kvxfer.connectors.common.file_digests import FileChanged, shared_cache, stamps_of
+from kvxfer.connectors.vllm.adapters import adapter_digest, adapter_files
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.errors import ConfigError
 from kvxfer.rpc.convert import POOLS_MAX
@@ -177,7 +177,7 @@ def _processor_facts(model: Any) -> dict[str, str]:
 def weights_fingerprint(model: str, revision: str = "", seed: str = "") -> str:
     """XXH3-128 over names, sizes and whole contents of the weight files of ``model``, a directory or a name of the hub:
     32 hex digits. Where there are none, or one changes meanwhile, a text that says so and equals no other: weights
-    drawn by a ``seed`` are no files. It reads now; an engine's are found out in the background (`identity.Weights`).
+    drawn by a ``seed`` are no files. It reads now; an engine's are found out in the background (`weights.Weights`).
     """
     try:
         return fingerprint_of(stamps_of(weight_files(ModelName(model, revision))), shared_cache())

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvxfer.clock import NS_PER_S
+from kvxfer.connectors.common.checkpoint import is_weight_file
+from kvxfer.connectors.common.stamps import COARSE_NS, FINE_NS, Stamp, stamp_of
 from kvxfer.connectors.vllm.adapters import Files, adapter_files
-from kvxfer.connectors.vllm.checkpoint import is_weight_file
 from kvxfer.connectors.vllm.loaded import LOADED, Loaded, source_of
-from kvxfer.connectors.vllm.stamps import COARSE_NS, FINE_NS, Stamp, stamp_of
 
 log = logging.getLogger("kvxfer.vllm")
 

@@ -18,11 +18,11 @@ from typing import Any
 from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.common.ids import rank_agent
 from kvxfer.connectors.common.runtime import STOP_S, Runtime, every
+from kvxfer.connectors.common.weights import Weights
 from kvxfer.connectors.vllm.arrivals import ArrivalSocket
 from kvxfer.connectors.vllm.digests import Digests
 from kvxfer.connectors.vllm.fences import Act, Fence, Fences, at_once, cuda_events
 from kvxfer.connectors.vllm.fetch import Done, Fetch, report_of
-from kvxfer.connectors.vllm.identity import Weights
 from kvxfer.connectors.vllm.loaded import LOADED, Loaded
 from kvxfer.connectors.vllm.loads import Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from kvxfer.connectors.vllm import file_digests
+from kvxfer.connectors.common import file_digests
 
 from .pair import ranks
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvxfer.connectors.common.digest_cache import DigestCache
 from kvxfer.connectors.vllm import adapters as adapters_module
 from kvxfer.connectors.vllm.adapters import Adapters, adapter_digest, adapter_files
-from kvxfer.connectors.vllm.digest_cache import DigestCache
 from kvxfer.connectors.vllm.loaded import ADAPTERS_MAX, AdapterLoad, Loaded, source_of
 from kvxfer.types import why_unknown
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvxfer.connectors.vllm.checkpoint import WHY_MAX, ModelName, NotKnown, models_of, unknown, weight_files
+from kvxfer.connectors.common.checkpoint import WHY_MAX, ModelName, NotKnown, unknown, weight_files
+from kvxfer.connectors.vllm.models import models_of
 from kvxfer.rpc.convert import write_pools
 from kvxfer.types import CompatibilityRecord, Exposure, PoolRecord, why_unknown
 

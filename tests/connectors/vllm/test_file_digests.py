@@ -15,11 +15,11 @@ import time
 import pytest
 import xxhash
 
-from kvxfer.connectors.vllm import file_digests
-from kvxfer.connectors.vllm.checkpoint import fingerprint_of
-from kvxfer.connectors.vllm.digest_cache import DigestCache
-from kvxfer.connectors.vllm.file_digests import SHA256, XXH3, FileChanged, digests_of, stamps_of
-from kvxfer.connectors.vllm.stamps import Stamp, stamp_of
+from kvxfer.connectors.common import file_digests
+from kvxfer.connectors.common.checkpoint import fingerprint_of
+from kvxfer.connectors.common.digest_cache import DigestCache
+from kvxfer.connectors.common.file_digests import SHA256, XXH3, FileChanged, digests_of, stamps_of
+from kvxfer.connectors.common.stamps import Stamp, stamp_of
 
 MIB = 1 << 20
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvxfer.connectors.vllm import identity as identity_module
-from kvxfer.connectors.vllm.checkpoint import ModelName, NotKnown
-from kvxfer.connectors.vllm.digest_cache import DigestCache
-from kvxfer.connectors.vllm.identity import PENDING, EngineWeights, Weights, share, unshare
+from kvxfer.connectors.common import weights as weights_module
+from kvxfer.connectors.common.checkpoint import ModelName, NotKnown
+from kvxfer.connectors.common.digest_cache import DigestCache
+from kvxfer.connectors.common.stamps import COARSE_NS, Stamp, process_start_ns, stamp_of
+from kvxfer.connectors.common.weights import PENDING, Weights
+from kvxfer.connectors.vllm.identity import EngineWeights, share, unshare
 from kvxfer.connectors.vllm.loaded import Loaded
-from kvxfer.connectors.vllm.stamps import COARSE_NS, Stamp, process_start_ns, stamp_of
 from kvxfer.types import why_unknown
 
 FUTURE_NS = time.time_ns() + 10**18
@@ -125,7 +126,7 @@ def test_weights_changed_after_a_worker_began_to_read_them_are_not_known(
     path = model / "model.safetensors"
     loaded.read({str(path): stamp_of(path)})
     path.write_bytes(b"others, and longer" * 1000)
-    assert "was changed after vLLM began to read it" in unknown(make())
+    assert "was changed after the engine began to read it" in unknown(make())
 
 
 @pytest.mark.parametrize("how", ["in place", "by another file", "by its time"])
@@ -198,7 +199,7 @@ def test_weights_of_which_reading_or_watching_breaks_are_not_known(
     weights = make(find=breaks if when == "reading" else None)
     if when == "watching":
         known(weights)
-        monkeypatch.setattr(identity_module, "stamp_of", breaks)
+        monkeypatch.setattr(weights_module, "stamp_of", breaks)
         changed(weights)
     assert "is not known: ValueError" in unknown(weights)
     assert why_unknown(weights.fingerprint) == weights.why

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvxfer.agent import Agent
-from kvxfer.connectors.vllm.identity import PENDING
+from kvxfer.connectors.common.weights import PENDING
 from kvxfer.connectors.vllm.loaded import Loaded, source_of
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.steps import Chunk, Finish, Load, News, Open, StepOrders

@@ -15,8 +15,8 @@ from typing import Any
 
 import xxhash
 
-from kvxfer.connectors.vllm.digest_cache import DigestCache, default_directory
-from kvxfer.connectors.vllm.stamps import Stamp, stamp_of, stamp_of_open
+from kvxfer.connectors.common.digest_cache import DigestCache, default_directory
+from kvxfer.connectors.common.stamps import Stamp, stamp_of, stamp_of_open
 
 CHUNK_BYTES = 1 << 20
 

@@ -9,30 +9,22 @@ import os
 import pathlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import xxhash
 
-from kvxfer.connectors.vllm.digest_cache import DigestCache
-from kvxfer.connectors.vllm.file_digests import XXH3, digests_of
-from kvxfer.connectors.vllm.stamps import Stamp
+from kvxfer.connectors.common.digest_cache import DigestCache
+from kvxfer.connectors.common.file_digests import XXH3, digests_of
+from kvxfer.connectors.common.stamps import Stamp
 from kvxfer.types import UNKNOWN_NONCE_BYTES, unknown_fingerprint
 
 WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".npy", ".tensors", ".h5", ".msgpack", ".onnx")
 )
-"""Of files that loaders of vLLM, and those of plugins known to us, read weights from."""
+"""Of files that loaders of vLLM, SGLang, and plugins known to us, read weights from."""
 NOT_FOR_INFERENCE = frozenset(
     ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth")
 )
-"""What trainers leave beside them, and vLLM does not load either."""
-LOCAL_FORMATS = frozenset(
-    (
-        *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "instanttensor"),
-        *("sharded_state", "gguf", "bitsandbytes", "runai_streamer", "runai_streamer_sharded"),
-    )
-)
-"""vLLM's load formats that read the files of a directory, and nothing else."""
+"""What trainers leave beside them, and engines do not load either."""
 WHY_MAX = 300
 
 
@@ -42,7 +34,7 @@ class NotKnown(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ModelName:
-    """How vLLM calls a model that it loads: a path, or a name of the hub."""
+    """How an engine calls a model that it loads: a path, or a name of the hub."""
 
     model: str
     revision: str = ""
@@ -59,27 +51,6 @@ def printable(why: str) -> str:
     quote a path, or what a client of the hub says."""
     text = " ".join(why.split()).encode("ascii", "backslashreplace").decode()
     return "".join(character for character in text if character.isprintable())[:WHY_MAX]
-
-
-def models_of(vllm_config: Any) -> list[ModelName]:
-    """The models whose layers write an engine's KV cache: its own, and a draft model. Raises NotKnown where their
-    weights are no files of this host."""
-    load = vllm_config.load_config
-    load_format = str(getattr(load.load_format, "value", load.load_format))
-    if load_format not in LOCAL_FORMATS:
-        raise NotKnown(f"load_format {load_format!r} reads no files that could be compared")
-    drafted = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    names = []
-    for config in (vllm_config.model_config, drafted):
-        if config is None:
-            continue
-        remote = getattr(config, "model_weights", "")
-        if remote and remote != config.model:
-            raise NotKnown(f"the weights come from {remote}")
-        name = ModelName(str(config.model), str(config.revision or ""), load.download_dir)
-        if name not in names:
-            names.append(name)
-    return names
 
 
 def weight_files(name: ModelName) -> list[str]:
@@ -112,7 +83,7 @@ def fingerprint_of(
     files: Mapping[str, Stamp], cache: DigestCache, should_stop: Callable[[], bool] = lambda: False
 ) -> str:
     """XXH3-128 over names, sizes and whole contents of weight files that have those stamps: 32 hex digits. Where they
-    lie does not count. Raises as :func:`~kvxfer.connectors.vllm.file_digests.digests_of`."""
+    lie does not count. Raises as :func:`~kvxfer.connectors.common.file_digests.digests_of`."""
     digests = digests_of(files, XXH3, cache, should_stop)
     return _over((os.path.basename(path), stamp.size, digests[path]) for path, stamp in sorted(files.items()))
 
@@ -126,7 +97,8 @@ def _over(rows: Iterable[tuple[str, int, str]]) -> str:
 
 def _snapshot(name: ModelName) -> pathlib.Path:
     """Where the hub's cache of this host keeps it."""
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+    flags = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
+    if any(os.environ.get(flag, "").lower() in ("1", "true") for flag in flags):
         raise NotKnown(f"{name.model} is a name of ModelScope's")
     repository = name.model.partition(":")[0]  # what follows picks one of a repository's GGUF files
     try:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from kvxfer.connectors.vllm.stamps import COARSE_NS, Stamp, boot_id
+from kvxfer.connectors.common.stamps import COARSE_NS, Stamp, boot_id
 
 LOCK_WAIT_S = 600.0
 """So long another process may take over a file, before this one reads it too."""

@@ -1,0 +1,165 @@
+"""Which weights an engine's blocks are made with: found out in the background, and no longer known once the files or
+the weights in memory changed. Decides when what lies on disk is what was loaded; must never keep an engine waiting.
+
+What was loaded counts. A file is taken for what a worker read if it was not written since: since the worker was about
+to read it, where the engine was watched at that, else since this process began.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from kvxfer.connectors.common.checkpoint import ModelName, NotKnown, fingerprint_of, printable, unknown, weight_files
+from kvxfer.connectors.common.digest_cache import DigestCache
+from kvxfer.connectors.common.file_digests import FileChanged, shared_cache
+from kvxfer.connectors.common.stamps import Stamp, process_start_ns, stamp_of
+
+log = logging.getLogger("kvxfer.weights")
+
+WATCH_S = 1.0
+"""How often the files of what was loaded are looked at."""
+PENDING = "its weights are still being read"
+
+
+class Book(Protocol):
+    """What a process saw its engine load, and what happened to weights in memory since."""
+
+    def files_of(self, model: str) -> list[str]:
+        """The files that were seen being read for that model; none: it is not known."""
+
+    def read_as(self, path: str) -> tuple[Stamp, int] | None:
+        """The state of that file when it was about to be read, and when that was (since the epoch); ``None``: nobody
+        said."""
+
+    def listen(self, listener: Callable[[str], None]) -> Callable[[], None]:
+        """Call it with the reason whenever weights changed in memory, at once where they have; gives what ends that."""
+
+
+class Weights:
+    """Of one worker. Begins at once, in a thread of its own."""
+
+    def __init__(
+        self,
+        find_models: Callable[[], Iterable[ModelName]],
+        *,
+        loaded: Book,
+        cache: DigestCache | None = None,
+        started_ns: Callable[[], int | None] = process_start_ns,
+        watch_s: float = WATCH_S,
+    ) -> None:
+        """``find_models`` raises NotKnown where there are no files to compare."""
+        self._find_models = find_models
+        self._loaded = loaded
+        self._cache = cache
+        self._started_ns = started_ns
+        self._watch_s = watch_s
+        self._lock = threading.Lock()
+        self._state: tuple[str, str | None] = (unknown(PENDING), PENDING)
+        self._is_final = False
+        self._listeners: list[Callable[[], None]] = []
+        self._stopping = threading.Event()
+        self._settled = threading.Event()
+        self._unlisten = loaded.listen(self.forget)
+        self._thread = threading.Thread(target=self._run, name="kvxfer weights", daemon=True)
+        self._thread.start()
+
+    @property
+    def fingerprint(self) -> str:
+        """For a compatibility record; one that equals nothing while :attr:`why` says why."""
+        return self._state[0]
+
+    @property
+    def why(self) -> str | None:
+        """Why it is not known which weights these are; ``None``: it is."""
+        return self._state[1]
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call it after every change, from any thread."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until they are known, or will not be; whether that came in time. For tests and tools."""
+        return self._settled.wait(timeout_s)
+
+    def forget(self, why: str) -> None:
+        """From now on it is not known what they are. For good: they are known again when an engine loads them again."""
+        with self._lock:
+            if self._is_final:
+                return
+            self._is_final = True
+        why = printable(why)
+        log.warning("prompts are computed where they are wanted from now on: %s", why)
+        self._become(unknown(why), why)
+
+    def stop(self) -> None:
+        """Callable twice; waits for nothing."""
+        self._unlisten()
+        self._stopping.set()
+
+    def _become(self, fingerprint: str, why: str | None) -> None:
+        with self._lock:
+            if self._is_final and why is None:
+                return
+            self._state = (fingerprint, why)
+            listeners = list(self._listeners)
+        self._settled.set()
+        for listener in listeners:
+            listener()
+
+    def _run(self) -> None:
+        try:
+            self._read_and_watch()
+        except Exception as error:  # of an engine's config, say: else they would be pending for good
+            log.exception("the weight files could not be read or watched")
+            self.forget(f"which weights were loaded is not known: {error!r}")
+
+    def _read_and_watch(self) -> None:
+        begun_s = time.monotonic()
+        try:
+            files = self._files()
+            fingerprint = fingerprint_of(files, self._cache or shared_cache(), self._stopping.is_set)
+        except InterruptedError:
+            return
+        except (NotKnown, OSError, FileChanged) as error:
+            self.forget(f"which weights were loaded is not known: {error}")
+            return
+        size = sum(stamp.size for stamp in files.values())
+        log.info("%d weight files of %d bytes were read in %.1f s", len(files), size, time.monotonic() - begun_s)
+        self._become(fingerprint, None)
+        while not self._stopping.wait(self._watch_s):
+            for path, stamp in files.items():
+                try:
+                    is_same = stamp_of(path) == stamp
+                except FileNotFoundError:  # what was loaded is known all the same, unless another comes in its place
+                    is_same = True
+                except OSError:
+                    is_same = False
+                if not is_same:
+                    self.forget(f"{path} was changed after it was loaded")
+                    return
+
+    def _files(self) -> dict[str, Stamp]:
+        """The weight files in the state in which they were loaded. Raises NotKnown, OSError."""
+        started_ns = self._started_ns()
+        files = {}
+        for name in self._find_models():
+            for path in self._loaded.files_of(name.model) or weight_files(name):
+                known = self._loaded.read_as(path)
+                stamp = stamp_of(path)
+                if known is not None:
+                    read, at_ns = known
+                    if stamp != read:
+                        raise NotKnown(f"{path} was changed after the engine began to read it")
+                    if not read.was_settled(at_ns):
+                        raise NotKnown(f"{path} was written just before the engine read it")
+                elif started_ns is None or not stamp.is_older(started_ns):
+                    raise NotKnown(f"{path} is younger than this process, which may have read what was there before")
+                files[path] = stamp
+        if not files:
+            raise NotKnown("there are no weight files")
+        return files
