@@ -36,13 +36,15 @@ CMAKE = $(WITH_TOOLS) CMAKE_CXX_COMPILER_LAUNCHER="$$(command -v ccache || :)" \
 # under build/durations; TIER and PART name it.
 VLLM = build/vllm-venv
 VLLM_VERSION = 0.32.0
+SGLANG = build/sglang-venv
+SGLANG_VERSION = 0.5.23
 TIER = quick
 PART = $(TIER)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --junitxml=build/durations/$(PART).xml
 
 .PHONY: help demo serve demo-vllm test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
-    nightly-fuzz nightly-asan nightly-tsan nightly-wheel test-nixl test-vllm slowest check fix sim fuzz fuzz-build fuzz-corpus \
-    asan tsan wheel bench bench-peers stub test-installed clean install native
+    nightly-fuzz nightly-asan nightly-tsan nightly-wheel test-nixl test-vllm test-sglang \
+    test-sglang-e2e slowest check fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers stub test-installed clean install native
 
 help:
 	@sed -n '1,8s/^# \{0,1\}//p' Makefile
@@ -61,7 +63,7 @@ test: install
 deep: deep-tests asan tsan deep-vllm deep-wheel
 
 deep-tests: install
-	@$(MAKE) test TIER=deep ARGS='--ignore=tests/vllm --ignore=tests/fuzz/test_corpus.py $(ARGS)'
+	@$(MAKE) test TIER=deep ARGS='--ignore=tests/vllm --ignore=tests/sglang --ignore=tests/fuzz/test_corpus.py $(ARGS)'
 
 deep-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
 	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm/test_smoke.py $(ARGS)
@@ -76,7 +78,7 @@ nightly: install
 	@.ci/parts $(NIGHTLY)
 
 nightly-tests: install
-	@$(MAKE) test TIER=nightly ARGS='--ignore=tests/vllm $(ARGS)'
+	@$(MAKE) test TIER=nightly ARGS='--ignore=tests/vllm --ignore=tests/sglang $(ARGS)'
 
 nightly-vllm: test-vllm
 
@@ -115,6 +117,20 @@ $(NIXL)/.installed: benchmarks/peers/requirements.txt
 # The connector inside real vLLM, which has a virtual environment of its own (3 GB, minutes the first time).
 test-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
 	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm $(ARGS)
+
+# The transfer backend inside real SGLang, whose classes only import in an environment of its own (3 GB, minutes the first
+# time): its contract over both roles in one process, and two servers end to end.
+IN_SGLANG = $(SGLANG)/bin/python -m pytest -q -p no:warnings --junitxml=build/durations/$@.xml
+test-sglang: install $(SGLANG)/.installed-$(SGLANG_VERSION)
+	@$(IN_SGLANG) tests/sglang --ignore=tests/sglang/test_e2e.py $(ARGS)
+
+test-sglang-e2e: install $(SGLANG)/.installed-$(SGLANG_VERSION)
+	@$(IN_SGLANG) tests/sglang/test_e2e.py $(ARGS)
+
+$(SGLANG)/.installed-$(SGLANG_VERSION): .ci/make-sglang-venv pyproject.toml
+	@echo "kvxfer: installing SGLang $(SGLANG_VERSION) for CPU into $(SGLANG)"
+	@.ci/make-sglang-venv $(PY) $(SGLANG) $(SGLANG_VERSION) $(INDEX) $(PIP_ARGS)
+	@touch $@
 
 # What docs/vllm.md begins with: two engines of vLLM behind kvxfer's router.
 demo-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)

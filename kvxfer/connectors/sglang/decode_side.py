@@ -1,0 +1,133 @@
+"""What a decode rank knows of prefill engines: which of their ranks introduced themselves, and which room is asked of
+whom. Decides when a prefill rank may be asked, and when what is known of it is out of date; must never import SGLang,
+nor know how pages travel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from kvxfer.connectors.sglang.core import TransportCore
+from kvxfer.connectors.sglang.greetings import Card, Refused, RoomFailed
+from kvxfer.types import TransferId
+
+log = logging.getLogger("kvxfer.sglang")
+
+ANSWER_S = 3.0
+"""A prefill rank that was introduced to answers so soon."""
+
+Place = tuple[str, int]
+
+
+class Engine(Protocol):
+    """What this side needs of SGLang's manager. From any thread."""
+
+    def fail(self, room: int, text: str) -> None: ...
+
+    def forget(self, bootstrap_addr: str) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A room that was begun."""
+
+    transfer_id: TransferId
+    bootstrap_addr: str
+
+
+def place_of(bootstrap_info: dict[str, Any]) -> Place:
+    """Where the prefill rank of one of SGLang's bootstrap infos hears messages."""
+    return str(bootstrap_info["rank_ip"]), int(bootstrap_info["rank_port"])
+
+
+class DecodeSide:
+    """Of one rank. From any thread."""
+
+    def __init__(self, engine: Engine, core: TransportCore) -> None:
+        self._engine = engine
+        self._core = core
+        self._lock = threading.Lock()
+        self._known: dict[Place, Card | Refused] = {}
+        self._asked: dict[int, Asked] = {}
+        self._rooms: dict[int, str] = {}
+
+    # --- prefill ranks ---
+
+    def answered(self, greeting: Card | Refused, place: Place) -> None:
+        """A prefill rank answered that it was introduced to."""
+        if isinstance(greeting, Card):
+            self._core.meet(greeting.card, greeting.agent_id)
+        with self._lock:
+            self._known[place] = greeting
+
+    def answered_unreadably(self, place: Place, error: Exception) -> None:
+        """An answer from there cannot be read: it is as good as a refusal, while none was read before."""
+        with self._lock:
+            self._known.setdefault(place, Refused("unauthenticated", f"its answer is not believed: {error}"))
+
+    def refusal(self, infos: Iterable[dict[str, Any]]) -> Refused | None:
+        """Of the first of those prefill ranks that refused us."""
+        with self._lock:
+            found = [self._known.get(place_of(info)) for info in infos]
+        return next((answer for answer in found if isinstance(answer, Refused)), None)
+
+    def waits_for(self, infos: Iterable[dict[str, Any]]) -> Place | None:
+        """The first of those prefill ranks that has not answered."""
+        places = [place_of(info) for info in infos]
+        with self._lock:
+            return next((place for place in places if place not in self._known), None)
+
+    def sources(self, infos: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
+        """Agent and rank of each that is no dummy; all of them have answered."""
+        with self._lock:
+            found = [self._known.get(place_of(info)) for info in infos if not info.get("is_dummy")]
+        return [(answer.agent_id, answer.rank) for answer in found if isinstance(answer, Card)]
+
+    def forget(self, places: Sequence[Place]) -> None:
+        """Those ranks are introduced to anew before the next room."""
+        with self._lock:
+            for place in places:
+                self._known.pop(place, None)
+
+    # --- rooms ---
+
+    def begin(self, room: int, bootstrap_addr: str) -> TransferId:
+        """A transfer id for that room, which is asked of the prefill engine at ``bootstrap_addr``."""
+        asked = Asked(TransferId(secrets.token_bytes(16)), bootstrap_addr)
+        with self._lock:
+            self._asked[room] = asked
+        return asked.transfer_id
+
+    def transfer_id(self, room: int) -> TransferId:
+        """Of a room that was begun."""
+        with self._lock:
+            return self._asked[room].transfer_id
+
+    def end(self, room: int) -> None:
+        """Callable twice."""
+        with self._lock:
+            self._asked.pop(room, None)
+
+    def room_failed(self, greeting: RoomFailed) -> None:
+        """A prefill rank says that nothing comes for a room."""
+        with self._lock:
+            asked = self._asked.get(greeting.room)
+        if asked is None or asked.transfer_id != greeting.transfer_id:
+            return
+        self._engine.fail(greeting.room, f"{greeting.code}: {greeting.text}")
+        self._core.destinations.abort(greeting.room, greeting.text)
+        if greeting.code == "peer_gone":
+            self._engine.forget(asked.bootstrap_addr)
+
+    def failed(self, room: int, code: str, text: str) -> None:
+        """The transfer of a room failed, and drained."""
+        with self._lock:
+            asked = self._asked.get(room)
+        self._engine.fail(room, f"{code}: {text}")
+        if asked is not None and code == "peer_gone":
+            self._engine.forget(asked.bootstrap_addr)

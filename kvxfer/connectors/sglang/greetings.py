@@ -1,0 +1,208 @@
+"""What the ranks of a prefill and a decode engine say to each other over SGLang's own sockets before an agent knows the
+other, and about rooms that no agent can tell of. Sealed with the cluster token, so that a room number alone does
+nothing for a stranger that can reach the socket.
+
+A message is three frames: TAG, where the sender hears answers (``host:port``), and the sealed JSON. The decoder is
+total: a message, or one error. Decides what stands in a message; must never know sockets, nor what it leads to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import json
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from kvxfer.connectors.sglang.limits import Layout
+from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.protocol.introduction import Seal
+from kvxfer.types import CompatibilityRecord, TransferId, check_agent_id
+
+VERSION = 1
+TAG = b"KVXFER"
+TEXT_MAX = 600
+CARD_MAX = 1 << 16
+LIST_MAX = 1 << 14
+"""Buffers of one rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Register:
+    """Decode to prefill, before its first room there: who I am, and what my pages are."""
+
+    agent_id: str
+    rank: int
+    card: str
+    record: CompatibilityRecord
+    layout: Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """Prefill's answer: who I am."""
+
+    agent_id: str
+    rank: int
+    card: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """Prefill's other answer."""
+
+    code: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Decode to prefill: I want that prompt, under this transfer id, in so many pages. ``required``: how many decode
+    ranks say so to that prefill rank. ``prefix_tokens`` are there already. ``is_dummy``: it is read from another."""
+
+    room: int
+    transfer_id: TransferId
+    agent_id: str
+    rank: int
+    pages: int
+    required: int
+    prefix_tokens: int
+    is_dummy: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Abort:
+    """Decode to prefill: I do not want that room any more. Without a transfer id it was not asked for yet."""
+
+    room: int
+    transfer_id: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RoomFailed:
+    """Prefill to decode: nothing will be sent for that room."""
+
+    room: int
+    transfer_id: TransferId
+    code: str
+    text: str
+
+
+Greeting: TypeAlias = Register | Card | Refused | Room | Abort | RoomFailed
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Register, Card, Refused, Room, Abort, RoomFailed)}
+
+
+def seal_of(token: bytes) -> Seal:
+    """For these messages only."""
+    return Seal(hmac.digest(token, b"kvxfer sglang greetings v1", hashlib.sha256))
+
+
+def encode(seal: Seal, address: str, greeting: Greeting) -> list[bytes]:
+    """The frames of a message from the one who hears answers at ``address``; texts are cut to TEXT_MAX characters."""
+    values: dict[str, Any] = {"v": VERSION, "kind": type(greeting).__name__, "from": address}
+    for field in dataclasses.fields(greeting):
+        value = getattr(greeting, field.name)
+        if isinstance(value, TransferId):
+            value = str(value)
+        elif isinstance(value, CompatibilityRecord | Layout):
+            value = json.loads(value.to_json()) if isinstance(value, CompatibilityRecord) else value.to_json()
+        elif field.name in ("text", "code"):
+            value = str(value)[:TEXT_MAX]
+        values[field.name] = value
+    return [TAG, address.encode(), seal.close(json.dumps(values, separators=(",", ":")).encode()).encode()]
+
+
+def is_ours(frames: Sequence[bytes]) -> bool:
+    """Whether that is a message of ours, and not of SGLang's."""
+    return bool(frames) and frames[0] == TAG
+
+
+def address_of(frames: Sequence[bytes]) -> tuple[str, int]:
+    """Where its sender says that it hears answers: of a message that is not believed, the only thing. Raises
+    ProtocolViolation."""
+    try:
+        host, _, port = frames[1].decode("ascii").rpartition(":")
+        if not host or len(host) > 255 or not 0 < int(port) < 1 << 16:
+            raise ValueError
+        return host.strip("[]"), int(port)
+    except (IndexError, ValueError):
+        raise ProtocolViolation("a message of another engine says nowhere where it is from") from None
+
+
+def decode(seal: Seal, frames: Sequence[bytes]) -> Greeting:
+    """Raises AuthenticationFailed for one that was sealed with another token, ProtocolViolation for anything else that
+    :func:`encode` does not make."""
+    if len(frames) != 3 or not is_ours(frames):
+        raise ProtocolViolation("a message of another engine has not three frames")
+    try:
+        sealed = frames[2].decode("ascii")
+    except UnicodeDecodeError:
+        raise ProtocolViolation("a message of another engine is not sealed") from None
+    try:
+        values = json.loads(seal.open(sealed))
+    except (ValueError, RecursionError):
+        raise ProtocolViolation("a message of another engine is not JSON") from None
+    if not isinstance(values, dict) or values.get("v") != VERSION:
+        version = values.get("v") if isinstance(values, dict) else None
+        raise ProtocolViolation(f"the other engine's kvxfer speaks version {version!r:.20} of this, not {VERSION}")
+    kind = _KINDS.get(str(values.get("kind")))
+    if kind is None or values.get("from") != frames[1].decode("ascii", "replace"):
+        raise ProtocolViolation("a message of another engine is of no known kind, or from elsewhere")
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    if set(values) != {"v", "kind", "from", *fields}:
+        raise ProtocolViolation(f"a message {kind.__name__} of another engine has other fields")
+    try:
+        made: Greeting = kind(**{name: _value(name, of, values[name]) for name, of in fields.items()})
+    except InvalidArgument as error:
+        raise ProtocolViolation(f"a message {kind.__name__} of another engine: {error}") from None
+    return made
+
+
+def _value(name: str, kind: str, value: Any) -> Any:
+    if kind == "TransferId":
+        return TransferId.from_hex(_text(name, value, 32))
+    if kind == "CompatibilityRecord":
+        return CompatibilityRecord.from_json(json.dumps(value))
+    if kind == "Layout":
+        return _layout(value)
+    if kind == "bool":
+        if type(value) is not bool:
+            raise InvalidArgument(f"{name} is no truth value")
+        return value
+    if kind == "int":
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise InvalidArgument(f"{name} is no count")
+        return value
+    text = _text(name, value, CARD_MAX * 2 if name == "card" else TEXT_MAX)
+    if name == "agent_id":
+        check_agent_id(text)
+    return text
+
+
+def _text(name: str, value: Any, longest: int) -> str:
+    if not isinstance(value, str) or len(value) > longest:
+        raise InvalidArgument(f"{name} is no text of at most {longest} characters")
+    return value
+
+
+def _layout(value: Any) -> Layout:
+    if not isinstance(value, dict) or set(value) != {field.name for field in dataclasses.fields(Layout)}:
+        raise InvalidArgument("layout has other fields")
+    return Layout(
+        kv_item_lens=_counts(value["kv_item_lens"]),
+        aux_item_lens=_counts(value["aux_item_lens"]),
+        state_types=tuple(_text("state_types", name, 64) for name in _list(value["state_types"])),
+        state_item_lens=tuple(_counts(lens) for lens in _list(value["state_item_lens"])),
+    )
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) > LIST_MAX:
+        raise InvalidArgument(f"layout has something that is no list of at most {LIST_MAX}")
+    return value
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    return tuple(_value("layout", "int", item) for item in _list(value))

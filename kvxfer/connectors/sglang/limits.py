@@ -1,0 +1,116 @@
+"""What this backend does not do, said by name before anything is moved. Decides which of SGLang's settings and layouts
+are refused; must never know how a transfer goes. SGLang's objects are read by attribute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from kvxfer.errors import ConfigError, Incompatible, WeightsUnknown
+from kvxfer.protocol.handshake import Mismatch
+from kvxfer.types import CompatibilityRecord
+
+WHOLE_ROWS = ("mamba", "swa")
+"""Components of hybrid models whose rows are moved as bytes: they mean the same at every row."""
+ONLY = (
+    ("tokenizer_worker_num", 1, "--tokenizer-worker-num: SGLang loads no plugins in further tokenizer workers"),
+    ("pp_size", 1, "--pp-size: layers are not paired between stages yet"),
+    ("attn_cp_size", 1, "--attn-cp-size: pages are not shared out between context-parallel ranks yet"),
+    ("dcp_size", 1, "--dcp-size: pages are not laid out anew for decode context parallelism yet"),
+    ("enable_kv_cache_sharding", False, "--enable-kv-cache-sharding: each rank holds every page here"),
+    ("enable_dsa_cache_layer_split", False, "--enable-dsa-cache-layer-split: each rank holds every layer here"),
+    ("enable_hisparse", False, "--enable-hisparse: pages are not received into the host's pool yet"),
+    ("enable_memory_saver", False, "--enable-memory-saver: the agent reads memory that would be unmapped under it"),
+    ("enable_pd_role_switch", False, "--enable-pd-role-switch: an engine keeps its role; start another one instead"),
+    (
+        *("disaggregation_decode_allocation_policy", "early"),
+        "--disaggregation-decode-allocation-policy: decode's pages are asked for before the prompt is computed",
+    ),
+    (
+        *("disaggregation_decode_host_receive_threshold", 1),
+        "--disaggregation-decode-host-receive-threshold: pages are not received into the host's pool yet",
+    ),
+)
+"""(setting, the one value that works, why)."""
+
+
+def check_arguments(arguments: Any) -> None:
+    """Raise ConfigError, naming it, for the first of SGLang's settings that this backend does not work with. A setting
+    that a version does not have is as it was before there was one."""
+    for name, wanted, why in ONLY:
+        found = getattr(arguments, name, wanted)
+        if found != wanted and not (found is None or (name.endswith("_size") and found == 0)):
+            flag, _, reason = why.partition(": ")
+            raise ConfigError(f"the transfer backend kvxfer works with {flag} {wanted} only, not {found}: {reason}")
+
+
+def check_components(names: Sequence[str], addresses: Sequence[Sequence[int]]) -> None:
+    """Raise ConfigError for a component of a hybrid model that is not moved yet."""
+    for name, found in zip(names, addresses, strict=True):
+        if name not in WHOLE_ROWS:
+            raise ConfigError(
+                f"the transfer backend kvxfer does not move the state component {name!r} yet; it moves "
+                f"{', '.join(WHOLE_ROWS)}"
+            )
+        if not all(found):
+            raise ConfigError(f"buffers of the state component {name!r} lie nowhere: other ranks have its layers")
+
+
+def check_sizes(*, is_mla: bool, prefill: Any, decode_tp_size: int) -> None:
+    """``prefill``: SGLang's PrefillServerInfo. Raise Incompatible where its ranks cannot be paired with ours."""
+    if not is_mla and prefill.attn_tp_size != decode_tp_size:
+        raise _unequal("attn_tp_size", decode_tp_size, prefill.attn_tp_size, "heads are not shared out anew yet")
+    for name in ("attn_cp_size", "pp_size"):
+        if getattr(prefill, name) != 1:
+            raise _unequal(name, 1, getattr(prefill, name), "it must be 1")
+    for name in ("enable_kv_cache_sharding", "enable_dsa_cache_layer_split"):
+        if getattr(prefill, name, False):
+            raise _unequal(name, False, True, "each prefill rank must hold every page")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a rank's memory is cut, as both sides must have it."""
+
+    kv_item_lens: tuple[int, ...]
+    aux_item_lens: tuple[int, ...]
+    state_types: tuple[str, ...] = ()
+    state_item_lens: tuple[tuple[int, ...], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Lists and texts only."""
+        return dataclasses.asdict(self)
+
+
+def check_peer(ours: tuple[CompatibilityRecord, Layout], theirs: tuple[CompatibilityRecord, Layout]) -> None:
+    """Raise Incompatible, naming each field that differs with both values, unless pages may move; WeightsUnknown where
+    only that is not known."""
+    (record, layout), (other_record, other_layout) = ours, theirs
+    names = [field.name for field in dataclasses.fields(CompatibilityRecord)]
+    found = [Mismatch(name, getattr(record, name), getattr(other_record, name)) for name in names]
+    wrong = [mismatch for mismatch in found if mismatch.ours != mismatch.theirs or mismatch.is_unknown]
+    for field in dataclasses.fields(Layout):
+        here, there = getattr(layout, field.name), getattr(other_layout, field.name)
+        if here != there:
+            wrong.append(Mismatch(field.name, shortened(here), shortened(there)))
+    if wrong:
+        kind = WeightsUnknown if all(mismatch.is_unknown for mismatch in wrong) else Incompatible
+        raise kind("the engines do not match: " + "; ".join(map(str, wrong)), field=wrong[0].field)
+
+
+def shortened(values: Sequence[Any]) -> str:
+    """A list as a sentence can carry it: equal neighbours are counted."""
+    runs: list[tuple[int, str]] = []
+    for text in (json.dumps(value) for value in values):
+        if runs and runs[-1][1] == text:
+            runs[-1] = (runs[-1][0] + 1, text)
+        else:
+            runs.append((1, text))
+    return ", ".join(text if count == 1 else f"{count} x {text}" for count, text in runs)[:300]
+
+
+def _unequal(field: str, ours: object, theirs: object, why: str) -> Incompatible:
+    return Incompatible(f"the engines do not match: {field} is {ours} here and {theirs} there: {why}", field=field)

@@ -1,0 +1,92 @@
+"""What ranks say before agents know each other: read as it was written, or one error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.connectors.sglang import greetings
+from kvxfer.connectors.sglang.greetings import Abort, Card, Refused, Register, Room, RoomFailed
+from kvxfer.connectors.sglang.limits import Layout
+from kvxfer.errors import AuthenticationFailed, ProtocolViolation
+from kvxfer.types import CompatibilityRecord, TransferId
+
+SEAL = greetings.seal_of(b"t" * 32)
+RECORD = CompatibilityRecord("m", "c", "w", "float32", 3, 2, 16, 16, "page", "6 x 256", "config", "torch_native")
+LAYOUT = Layout((256, 256), (64, 512), ("mamba",), ((96, 32),))
+ID = TransferId(bytes(range(16)))
+ALL = [
+    Register("sglang-decode-1", 0, "card", RECORD, LAYOUT),
+    Card("sglang-prefill-1", 1, ""),
+    Refused("incompatible", "page_size is 16 here and 32 there"),
+    Room((1 << 62) + 1, ID, "sglang-decode-1", 0, 12, 1, 64, False),
+    Abort(7, str(ID), "Aborted by AbortReq."),
+    Abort(7, "", "gone"),
+    RoomFailed(7, ID, "refused", "in use"),
+]
+
+
+@pytest.mark.parametrize("greeting", ALL, ids=lambda greeting: type(greeting).__name__)
+@pytest.mark.parametrize(("address", "place"), [("10.0.0.1:77", ("10.0.0.1", 77)), ("[::1]:8", ("::1", 8))])
+def test_what_is_said_is_heard(greeting: greetings.Greeting, address: str, place: tuple[str, int]) -> None:
+    frames = greetings.encode(SEAL, address, greeting)
+    assert greetings.is_ours(frames)
+    assert greetings.address_of(frames) == place
+    assert greetings.decode(SEAL, frames) == greeting
+
+
+def test_another_token_is_not_believed() -> None:
+    frames = greetings.encode(greetings.seal_of(b"u" * 32), "h:1", ALL[0])
+    with pytest.raises(AuthenticationFailed):
+        greetings.decode(SEAL, frames)
+
+
+def test_an_address_that_was_changed_is_not_believed() -> None:
+    tag, _, sealed = greetings.encode(SEAL, "h:1", ALL[0])
+    with pytest.raises(ProtocolViolation, match="from elsewhere"):
+        greetings.decode(SEAL, [tag, b"other:1", sealed])
+
+
+def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greetings, "VERSION", 2)
+    frames = greetings.encode(SEAL, "h:1", ALL[1])
+    monkeypatch.undo()
+    with pytest.raises(ProtocolViolation, match="version 2 of this, not 1"):
+        greetings.decode(SEAL, frames)
+
+
+def test_sglangs_own_messages_are_not_ours() -> None:
+    assert not greetings.is_ours([b"ABORT", b"7"])
+    assert not greetings.is_ours([])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(ALL), st.data())
+def test_a_field_of_another_kind_is_refused_or_read(greeting: greetings.Greeting, data: st.DataObject) -> None:
+    tag, address, sealed = greetings.encode(SEAL, "h:1", greeting)
+    values = json.loads(SEAL.open(sealed.decode()))
+    name = data.draw(st.sampled_from(sorted(values)))
+    values[name] = data.draw(JSON)
+    frames = [tag, address, SEAL.close(json.dumps(values).encode()).encode()]
+    try:
+        found = greetings.decode(SEAL, frames)
+    except ProtocolViolation:
+        return
+    assert {field.name for field in dataclasses.fields(found)} <= set(values)
+
+
+@given(st.lists(st.binary(max_size=64), max_size=4))
+def test_bytes_of_anybody_are_one_error(frames: list[bytes]) -> None:
+    for each in (frames, [greetings.TAG, *frames]):
+        with pytest.raises((ProtocolViolation, AuthenticationFailed)):
+            greetings.decode(SEAL, each)

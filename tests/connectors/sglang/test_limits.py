@@ -1,0 +1,66 @@
+"""What does not fit is named, with both values."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from kvxfer.connectors.common.checkpoint import unknown
+from kvxfer.connectors.sglang.limits import Layout, check_components, check_peer, check_sizes, shortened
+from kvxfer.errors import ConfigError, Incompatible, WeightsUnknown
+from kvxfer.types import CompatibilityRecord
+
+RECORD = CompatibilityRecord("m", "c", "w", "float32", 3, 2, 16, 16, "page", "6 x 256", "config", "torch_native")
+LAYOUT = Layout((256,) * 6, (64, 512))
+SIZES = {"attn_tp_size": 1, "attn_cp_size": 1, "pp_size": 1}
+
+
+def test_equal_engines_match() -> None:
+    check_peer((RECORD, LAYOUT), (RECORD, LAYOUT))
+    check_sizes(is_mla=False, prefill=SimpleNamespace(**SIZES), decode_tp_size=1)
+
+
+@pytest.mark.parametrize(("field", "value"), [("attention_backend", "fa3"), ("block_tokens", 64), ("tp_size", 2)])
+def test_a_field_of_the_record_is_named_with_both_values(field: str, value: object) -> None:
+    with pytest.raises(Incompatible, match=f"{field} is .*{getattr(RECORD, field)}.* here and .*{value}.* there"):
+        check_peer((RECORD, LAYOUT), (dataclasses.replace(RECORD, **{field: value}), LAYOUT))
+
+
+def test_a_list_of_the_layout_is_named_shortly() -> None:
+    other = dataclasses.replace(LAYOUT, kv_item_lens=(256,) * 5 + (128,))
+    with pytest.raises(Incompatible, match="kv_item_lens is '6 x 256' here and '5 x 256, 128' there"):
+        check_peer((RECORD, LAYOUT), (RECORD, other))
+
+
+def test_weights_that_are_not_known_match_nothing() -> None:
+    strange = dataclasses.replace(RECORD, weights_fingerprint=unknown("they were updated"))
+    with pytest.raises(WeightsUnknown, match="there they were updated"):
+        check_peer((RECORD, LAYOUT), (strange, LAYOUT))
+    with pytest.raises(WeightsUnknown):
+        check_peer((strange, LAYOUT), (strange, LAYOUT))
+
+
+@pytest.mark.parametrize("field", SIZES)
+def test_sizes_that_differ_are_named(field: str) -> None:
+    prefill = SimpleNamespace(**(SIZES | {field: 2}))
+    with pytest.raises(Incompatible, match=f"{field} is 1 here and 2 there"):
+        check_sizes(is_mla=False, prefill=prefill, decode_tp_size=1)
+
+
+def test_mla_pages_are_whole_on_every_rank() -> None:
+    check_sizes(is_mla=True, prefill=SimpleNamespace(**(SIZES | {"attn_tp_size": 4})), decode_tp_size=1)
+
+
+def test_components_that_are_not_moved_are_named() -> None:
+    check_components(["mamba", "swa"], [[1], [2]])
+    with pytest.raises(ConfigError, match="dsa_tail"):
+        check_components(["dsa_tail"], [[1]])
+    with pytest.raises(ConfigError, match="'swa' lie nowhere"):
+        check_components(["swa"], [[1, 0]])
+
+
+def test_a_long_list_is_a_short_text() -> None:
+    assert shortened((1, 1, 2)) == "2 x 1, 2"
+    assert len(shortened(tuple(range(1000)))) <= 300

@@ -1,0 +1,54 @@
+"""Tests that run inside SGLang's environment (`make test-sglang`): its real classes on a CPU. Elsewhere they are not
+even collected.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+HERE = pathlib.Path(__file__).resolve().parent
+HAS_SGLANG = importlib.util.find_spec("sglang") is not None
+collect_ignore_glob = [] if HAS_SGLANG else ["test_*.py"]
+
+if HAS_SGLANG:
+    STUBS = str(HERE / "stubs")
+    sys.path[:0] = [str(HERE), STUBS]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STUBS, os.environ.get("PYTHONPATH", ""))))
+    os.environ.update(
+        SGLANG_HOST_IP="127.0.0.1",
+        SGLANG_USE_CPU_ENGINE="1",
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        OMP_NUM_THREADS="1",
+        no_proxy="127.0.0.1,localhost",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.sglang)
+            item.add_marker(pytest.mark.checkout)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A model's directory, as far as two roles compare it: a config, and a file of weights."""
+    from ranks import make_model
+
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def world(model: pathlib.Path) -> Iterator[object]:
+    """A bootstrap server with one prefill and one decode rank."""
+    from ranks import World
+
+    with World(model) as world:
+        yield world

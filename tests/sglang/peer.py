@@ -1,0 +1,49 @@
+"""One role in a process of its own, to be killed: commands are JSON lines on stdin, answers on stdout.
+
+usage: peer.py prefill|decode PORT MODEL
+
+Commands: {"op": "open", "room"} makes a sender or receiver; {"op": "give", "room", "pages", "row"}; {"op": "start",
+"room", "pages", "row"}; {"op": "send", "room", "pages"}; {"op": "poll", "room"} answers its status. Others answer null.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+
+def main(role: str, port: int, model: str) -> None:
+    from ranks import World, give, send, start
+
+    with World(pathlib.Path(model), port=port, serves=role == "prefill") as world:
+        rank = world.prefill if role == "prefill" else world.decode
+        assert rank is not None
+        sides: dict[int, Any] = {}
+        print(json.dumps("ready"), file=answers, flush=True)
+        for line in sys.stdin:
+            command = json.loads(line)
+            op, room = command["op"], command["room"]
+            answer = None
+            if op == "open":
+                sides[room] = rank.sender(room) if role == "prefill" else rank.receiver(room)
+                if role == "decode":
+                    rank.greet(sides[room])
+            elif op == "give":
+                give(sides[room], command["pages"], command["row"])
+            elif op == "start":
+                start(sides[room], command["pages"], command["row"])
+            elif op == "send":
+                send(sides[room], command["pages"])
+            else:
+                answer = sides[room].poll()
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,113 @@
+"""The other role is a process that is killed, or stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from ranks import FAILED, SUCCESS, WAITING, World, give, reason, send, start, wait, wait_for
+
+HERE = pathlib.Path(__file__).parent
+KILLED_S, STOPPED_S = 1.5, 3.5
+"""A death is heard within 1 s and a standstill within 3 s, on a host that does other things too."""
+
+
+class Peer:
+    def __init__(self, role: str, world: World) -> None:
+        command = [sys.executable, str(HERE / "peer.py"), role, str(world.port), str(world.model)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE)
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def __call__(self, op: str, room: int, **more: Any) -> Any:
+        assert self.process.stdin is not None
+        print(json.dumps({"op": op, "room": room, **more}), file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def peer(world: World) -> Iterator[Callable[[str], Peer]]:
+    peers: list[Peer] = []
+
+    def begin(role: str) -> Peer:
+        peers.append(Peer(role, world))
+        assert peers[-1].answer() == "ready"
+        return peers[-1]
+
+    yield begin
+    for each in peers:
+        each.end()
+
+
+@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, KILLED_S), (signal.SIGSTOP, STOPPED_S)])
+def test_decode_dies(world: World, peer: Callable[[str], Peer], number: int, within_s: float) -> None:
+    decode = peer("decode")
+    rooms = [world.room() for _ in range(2)]
+    senders = [world.prefill.sender(room) for room in rooms]
+    for room, sender in zip(rooms, senders, strict=True):
+        decode("open", room)
+        decode("give", room, pages=[1, 2], row=1)
+        start(sender, 2, 1)
+    send(senders[1], [7])
+    wait(lambda: senders[1].poll() != WAITING)
+    decode.signal(number)
+    for sender in senders:
+        wait(lambda sender=sender: sender.poll() == FAILED, within_s)
+        assert "peer_gone" in reason(sender)
+    if number == signal.SIGSTOP:
+        decode.signal(signal.SIGCONT)
+
+
+def test_prefill_dies(model: pathlib.Path, peer: Callable[[str], Peer], world: World) -> None:
+    """And the next request is answered soon, and one that comes after a new prefill engine has its place succeeds."""
+    world.server.close()
+    prefill = peer("prefill")
+    manager = world.decode.manager
+    manager.forget(world.address)
+    rooms = [world.room() for _ in range(2)]
+    receivers = []
+    for room in rooms:
+        prefill("open", room)
+        receivers.append(world.decode.ask(room, [11 * (1 + len(receivers))], 1))
+    wait(lambda: prefill("poll", rooms[0]) == WAITING)
+    prefill.signal(signal.SIGKILL)
+    for receiver in receivers:
+        wait(lambda receiver=receiver: receiver.poll() == FAILED, KILLED_S)
+        assert "peer_gone" in reason(receiver)
+    prefill.end()
+    receiver = world.decode.receiver(world.room())
+
+    def is_answered() -> bool:
+        manager.try_ensure_parallel_info(world.address)
+        return receiver.poll() == FAILED
+
+    wait(is_answered, 3.0)
+    assert "no prefill engine answers" in reason(receiver)
+    again = peer("prefill")
+    room = world.room()
+    again("open", room)
+    receiver = world.decode.receiver(room)
+    world.decode.greet(receiver)
+    give(receiver, [9], 2)
+    again("start", room, pages=1, row=2)
+    again("send", room, pages=[4])
+    wait_for(receiver, SUCCESS)

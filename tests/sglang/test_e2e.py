@@ -1,0 +1,122 @@
+"""A prefill and a decode server of SGLang behind a proxy answer what one server answers (`make test-sglang-e2e`)."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import pathlib
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+from servers import Proxy, Server, make_tiny_llama
+
+pytestmark = pytest.mark.timeout(900)
+
+LENGTHS = [1, 2, 15, 16, 17, 61, 255, 256, 257, 700, 1900]
+"""Pages are of 16 tokens, chunks of 256."""
+TOKENS = 12
+GONE_S = 3.0
+
+
+def ask(url: str, prompt: list[int], *, tokens: int = TOKENS) -> requests.Response:
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+    }
+    return requests.post(f"{url}/generate", json=body, timeout=120)
+
+
+def tokens_of(answer: requests.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    value: Any = answer.json()
+    return list(value["output_ids"])
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length} {seed}").choices(range(3, 400), k=length)
+
+
+class Cluster:
+    def __init__(self, directory: pathlib.Path) -> None:
+        model = make_tiny_llama(directory / "tiny")
+        self.prefill = Server(directory, model, "prefill")
+        self.decode = Server(directory, model, "decode", bootstrap=self.prefill.bootstrap)
+        self.one = Server(directory, model, "", "--disable-radix-cache")
+        self.proxy = Proxy(self.prefill, self.decode)
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        return self.prefill, self.decode, self.one
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("servers"))
+    try:
+        for server in cluster.servers:  # one after the other: each imports for seconds
+            server.start()
+            server.wait_ready()
+        yield cluster
+    finally:
+        for server in cluster.servers:
+            server.kill()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_tokens_are_those_of_one_server(cluster: Cluster, length: int) -> None:
+    prompt = prompt_of(length)
+    wanted = tokens_of(ask(cluster.one.url, prompt))
+    assert len(set(wanted)) > 1
+    assert tokens_of(ask(cluster.proxy.url, prompt)) == wanted
+    assert tokens_of(ask(cluster.proxy.url, prompt)) == wanted, "out of the prefix cache"
+
+
+def test_eight_at_once(cluster: Cluster) -> None:
+    prompts = [prompt_of(40 + 37 * index, seed=1) for index in range(8)]
+    wanted = [tokens_of(ask(cluster.one.url, prompt)) for prompt in prompts]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda prompt: tokens_of(ask(cluster.proxy.url, prompt)), prompts))
+    assert found == wanted
+
+
+def test_aborts_in_flight_leave_no_page_behind(cluster: Cluster) -> None:
+    prompts = [prompt_of(600, seed=seed) for seed in range(6)]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(ask, cluster.proxy.url, prompt, tokens=400) for prompt in prompts]
+        time.sleep(0.3)
+        for server in (cluster.decode, cluster.prefill):
+            requests.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=10)
+        for future in asked:
+            future.result()
+    prompt = prompt_of(300, seed=9)
+    assert tokens_of(ask(cluster.proxy.url, prompt)) == tokens_of(ask(cluster.one.url, prompt))
+    time.sleep(1)
+    for server in (cluster.decode, cluster.prefill):  # SGLang's idle loop checks that every page is accounted for
+        assert server.process is not None
+        assert server.process.poll() is None, server.last_words()
+        assert "memory leak" not in server.log.read_text(errors="replace").lower()
+
+
+def test_a_killed_prefill_server_is_told_of_and_comes_back(cluster: Cluster) -> None:
+    cluster.prefill.kill()
+    for _ in range(2):
+        begun_s = time.monotonic()
+        answer = ask(cluster.proxy.url, prompt_of(50))
+        assert answer.status_code != 200
+        assert time.monotonic() - begun_s < GONE_S, answer.text
+    cluster.prefill.start()
+    cluster.prefill.wait_ready()
+    prompt = prompt_of(90)
+    assert tokens_of(ask(cluster.proxy.url, prompt)) == tokens_of(ask(cluster.one.url, prompt))
+
+
+def test_a_killed_decode_server_comes_back(cluster: Cluster) -> None:
+    cluster.decode.kill()
+    assert ask(cluster.proxy.url, prompt_of(50)).status_code != 200
+    cluster.decode.start()
+    cluster.decode.wait_ready()
+    prompt = prompt_of(120)
+    assert tokens_of(ask(cluster.proxy.url, prompt)) == tokens_of(ask(cluster.one.url, prompt))

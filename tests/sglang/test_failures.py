@@ -1,0 +1,200 @@
+"""What fails: told to both sides with a reason, soon, and without a byte of it in pages that are used anew."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+
+import numpy as np
+import pytest
+from ranks import (
+    BOOTSTRAP_S,
+    BOOTSTRAPPING,
+    FAILED,
+    POISON,
+    SUCCESS,
+    WAITING,
+    World,
+    give,
+    make_model,
+    reason,
+    send,
+    start,
+    wait,
+    wait_for,
+)
+
+TOLD_S = 1.0
+"""So soon one side hears of what the other did."""
+
+
+def fails(side: object, within_s: float) -> str:
+    wait(lambda: side.poll() == FAILED, within_s)
+    return reason(side)
+
+
+@pytest.mark.parametrize("state", ["bootstrapping", "waiting", "transferring"])
+def test_abort_at_prefill(world: World, state: str) -> None:
+    world.decode.poison()
+    room = world.room()
+    sender = world.prefill.sender(room)
+    receiver = world.decode.receiver(room)
+    world.decode.greet(receiver)
+    if state != "bootstrapping":
+        give(receiver, [50, 51], 3)
+        start(sender, 2, 0)
+    if state == "transferring":
+        send(sender, [1])
+        time.sleep(0.2)
+    sender.abort()
+    assert sender.poll() == FAILED
+    assert "Aborted" in reason(sender)
+    if state == "bootstrapping":
+        give(receiver, [50, 51], 3)
+    assert "Aborted" in fails(receiver, TOLD_S)
+    assert world.decode.manager.is_abort_release_safe(room, 1)
+    assert all((array[3] == POISON).all() for array in world.decode.aux)
+
+
+@pytest.mark.parametrize("state", ["bootstrapping", "waiting", "transferring"])
+def test_abort_at_decode(world: World, state: str) -> None:
+    world.decode.poison()
+    room = world.room()
+    sender = world.prefill.sender(room)
+    receiver = world.decode.receiver(room)
+    world.decode.greet(receiver)
+    if state != "bootstrapping":
+        give(receiver, [50, 51], 3)
+        start(sender, 2, 0)
+    if state == "transferring":
+        send(sender, [1])
+        time.sleep(0.2)
+    receiver.abort()
+    assert "Aborted" in fails(receiver, TOLD_S)
+    assert world.decode.manager.is_abort_release_safe(room, 1)
+    assert "gave it up" in fails(sender, TOLD_S)
+    before = [array.copy() for array in world.decode.kv]
+    time.sleep(0.2)
+    assert all(map(np.array_equal, before, world.decode.kv))
+
+
+def test_abort_after_the_end_changes_nothing(world: World) -> None:
+    room = world.room()
+    sender, receiver = world.prefill.sender(room), world.decode.ask(room, [5], 1)
+    start(sender, 1, 1)
+    send(sender, [5])
+    wait_for(receiver, SUCCESS)
+    wait_for(sender, SUCCESS)
+    receiver.clear()
+    sender.clear()
+    receiver.abort()
+    sender.abort()
+    assert room not in world.prefill.manager.request_status
+    assert room not in world.decode.manager.request_status
+
+
+def test_no_decode_engine_comes(world: World) -> None:
+    sender = world.prefill.sender(world.room())
+    assert "timed out" in fails(sender, BOOTSTRAP_S + 1)
+
+
+def test_no_prompt_comes(world: World) -> None:
+    receiver = world.decode.ask(world.room(), [5], 1)
+    idle = world.prefill.sender(world.room())
+    began_s = time.monotonic()
+    while receiver.poll() != FAILED:
+        idle.poll()
+        assert time.monotonic() - began_s < 5
+        time.sleep(0.01)
+    assert "grant_unknown" in reason(receiver)
+
+
+def test_a_room_in_use_is_refused_on_both_sides(world: World) -> None:
+    room = world.room()
+    sender, receiver = world.prefill.sender(room), world.decode.ask(room, [5], 1)
+    for other in (world.prefill.sender(room), world.decode.receiver(room)):
+        assert other.poll() == FAILED
+        assert "in use" in reason(other)
+        other.abort()
+        other.clear()
+    third = world.rank("decode")
+    assert "in use" in fails(third.ask(room, [6], 2), TOLD_S)
+    start(sender, 1, 4)
+    send(sender, [9])
+    wait_for(receiver, SUCCESS)
+    wait_for(sender, SUCCESS)
+    assert np.array_equal(world.decode.kv[0][5], world.prefill.kv[0][9])
+    sender.clear()
+    receiver.clear()
+    again = world.prefill.sender(room)
+    assert again.poll() == BOOTSTRAPPING
+    again.abort()
+
+
+def test_another_cluster_token_is_refused(world: World, tmp_path: pathlib.Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("x" * 40)
+    token.chmod(0o600)
+    stranger = world.rank("decode", environment={"KVXFER_SGLANG_TOKEN_FILE": str(token)})
+    receiver = stranger.receiver(world.room())
+    stranger.greet(receiver)
+    assert receiver.poll() == FAILED
+    assert "unauthenticated" in reason(receiver)
+
+
+def test_what_does_not_match_is_named(world: World, tmp_path: pathlib.Path) -> None:
+    others = {
+        "aux_item_lens": world.rank("decode", aux_bytes=(64, 64, 256)),
+        "packing": world.rank("decode", kv_item_lens=[128] * 6),
+        "weights_fingerprint": world.rank("decode", model=make_model(tmp_path / "w", b"others!")),
+        "config_fingerprint": world.rank("decode", model=make_model(tmp_path / "c", rope_theta=5.0)),
+    }
+    for field, other in others.items():
+        receiver = other.receiver(world.room())
+        other.greet(receiver)
+        text = reason(receiver) if receiver.poll() == FAILED else ""
+        assert field in text
+        assert " here and " in text
+
+
+def test_another_page_size_is_named_and_breaks_nothing(world: World) -> None:
+    other = world.rank("decode", page_size=32)
+    receiver = other.receiver(world.room())
+    assert not other.manager.try_ensure_parallel_info(world.address)
+    assert receiver.poll() == FAILED
+    assert "page_size" in reason(receiver)
+
+
+def test_changed_weights_are_refused(world: World) -> None:
+    other = world.rank("decode")
+    other.manager.weights.forget("SGLang changed the weights in memory (update_weights_from_disk)")
+    receiver = other.receiver(world.room())
+    other.manager.try_ensure_parallel_info(world.address)
+    receiver.init(0)
+    assert receiver.poll() == FAILED
+    assert "update_weights_from_disk" in reason(receiver)
+
+
+def test_a_prefill_engine_that_comes_back_is_found(world: World) -> None:
+    receiver = world.decode.ask(world.room(), [5], 1)
+    world.prefill.stop()
+    world.prefill = world.rank("prefill")
+    assert fails(receiver, 3.0)
+    room = world.room()
+    sender, receiver = world.prefill.sender(room), world.decode.ask(room, [5], 1)
+    start(sender, 1, 1)
+    send(sender, [5])
+    wait_for(receiver, SUCCESS)
+    wait_for(sender, SUCCESS)
+    sender.clear()
+    receiver.clear()
+
+
+def test_a_room_that_waits_stays_so(world: World) -> None:
+    room = world.room()
+    sender, receiver = world.prefill.sender(room), world.decode.ask(room, [5], 1)
+    for _ in range(60):
+        assert sender.poll() == receiver.poll() == WAITING
+        time.sleep(0.05)
+    sender.abort()
+    fails(receiver, TOLD_S)

@@ -1,0 +1,80 @@
+"""How SGLang finds the backend, and what it says where that cannot work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvxfer.connectors.sglang import plugin, versions
+from kvxfer.connectors.sglang.limits import ONLY, check_arguments
+from kvxfer.errors import ConfigError
+
+
+def test_importing_it_imports_no_sglang() -> None:
+    code = "import sys, kvxfer, kvxfer.connectors.sglang.plugin as p; assert not {'sglang', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_name_is_known_everywhere(world: Any) -> None:
+    from sglang.srt.disaggregation import decode, prefill
+    from sglang.srt.disaggregation.utils import TransferBackend, get_kv_class
+    from sglang.srt.server_args import DISAGG_TRANSFER_BACKEND_CHOICES
+
+    plugin.register()
+    assert DISAGG_TRANSFER_BACKEND_CHOICES.count("kvxfer") == 1
+    assert [member.value for member in TransferBackend].count("kvxfer") == 1
+    assert prefill.get_kv_class is decode.get_kv_class is get_kv_class
+    assert world.classes["manager"].__name__ == "KvxferManager"
+
+
+def test_other_backends_are_left_alone() -> None:
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+
+    assert get_kv_class(TransferBackend.FAKE, KVClassType.SENDER).__name__ == "FakeKVSender"
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.6.0", "0.5.23.dev1", "nonsense"])
+def test_an_unknown_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+
+    monkeypatch.setattr(plugin, "installed_version", lambda: version)
+    for kind in (KVClassType.MANAGER, KVClassType.BOOTSTRAP_SERVER):
+        refusing = get_kv_class(TransferBackend("kvxfer"), kind)
+        with pytest.raises(ConfigError, match=f"does not know SGLang {version}; it knows 0.5.23"):
+            refusing("127.0.0.1", 1)
+
+
+def test_builds_of_a_known_version_are_known() -> None:
+    assert versions.adapter_of("0.5.23.post1") == versions.adapter_of("0.5.23")
+
+
+def test_a_bad_option_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+
+    monkeypatch.setenv("KVXFER_SGLANG_LANES", "pigeon")
+    with pytest.raises(ConfigError, match="KVXFER_SGLANG_LANES"):
+        get_kv_class(TransferBackend("kvxfer"), KVClassType.MANAGER)()
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in ONLY])
+def test_settings_that_do_not_work_are_refused_by_name(name: str) -> None:
+    wanted = next(value for field, value, _ in ONLY if field == name)
+    wrong = {bool: True, int: 0.5 if "threshold" in name else 2, str: "prefill_complete"}[type(wanted)]
+    check_arguments(SimpleNamespace(**{name: wanted}))
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")) as caught:
+        check_arguments(SimpleNamespace(**{name: wrong}))
+    assert str(wrong) in str(caught.value)
+
+
+def test_further_tokenizer_workers_are_refused_by_the_main_process(model: Any) -> None:
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"]
+    command += ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "kvxfer"]
+    command += ["--tokenizer-worker-num", "2", "--attention-backend", "torch_native", "--host", "127.0.0.1"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=120, check=False)
+    assert ended.returncode != 0
+    assert "works with --tokenizer-worker-num 1 only, not 2" in ended.stderr
