@@ -15,6 +15,13 @@ from kvxfer.connectors.sglang.limits import ONLY, check_arguments
 from kvxfer.errors import ConfigError
 
 
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
 def test_importing_it_imports_no_sglang() -> None:
     code = "import sys, kvxfer, kvxfer.connectors.sglang.plugin as p; assert not {'sglang', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

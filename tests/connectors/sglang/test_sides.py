@@ -1,0 +1,235 @@
+"""What each role knows of the other before a transfer: who may be told what about a room."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvxfer.connectors.sglang import prefill_side
+from kvxfer.connectors.sglang.decode_side import DecodeSide
+from kvxfer.connectors.sglang.greetings import Abort, Card, Refused, Register, Room, RoomFailed
+from kvxfer.connectors.sglang.limits import Layout
+from kvxfer.connectors.sglang.prefill_side import PrefillSide, Wanted
+from kvxfer.types import CompatibilityRecord, TransferId
+
+RECORD = CompatibilityRecord("m", "c", "w", "float32", 3, 2, 16, 16, "page", "6 x 256", "config", "torch_native")
+LAYOUT = Layout((256,) * 6, (64, 512))
+HERE = ("127.0.0.1", 7)
+PLACE = {"rank_ip": "127.0.0.1", "rank_port": 9, "is_dummy": False}
+
+
+class Calls:
+    """Records every method that is called, as (name, arguments)."""
+
+    def __init__(self, **values: Any) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.__dict__ |= values
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+    def named(self, *names: str) -> list[tuple[Any, ...]]:
+        return [call for call in self.calls if call[0] in names]
+
+
+class Engine(Calls):
+    def __init__(self) -> None:
+        super().__init__(unknown=None)
+
+    def why_unknown(self) -> str | None:
+        why: str | None = self.unknown
+        return why
+
+    def identity(self) -> tuple[CompatibilityRecord, Layout]:
+        return RECORD, LAYOUT
+
+
+def make_core() -> Any:
+    return Calls(agent_id="p", sources=Calls(), destinations=Calls(), card=lambda: "card of p")
+
+
+def room(number: int, agent_id: str = "d", **changes: Any) -> Room:
+    values = {"pages": 2, "required": 1, "prefix_tokens": 0, "is_dummy": False, "rank": 0} | changes
+    transfer_id = TransferId(agent_id.encode().rjust(8, b"-") + number.to_bytes(8, "big"))
+    return Room(number, transfer_id, agent_id, **values)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def core() -> Any:
+    return make_core()
+
+
+@pytest.fixture
+def side(engine: Engine, core: Any) -> PrefillSide:
+    side = PrefillSide(engine, core, 0)
+    for agent_id in ("d", "e"):
+        side.register(Register(agent_id, 0, "card", RECORD, LAYOUT), HERE)
+    engine.calls.clear()
+    return side
+
+
+def told(engine: Engine) -> list[Any]:
+    return [greeting for _, _, greeting in engine.named("tell")]
+
+
+def test_a_decode_rank_hears_who_prefill_is(engine: Engine, core: Any) -> None:
+    side = PrefillSide(engine, core, 3)
+    side.register(Register("d", 0, "card of d", RECORD, LAYOUT), HERE)
+    assert core.named("meet") == [("meet", "card of d", "d")]
+    assert engine.calls == [("tell", HERE, Card("p", 3, "card of p"))]
+
+
+def test_a_decode_rank_that_does_not_match_is_refused(engine: Engine, core: Any) -> None:
+    side = PrefillSide(engine, core, 0)
+    side.register(Register("d", 0, "card", RECORD, Layout((256,) * 6, (64,))), HERE)
+    (refused,) = told(engine)
+    assert isinstance(refused, Refused)
+    assert "aux_item_lens is '64, 512' here and '64' there" in refused.text
+    side.want(room(1), HERE)
+    assert told(engine)[-1].code == "peer_gone"
+
+
+@pytest.mark.parametrize("sender_first", [True, False])
+def test_a_room_begins_when_both_are_there(side: PrefillSide, engine: Engine, core: Any, sender_first: bool) -> None:
+    acts = [lambda: side.open(1), lambda: side.want(room(1, prefix_tokens=32), HERE)]
+    for act in acts if sender_first else reversed(acts):
+        assert not engine.named("ready")
+        act()
+    ((_, number, wanted),) = engine.named("ready")
+    assert (number, wanted[0].decode_prefix_len) == (1, 32)
+    assert [call[0] for call in core.sources.calls] == ["accept", "reader"]
+
+
+def test_a_room_waits_for_every_decode_rank(side: PrefillSide, engine: Engine, core: Any) -> None:
+    side.open(1)
+    side.want(room(1, required=2), HERE)
+    assert not engine.named("ready")
+    side.want(room(1, "e", required=2, is_dummy=True), HERE)
+    assert engine.named("ready")
+    assert len(core.sources.named("reader")) == 1
+
+
+def test_a_room_in_use_is_refused_to_others(side: PrefillSide, engine: Engine) -> None:
+    side.open(1)
+    side.want(room(1), HERE)
+    side.want(room(1, "e"), HERE)
+    (failed,) = told(engine)
+    assert (failed.code, failed.transfer_id) == ("refused", room(1, "e").transfer_id)
+    assert len(engine.named("ready")) == 1
+
+
+def test_an_abort_must_know_the_transfer_id(side: PrefillSide, engine: Engine, core: Any) -> None:
+    side.open(1)
+    side.want(room(1), HERE)
+    side.abort(Abort(1, "", "x"))
+    side.abort(Abort(1, str(room(2).transfer_id), "x"))
+    assert not engine.named("fail")
+    side.abort(Abort(1, str(room(1).transfer_id), "x"))
+    assert engine.named("fail")
+    assert core.sources.named("abort")
+
+
+def test_an_abort_may_come_before_the_prompt(side: PrefillSide, engine: Engine) -> None:
+    side.abort(Abort(1, "", "the client left"))
+    side.open(1)
+    assert "the client left" in engine.named("fail")[0][2]
+
+
+def test_who_asks_for_a_room_that_failed_is_told_why(side: PrefillSide, engine: Engine) -> None:
+    side.open(1)
+    side.close(1, "Aborted by AbortReq.")
+    side.want(room(1), HERE)
+    assert told(engine)[0].text == "Aborted by AbortReq."
+    side.open(1)
+    side.want(room(1), HERE)
+    assert engine.named("ready")
+
+
+def test_who_wanted_a_room_that_never_began_is_told(side: PrefillSide, engine: Engine) -> None:
+    side.open(1)
+    side.want(room(1, required=2), HERE)
+    side.close(1, "timed out")
+    assert [(failed.room, failed.text) for failed in told(engine)] == [(1, "timed out")]
+
+
+def test_unknown_weights_refuse_rooms(side: PrefillSide, engine: Engine) -> None:
+    engine.unknown = "they were updated"
+    side.want(room(1), HERE)
+    assert told(engine)[0].code == "weights_unknown"
+
+
+def test_wishes_for_rooms_that_never_come_are_bounded(side: PrefillSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_side, "EARLY_MAX", 10)
+    for number in range(1, 30):
+        side.want(room(number), HERE)
+    assert len(side._wanted) == len(side._early) == 10
+
+
+def test_rooms_that_are_over_leave_nothing(side: PrefillSide) -> None:
+    for number in range(5):
+        side.open(number)
+        side.want(room(number), HERE)
+        side.close(number, None)
+        side.close(number, None)
+    for left in (side._open, side._wanted, side._entered, side._early, side._over):
+        assert not left
+
+
+# --- decode ---
+
+
+@pytest.fixture
+def decode(engine: Engine, core: Any) -> DecodeSide:
+    return DecodeSide(engine, core)
+
+
+def test_a_prefill_rank_is_waited_for_until_it_answered(decode: DecodeSide, core: Any) -> None:
+    assert decode.waits_for([PLACE]) == ("127.0.0.1", 9)
+    decode.answered(Card("p", 2, "card of p"), ("127.0.0.1", 9))
+    assert decode.waits_for([PLACE]) is None
+    assert decode.sources([PLACE, PLACE | {"is_dummy": True}]) == [("p", 2)]
+    assert core.named("meet") == [("meet", "card of p", "p")]
+    decode.forget([("127.0.0.1", 9)])
+    assert decode.waits_for([PLACE]) is not None
+
+
+def test_what_is_not_believed_refuses_only_where_nothing_was(decode: DecodeSide) -> None:
+    decode.answered_unreadably(("127.0.0.1", 9), ValueError("x"))
+    refused = decode.refusal([PLACE])
+    assert refused is not None
+    assert refused.code == "unauthenticated"
+    decode.answered(Card("p", 0, ""), ("127.0.0.1", 9))
+    decode.answered_unreadably(("127.0.0.1", 9), ValueError("x"))
+    assert decode.refusal([PLACE]) is None
+
+
+def test_a_room_fails_by_its_transfer_id_only(decode: DecodeSide, engine: Engine, core: Any) -> None:
+    transfer_id = decode.begin(1, "a:1")
+    decode.room_failed(RoomFailed(1, room(1).transfer_id, "refused", "x"))
+    decode.room_failed(RoomFailed(2, transfer_id, "refused", "x"))
+    assert not engine.calls
+    decode.room_failed(RoomFailed(1, transfer_id, "peer_gone", "x"))
+    assert engine.calls == [("fail", 1, "peer_gone: x"), ("forget", "a:1")]
+    assert core.destinations.calls == [("abort", 1, "x")]
+
+
+def test_a_prefill_engine_that_is_gone_is_forgotten(decode: DecodeSide, engine: Engine) -> None:
+    decode.begin(1, "a:1")
+    decode.failed(1, "grant_unknown", "x")
+    assert not engine.named("forget")
+    decode.failed(1, "peer_gone", "x")
+    assert engine.named("forget") == [("forget", "a:1")]
+    decode.end(1)
+    decode.end(1)
+
+
+def test_what_sglang_reads_of_a_wish_is_there() -> None:
+    wanted = Wanted(1, "h", 2, False, 1, 0, SimpleNamespace(transfer_id=None))  # type: ignore[arg-type]
+    assert (wanted.endpoint, wanted.dst_port, wanted.required_dst_info_num) == ("h", 2, 1)
