@@ -2,7 +2,8 @@
 
 usage: peer.py prefill|decode PORT MODEL
 
-Commands: {"op": "open", "room"} makes a sender or receiver; {"op": "give", "room", "pages", "row"}; {"op": "start",
+It says "imported" when it can be commanded. Commands: {"op": "begin"} makes its rank, and for prefill the bootstrap
+server at PORT; {"op": "open", "room"} makes a sender or receiver; {"op": "give", "room", "pages", "row"}; {"op": "start",
 "room", "pages", "row"}; {"op": "send", "room", "pages"}; {"op": "poll", "room"} answers its status. Others answer null.
 """
 
@@ -20,29 +21,35 @@ os.dup2(2, 1)
 
 def main(role: str, port: int, model: str) -> None:
     from ranks import World, give, send, start
+    from sglang.srt.plugins import load_plugins
 
-    with World(pathlib.Path(model), port=port, serves=role == "prefill") as world:
-        rank = world.prefill if role == "prefill" else world.decode
-        assert rank is not None
-        sides: dict[int, Any] = {}
-        print(json.dumps("ready"), file=answers, flush=True)
-        for line in sys.stdin:
-            command = json.loads(line)
-            op, room = command["op"], command["room"]
-            answer = None
-            if op == "open":
-                sides[room] = rank.sender(room) if role == "prefill" else rank.receiver(room)
-                if role == "decode":
-                    rank.greet(sides[room])
-            elif op == "give":
-                give(sides[room], command["pages"], command["row"])
-            elif op == "start":
-                start(sides[room], command["pages"], command["row"])
-            elif op == "send":
-                send(sides[room], command["pages"])
-            else:
-                answer = sides[room].poll()
-            print(json.dumps(answer), file=answers, flush=True)
+    load_plugins()
+    import kvxfer.connectors.sglang.adapter_0_5_23  # noqa: F401  (it takes seconds)
+
+    world = World(pathlib.Path(model), port=port, serves=role == "prefill")
+    rank: Any = None
+    sides: dict[int, Any] = {}
+    print(json.dumps("imported"), file=answers, flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        op, room = command["op"], command["room"]
+        answer = None
+        if op == "begin":
+            world.__enter__()
+            rank = world.prefill if role == "prefill" else world.decode
+        elif op == "open":
+            sides[room] = rank.sender(room) if role == "prefill" else rank.receiver(room)
+            if role == "decode":
+                rank.greet(sides[room])
+        elif op == "give":
+            give(sides[room], command["pages"], command["row"])
+        elif op == "start":
+            start(sides[room], command["pages"], command["row"])
+        elif op == "send":
+            send(sides[room], command["pages"])
+        else:
+            answer = sides[room].poll()
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ class World:
             rank.stop()
         if self.server is not None:
             self.server.close()
+        self.classes["receiver"].close_all_sockets()
         self.override.restore()
 
     @property
@@ -175,7 +176,7 @@ class Rank:
         real, arguments = adapter.Weights, world.arguments
         later = time.time_ns() + 10**18  # this process made the files, and did not load them
         adapter.Weights = functools.partial(Weights, started_ns=lambda: later)
-        place = arguments.model_path
+        place = world.override._fields["model_path"]
         try:
             if model is not None:
                 world.override.restore()

@@ -8,11 +8,12 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ranks import FAILED, SUCCESS, WAITING, World, give, reason, send, start, wait, wait_for
+from ranks import FAILED, SUCCESS, WAITING, World, is_heard, reason, send, start, wait, wait_for
 
 HERE = pathlib.Path(__file__).parent
 KILLED_S, STOPPED_S = 1.5, 3.5
@@ -44,23 +45,23 @@ class Peer:
             pipe.close()
 
 
-@pytest.fixture
-def peer(world: World) -> Iterator[Callable[[str], Peer]]:
-    peers: list[Peer] = []
-
-    def begin(role: str) -> Peer:
-        peers.append(Peer(role, world))
-        assert peers[-1].answer() == "ready"
-        return peers[-1]
-
-    yield begin
-    for each in peers:
-        each.end()
+@pytest.fixture(scope="module")
+def peers(world: World) -> Iterator[list[Peer]]:
+    """Two decode and a prefill process; they import all at once."""
+    peers = [Peer(role, world) for role in ("decode", "decode", "prefill")]
+    try:
+        for peer in peers:
+            assert peer.answer() == "imported"
+        yield peers
+    finally:
+        for peer in peers:
+            peer.end()
 
 
 @pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, KILLED_S), (signal.SIGSTOP, STOPPED_S)])
-def test_decode_dies(world: World, peer: Callable[[str], Peer], number: int, within_s: float) -> None:
-    decode = peer("decode")
+def test_decode_dies(world: World, peers: list[Peer], number: int, within_s: float) -> None:
+    decode = peers[0 if number == signal.SIGKILL else 1]
+    decode("begin", 0)
     rooms = [world.room() for _ in range(2)]
     senders = [world.prefill.sender(room) for room in rooms]
     for room, sender in zip(rooms, senders, strict=True):
@@ -68,20 +69,19 @@ def test_decode_dies(world: World, peer: Callable[[str], Peer], number: int, wit
         decode("give", room, pages=[1, 2], row=1)
         start(sender, 2, 1)
     send(senders[1], [7])
-    wait(lambda: senders[1].poll() != WAITING)
+    time.sleep(0.3)
     decode.signal(number)
     for sender in senders:
         wait(lambda sender=sender: sender.poll() == FAILED, within_s)
         assert "peer_gone" in reason(sender)
-    if number == signal.SIGSTOP:
-        decode.signal(signal.SIGCONT)
 
 
-def test_prefill_dies(model: pathlib.Path, peer: Callable[[str], Peer], world: World) -> None:
+def test_prefill_dies(world: World, peers: list[Peer]) -> None:
     """And the next request is answered soon, and one that comes after a new prefill engine has its place succeeds."""
     world.server.close()
-    prefill = peer("prefill")
-    manager = world.decode.manager
+    wait(lambda: not is_heard(world.port))
+    prefill, manager = peers[2], world.decode.manager
+    prefill("begin", 0)
     manager.forget(world.address)
     rooms = [world.room() for _ in range(2)]
     receivers = []
@@ -93,21 +93,20 @@ def test_prefill_dies(model: pathlib.Path, peer: Callable[[str], Peer], world: W
     for receiver in receivers:
         wait(lambda receiver=receiver: receiver.poll() == FAILED, KILLED_S)
         assert "peer_gone" in reason(receiver)
-    prefill.end()
     receiver = world.decode.receiver(world.room())
 
     def is_answered() -> bool:
         manager.try_ensure_parallel_info(world.address)
-        return receiver.poll() == FAILED
+        return bool(receiver.poll() == FAILED)
 
     wait(is_answered, 3.0)
     assert "no prefill engine answers" in reason(receiver)
-    again = peer("prefill")
+    world.server = world.classes["bootstrap_server"]("127.0.0.1", world.port)
+    wait(lambda: is_heard(world.port))
+    world.prefill = world.rank("prefill")
     room = world.room()
-    again("open", room)
-    receiver = world.decode.receiver(room)
-    world.decode.greet(receiver)
-    give(receiver, [9], 2)
-    again("start", room, pages=1, row=2)
-    again("send", room, pages=[4])
+    sender, receiver = world.prefill.sender(room), world.decode.ask(room, [9], 2)
+    start(sender, 1, 2)
+    send(sender, [4])
     wait_for(receiver, SUCCESS)
+    wait_for(sender, SUCCESS)

@@ -193,6 +193,7 @@ def test_a_prefill_engine_that_comes_back_is_found(world: World) -> None:
 def test_a_room_that_waits_stays_so(world: World) -> None:
     room = world.room()
     sender, receiver = world.prefill.sender(room), world.decode.ask(room, [5], 1)
+    wait_for(sender, WAITING)
     for _ in range(60):
         assert sender.poll() == receiver.poll() == WAITING
         time.sleep(0.05)

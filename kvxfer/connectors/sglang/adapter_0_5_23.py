@@ -121,6 +121,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             self._heartbeat_shutdown.set()
         self.weights.stop()
         self.core.stop()
+        self._zmq_ctx.destroy(linger=0)
 
     # --- what both sides need  ---
 

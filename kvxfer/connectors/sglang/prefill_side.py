@@ -110,6 +110,8 @@ class PrefillSide:
     def close(self, room: int, failed: str | None) -> None:
         """The sender is done with it; ``failed``: why it came to nothing. When this returns its pages may be used
         anew. Callable twice."""
+        if failed is not None:
+            self._core.sources.abort(room, failed)
         self._core.sources.clear(room)
         with self._lock:
             if room not in self._open:
