@@ -2,9 +2,10 @@
 
 usage: peer.py prefill|decode PORT MODEL
 
-It says "imported" when it can be commanded. Commands: {"op": "begin"} makes its rank, and for prefill the bootstrap
-server at PORT; {"op": "open", "room"} makes a sender or receiver; {"op": "give", "room", "pages", "row"}; {"op": "start",
-"room", "pages", "row"}; {"op": "send", "room", "pages"}; {"op": "poll", "room"} answers its status. Others answer null.
+It says "imported" when it can be commanded. Commands: {"op": "begin", "room": 0} makes its rank, and for prefill the
+bootstrap server at PORT; {"op": "open", "room"} makes a sender or receiver; {"op": "give", "room", "pages", "row"};
+{"op": "start", "room", "pages", "row"}; {"op": "send", "room", "pages"}; {"op": "poll", "room"} answers its status.
+The others answer null.
 """
 
 from __future__ import annotations

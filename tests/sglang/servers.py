@@ -136,11 +136,13 @@ class Proxy:
             "bootstrap_port": self.prefill.bootstrap,
             "bootstrap_room": random.getrandbits(62) + 1,
         }
-        legs = [self._post(server, body) for server in (self.prefill, self.decode)]
-        (_, told), (status, answer) = await asyncio.gather(*legs)
-        if status == 200:
-            return web.Response(body=answer, content_type="application/json")
-        return web.Response(status=status, body=answer + b"\nprefill: " + told)
+        prefill, decode = (asyncio.ensure_future(self._post(server, body)) for server in (self.prefill, self.decode))
+        status, answer = await decode
+        if status != 200:
+            prefill.cancel()  # SGLang gives up what nobody waits for
+            return web.Response(status=status, body=answer)
+        await prefill
+        return web.Response(body=answer, content_type="application/json")
 
     async def _post(self, server: Server, body: dict[str, Any]) -> tuple[int, bytes]:
         try:
