@@ -78,6 +78,20 @@ def test_abort_at_decode(world: World, state: str) -> None:
     assert all(map(np.array_equal, before, world.decode.kv))
 
 
+def test_a_failure_is_told_once_no_page_is_touched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = world.room()
+    receiver = world.decode.ask(room, [50], 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.decode.manager.core.destinations, "is_drained", lambda room: False)
+        receiver.abort()
+        assert receiver.poll() == WAITING
+        assert not world.decode.manager.is_abort_release_safe(room, 1)
+        other = world.decode.receiver(room)
+        assert "in use" in reason(other)
+    assert "Aborted" in fails(receiver, TOLD_S)
+    assert world.decode.manager.is_abort_release_safe(room, 1)
+
+
 def test_abort_after_the_end_changes_nothing(world: World) -> None:
     room = world.room()
     sender, receiver = world.prefill.sender(room), world.decode.ask(room, [5], 1)
@@ -98,15 +112,20 @@ def test_no_decode_engine_comes(world: World) -> None:
     assert "timed out" in fails(sender, BOOTSTRAP_S + 1)
 
 
-def test_no_prompt_comes(world: World) -> None:
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_no_prompt_comes(world: World, is_busy: bool) -> None:
+    """Whether the prefill engine has other requests, or nothing to do."""
     receiver = world.decode.ask(world.room(), [5], 1)
-    idle = world.prefill.sender(world.room())
+    other = world.prefill.sender(world.room()) if is_busy else None
     began_s = time.monotonic()
     while receiver.poll() != FAILED:
-        idle.poll()
+        if other is not None:
+            other.poll()
         assert time.monotonic() - began_s < 5
         time.sleep(0.01)
     assert "grant_unknown" in reason(receiver)
+    if other is not None:
+        other.abort()
 
 
 def test_a_room_in_use_is_refused_on_both_sides(world: World) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kvxfer.connectors.sglang import plugin, versions
 from kvxfer.connectors.sglang.limits import ONLY, check_arguments
+from kvxfer.connectors.sglang.updates import Updates
 from kvxfer.errors import ConfigError
 
 
@@ -43,6 +44,18 @@ def test_other_backends_are_left_alone() -> None:
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 
     assert get_kv_class(TransferBackend.FAKE, KVClassType.SENDER).__name__ == "FakeKVSender"
+
+
+@pytest.mark.parametrize("name", plugin.UPDATES_OF)
+def test_a_change_of_weights_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    heard: list[str] = []
+    monkeypatch.setattr(plugin, "UPDATES", Updates())
+    plugin.UPDATES.listen(heard.append)
+    with pytest.raises((AttributeError, TypeError)):
+        getattr(SchedulerWeightUpdaterManager, name)(None, None)
+    assert heard == [f"SGLang changed the weights in memory ({name})"]
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.6.0", "0.5.23.dev1", "nonsense"])
