@@ -144,12 +144,17 @@ class CoordinatorSession:
         self._load = load
 
     def set_pools(self, pools: Iterable[PoolRecord]) -> None:
-        """Publish the whole list of pools, at once. Raises InvalidArgument for what the wire cannot carry."""
+        """Publish the whole list of pools, at once. Callable from any thread. Raises InvalidArgument for what the wire
+        cannot carry."""
         pools = tuple(pools)
         convert.write_pools(pools)
         self._hello = Hello(self._hello.info, self._hello.address, self._hello.boot_nonce, pools=pools)
         self._pools_changed = True
-        self._wake.set()
+        if self._task is None:
+            self._wake.set()
+        else:
+            with contextlib.suppress(RuntimeError):  # that loop has ended, and nobody is told anything any more
+                self._task.get_loop().call_soon_threadsafe(self._wake.set)
 
     def set_draining(self) -> None:
         """Say at once that this agent takes no new work; stays so for this life."""

@@ -16,7 +16,19 @@ from kvxfer.connectors.common.runtime import Runtime, every
 from kvxfer.connectors.sglang import pools
 from kvxfer.connectors.sglang.destination import MEET_S, DestinationCallbacks, DestinationRooms
 from kvxfer.connectors.sglang.memory import EngineMemory
-from kvxfer.connectors.sglang.messages import Alive, Chunk, Done, End, Failed, Left, Message, decode, encode
+from kvxfer.connectors.sglang.messages import (
+    Alive,
+    Card,
+    Chunk,
+    Done,
+    End,
+    Failed,
+    Left,
+    Message,
+    Unknown,
+    decode,
+    encode,
+)
 from kvxfer.connectors.sglang.options import Options
 from kvxfer.connectors.sglang.source import SourceRooms
 from kvxfer.connectors.sglang.source_room import SourceCallbacks
@@ -173,6 +185,13 @@ class TransportCore:
             for leg in self._legs():
                 if leg.agent_id == sender:
                     self._leg_gone(leg, PeerGone(f"{sender} has left: {message.text}"))
+        elif isinstance(message, Unknown):
+            if any(leg.agent_id == sender for leg in self.sources.legs()) and not self._options.coordinator:
+                with contextlib.suppress(KvxferError):  # too many pools for one; the reader says what it misses
+                    self._outbox.send(sender, encode(Card(self._agent.card())))
+        elif isinstance(message, Card):
+            if any(leg.agent_id == sender for leg in self.destinations.legs()):
+                self.meet(message.card, sender)
         else:
             assert isinstance(message, Alive)
 

@@ -4,30 +4,40 @@ done, and when its pages may be used anew; must never know SGLang, nor wait on t
 Each source is asked for its last part, the auxiliary row, as soon as the room begins: so this rank hears that it is
 queued, that nobody there knows it, or that nobody is there, long before the first page is granted. Parts that come
 before it are told by messages, and pulled at once. A page belongs to the agent from the pull of its chunk until that
-drained.
+drained. Sources that are cut differently give a share each, in a view of the same pages (:mod:`.views`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 
 import numpy.typing as npt
 
 from kvxfer.agent import Agent, Transfer
 from kvxfer.connectors.common.ids import part_id
+from kvxfer.connectors.common.runtime import every
+from kvxfer.connectors.sglang import shape
 from kvxfer.connectors.sglang.callbacks import Callbacks
-from kvxfer.connectors.sglang.messages import END_PART, Chunk, Done, End, Failed, Message
+from kvxfer.connectors.sglang.destination_room import (
+    DestinationCallbacks,
+    DestinationLeg,
+    DestinationRoom,
+    Received,
+    Source,
+)
+from kvxfer.connectors.sglang.messages import END_PART, KV_POOL, Chunk, Done, End, Failed, Message, Unknown
 from kvxfer.connectors.sglang.pools import Pools, rows_of
+from kvxfer.connectors.sglang.views import Cut
 from kvxfer.connectors.sglang.watch import Leg
 from kvxfer.errors import (
     Closed,
     GrantRevoked,
+    Incompatible,
     InvalidArgument,
     KvxferError,
     PeerGone,
@@ -35,8 +45,10 @@ from kvxfer.errors import (
     TransferCancelled,
     from_code,
 )
-from kvxfer.transport.base import Blocks
+from kvxfer.protocol.handshake import compare
 from kvxfer.types import TransferId
+
+__all__ = ["DestinationCallbacks", "DestinationRooms", "Received", "Source"]
 
 log = logging.getLogger("kvxfer.sglang")
 
@@ -47,74 +59,6 @@ REASON_S = 0.1
 """A grant that was revoked says so before the message comes that says why."""
 WAITING_MAX = 4096
 """Messages of one source that came before it was known."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DestinationCallbacks:
-    """Called on the agent's thread; exactly one of them, once, for each room that was begun and not cleared before.
-    They must not block."""
-
-    on_done: Callable[[int], None] = lambda room: None
-    """Everything of every source is committed, the auxiliary row too."""
-    on_failed: Callable[[int, str, str], None] = lambda room, code, text: None
-    """(room, code of an error, text): nothing of it lands any more, its pages may be used anew."""
-
-
-@dataclasses.dataclass(eq=False)
-class _Leg(Leg):
-    is_first: bool = False
-    """The auxiliary row is this source's."""
-    is_asked: bool = False
-    waiting: list[Message] = dataclasses.field(default_factory=list)
-    covered: list[int] = dataclasses.field(default_factory=list)
-    """Of each pool: how many rows are announced."""
-    parts: int = 0
-    """Announced."""
-    committed: int = 0
-    is_all_announced: bool = False
-    has_end: bool = False
-    """Its last part is committed."""
-
-    @property
-    def is_done(self) -> bool:
-        return self.is_all_announced and self.has_end and self.committed == self.parts
-
-
-@dataclasses.dataclass(eq=False)
-class _Room:
-    number: int
-    transfer_id: TransferId
-    legs: dict[str, _Leg]
-    rows: list[Blocks]
-    """Of the pages, then of each state component."""
-    aux: Blocks
-    timeout_s: float | None
-    transfers: dict[TransferId, Transfer] = dataclasses.field(default_factory=dict)
-    filling: set[TransferId] = dataclasses.field(default_factory=set)
-    """Transfers that have rows of it, and have not drained."""
-    error: KvxferError | None = None
-    is_done: bool = False
-    is_told: bool = False
-    bytes: int = 0
-    began_s: float = dataclasses.field(default_factory=time.monotonic)
-    granted_s: float | None = None
-    ended_s: float | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_done or self.error is not None
-
-    @property
-    def is_drained(self) -> bool:
-        return self.is_over and not self.filling
-
-
-@dataclasses.dataclass(frozen=True)
-class Received:
-    """Of one room: bytes committed, and seconds from the first grant heard of to the last commit, or until now."""
-
-    bytes: int
-    seconds: float
 
 
 class DestinationRooms:
@@ -138,10 +82,10 @@ class DestinationRooms:
         self._post = post
         self._say = say
         self._lock = threading.RLock()
-        self._rooms: dict[int, _Room] = {}
-        self._draining: dict[int, _Room] = {}
+        self._rooms: dict[int, DestinationRoom] = {}
+        self._draining: dict[int, DestinationRoom] = {}
         """Cleared, and read into still."""
-        self._by_transfer: dict[TransferId, _Room] = {}
+        self._by_transfer: dict[TransferId, DestinationRoom] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed: KvxferError | None = None
 
@@ -159,29 +103,42 @@ class DestinationRooms:
         self,
         room: int,
         transfer_id: TransferId,
-        sources: Sequence[tuple[str, int]],
+        sources: Sequence[Source | tuple[str, int]],
         pages: npt.ArrayLike,
         aux_row: int,
         states: Sequence[npt.ArrayLike | None] = (),
         timeout_s: float | None = None,
     ) -> None:
         """Wait for that prompt, and read it as it is computed: ``pages`` (may be empty), the row of the auxiliary
-        buffers, and rows of each state component (``None``: nothing of it), from each of ``sources``: (agent id, rank).
-        They belong to this until the room is over and drained. The auxiliary row is read from the first source.
-        ``timeout_s``: until the last of it is granted.
+        buffers, and rows of each state component (``None``: nothing of it), from those of ``sources`` that
+        :meth:`choose` names. They belong to this until the room is over and drained. The auxiliary row is read from the
+        first of them. ``timeout_s``: until the last of it is granted.
 
-        Raises InvalidArgument for a room or transfer id in use, and for rows that there are none of; Closed."""
-        if not sources or len({agent_id for agent_id, _ in sources}) != len(sources):
-            raise InvalidArgument(f"room {room} needs sources, each once, not {list(sources)}")
+        Raises InvalidArgument for a room or transfer id in use, and for rows that there are none of; BlocksBusy for
+        pages of another room; Closed; and as :meth:`choose`."""
+        chosen = self._choose(sources)
         if len(states) > len(self._pools.all) - 1:
             raise InvalidArgument(f"{len(states)} state components are wanted, {len(self._pools.all) - 1} registered")
         wanted = [pages, *states, *[None] * (len(self._pools.all) - 1 - len(states))]
         rows = [rows_of(pool, some) for pool, some in zip(self._pools.all, wanted, strict=True)]
-        legs = {
-            agent_id: _Leg(transfer_id, agent_id, rank, is_first=agent_id == sources[0][0], covered=[0] * len(rows))
-            for agent_id, rank in sources
-        }
-        made = _Room(room, transfer_id, legs, rows, rows_of(self._pools.aux, [aux_row]), timeout_s)
+        if len(chosen) > 1 and self._pools.shape is not None and any(map(len, rows[1:])):
+            raise Incompatible(
+                f"states: {len(chosen)} sources have a share each of the pages, and states are not shared out",
+                field="states",
+            )
+        legs: dict[str, DestinationLeg] = {}
+        for source, cut in chosen:
+            legs[source.agent_id] = DestinationLeg(
+                transfer_id,
+                source.agent_id,
+                source.rank,
+                cut=cut,
+                rows=[cut.rows(rows[0]), *rows[1:]],
+                covered=[0] * len(rows),
+                is_first=not legs,
+                is_known=not cut.is_view,
+            )
+        made = DestinationRoom(room, transfer_id, legs, rows_of(self._pools.aux, [aux_row]), rows[0], timeout_s)
         with self._lock:
             if self._closed is not None:
                 raise self._closed
@@ -191,9 +148,20 @@ class DestinationRooms:
                 raise InvalidArgument(f"room {room} is in use: what was read for it before has not drained")
             if transfer_id in self._by_transfer:
                 raise InvalidArgument(f"transfer id {transfer_id} is another room's")
+            if self._pools.book is not None:
+                self._pools.book.fill(made.pages)
+                made.is_booked = True
             self._rooms[room] = made
             self._by_transfer[transfer_id] = made
         self._post(self._ask_all, made)
+
+    def choose(self, sources: Sequence[Source | tuple[str, int]]) -> tuple[Source, ...]:
+        """Those that have a share of what this rank holds, so that all of it is read once; in their order. Of replicas
+        one is chosen, by this rank's place. Without shapes every source gives all.
+
+        Raises InvalidArgument where there are none, one is named twice, or some have a shape and others not;
+        Incompatible, naming the field, where nobody has some layer or head, or one keeps it differently."""
+        return tuple(source for source, _ in self._choose(sources))
 
     def abort(self, room: int, why: str) -> None:
         """Give it up: ``on_failed`` (code ``cancelled``) comes once it drained. Harmless again, and for a room that is
@@ -229,6 +197,18 @@ class DestinationRooms:
                 return Received(0, 0.0)
             return Received(made.bytes, (made.ended_s or time.monotonic()) - made.granted_s)
 
+    def _choose(self, sources: Sequence[Source | tuple[str, int]]) -> list[tuple[Source, Cut]]:
+        made = [Source(*source) for source in sources]
+        if not made or len({source.agent_id for source in made}) != len(made):
+            raise InvalidArgument(f"sources are needed, each once, not {[source[:2] for source in made]}")
+        shapes = [source.shape for source in made if source.shape is not None]
+        if self._pools.shape is None or not shapes:
+            return [(source, self._pools.cut(source.shape)) for source in made]
+        if len(shapes) < len(made):
+            raise InvalidArgument("some sources have a shape and others have none")
+        shares = shape.choose(self._pools.shape, shapes)
+        return [(source, self._pools.cut(source.shape)) for place, source in enumerate(made) if place in shares]
+
     # --- the core, on the agent's loop ---
 
     def on_message(self, agent_id: str, message: Chunk | End | Failed) -> None:
@@ -240,10 +220,12 @@ class DestinationRooms:
                 return
             if isinstance(message, Failed):
                 self._fail(made, from_code(message.code, f"the source gave it up: {message.text}"), teller=leg)
-            elif leg.is_asked:
+            elif leg.is_asked and leg.is_known and not leg.waiting:
                 self._announced(made, leg, message)
             elif len(leg.waiting) < WAITING_MAX:
                 leg.waiting.append(message)
+                if leg.is_asked and len(leg.waiting) == 1:
+                    self._start(self._learn(made, leg))
             else:
                 self._fail(made, ProtocolViolation(f"WAITING_MAX={WAITING_MAX} messages came before their sender"))
 
@@ -271,13 +253,16 @@ class DestinationRooms:
 
     # --- inside: on the loop, under the lock ---
 
-    def _ask_all(self, made: _Room) -> None:
+    def _ask_all(self, made: DestinationRoom) -> None:
         for leg in made.legs.values():
-            task = asyncio.get_running_loop().create_task(self._ask(made, leg))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(self._ask(made, leg))
 
-    async def _ask(self, made: _Room, leg: _Leg) -> None:
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, made: DestinationRoom, leg: DestinationLeg) -> None:
         """For its last part, as soon as it is known who that is."""
         try:
             while not (member := self._agent.find_member(leg.agent_id)) or not member.pools:
@@ -301,15 +286,33 @@ class DestinationRooms:
                     on_ended=functools.partial(self._ended, made, leg),
                 )
                 leg.is_asked = True
-                waiting, leg.waiting = leg.waiting, []
-                for message in waiting:
-                    if not made.is_over and isinstance(message, (Chunk, End)):
-                        self._announced(made, leg, message)
+                if leg.waiting:
+                    self._start(self._learn(made, leg))
         except KvxferError as error:
             with self._lock:
                 self._fail(made, error)
 
-    def _announced(self, made: _Room, leg: _Leg, message: Chunk | End) -> None:
+    async def _learn(self, made: DestinationRoom, leg: DestinationLeg) -> None:
+        """Take what it said, once its pool is known: it registered one for us when it heard of us, and tells of it when
+        asked, or the coordinator does. A pull says by name what is wrong where that does not come."""
+        began_s = time.monotonic()
+        if not self._is_known(leg):
+            self._say(leg.agent_id, Unknown(leg.transfer_id))
+        async for _ in every(MEET_LOOK_S):
+            if self._is_known(leg) or made.is_over or time.monotonic() - began_s >= MEET_S:
+                break
+        with self._lock:
+            leg.is_known = True
+            waiting, leg.waiting = leg.waiting, []
+            for message in waiting:
+                if not made.is_over:
+                    self._announced(made, leg, message)
+
+    def _is_known(self, leg: DestinationLeg) -> bool:
+        ours, member = leg.cut.pool.published, self._agent.find_member(leg.agent_id)
+        return leg.is_known or (member is not None and any(not compare(ours, theirs) for theirs in member.pools))
+
+    def _announced(self, made: DestinationRoom, leg: DestinationLeg, message: Chunk | End) -> None:
         try:
             if leg.is_all_announced:
                 raise ProtocolViolation("a source says more after its last")
@@ -322,11 +325,11 @@ class DestinationRooms:
         except KvxferError as error:
             self._fail(made, error)
 
-    def _pull(self, made: _Room, leg: _Leg, chunk: Chunk) -> None:
+    def _pull(self, made: DestinationRoom, leg: DestinationLeg, chunk: Chunk) -> None:
         at = chunk.first
-        is_known = chunk.pool < len(made.rows) and chunk.part == leg.parts < END_PART
-        if not is_known or at != leg.covered[chunk.pool] or not 0 < chunk.count <= len(made.rows[chunk.pool]) - at:
-            wanted = [f"{covered} of {len(rows)}" for covered, rows in zip(leg.covered, made.rows, strict=True)]
+        is_known = chunk.pool < len(leg.rows) and chunk.part == leg.parts < END_PART
+        if not is_known or at != leg.covered[chunk.pool] or not 0 < chunk.count <= len(leg.rows[chunk.pool]) - at:
+            wanted = [f"{covered} of {len(rows)}" for covered, rows in zip(leg.covered, leg.rows, strict=True)]
             raise ProtocolViolation(
                 f"a source gives {chunk}, and part {leg.parts} is due; it gave {wanted} rows so far"
             )
@@ -337,8 +340,8 @@ class DestinationRooms:
         made.filling.add(transfer_id)
         try:
             transfer = self._agent.pull(
-                self._pools.all[chunk.pool],
-                made.rows[chunk.pool][at : at + chunk.count],
+                leg.cut.pool if chunk.pool == KV_POOL else self._pools.all[chunk.pool],
+                leg.rows[chunk.pool][at : at + chunk.count],
                 transfer_id=transfer_id,
                 source=leg.agent_id,
                 on_ended=functools.partial(self._ended, made, leg),
@@ -349,15 +352,18 @@ class DestinationRooms:
         if not transfer.is_drained:
             made.transfers[transfer_id] = transfer
 
-    def _check_all(self, made: _Room, leg: _Leg, end: End) -> None:
+    def _check_all(self, made: DestinationRoom, leg: DestinationLeg, end: End) -> None:
         names = ("pages", *(pool.record.axes for pool in self._pools.all[1:]))
-        for name, covered, rows in zip(names, leg.covered, made.rows, strict=True):
-            if covered != len(rows):
+        if leg.cut.is_view:
+            names = (f"blocks of {leg.cut.pool.record.axes}", *names[1:])
+        for place, (name, covered, rows) in enumerate(zip(names, leg.covered, leg.rows, strict=True)):
+            is_all = covered == len(rows) if place else leg.cut.is_all(covered, len(rows))
+            if not is_all:
                 raise ProtocolViolation(f"a source gave {covered} of {len(rows)} {name}, and says that it is all")
         if end.parts != leg.parts:
             raise ProtocolViolation(f"a source gave {leg.parts} parts, and says that there are {end.parts}")
 
-    def _end_granted(self, made: _Room, leg: _Leg, transfer: Transfer) -> None:
+    def _end_granted(self, made: DestinationRoom, leg: DestinationLeg, transfer: Transfer) -> None:
         with self._lock:
             if made.is_over or leg.has_end or transfer.transfer_id in made.filling:
                 return
@@ -377,7 +383,7 @@ class DestinationRooms:
                 made.filling.discard(transfer.transfer_id)
                 self._fail(made, error)
 
-    def _ended(self, made: _Room, leg: _Leg, transfer: Transfer) -> None:
+    def _ended(self, made: DestinationRoom, leg: DestinationLeg, transfer: Transfer) -> None:
         """It drained."""
         is_end = transfer.transfer_id == self._id(leg, END_PART)
         with self._lock:
@@ -401,29 +407,37 @@ class DestinationRooms:
         if self._closed is not None:
             self._callbacks.run()
 
-    def _id(self, leg: _Leg, part: int) -> TransferId:
+    def _id(self, leg: DestinationLeg, part: int) -> TransferId:
         return part_id(leg.transfer_id, leg.rank, self._rank, part, 0)
 
-    def _look(self, made: _Room) -> None:
+    def _look(self, made: DestinationRoom) -> None:
         """Whether it is done, or failed and drained."""
         if made.error is None and not made.is_done and all(leg.is_done for leg in made.legs.values()):
             made.is_done = True
             made.ended_s = time.monotonic()
             self._by_transfer.pop(made.transfer_id, None)
+            self._strike(made)
             for leg in made.legs.values():
                 self._say(leg.agent_id, Done(made.transfer_id))
             self._tell(made, self._on_done, made.number)
         elif made.error is not None and not made.filling:
+            self._strike(made)
             if self._draining.get(made.number) is made:
                 del self._draining[made.number]
             self._tell(made, self._on_failed, made.number, made.error.code, str(made.error))
 
-    def _tell(self, made: _Room, callback: Callable[..., None], *arguments: object) -> None:
+    def _strike(self, made: DestinationRoom) -> None:
+        """Its pages from the book: it is over and drained."""
+        if self._pools.book is not None and made.is_booked:
+            made.is_booked = False
+            self._pools.book.filled(made.pages)
+
+    def _tell(self, made: DestinationRoom, callback: Callable[..., None], *arguments: object) -> None:
         if not made.is_told:
             made.is_told = True
             self._callbacks.tell(callback, *arguments)
 
-    def _fail(self, made: _Room, error: KvxferError, *, teller: Leg | None = None) -> None:
+    def _fail(self, made: DestinationRoom, error: KvxferError, *, teller: Leg | None = None) -> None:
         """From any thread, under the lock. Cancel what is under way; tell the sources, but for ``teller``."""
         if made.is_over:
             return
@@ -439,11 +453,11 @@ class DestinationRooms:
         self._post(self._cancel, made)
         self._look(made)
 
-    def _fail_late(self, made: _Room, error: KvxferError) -> None:
+    def _fail_late(self, made: DestinationRoom, error: KvxferError) -> None:
         with self._lock:
             self._fail(made, error)
 
-    def _cancel(self, made: _Room) -> None:
+    def _cancel(self, made: DestinationRoom) -> None:
         with self._lock:
             transfers: Iterable[Transfer] = list(made.transfers.values())
         for transfer in transfers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.errors import ConfigError
 
 
@@ -55,9 +56,20 @@ class Buffers:
 @dataclasses.dataclass(frozen=True)
 class EngineMemory:
     """The memory of one rank. ``states``: what hybrid models keep beside the pages, by the name of its kind, in
-    SGLang's order. ``cuda_device``: whose memory pages and states are; ``None``: the host's, as ``aux`` always is."""
+    SGLang's order. ``cuda_device``: whose memory pages and states are; ``None``: the host's, as ``aux`` always is.
+    ``shape``: what the pages hold of the model, so that peers may be cut differently; ``None``: all that this rank
+    moves pages with have them alike. Raises ConfigError for a shape that is not of these buffers."""
 
     kv: Buffers
     aux: Buffers
     states: tuple[tuple[str, Buffers], ...] = ()
     cuda_device: int | None = None
+    shape: KvShape | None = None
+
+    def __post_init__(self) -> None:
+        if self.shape is None:
+            return
+        sizes = tuple(self.shape.page_bytes(index) for index in range(len(self.shape.layers)))
+        if sizes != self.kv.item_bytes:
+            one, other = f"{sizes}"[:80], f"{self.kv.item_bytes}"[:80]
+            raise ConfigError(f"shape: its pages have {one} bytes in each buffer, and the buffers' {other}")

@@ -16,6 +16,9 @@ from kvxfer.types import TransferId
 
 COUNT_MAX = 1 << 31
 TEXT_MAX = 512
+CARD_MAX = 60_000
+"""Characters of a card: it fits one notification."""
+_TEXTS = {"code": TEXT_MAX, "text": TEXT_MAX, "card": CARD_MAX}
 END_PART = COUNT_MAX - 1
 """The part that is the auxiliary row, which SGLang reads the first token from; all others have smaller numbers."""
 KV_POOL = 0
@@ -70,7 +73,21 @@ class Alive:
     """Either to the other: that this arrived says that you are there."""
 
 
-Message: TypeAlias = Chunk | End | Done | Failed | Left | Alive
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """Reader to source: a pool that you gave of is not known here yet; say who you are anew."""
+
+    transfer_id: TransferId
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """Source to reader: who I am, and all my pools (:meth:`Agent.card`)."""
+
+    card: str
+
+
+Message: TypeAlias = Chunk | End | Done | Failed | Left | Alive | Unknown | Card
 _KINDS: dict[str, type[Any]] = {
     "chunk": Chunk,
     "end": End,
@@ -78,16 +95,21 @@ _KINDS: dict[str, type[Any]] = {
     "failed": Failed,
     "left": Left,
     "alive": Alive,
+    "unknown": Unknown,
+    "card": Card,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def encode(message: Message) -> bytes:
-    """The message as the peer's :func:`decode` reads it; texts are cut to TEXT_MAX characters."""
+    """The message as the peer's :func:`decode` reads it; texts are cut to TEXT_MAX characters, but a card to none:
+    raises InvalidArgument for one of more than CARD_MAX."""
+    if isinstance(message, Card) and len(message.card) > CARD_MAX:
+        raise InvalidArgument(f"a card of {len(message.card)} characters does not fit a message")
     values: dict[str, Any] = {"kind": _NAMES[type(message)]}
     for field in dataclasses.fields(message):
         value = getattr(message, field.name)
-        values[field.name] = value if isinstance(value, int) else str(value)[:TEXT_MAX]
+        values[field.name] = value if isinstance(value, int) else str(value)[: _TEXTS.get(field.name, TEXT_MAX)]
     return json.dumps(values, separators=(",", ":")).encode()
 
 
@@ -112,8 +134,8 @@ def _value(name: str, value: Any) -> Any:
             return TransferId.from_hex(value)
         except InvalidArgument:
             raise ProtocolViolation("a transfer id of a peer's message is not 32 hex digits") from None
-    if name in ("code", "text"):
-        if not isinstance(value, str) or len(value) > TEXT_MAX:
+    if name in _TEXTS:
+        if not isinstance(value, str) or len(value) > _TEXTS[name]:
             raise ProtocolViolation(f"{name} of a peer's message is no short text")
         return value
     if type(value) is not int or not 0 <= value < COUNT_MAX:

@@ -3,8 +3,9 @@ when a room is done and when it has failed; must never know SGLang, nor wait on 
 
 A room begins when the engine here accepted its prompt and a reader is known: from then on the reader, which asks for
 the last part first, is told that it is queued. Each chunk of pages is one grant to each reader, and then a message. The
-room is done when every reader has said that it committed everything. What a reader may read is judged by the grants
-alone: once :meth:`SourceRooms.abort` has revoked them nothing that it reads is confirmed, whatever it was told.
+room is done when every reader has said that it committed everything. A reader that is cut differently is given what
+both have in common, of the same pages, in a view of them (:mod:`.views`). What a reader may read is judged by the
+grants alone: once :meth:`SourceRooms.abort` has revoked them nothing that it reads is confirmed, whatever it was told.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvxfer.connectors.sglang.fences import Fence, Fences
 from kvxfer.connectors.sglang.messages import END_PART, KV_POOL, Chunk, Done, End, Failed, Message
 from kvxfer.connectors.sglang.pools import Pools, rows_of
 from kvxfer.connectors.sglang.source_room import Moved, Reader, SourceCallbacks, SourceLeg, SourceRoom
+from kvxfer.connectors.sglang.views import Cut
 from kvxfer.connectors.sglang.watch import Leg
 from kvxfer.errors import (
     Closed,
@@ -122,14 +124,21 @@ class SourceRooms:
                 self._expect(made, leg)
 
     def reader(self, room: int, reader: Reader) -> None:
-        """A decode rank wants it; may come before :meth:`accept`. One that comes too late, or for a room that another
-        has, is told so (``refused``) and changes nothing. A dummy rank is no reader."""
-        leg = SourceLeg(reader.transfer_id, reader.agent_id, reader.rank, pages=reader.pages)
+        """A decode rank wants it; may come before :meth:`accept`. One that comes too late, for a room that another has
+        (``refused``), or that has nothing in common with this rank (``incompatible``), is told so and changes nothing.
+        A dummy rank is no reader."""
+        leg = SourceLeg(reader.transfer_id, reader.agent_id, reader.rank)
         with self._lock:
             if self._is_known(leg):
                 return
             made = self._rooms.get(room) or self._early.get(room)
             error = self._why_not(room, made, leg)
+            if error is None:
+                try:
+                    leg.cut = self._pools.cut(reader.shape)
+                    leg.wanted = reader.pages * leg.cut.peer_rows
+                except KvxferError as reason:
+                    error = reason
             if error is not None:
                 self._turn_away(leg, error)
                 return
@@ -155,7 +164,8 @@ class SourceRooms:
         fence: Fence | None = None,
     ) -> None:
         """``pages`` (may be empty) are written, or are once ``fence`` returns, and stay as they are until the room is
-        over: they are those from ``first`` on of every reader's pages. With ``is_last`` come the row of the auxiliary
+        over: they are those from the ``first`` page on, in pages of this rank, of what every reader wants; the last may
+        end behind that where a reader has smaller pages. With ``is_last`` come the row of the auxiliary
         buffers and the rows of each state component (``None``: nothing of it). Nothing happens for a room that is over
         or not known. What is wrong about it fails the room."""
         with self._lock:
@@ -329,16 +339,18 @@ class SourceRooms:
             raise InvalidArgument(f"room {made.number}: more is sent after its last")
         if len(states) > len(self._pools.all) - 1:
             raise InvalidArgument(f"{len(states)} state components are sent, and {len(self._pools.all) - 1} registered")
-        chunks = [(KV_POOL, first, rows_of(self._pools.all[KV_POOL], pages))]
-        chunks += [(pool, 0, rows_of(self._pools.all[pool], rows)) for pool, rows in enumerate(states, 1)]
+        index = rows_of(self._pools.all[KV_POOL], pages)
+        beside = [(pool, 0, rows_of(self._pools.all[pool], rows)) for pool, rows in enumerate(states, 1)]
+        if self._pools.book is not None and made.legs:
+            self._pools.book.give(index)
+            made.pages.append(index)
         granted = []
         for leg in made.legs:
-            if first < 0 or first + len(chunks[0][2]) > leg.pages:
-                end = first + len(chunks[0][2])
-                raise InvalidArgument(f"pages {first} to {end} are sent, and {leg.agent_id} wants {leg.pages}")
-            for pool, at, rows in chunks:
+            assert leg.cut is not None
+            for pool, at, rows in [(KV_POOL, *_share(leg, leg.cut, first, index)), *beside]:
                 if len(rows):
-                    granted.append(self._grant(made, leg, leg.parts, self._pools.all[pool], rows))
+                    whose = leg.cut.pool if pool == KV_POOL else self._pools.all[pool]
+                    granted.append(self._grant(made, leg, leg.parts, whose, rows))
                     self._say(leg.agent_id, Chunk(leg.transfer_id, leg.parts, pool, at, len(rows)))
                     leg.parts += 1
             if is_last:
@@ -366,8 +378,6 @@ class SourceRooms:
         try:
             if failure is None:
                 _announce(granted)
-        except GrantGone as error:  # told by itself
-            log.debug("a grant ended before its pages were written: %s", error)
         except KvxferError as error:
             failure = error
         if failure is not None:
@@ -392,9 +402,17 @@ class SourceRooms:
         for grant in list(made.grants.values()):
             grant.release()
         made.grants.clear()
+        self._strike(made)
         if not made.has_begun:
             self._tell_begun(made)
         self._callbacks.tell(self._on_done, made.number)
+
+    def _strike(self, made: SourceRoom) -> None:
+        """Its pages from the book: every grant has ended."""
+        given, made.pages = made.pages, []
+        for pages in given:
+            assert self._pools.book is not None
+            self._pools.book.given(pages)
 
     def _tell_begun(self, made: SourceRoom) -> None:
         made.has_begun = True
@@ -407,6 +425,7 @@ class SourceRooms:
         for grant in list(made.grants.values()):
             grant.revoke(str(error))
         made.grants.clear()
+        self._strike(made)
         about = {"code": error.code, "room": made.number}
         log.log(logging.WARNING if is_told else logging.DEBUG, "a room failed: %s", error, extra=about)
         for leg in made.legs:
@@ -425,7 +444,21 @@ class SourceRooms:
             self._agent.decline(transfer_id)
 
 
+def _share(leg: SourceLeg, cut: Cut, first: int, pages: Blocks) -> tuple[int, Blocks]:
+    """Where in what the reader wants these pages are, and as which blocks. Raises InvalidArgument for more of them."""
+    at, rows = first * cut.own_rows, cut.rows(pages)
+    surplus = max(at + len(rows) - leg.wanted, 0)
+    if first < 0 or surplus >= (cut.own_rows if cut.own_rows != cut.peer_rows else 1):
+        end, wanted = first + len(pages), leg.wanted / cut.own_rows
+        raise InvalidArgument(f"pages {first} to {end} are sent, and {leg.agent_id} wants {wanted:g}")
+    return at, rows[: len(rows) - surplus]
+
+
 def _announce(granted: list[Grant]) -> None:
-    """Their pages are written. Raises GrantGone's kinds."""
+    """Their pages are written. One that its reader needed no more, or that is over, has told so by itself. Raises
+    KvxferError's kinds."""
     for grant in granted:
-        grant.ready(grant.blocks, complete=True)
+        try:
+            grant.ready(grant.blocks, complete=True)
+        except GrantGone as error:
+            log.debug("a grant ended before its pages were written: %s", error)

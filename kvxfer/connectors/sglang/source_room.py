@@ -6,19 +6,24 @@ import dataclasses
 from collections.abc import Callable
 
 from kvxfer.agent import Grant
+from kvxfer.connectors.sglang.shape import KvShape
+from kvxfer.connectors.sglang.views import Cut
 from kvxfer.connectors.sglang.watch import Leg
 from kvxfer.errors import KvxferError
+from kvxfer.transport.base import Blocks
 from kvxfer.types import TransferId
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """One decode rank that wants a room: the id that it minted, its agent and rank, and how many pages it wants."""
+    """One decode rank that wants a room: the id that it minted, its agent and rank, how many pages of its own it wants,
+    and its shape, where it is known there."""
 
     transfer_id: TransferId
     agent_id: str
     rank: int
     pages: int
+    shape: KvShape | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +53,10 @@ class Moved:
 class SourceLeg(Leg):
     """One reader's part of a room that is sent."""
 
-    pages: int = 0
+    cut: Cut | None = None
+    """What is given of the pages; ``None`` only where the reader was turned away."""
+    wanted: int = 0
+    """Blocks of that."""
     parts: int = 0
     is_done: bool = False
 
@@ -62,6 +70,8 @@ class SourceRoom:
     legs: list[SourceLeg] = dataclasses.field(default_factory=list)
     grants: dict[TransferId, Grant] = dataclasses.field(default_factory=dict)
     """Alive, as far as is known."""
+    pages: list[Blocks] = dataclasses.field(default_factory=list)
+    """In the book of those that are given."""
     is_sending: bool = False
     is_all_sent: bool = False
     is_done: bool = False

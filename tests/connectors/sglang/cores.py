@@ -19,6 +19,7 @@ from kvxfer.connectors.sglang.core import TransportCore
 from kvxfer.connectors.sglang.destination import DestinationCallbacks
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
 from kvxfer.connectors.sglang.options import Options
+from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.source import Reader, SourceCallbacks
 from kvxfer.rpc.token import load_or_create_token
 from kvxfer.types import CompatibilityRecord, Role, TransferId
@@ -59,15 +60,20 @@ class Rank:
         pages: int = PAGES,
         states: int = len(STATE_ITEMS),
         record: CompatibilityRecord = RECORD,
+        shape: KvShape | None = None,
     ) -> None:
         self.name, self.rank = name, rank
-        self.kv = poisoned(pages, KV_ITEMS)
+        items = KV_ITEMS if shape is None else [shape.page_bytes(index) for index in range(len(shape.layers))]
+        self.kv = poisoned(pages, items)
         self.aux = poisoned(ROWS, AUX_ITEMS)
         self.states = [poisoned(ROWS, items) for items in STATE_ITEMS[:states]]
         self.events: list[tuple[Any, ...]] = []
         self._heard = threading.Condition()
         memory = EngineMemory(
-            buffers(self.kv), buffers(self.aux), tuple((f"s{i}", buffers(some)) for i, some in enumerate(self.states))
+            buffers(self.kv),
+            buffers(self.aux),
+            tuple((f"s{i}", buffers(some)) for i, some in enumerate(self.states)),
+            shape=shape,
         )
         self.core = TransportCore(
             options,

@@ -9,20 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.connectors.sglang.messages import (
+    CARD_MAX,
     COUNT_MAX,
     END_PART,
     TEXT_MAX,
     Alive,
+    Card,
     Chunk,
     Done,
     End,
     Failed,
     Left,
     Message,
+    Unknown,
     decode,
     encode,
 )
-from kvxfer.errors import ProtocolViolation
+from kvxfer.errors import InvalidArgument, ProtocolViolation
 from kvxfer.types import TransferId
 
 ids = st.binary(min_size=16, max_size=16).map(TransferId)
@@ -35,6 +38,8 @@ messages = st.one_of(
     st.builds(Failed, ids, texts, texts),
     st.builds(Left, texts),
     st.builds(Alive),
+    st.builds(Unknown, ids),
+    st.builds(Card, texts),
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40),
@@ -86,3 +91,9 @@ def test_a_long_text_is_cut() -> None:
     values = {"kind": "left", "text": "x" * (TEXT_MAX + 1)}
     with pytest.raises(ProtocolViolation, match="text"):
         decode(json.dumps(values).encode())
+
+
+def test_a_card_is_never_cut() -> None:
+    assert decode(encode(Card("x" * CARD_MAX))) == Card("x" * CARD_MAX)
+    with pytest.raises(InvalidArgument, match="card"):
+        encode(Card("x" * (CARD_MAX + 1)))

@@ -1,0 +1,195 @@
+"""Views of a rank's pages for peers that are cut differently: a pool over the same memory for each slice of layers and
+heads that it has in common with one. Decides where a slice lies; must never know a room.
+
+A block of a view is one token (or one page, where both have equal heads and pages) of the slice: one segment for each
+buffer, at the slice's first head. Both sides register the slice that they share, so blocks and segments are alike,
+whatever lies between them on either side, and nothing is copied elsewhere on the way. A view is registered when it is
+first wanted, and stays.
+
+Safety. Each pool has a ledger of its own, which keeps a block from being promised while it is filled and from being
+filled by two transfers at once; the pools of one memory do not know of each other. What keeps a *page* from that is
+therefore not the native core but:
+
+- within a destination's room the slices of its sources are disjoint (``shape.choose``: each layer and head once), so no
+  two of its transfers fill the same byte, through whichever pools;
+- a page is of one room from ``begin`` until that room is over and drained, and of none meanwhile: :class:`PageBook`
+  counts them, over all pools of the memory, and refuses (``blocks_busy``) a page that another room fills or gives;
+- pages that are given are read only, and may be given by several rooms and to several readers; they are in the book
+  until the room is over, when every grant over them has ended, in whichever pool;
+- a grant ends in its own ledger: aborting a room revokes each of its grants, whatever the pool, before it returns.
+
+A page that is neither in a view nor shared needs none of this: its pool's ledger says it all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.agent import Agent, Pool
+from kvxfer.connectors.sglang.memory import Buffers
+from kvxfer.connectors.sglang.shape import KvShape, Slice, axes_of, common, packing_of
+from kvxfer.errors import BlocksBusy, InvalidArgument, LimitExceeded
+from kvxfer.transport.base import Blocks, Region
+from kvxfer.types import CompatibilityRecord, Segment
+
+VIEWS_MAX = 32
+"""Views of one rank, beside its other pools: an agent may publish 64."""
+ROWS_MAX = 1 << 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a rank's pages are blocks of a pool that it has in common with a peer."""
+
+    pool: Pool
+    own_rows: int = 1
+    """Blocks of one of our pages."""
+    peer_rows: int = 1
+    """And of one of the peer's."""
+    is_view: bool = False
+
+    def rows(self, pages: Blocks) -> Blocks:
+        """The blocks of these pages, in order."""
+        if self.own_rows == 1:
+            return pages
+        first = pages.astype(np.uint64)[:, None] * self.own_rows
+        return (first + np.arange(self.own_rows, dtype=np.uint64)).ravel().astype(np.uint32)
+
+    def is_all(self, given: int, wanted: int) -> bool:
+        """Whether so many blocks are what a destination wants that is ours: all, but for the end of its last page where
+        the source's pages are others."""
+        if self.own_rows == self.peer_rows:
+            return given == wanted
+        return given == wanted or wanted - self.own_rows < given < wanted
+
+
+class Views:
+    """Of one rank's pages. All methods may be called from any thread; nobody else registers pools meanwhile."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        shape: KvShape,
+        buffers: Buffers,
+        region: Region,
+        pages: Pool,
+        record: CompatibilityRecord,
+        checks: str,
+    ) -> None:
+        """``pages``: the pool of whole pages, over the same ``buffers``, which span ``region``."""
+        self.shape = shape
+        self._agent = agent
+        self._buffers = buffers
+        self._region = region
+        self._pages = pages
+        self._record = record
+        self._checks = checks
+        self._lock = threading.Lock()
+        self._views: dict[Slice, Pool] = {}
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def cut(self, peer: KvShape) -> Cut:
+        """What there is in common with that peer, registered. Raises Incompatible naming the field, LimitExceeded for
+        more than VIEWS_MAX, InvalidArgument for memory of too many tokens, Closed."""
+        slice_ = common(self.shape, peer)
+        if slice_.is_whole:
+            return Cut(self._pages)
+        with self._lock:
+            pool = self._views.get(slice_)
+            if pool is None:
+                if len(self._views) >= VIEWS_MAX:
+                    raise LimitExceeded(f"VIEWS_MAX={VIEWS_MAX} slices of these pages are shared with others already")
+                pool = self._views[slice_] = self._register(slice_)
+        tokens = slice_.block_tokens
+        return Cut(pool, self.shape.page_tokens // tokens, peer.page_tokens // tokens, True)
+
+    def describe(self, record: CompatibilityRecord) -> None:
+        """The pages are of ``record`` from now on. On the agent's loop."""
+        with self._lock:
+            self._record = record
+            for slice_, pool in self._views.items():
+                pool.describe(self._record_of(slice_))
+
+    def _register(self, slice_: Slice) -> Pool:
+        shape, tokens = self.shape, slice_.block_tokens
+        segments = []
+        for index in slice_.buffers(shape):
+            head, stride = shape.head_bytes[index], shape.page_bytes(index) // shape.page_tokens * tokens
+            at = self._buffers.addresses[index] - self._buffers.base + (slice_.heads.start - shape.heads.start) * head
+            length = stride if tokens > 1 else len(slice_.heads) * head
+            segments.append(Segment(at, stride, length))
+        count = self._buffers.count * shape.page_tokens // tokens
+        if count >= ROWS_MAX:
+            raise InvalidArgument(f"{count} tokens are more than a pool's blocks can be numbered")
+        record = self._record_of(slice_)
+        return self._agent.register_pool(
+            record, self._region, block_count=count, segments=segments, checks=self._checks
+        )
+
+    def _record_of(self, slice_: Slice) -> CompatibilityRecord:
+        own, tokens = self._record, slice_.block_tokens
+        return neutral(
+            own,
+            layers=len(slice_.layers),
+            kv_heads=len(slice_.heads),
+            block_tokens=tokens,
+            axes=axes_of(f"{own.axes}/slice", slice_.layers, slice_.heads, self.shape.total_heads, tokens),
+            packing=packing_of(own.packing, self.shape, slice_.buffers(self.shape)),
+        )
+
+
+class PageBook:
+    """Which pages of a rank are filled, and which are given, over all pools of its memory. From any thread."""
+
+    def __init__(self, count: int) -> None:
+        self._lock = threading.Lock()
+        self._filled = np.zeros(count, np.bool_)
+        self._given = np.zeros(count, np.uint32)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no page is in the book."""
+        return not self._filled.any() and not self._given.any()
+
+    def fill(self, pages: Blocks) -> None:
+        """They are one room's until :meth:`filled`. Raises BlocksBusy, InvalidArgument for a page named twice."""
+        with self._lock:
+            self._check(self._filled, pages, "filled by another room")
+            self._check(self._given, pages, "given by a room")
+            if len(np.unique(pages)) != len(pages):
+                raise InvalidArgument("a page is named twice")
+            self._filled[pages] = True
+
+    def filled(self, pages: Blocks) -> None:
+        """That room is over and drained."""
+        with self._lock:
+            self._filled[pages] = False
+
+    def give(self, pages: Blocks) -> None:
+        """They stay as they are until as many :meth:`given`. Raises BlocksBusy."""
+        with self._lock:
+            self._check(self._filled, pages, "filled by a room")
+            np.add.at(self._given, pages, 1)
+
+    def given(self, pages: Blocks) -> None:
+        """Every grant over them has ended."""
+        with self._lock:
+            np.subtract.at(self._given, pages, 1)
+
+    @staticmethod
+    def _check(held: npt.NDArray[Any], pages: Blocks, how: str) -> None:
+        busy = pages[held[pages] != 0]
+        if len(busy):
+            raise BlocksBusy(f"page {busy[0]} is {how}")
+
+
+def neutral(record: CompatibilityRecord, **changes: object) -> CompatibilityRecord:
+    """A record of memory whose place in the model is said by its axes: which rank holds it does not matter."""
+    return dataclasses.replace(record, tp_rank=0, tp_size=1, **changes)  # type: ignore[arg-type]

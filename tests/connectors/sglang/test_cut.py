@@ -1,0 +1,355 @@
+"""Engines that are cut differently: every head of every token arrives where one rank would hold it, nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+
+import numpy as np
+import pytest
+
+from kvxfer.connectors.sglang.destination import Source
+from kvxfer.connectors.sglang.source import Reader
+from kvxfer.connectors.sglang.views import VIEWS_MAX
+from kvxfer.errors import BlocksBusy, Incompatible, InvalidArgument, LimitExceeded
+from kvxfer.types import Lane, Role
+
+from .cores import RECORD, Rank, introduce, new_id, options, running, until
+from .engines import LATENT, Cutting, Engine, Room, aux_is_of, engines
+from .test_coordinator import coordinator
+from .test_endings import held_reads
+
+SOURCE, TARGET = [7, 3, 12, 5, 20, 1, 9, 14], [2, 21, 8, 6, 15, 11, 4, 18]
+LANES = [Lane.CMA, Lane.UNIX, Lane.STREAM]
+
+
+def views(engine: Engine) -> list[int]:
+    return [len(rank.core._pools.views or ()) for rank in engine.ranks]
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (2, 2)])
+def test_heads_arrive_where_they_are_held(tmp_path: pathlib.Path, prefill: int, decode: int, lane: Lane) -> None:
+    with engines(tmp_path, Cutting(tp=prefill), Cutting(tp=decode), lanes=(lane,)) as (p, d):
+        rooms = [Room(p, d, 1, 22, SOURCE, TARGET), Room(p, d, 2, 9, [0, 2, 4], [0, 1, 3])]
+        for row, room in enumerate(rooms):
+            room.run(aux_row=row)
+        for room in rooms:
+            room.wait()
+        d.check(*(room.arrived for room in rooms))
+        shared = max(1, decode // prefill), max(1, prefill // decode)
+        assert views(p) == [0 if prefill == decode else shared[0]] * prefill
+        assert views(d) == [0 if prefill == decode else shared[1]] * decode
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 4), (4, 2), (1, 1)])
+@pytest.mark.parametrize(("theirs", "ours"), [(4, 8), (8, 4), (1, 16), (6, 4)])
+def test_pages_of_other_sizes(tmp_path: pathlib.Path, prefill: int, decode: int, theirs: int, ours: int) -> None:
+    cuttings = Cutting(tp=prefill, page_tokens=theirs), Cutting(tp=decode, page_tokens=ours)
+    p = Engine.make("p", Role.PREFILL, tmp_path, cuttings[0], pages=90)
+    d = Engine.make("d", Role.DECODE, tmp_path, cuttings[1], pages=90)
+    with running(*p.ranks, *d.ranks):
+        source, target = (list(np.random.default_rng(seed).permutation(90)) for seed in (1, 2))
+        rooms = [
+            Room(p, d, tokens, tokens, source[at : at + 30], target[at : at + 30])
+            for at, tokens in ((0, 1), (30, 24), (60, 29))
+        ]
+        for row, room in enumerate(rooms):
+            room.run(chunk=3, aux_row=row)
+        for room in rooms:
+            room.wait()
+        d.check(*(room.arrived for room in rooms))
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1), (2, 4), (4, 2), (4, 4)])
+def test_heads_that_several_ranks_hold(tmp_path: pathlib.Path, prefill: int, decode: int) -> None:
+    """A model of two heads on four ranks: replicas."""
+    with engines(tmp_path, Cutting(tp=prefill, heads=2), Cutting(tp=decode, heads=2)) as (p, d):
+        room = Room(p, d, 1, 22, SOURCE, TARGET)
+        room.run()
+        room.wait()
+        d.check(room.arrived)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (4, 2), (2, 4)])
+def test_a_latent_is_read_from_one_replica_by_whole_pages(tmp_path: pathlib.Path, prefill: int, decode: int) -> None:
+    latent = Cutting(heads=1, sizes=tuple(LATENT.items()))
+    cuttings = [dataclasses.replace(latent, tp=tp) for tp in (prefill, decode)]
+    with engines(tmp_path, *cuttings) as (p, d):
+        room = Room(p, d, 1, 22, SOURCE, TARGET)
+        room.run()
+        room.wait()
+        d.check(room.arrived)
+        assert views(p) == [0] * prefill
+        given = [rank.sources.moved(1).bytes > 0 for rank in p.ranks]
+        assert given == [at < decode for at in range(prefill)], "the r-th of them, round and round"
+
+
+@pytest.mark.parametrize(("tp", "decode"), [(1, 1), (2, 1), (2, 4), (2, 2)])
+@pytest.mark.parametrize("ours", [4, 8])
+def test_layers_of_several_stages(tmp_path: pathlib.Path, tp: int, decode: int, ours: int) -> None:
+    with engines(tmp_path, Cutting(pp=2, tp=tp), Cutting(tp=decode, page_tokens=ours)) as (p, d):
+        room = Room(p, d, 1, 22, SOURCE, TARGET)
+        room.run()
+        room.wait()
+        d.check(room.arrived)
+        assert d.ranks[0].destinations.received(1).bytes > 0
+        pools = [pool for pool in p.ranks[0].core._pools.views._views.values()]  # type: ignore[union-attr]
+        assert {pool.record.block_tokens for pool in pools} == {
+            4 if (tp, ours) in ((1, 4), (2, 4)) and tp == decode else 1
+        }
+
+
+def test_stages_on_both_sides_need_no_view(tmp_path: pathlib.Path) -> None:
+    with engines(tmp_path, Cutting(pp=2, tp=2), Cutting(pp=2, tp=2)) as (p, d):
+        room = Room(p, d, 1, 22, SOURCE, TARGET)
+        room.run()
+        room.wait()
+        d.check(room.arrived)
+        assert views(p) == views(d) == [0] * 4
+
+
+def test_the_auxiliary_row_is_the_first_chosen_sources(tmp_path: pathlib.Path) -> None:
+    with engines(tmp_path, Cutting(pp=2), Cutting()) as (p, d):
+        room = Room(p, d, 1, 8, SOURCE, TARGET)
+        for seed, rank in enumerate(p.ranks):
+            rank.write(rank.aux, (3,), seed)
+            rank.sources.accept(1)
+        p.write(room.source, room.seed)
+        transfer_id = new_id()
+        d.ranks[0].destinations.begin(1, transfer_id, p.sources[::-1], room.target, 6)
+        for rank in p.ranks:
+            rank.sources.reader(1, Reader(transfer_id, "d.0", 0, len(room.target), d.cutting.shapes[0]))
+        room.send(0, 2, is_last=True, aux_row=3)
+        room.wait()
+        assert aux_is_of(d, p.ranks[1], 3, 6)
+        d.check(room.arrived)
+
+
+def test_a_prefix_that_decode_has_is_not_sent(tmp_path: pathlib.Path) -> None:
+    """``first`` counts from what decode wants, in pages of the source."""
+    with engines(tmp_path, Cutting(tp=2, page_tokens=4), Cutting(page_tokens=8)) as (p, d):
+        room = Room(p, d, 1, 24, SOURCE, TARGET)
+        p.write(room.source, room.seed)
+        room.begin()
+        room.send(0, 1, is_last=False)
+        room.send(1, 5, is_last=False)
+        room.send(5, 6, is_last=True)
+        room.wait()
+        d.check(room.arrived)
+
+
+def test_a_share_that_nobody_holds_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    with engines(tmp_path, Cutting(pp=2, tp=2), Cutting()) as (p, d):
+        rooms = d.ranks[0].destinations
+        for sources, field in ((p.sources[:2], "layers"), (p.sources[1:], "heads"), (p.sources[::2], "heads")):
+            with pytest.raises(Incompatible, match=field) as caught:
+                rooms.begin(1, new_id(), sources, (1, 2), 0)
+            assert caught.value.field == field
+        for other, field in ((Cutting(heads=8), "total_heads"), (Cutting(sizes=(("k", 24),)), "parts")):
+            with pytest.raises(Incompatible, match=field):
+                rooms.begin(1, new_id(), [Source("p.0", 0, other.shapes[0])], (1, 2), 0)
+        with pytest.raises(Incompatible, match="head_bytes of v of layer 0: 16 here, 17 there"):
+            rooms.begin(1, new_id(), [Source("p.0", 0, Cutting(sizes=(("k", 24), ("v", 17))).shapes[0])], (1, 2), 0)
+        with pytest.raises(InvalidArgument, match="shape"):
+            rooms.begin(1, new_id(), [p.sources[0], ("p.1", 1)], (1, 2), 0)
+        rooms.begin(1, new_id(), p.sources, (1, 2), 0)  # nothing was left behind
+        rooms.abort(1, "")
+        d.ranks[0].wait("failed", 1)
+
+
+def test_a_source_that_gives_less_than_its_share_fails_the_room(tmp_path: pathlib.Path) -> None:
+    with engines(tmp_path, Cutting(tp=2), Cutting()) as (p, d):
+        room = Room(p, d, 1, 22, SOURCE, TARGET)
+        room.begin()
+        p.ranks[0].sources.send(1, 0, room.source, is_last=True, aux_row=0)
+        p.ranks[1].sources.send(1, 0, room.source[:-1], is_last=True, aux_row=0)
+        _, _, code, text = d.ranks[0].wait("failed", 1)
+        assert code == "protocol"
+        assert "heads 2-3 of 4" in text
+        assert "20 of 24" in text
+        for rank in p.ranks:
+            rank.wait("unsent", 1)
+
+
+def test_a_source_that_is_asked_for_what_it_does_not_hold_says_so(tmp_path: pathlib.Path) -> None:
+    with engines(tmp_path, Cutting(tp=2), Cutting(tp=2)) as (p, d):
+        p.ranks[0].sources.accept(1)
+        transfer_id = new_id()
+        d.ranks[1].destinations.begin(1, transfer_id, [("p.0", 0, d.cutting.shapes[1])], (1,), 0)  # type: ignore[list-item]
+        p.ranks[0].sources.reader(1, Reader(transfer_id, "d.1", 1, 1, d.cutting.shapes[1]))
+        _, _, code, text = d.ranks[1].wait("failed", 1)
+        assert code == "incompatible"
+        assert "heads: 0-1 here, 2-3 there" in text
+        p.ranks[0].sources.clear(1)
+
+
+def test_a_source_that_holds_something_else_than_it_says_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    """Decode takes it for a rank of two; it is the whole model's, and is told of another reader."""
+    with engines(tmp_path, Cutting(), Cutting(tp=4)) as (p, d):
+        p.ranks[0].sources.accept(1)
+        transfer_id = new_id()
+        d.ranks[1].destinations.begin(1, transfer_id, p.sources, (1,), 0)
+        p.ranks[0].sources.reader(1, Reader(transfer_id, "d.1", 1, 1, d.cutting.shapes[2]))
+        p.ranks[0].sources.send(1, 0, (7,), is_last=True, aux_row=0)
+        _, _, code, text = d.ranks[1].wait("failed", 1)
+        assert code == "incompatible"
+        assert "axes" in text
+        d.check()
+
+
+def test_other_weights_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+    p = Engine.make("p", Role.PREFILL, tmp_path, Cutting(tp=2))
+    d = Engine.make("d", Role.DECODE, tmp_path, Cutting(), record=dataclasses.replace(RECORD, weights_fingerprint="w9"))
+    with running(*p.ranks, *d.ranks):
+        Room(p, d, 1, 22, SOURCE, TARGET).run()
+        _, _, code, text = d.ranks[0].wait("failed", 1)
+        assert (code, "weights_fingerprint" in text) == ("incompatible", True)
+        d.check()
+        d.ranks[0].core.describe(RECORD)  # they are the same after all; views are described too
+        time.sleep(0.1)
+        room = Room(p, d, 2, 22, SOURCE, TARGET)
+        room.run()
+        room.wait()
+        d.check(room.arrived)
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode", "one source"])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 2)])
+def test_an_abort_midway_drains_everything(tmp_path: pathlib.Path, prefill: int, decode: int, who: str) -> None:
+    with engines(tmp_path, Cutting(tp=prefill), Cutting(tp=decode)) as (p, d), contextlib.ExitStack() as stack:
+        room = Room(p, d, 1, 22, SOURCE, TARGET)
+        p.write(room.source, room.seed)
+        release = [stack.enter_context(held_reads(rank)) for rank in d.ranks]
+        room.begin()
+        room.send(0, 3, is_last=False)
+        until(lambda: all(rank.core.statistics().agent.outcomes for rank in d.ranks))
+        for rank in d.ranks if who == "decode" else p.ranks if who == "prefill" else p.ranks[:1]:
+            (rank.destinations if who == "decode" else rank.sources).abort(1, "enough")
+        if who == "prefill":
+            assert all(rank.core._pools.book.is_idle for rank in p.ranks), "its pages are free at once"  # type: ignore[union-attr]
+        touched = d.ranks[:1] if (prefill, who) == (4, "one source") else d.ranks
+        time.sleep(0.3)
+        for rank in touched:
+            assert not rank.destinations.is_drained(1), "its reads are under way"
+            assert rank.none("failed")
+            with pytest.raises(BlocksBusy, match="filled by another room"):
+                rank.destinations.begin(2, new_id(), p.sources, room.target[:1], 1)
+        for let in release:
+            let()
+        for rank in touched:
+            assert rank.wait("failed", 1)[2] in ("cancelled", "grant_revoked", "grant_released")
+            assert rank.destinations.is_drained(1)
+        for rank in (*p.ranks, *d.ranks):
+            rank.sources.abort(1, "all of it")
+            rank.destinations.abort(1, "all of it")
+        until(lambda: p.is_free and d.is_free)
+        room.clear()
+        again = Room(p, d, 3, 22, SOURCE, TARGET)
+        again.run()
+        again.wait()
+        d.check(again.arrived)
+
+
+def test_a_page_is_not_given_while_it_is_filled(tmp_path: pathlib.Path) -> None:
+    """One rank that reads and gives, through pools whose ledgers know nothing of each other."""
+    with engines(tmp_path, Cutting(), Cutting(tp=2)) as (p, d):
+        both, other = p.ranks[0], d.ranks[0]
+        both.destinations.begin(1, new_id(), d.sources, (5, 6), 0)
+        both.sources.accept(2)
+        both.sources.reader(2, Reader(new_id(), other.name, 0, 2, d.cutting.shapes[0]))
+        both.sources.send(2, 0, (6, 7), is_last=True, aux_row=1)
+        assert both.wait("unsent", 2)[2:] == ("blocks_busy", "page 6 is filled by a room")
+        both.destinations.abort(1, "")
+        both.wait("failed", 1)
+        both.sources.accept(3)
+        both.sources.reader(3, Reader(new_id(), other.name, 0, 2, d.cutting.shapes[0]))
+        both.sources.send(3, 0, (6, 7), is_last=True, aux_row=1)
+        with pytest.raises(BlocksBusy, match="page 7 is given by a room"):
+            both.destinations.begin(4, new_id(), d.sources, (8, 7), 0)
+        both.sources.abort(3, "")
+        both.destinations.begin(4, new_id(), d.sources, (8, 7), 0)
+        both.destinations.clear(4)
+
+
+def test_one_page_is_given_to_several_rooms(tmp_path: pathlib.Path) -> None:
+    """A prefix that prompts share, and that readers of both kinds take."""
+    with engines(tmp_path, Cutting(), Cutting(tp=2)) as (p, d):
+        whole = Engine.make("e", Role.DECODE, tmp_path, Cutting())
+        with running(*whole.ranks):
+            introduce(*p.ranks, *whole.ranks)
+            rooms = [Room(p, d, 1, 8, [3, 9], [1, 2], 5), Room(p, whole, 2, 8, [3, 9], [4, 0], 5)]
+            for row, room in enumerate(rooms):
+                room.run(aux_row=row)
+            for room in rooms:
+                room.wait()
+            d.check(rooms[0].arrived)
+            whole.check(rooms[1].arrived)
+
+
+def test_state_components_are_not_shared_out(tmp_path: pathlib.Path) -> None:
+    with engines(tmp_path, Cutting(tp=2), Cutting(), states=1) as (p, d):
+        with pytest.raises(Incompatible, match="states"):
+            d.ranks[0].destinations.begin(1, new_id(), p.sources, (1,), 0, states=[(1,)])
+        room = Room(p, d, 2, 8, SOURCE, TARGET)
+        room.run()
+        room.wait()
+
+
+def test_views_are_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.connectors.sglang.views.VIEWS_MAX", 1)
+    assert VIEWS_MAX < 64
+    with engines(tmp_path, Cutting(), Cutting(tp=2)) as (p, d):
+        p.ranks[0].core._pools.cut(d.cutting.shapes[0])
+        p.ranks[0].core._pools.cut(d.cutting.shapes[0])
+        with pytest.raises(LimitExceeded, match="VIEWS_MAX=1"):
+            p.ranks[0].core._pools.cut(d.cutting.shapes[1])
+        transfer_id = new_id()
+        p.ranks[0].sources.accept(1)
+        d.ranks[1].destinations.begin(1, transfer_id, p.sources, (1,), 0)
+        p.ranks[0].sources.reader(1, Reader(transfer_id, "d.1", 1, 1, d.cutting.shapes[1]))
+        assert d.ranks[1].wait("failed", 1)[2] == "limit_exceeded"
+        p.ranks[0].sources.clear(1)
+
+
+def test_a_card_from_before_the_view_was_made_is_no_obstacle(tmp_path: pathlib.Path) -> None:
+    """Adapters hand over the card that they had first, again and again."""
+    with engines(tmp_path, Cutting(tp=2), Cutting()) as (p, d):
+        old = {rank.name: rank.core.card() for rank in p.ranks}
+        for number in (1, 2):
+            room = Room(p, d, number, 22, SOURCE, TARGET)
+            room.run()
+            room.wait()
+            d.check(room.arrived)
+            room.clear()
+            for name, card in old.items():
+                d.ranks[0].core.meet(card, name)
+
+
+def test_views_by_a_coordinator(tmp_path: pathlib.Path) -> None:
+    token_file = pathlib.Path(options(tmp_path).token_file)
+    with (
+        coordinator(token_file) as address,
+        engines(tmp_path, Cutting(tp=2), Cutting(), coordinator=address) as (p, d),
+    ):
+        for number in (1, 2):
+            room = Room(p, d, number, 22, SOURCE, TARGET)
+            room.run()
+            room.wait()
+            d.check(room.arrived)
+            room.clear()
+
+
+def test_a_rank_without_a_shape_says_so(tmp_path: pathlib.Path) -> None:
+    chosen = options(tmp_path)
+    p, d = Rank("p", Role.PREFILL, chosen), Rank("d", Role.DECODE, chosen, shape=Cutting().shapes[0])
+    with running(p, d):
+        with pytest.raises(Incompatible, match="shape"):
+            p.destinations.begin(1, new_id(), [Source("d", 0, Cutting().shapes[0])], (1,), 0)
+        d.destinations.begin(1, new_id(), [("p", 0)], (1,), 0)
+        p.sources.accept(1)
+        p.sources.reader(1, Reader(new_id(), "d", 0, 1, Cutting().shapes[0]))
+        assert d.wait("failed", 1)[2] == "incompatible"
+        p.sources.clear(1)
