@@ -199,8 +199,9 @@ class DestinationRooms:
 
     def _choose(self, sources: Sequence[Source | tuple[str, int]]) -> list[tuple[Source, Cut]]:
         made = [Source(*source) for source in sources]
-        if not made or len({source.agent_id for source in made}) != len(made):
-            raise InvalidArgument(f"sources are needed, each once, not {[source[:2] for source in made]}")
+        for named in ({source.agent_id for source in made}, {source.rank for source in made}):
+            if not made or len(named) != len(made):
+                raise InvalidArgument(f"sources are needed, each agent and rank once, not {[one[:2] for one in made]}")
         shapes = [source.shape for source in made if source.shape is not None]
         if self._pools.shape is None or not shapes:
             return [(source, self._pools.cut(source.shape)) for source in made]

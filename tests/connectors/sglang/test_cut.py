@@ -17,7 +17,7 @@ from kvxfer.errors import BlocksBusy, Incompatible, InvalidArgument, LimitExceed
 from kvxfer.types import Lane, Role
 
 from .cores import RECORD, Rank, introduce, new_id, options, running, until
-from .engines import LATENT, Cutting, Engine, Room, aux_is_of, engines
+from .engines import LATENT, LAYERS, Cutting, Engine, Room, aux_is_of, engines
 from .test_coordinator import coordinator
 from .test_endings import held_reads
 
@@ -155,6 +155,9 @@ def test_a_share_that_nobody_holds_is_refused_by_name(tmp_path: pathlib.Path) ->
             rooms.begin(1, new_id(), [Source("p.0", 0, Cutting(sizes=(("k", 24), ("v", 17))).shapes[0])], (1, 2), 0)
         with pytest.raises(InvalidArgument, match="shape"):
             rooms.begin(1, new_id(), [p.sources[0], ("p.1", 1)], (1, 2), 0)
+        for twice in (p.sources[0], p.sources[1]._replace(rank=0), None):
+            with pytest.raises(InvalidArgument, match="each agent and rank once"):
+                rooms.begin(1, new_id(), [p.sources[0], twice] if twice else [], (1, 2), 0)
         rooms.begin(1, new_id(), p.sources, (1, 2), 0)  # nothing was left behind
         rooms.abort(1, "")
         d.ranks[0].wait("failed", 1)
@@ -197,6 +200,24 @@ def test_a_source_that_holds_something_else_than_it_says_is_refused_by_name(tmp_
         _, _, code, text = d.ranks[1].wait("failed", 1)
         assert code == "incompatible"
         assert "axes" in text
+        d.check()
+
+
+@pytest.mark.parametrize("prefill", [1, 2])
+def test_a_source_that_keeps_a_token_otherwise_is_refused_by_name(tmp_path: pathlib.Path, prefill: int) -> None:
+    """Each is told that the other is cut as itself; blocks are of equal size, and mean something else."""
+    swapped = Cutting(sizes=(("k", 16), ("v", 24)))
+    with engines(tmp_path, Cutting(tp=prefill), swapped) as (p, d):
+        transfer_id = new_id()
+        shapes = dataclasses.replace(swapped, tp=prefill).shapes
+        sources = [source._replace(shape=shape) for source, shape in zip(p.sources, shapes, strict=True)]
+        d.ranks[0].destinations.begin(1, transfer_id, sources, (1,), 0)
+        for rank in p.ranks:
+            rank.sources.accept(1)
+            rank.sources.reader(1, Reader(transfer_id, "d.0", 0, 1, Cutting().shapes[0]))
+            rank.sources.send(1, 0, (7,), is_last=True, aux_row=0)
+        _, _, code, text = d.ranks[0].wait("failed", 1)
+        assert (code, "packing" in text) == ("incompatible", True), text
         d.check()
 
 
@@ -251,6 +272,22 @@ def test_an_abort_midway_drains_everything(tmp_path: pathlib.Path, prefill: int,
         again.run()
         again.wait()
         d.check(again.arrived)
+
+
+def test_one_source_of_several_that_leaves_fails_the_room_on_all(tmp_path: pathlib.Path) -> None:
+    p = Engine.make("p", Role.PREFILL, tmp_path, Cutting(tp=2))
+    d = Engine.make("d", Role.DECODE, tmp_path, Cutting())
+    with running(*p.ranks, *d.ranks):
+        room = Room(p, d, 1, 22, SOURCE, TARGET)
+        p.write(room.source, room.seed)
+        room.begin()
+        room.send(0, 3, is_last=False)
+        until(lambda: d.ranks[0].destinations.received(1).bytes == 2 * 12 * 2 * 40 * LAYERS)
+        p.ranks[1].core.stop()
+        assert d.ranks[0].wait("failed", 1, 4.0)[2] in ("peer_gone", "grant_revoked", "closed")
+        assert d.ranks[0].destinations.is_drained(1)
+        p.ranks[0].wait("unsent", 1, 1.0)
+        until(lambda: p.ranks[0].core._pools.book.is_idle and d.is_free)  # type: ignore[union-attr]
 
 
 def test_a_page_is_not_given_while_it_is_filled(tmp_path: pathlib.Path) -> None:

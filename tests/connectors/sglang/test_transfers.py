@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
 import threading
 import time
+from collections.abc import Coroutine
 
 import pytest
 
@@ -215,3 +217,33 @@ def test_a_card_may_come_after_the_room_began(tmp_path: pathlib.Path) -> None:
         d.core.meet(p.core.card(), "p")
         d.wait("done", 3)
         check(p, d, Copy(((9,), (1,)), ((1,), (6,))))
+
+
+def test_what_was_said_before_its_sender_was_known_is_taken_first(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = options(tmp_path)
+    p, d = Rank("p", Role.PREFILL, chosen), Rank("d", Role.DECODE, chosen)
+    start = d.destinations._start
+
+    def start_late(work: Coroutine[None, None, None]) -> None:
+        is_late = work.__name__ == "_learn"
+        asyncio.get_running_loop().call_later(0.3 if is_late else 0, start, work)
+
+    monkeypatch.setattr(d.destinations, "_start", start_late)
+    with running(p), running(d):
+        p.core.meet(d.core.card(), "d")
+        p.write(p.kv, (9, 4), 1)
+        p.sources.accept(3)
+        transfer_id = new_id()
+        d.destinations.begin(3, transfer_id, [("p", 0)], (1, 2), 6)
+        p.sources.reader(3, Reader(transfer_id, "d", 0, 2))
+        p.sources.send(3, 0, (9,), is_last=False)
+        (leg,) = d.destinations.legs()
+        until(lambda: leg.waiting)
+        d.core.meet(p.core.card(), "p")
+        until(lambda: leg.is_asked)
+        p.sources.send(3, 1, (4,), is_last=True, aux_row=1)
+        until(lambda: len(leg.waiting) == 3)
+        d.wait("done", 3)
+        check(p, d, Copy(((9, 4), (1, 2)), ((1,), (6,))))
