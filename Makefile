@@ -73,7 +73,7 @@ deep-wheel: wheel
 
 # Everything that is in no other tier, and what those repeat at length, in parts that can be called alone. Each part runs,
 # whatever became of those before it; the list at the end says which failed, and the minutes of each.
-NIGHTLY = nightly-tests nightly-vllm test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel
+NIGHTLY = nightly-tests nightly-vllm test-sglang test-sglang-e2e test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel
 nightly: install
 	@.ci/parts $(NIGHTLY)
 
