@@ -158,7 +158,7 @@ def test_another_cluster_token_is_refused(world: World, tmp_path: pathlib.Path) 
     receiver = stranger.receiver(world.room())
     stranger.greet(receiver)
     assert receiver.poll() == FAILED
-    assert "unauthenticated" in reason(receiver)
+    assert "another cluster token" in reason(receiver)
 
 
 def test_what_does_not_match_is_named(world: World, tmp_path: pathlib.Path) -> None:
@@ -169,10 +169,13 @@ def test_what_does_not_match_is_named(world: World, tmp_path: pathlib.Path) -> N
         "config_fingerprint": world.rank("decode", model=make_model(tmp_path / "c", rope_theta=5.0)),
     }
     for field, other in others.items():
-        receiver = other.receiver(world.room())
+        room = world.room()
+        sender, receiver = world.prefill.sender(room), other.receiver(room)
         other.greet(receiver)
         text = reason(receiver) if receiver.poll() == FAILED else ""
         assert field in text
+        assert field in fails(sender, TOLD_S)
+        sender.clear()
         assert " here and " in text
 
 

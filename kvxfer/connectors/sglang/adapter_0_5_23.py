@@ -42,6 +42,7 @@ from kvxfer.connectors.sglang.sender_0_5_23 import KvxferSender
 from kvxfer.connectors.sglang.source import SourceCallbacks
 from kvxfer.connectors.sglang.updates import UPDATES
 from kvxfer.errors import KvxferError
+from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.rpc import member_token
 from kvxfer.types import CompatibilityRecord, Role
 
@@ -328,6 +329,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
     def _hear(self) -> None:
         poller = zmq.Poller()
         poller.register(self.server_socket, zmq.POLLIN)
+        complaint = RateLimitedWarning(log, "a message of another engine is dropped: %s")
         while not self._stopping.is_set():
             if not poller.poll(HEAR_MS):
                 continue
@@ -337,20 +339,15 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             try:
                 self._take(frames)
             except KvxferError as error:
-                log.warning("a message of another engine is dropped: %s", error)
+                complaint.say(error)
             except Exception:
                 log.exception("a message of another engine could not be taken")
 
     def _take(self, frames: list[bytes]) -> None:
+        """What is not believed has no effect and no answer: anybody may reach this socket, and would choose whom this
+        rank connects to."""
+        greeting = greetings.decode(self._seal, frames)
         place = greetings.address_of(frames)
-        try:
-            greeting = greetings.decode(self._seal, frames)
-        except KvxferError as error:
-            if self.decode_side is not None:
-                self.decode_side.answered_unreadably(place, error)
-            else:
-                self.tell(place, greetings.Refused(error.code, str(error)))
-            raise
         if self.prefill_side is not None:
             if isinstance(greeting, greetings.Register):
                 self.prefill_side.register(greeting, place)

@@ -65,11 +65,6 @@ class DecodeSide:
         with self._lock:
             self._known[place] = greeting
 
-    def answered_unreadably(self, place: Place, error: Exception) -> None:
-        """An answer from there cannot be read: it is as good as a refusal, while none was read before."""
-        with self._lock:
-            self._known.setdefault(place, Refused("unauthenticated", f"its answer is not believed: {error}"))
-
     def refusal(self, infos: Iterable[dict[str, Any]]) -> Refused | None:
         """Of the first of those prefill ranks that refused us."""
         with self._lock:

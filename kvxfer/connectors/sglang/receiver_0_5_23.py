@@ -46,12 +46,14 @@ class KvxferReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def init(self, prefill_dp_rank: int) -> None:
         """Introduce this rank to the prefill ranks, where they do not know it."""
+        if self._is_refused:
+            return
+        self._introduced_s = time.monotonic()
+        super().init(prefill_dp_rank)
         why = self.kv_mgr.why_unknown()
-        if why is not None and not self._is_refused:
+        if why is not None:
             self.kv_mgr.fail(self.bootstrap_room, f"weights_unknown: {why}")
-        elif not self._is_refused:
-            self._introduced_s = time.monotonic()
-            super().init(prefill_dp_rank)
+            self.ensure_abort_notified()  # prefill waits for this rank by now
 
     def send_metadata(
         self,
@@ -143,9 +145,13 @@ class KvxferReceiver(CommonKVReceiver):  # type: ignore[misc]
         elif place is not None and time.monotonic() - self._introduced_s < ANSWER_S:
             return KVPoll.Bootstrapping
         else:
-            text = f"peer_gone: the prefill rank at {place} did not answer within {ANSWER_S:g} s"
-        self.kv_mgr.forget(self.bootstrap_addr)  # so that the next room asks anew
+            text = (
+                f"peer_gone: the prefill rank at {place} did not answer within {ANSWER_S:g} s; one with another "
+                "cluster token does not answer, and says so in its log"
+            )
         self.kv_mgr.fail(self.bootstrap_room, text)
+        self.ensure_abort_notified()  # prefill, which may have a sender for it, waits for this rank
+        self.kv_mgr.forget(self.bootstrap_addr)  # so that the next room asks anew
         self.conclude_state = KVPoll.Failed
         return KVPoll.Failed
 

@@ -200,16 +200,6 @@ def test_a_prefill_rank_is_waited_for_until_it_answered(decode: DecodeSide, core
     assert decode.waits_for([PLACE]) is not None
 
 
-def test_what_is_not_believed_refuses_only_where_nothing_was(decode: DecodeSide) -> None:
-    decode.answered_unreadably(("127.0.0.1", 9), ValueError("x"))
-    refused = decode.refusal([PLACE])
-    assert refused is not None
-    assert refused.code == "unauthenticated"
-    decode.answered(Card("p", 0, ""), ("127.0.0.1", 9))
-    decode.answered_unreadably(("127.0.0.1", 9), ValueError("x"))
-    assert decode.refusal([PLACE]) is None
-
-
 def test_a_room_fails_by_its_transfer_id_only(decode: DecodeSide, engine: Engine, core: Any) -> None:
     transfer_id = decode.begin(1, "a:1")
     decode.room_failed(RoomFailed(1, room(1).transfer_id, "refused", "x"))
