@@ -3,6 +3,8 @@ session does not make them young again."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvxfer._native import _core
@@ -77,3 +79,16 @@ def test_a_reader_that_comes_back_over_a_new_session_has_waited_since_its_first_
     assert table.counts().waiting_pulls == 1
     assert table.tick(now + AWAY_MAX) == []
     assert table.counts().waiting_pulls == 0
+
+
+def test_an_older_attempt_over_a_new_session_is_answered_there() -> None:
+    """Flaw: it was answered on the session that had ended."""
+    table, reader = _core.GrantTable(_core.GrantLimits()), PEERS[2]
+
+    def pull(attempt: int) -> Any:
+        return _core.Pull(IDS[0], attempt, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 1000)
+
+    table.on_pull(1, reader, pull(2), 1)
+    table.session_closed(1, 1)
+    [queued] = table.on_pull(2, reader, pull(1), 2)
+    assert (queued.session, queued.frame.attempt) == (2, 1)

@@ -36,7 +36,7 @@ class WaitingPulls {
     const auto range = pulls_.equal_range(pull.id);
     for (auto it = range.first; it != range.second; ++it) {
       if (it->second.peer != peer) continue;
-      if (pull.attempt >= it->second.pull.attempt) {
+      if (it->second.is_away() || pull.attempt >= it->second.pull.attempt) {
         it->second.session = session;
         it->second.pull = pull;
         it->second.away_until = 0;
