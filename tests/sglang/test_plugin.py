@@ -84,7 +84,8 @@ def test_a_bad_option_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("name", [name for name, _, _ in ONLY])
 def test_settings_that_do_not_work_are_refused_by_name(name: str) -> None:
     wanted = next(value for field, value, _ in ONLY if field == name)
-    wrong = {bool: True, int: 0.5 if "threshold" in name else 2, str: "prefill_complete"}[type(wanted)]
+    wrongs = {bool: True, int: 0.5 if "threshold" in name else 2, str: "prefill_complete", type(None): "a=b"}
+    wrong = wrongs[type(wanted)]
     check_arguments(SimpleNamespace(**{name: wanted}))
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")) as caught:
         check_arguments(SimpleNamespace(**{name: wrong}))

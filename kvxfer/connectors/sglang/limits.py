@@ -23,6 +23,8 @@ ONLY = (
     ("enable_kv_cache_sharding", False, "--enable-kv-cache-sharding: each rank holds every page here"),
     ("enable_dsa_cache_layer_split", False, "--enable-dsa-cache-layer-split: each rank holds every layer here"),
     ("enable_hisparse", False, "--enable-hisparse: pages are not received into the host's pool yet"),
+    ("enable_lora", False, "--enable-lora: which adapter a prompt was computed with is not compared yet"),
+    ("lora_paths", None, "--lora-paths: which adapter a prompt was computed with is not compared yet"),
     ("enable_memory_saver", False, "--enable-memory-saver: the agent reads memory that would be unmapped under it"),
     ("enable_pd_role_switch", False, "--enable-pd-role-switch: an engine keeps its role; start another one instead"),
     (
@@ -42,7 +44,7 @@ def check_arguments(arguments: Any) -> None:
     that a version does not have is as it was before there was one."""
     for name, wanted, why in ONLY:
         found = getattr(arguments, name, wanted)
-        if found != wanted and not (found is None or (name.endswith("_size") and found == 0)):
+        if found != wanted and (found or wanted) and not (found is None or (name.endswith("_size") and found == 0)):
             flag, _, reason = why.partition(": ")
             raise ConfigError(f"the transfer backend kvxfer works with {flag} {wanted} only, not {found}: {reason}")
 
