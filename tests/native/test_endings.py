@@ -205,6 +205,7 @@ b.core.close()
 """
 
 
+@pytest.mark.no_sanitizer  # whose own locks, held by threads that a child does not have, stop it now and then
 def test_a_forked_child_has_no_part_in_its_parents_core(private_directories: pathlib.Path) -> None:
     """It ends nothing and answers nobody, least of all out of its copy of what the parent has taken back.
 

@@ -108,6 +108,7 @@ finally:
 """
 
 
+@pytest.mark.no_sanitizer  # whose own locks, held by threads that a child does not have, stop it now and then
 def test_connections_that_a_forked_child_holds_open(private_directories: pathlib.Path) -> None:
     """They are closed here, and cost nothing any more."""
     here = str(pathlib.Path(__file__).parent)
