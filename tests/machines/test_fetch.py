@@ -66,6 +66,24 @@ def test_blocks_are_reserved_for_pulls_only() -> None:
     assert pair.finals("b") == [("COMMITTED", "ok")]
 
 
+@pytest.mark.parametrize("what", ["fetch", "push"])
+def test_a_post_without_room_for_its_notification_holds_nothing(what: str) -> None:
+    """Flaw: the fetch was refused, and its region could never be removed."""
+    limits = _core.EndpointLimits()
+    limits.notifications_max, limits.notification_bytes_max = 1, 1 << 20
+    pair = ready_pair(limits)
+    pair.reachable = False
+    pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"1", pair.now)[1])
+    notification = bytes(200_000)  # too long to go with a push
+    with pytest.raises(LimitExceeded, match="notifications_max"):
+        pair.post(
+            "b", what, ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.STREAM], notification=notification
+        )
+    (region,) = pair.ends["b"].counts().regions
+    assert (region.grants, region.transfers) == (0, 0)
+    pair.ends["b"].remove_region(9, pair.now)
+
+
 def test_mapped_needs_memory_that_kvxfer_allocated() -> None:
     pair = ready_pair()
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.MAPPED, Lane.CMA])

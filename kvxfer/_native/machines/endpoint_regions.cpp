@@ -72,6 +72,8 @@ void Endpoint::check_post(const PostSpec& spec) const {
 void Endpoint::fetch(PostSpec spec, Nanos now, Effects& out) {
   check_post(spec);
   drop_unserved(spec.lanes);
+  // Everything that can be refused is, before the transfer takes hold of its memory.
+  if (spec.notification) notifier_.check_room(spec.peer, spec.notification->size());
   auto hold = std::make_unique<PiecesHold>(regions_, std::move(spec.local), RegionUse::Own, true);
   TransferSpec transfer;
   transfer.id = spec.id;

@@ -28,6 +28,8 @@ class Notifier {
 
   // Returns its number. Throws Error(limit_exceeded, invalid_argument).
   uint64_t post(const AgentRef& to, std::string payload, Nanos now);
+  // Whether one of so many bytes could be posted now. Throws as post() does.
+  void check_room(const AgentRef& to, size_t bytes) { check_room(alive(to), to, bytes); }
   // Room for one that is to be posted later, if at all. Throws as post() does.
   void promise(const AgentRef& to, size_t bytes);
   void take_promise_back(const AgentRef& to, size_t bytes);
