@@ -161,18 +161,18 @@ class Fuzzer:
     def _try(self, data: bytes) -> pathlib.Path | None:
         """Where it was written, if it breaks the target. What was traced proves nothing: it had less of the stack."""
         self._runs += 1
-        signal.setitimer(signal.ITIMER_REAL, RUN_S)
+        signal.setitimer(signal.ITIMER_PROF, RUN_S)
         try:
             arcs = self._coverage.of(self._target, data)
             run(self._target, data)
         except (Exception, SlowInput):
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             path = self._broken.with_name(self._broken.name + name_of(data))
             path.write_bytes(data)
             traceback.print_exc()
             return path
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
         if not self._inputs or not arcs <= self._seen:
             self._seen |= arcs
             self._inputs.append(data)
@@ -184,13 +184,13 @@ def watched() -> Iterator[None]:
     """Within the block the alarm clock ends a run."""
 
     def ring(*_: Any) -> None:
-        raise SlowInput(f"it took more than {RUN_S} s")
+        raise SlowInput(f"it took more than {RUN_S} s of processor time")
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGPROF, ring)
     try:
         yield
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGPROF, before)
 
 
 def name_of(data: bytes) -> str:
