@@ -57,6 +57,8 @@ DECLINE_S = 0.5
 """A reader that was told why, and still waits then, is told by its grant that there will be none."""
 ENDED_MAX = 4096
 """Rooms remembered that failed here: who still comes for one is told so."""
+GIVEN_UP_MAX = 4096
+"""Transfers remembered that readers gave up before it was known here which room is theirs."""
 
 _ENDED: dict[GrantState, Callable[[str], KvxferError]] = {
     GrantState.EXPIRED: GrantExpired,
@@ -93,6 +95,7 @@ class SourceRooms:
         self._early: collections.OrderedDict[int, SourceRoom] = collections.OrderedDict()
         self._ended: collections.OrderedDict[int, KvxferError] = collections.OrderedDict()
         self._by_transfer: dict[TransferId, tuple[SourceRoom, SourceLeg]] = {}
+        self._given_up: collections.OrderedDict[tuple[str, TransferId], Failed] = collections.OrderedDict()
         self._fences = Fences()
         self._pulsed: tuple[float, bool] = (0.0, False)
         self._closed: KvxferError | None = None
@@ -151,6 +154,9 @@ class SourceRooms:
             self._post(self._note_life, leg)
             if room in self._rooms:
                 self._expect(made, leg)
+            given_up = self._given_up.pop((leg.agent_id, leg.transfer_id), None)
+            if given_up is not None:
+                self.on_message(leg.agent_id, given_up)
 
     def send(
         self,
@@ -235,6 +241,10 @@ class SourceRooms:
         """What a reader says."""
         with self._lock:
             made, leg = self._by_transfer.get(message.transfer_id, (None, None))
+            if made is None and isinstance(message, Failed):  # it may overtake the reader, which SGLang tells of
+                self._given_up[agent_id, message.transfer_id] = message
+                if len(self._given_up) > GIVEN_UP_MAX:
+                    self._given_up.popitem(last=False)
             if made is None or leg is None or leg.agent_id != agent_id or made.is_over:
                 return
             if isinstance(message, Failed):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvxfer.agent import Agent, Delivery
+from kvxfer.connectors.common.pauses import Pauses
 from kvxfer.connectors.sglang.messages import Alive, encode
 from kvxfer.errors import KvxferError, LimitExceeded, PeerGone
 from kvxfer.types import AgentRef, TransferId
@@ -61,6 +62,7 @@ class Watch:
         self._legs = legs
         self._on_gone = on_gone
         self._asked: dict[AgentRef, _Asked] = {}
+        self._pauses = Pauses(LOOK_S)
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -74,6 +76,7 @@ class Watch:
     def look(self, now_s: float) -> None:
         """Ask whom it is time to ask, and give up who has not answered."""
         legs = list(self._legs())
+        self._put_off(legs, self._pauses.look(now_s))
         gone: dict[AgentRef, KvxferError | None] = {}
         for leg in legs:
             error = self._look_at(leg, now_s, gone)
@@ -81,6 +84,17 @@ class Watch:
                 self._on_gone(leg, error)
         for ref in [ref for ref in self._asked if ref not in gone]:
             del self._asked[ref]
+
+    def _put_off(self, legs: list[Leg], by_s: float) -> None:
+        """Every wait goes on as if this process had not stood still so long."""
+        if not by_s:
+            return
+        for leg in legs:
+            leg.began_s += by_s
+        for asked in self._asked.values():
+            asked.at_s += by_s
+            asked.down_s = None if asked.down_s is None else asked.down_s + by_s
+            asked.full_s = None if asked.full_s is None else asked.full_s + by_s
 
     def _look_at(self, leg: Leg, now_s: float, seen: dict[AgentRef, KvxferError | None]) -> KvxferError | None:
         member = self._agent.find_member(leg.agent_id)

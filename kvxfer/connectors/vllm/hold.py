@@ -127,6 +127,11 @@ class Hold:
         elif is_rank_of(agent_id, self.reader):
             self.heard_s[self.reader] = now_s
 
+    def put_off(self, by_s: float) -> None:
+        """This process stood still so long: what agents said then was not heard yet."""
+        if by_s:
+            self.heard_s = {agent_id: at_s + by_s for agent_id, at_s in self.heard_s.items()}
+
     def is_wanted_beside(self, engine: str) -> bool:
         """Whether, while there is no reader, another engine has said lately that it wants this."""
         return self.reader is None and any(not is_rank_of(agent_id, engine) for agent_id in self.heard_s)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from kvxfer.agent import Agent, Grant, Pool
 from kvxfer.connectors.common.ids import DIRECT, engine_of, part_id, rank_agent
 from kvxfer.connectors.common.outbox import Outbox
+from kvxfer.connectors.common.pauses import Pauses
 from kvxfer.connectors.vllm.accepted import Accepted
 from kvxfer.connectors.vllm.early import Early, Question, another, crowded, refusal, unknown
 from kvxfer.connectors.vllm.fences import Act, at_once
@@ -102,6 +103,7 @@ class Source:
         """Prompts whose reader has begun, for the scheduler half."""
         self._outbox = Outbox(agent)
         """On the loop."""
+        self._pauses = Pauses(SWEEP_S)
         layers = len(pages.layers)
         self._granting = Granting(agent, pools, pages.stores, rank, options.hold_ttl_s)
         self._announcing = Announcing(layers, options.announce_layers or max(1, layers // 8), after)
@@ -294,7 +296,9 @@ class Source:
         now_s = time.monotonic()
         known = {member.ref.agent_id for member in self._agent.members()}
         with self._lock:
+            paused_s = self._pauses.look(now_s)
             for hold in list(self._holds.values()):
+                hold.put_off(paused_s)
                 self._look_at(hold, now_s, known)
             for agent_id, ask in self._early.expire(now_s):
                 self._send(agent_id, refusal(ask, unknown()))
@@ -303,9 +307,7 @@ class Source:
 
     def _look_at(self, hold: Hold, now_s: float, known: set[str]) -> None:
         self._tell_read(hold)
-        names = {reader.agent_id for reader in hold.readers.values()}
-        if not names and hold.reader is not None:
-            names = {hold.reader}
+        names = {reader.agent_id for reader in hold.readers.values()} or set(filter(None, [hold.reader]))
         if names and names <= known:
             hold.was_reader_seen = True
         elif names and hold.was_reader_seen:

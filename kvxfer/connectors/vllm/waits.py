@@ -13,6 +13,7 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from kvxfer.connectors.common.pauses import Pauses
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.steps import Standing, Wait
 from kvxfer.connectors.vllm.wire import KEEPS_MAX, Await, Begun, Queued
@@ -123,11 +124,12 @@ class Waits:
 
     async def _ask(self, source: str) -> None:
         """Ask that source as long as something waits for it."""
-        new = self._new[source]
+        new, pauses = self._new[source], Pauses(AWAIT_S)
         try:
             while some := self._of(source):
                 new.clear()
                 now_s = time.monotonic()
+                paused_s = pauses.look(now_s)
                 due = [waiting for waiting in some if now_s >= waiting.asked_s + AWAIT_S]
                 for waiting in due:
                     waiting.asked_s = now_s
@@ -139,6 +141,7 @@ class Waits:
                     for waiting in due:
                         self._end(waiting, error)
                 for waiting in some:
+                    waiting.heard_s += paused_s
                     if time.monotonic() >= waiting.heard_s + self._options.engine_silent_s:
                         silent_s = self._options.engine_silent_s
                         self._end(waiting, PeerGone(f"agent {source!r} said nothing for {silent_s:g} s"))

@@ -387,3 +387,15 @@ def test_an_engine_that_starts_again_under_its_name_works(tmp_path: pathlib.Path
             ranks[who].core.start()
             introduce(*ranks.values())
         ranks[who].core.stop()
+
+
+def test_a_room_that_decode_gave_up_before_prefill_heard_of_its_reader_fails_at_once(ranks: Ranks) -> None:
+    p, d = ranks
+    transfer_id = new_id()
+    p.sources.accept(5)
+    d.destinations.begin(5, transfer_id, [("p", 0)], (1,), 0)
+    d.destinations.abort(5, "the client hung up")
+    d.wait("failed", 5)
+    time.sleep(0.1)
+    p.sources.reader(5, Reader(transfer_id, "d", 0, 1))
+    assert p.wait("unsent", 5, 1.0)[2] == "cancelled"

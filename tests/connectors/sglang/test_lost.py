@@ -118,6 +118,7 @@ def test_a_reader_that_is_lost_fails_its_rooms(
 
 def works_again(d: Other, p: Rank) -> None:
     transfer_id = new_id()
+    until(lambda: p.core.statistics().agent.grants.pulls_waiting == 0)  # what waited for the lost room was turned away
     p.sources.accept(6)
     d.tell("begin", 6, str(transfer_id), p.name, [1, 2])
     p.sources.reader(6, Reader(transfer_id, d.name, 0, 2))

@@ -131,6 +131,27 @@ def test_silence_of_one_that_only_waited_ends_nothing(monkeypatch: pytest.Monkey
     assert table.agent.table.counts().alive == 2
 
 
+def test_a_reader_is_not_taken_for_silent_where_this_process_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table()
+    bound_to_d(table)
+    table.source.on_message("d", Keep((new_id(),)))
+    (hold,) = table.source._holds.values()
+    began_s = now_s = time.monotonic()
+    hold.heard_s = {"d": now_s}
+    gone: list[str] = []
+    monkeypatch.setattr(table.source, "_reader_gone", lambda _, why: gone.append(why))
+    monkeypatch.setattr(source_module.time, "monotonic", lambda: now_s)
+    table.source.sweep()
+    now_s += 60.0
+    table.source.sweep()
+    assert not gone
+    while not gone:
+        now_s += source_module.SWEEP_S
+        table.source.sweep()
+    assert now_s - began_s - 60.0 == pytest.approx(source_module.SILENT_S, abs=0.3)
+    assert "said nothing" in gone[0]
+
+
 def test_a_claim_is_won_by_the_engine_that_came_first_also_once_it_is_through() -> None:
     table = Table()
     table.finish()
