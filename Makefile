@@ -86,7 +86,7 @@ nightly-sim:
 	@$(MAKE) sim SEEDS=2000 ENGINE_SEEDS=5000
 
 nightly-fuzz:
-	@$(MAKE) fuzz SECONDS=300
+	@$(MAKE) fuzz SECONDS=240
 
 nightly-asan:
 	@$(MAKE) asan PART=$@ MARKS=''
@@ -94,8 +94,9 @@ nightly-asan:
 nightly-tsan:
 	@$(MAKE) tsan PART=$@ MARKS='' TSAN_TESTS=''
 
+# What is packed is what the quick tier finds missing; its code is that of the checkout, where every tier runs.
 nightly-wheel:
-	@$(MAKE) test-installed PART=$@
+	@$(MAKE) test-installed PART=$@ MARKS=quick
 
 # The dearest twenty tests of the last runs here, or with FILES=1 every file: its tests, its minutes, its tiers.
 slowest:
@@ -177,20 +178,15 @@ $(PEERS)/.installed: benchmarks/peers/requirements.txt
 stub: install
 	@$(PY) -m nanobind.stubgen -q -m kvxfer._native._core -o kvxfer/_native/_core.pyi
 
-# Every target, together for SECONDS, from the kept corpus and from what earlier runs found here: the native ones under
-# AddressSanitizer and UBSan, then for a share as large as one of theirs all Python decoders. The input that breaks one is kept
-# in build/fuzz.
+# Every target, native ones under AddressSanitizer and UBSan and then all Python decoders, as many at once as there are cores, for
+# SECONDS in all, from the kept corpus and from what earlier runs found here. The input that breaks one is kept in build/fuzz.
 FUZZERS = connection endpoint frames lists maps
 PYTHON_FUZZ = $(PY) tests/fuzz/python_fuzz.py
 fuzz:
 	@case "$(SECONDS)" in ''|*[!0-9]*|0*|[1-5]) \
 	    echo "SECONDS=$(SECONDS): a whole number, at least 6, which the targets share" >&2; exit 2;; esac
 	@$(MAKE) native fuzz-build
-	@set -- $(FUZZERS); seconds=$$(($(SECONDS) / ($$# + 1))); for name; do \
-	    mkdir -p build/fuzz/corpus/$$name; rm -f build/fuzz/*.sock; printf '%s: ' $$name; \
-	    TMPDIR=build/fuzz build/fuzz/kvxfer_fuzz_$$name build/fuzz/corpus/$$name tests/fuzz/corpus/$$name -max_total_time=$$seconds -max_len=1024 \
-	        -artifact_prefix=build/fuzz/$$name- || exit 1; done; \
-	$(PYTHON_FUZZ) --seconds $$(($(SECONDS) - $$seconds * $$#))
+	@PY=$(PY) .ci/fuzz $(SECONDS) $(FUZZERS)
 
 # The kept corpus made anew: of what is kept and what was found, few inputs that touch every edge that all of them do.
 # What has a name that is no hash stays.
