@@ -152,11 +152,11 @@ class SourceRooms:
             made.legs.append(leg)
             self._by_transfer[leg.transfer_id] = (made, leg)
             self._post(self._note_life, leg)
+            given_up = self._given_up.pop((leg.agent_id, leg.transfer_id), None)
+            if given_up is not None:  # it says why; the agent knows that it did, and no more
+                self.on_message(leg.agent_id, given_up)
             if room in self._rooms:
                 self._expect(made, leg)
-            given_up = self._given_up.pop((leg.agent_id, leg.transfer_id), None)
-            if given_up is not None:
-                self.on_message(leg.agent_id, given_up)
 
     def send(
         self,
