@@ -30,6 +30,7 @@ from kvxfer.connectors.sglang.messages import (
     encode,
 )
 from kvxfer.connectors.sglang.options import Options
+from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.source import SourceRooms
 from kvxfer.connectors.sglang.source_room import SourceCallbacks
 from kvxfer.connectors.sglang.watch import Leg, Watch
@@ -73,7 +74,8 @@ class TransportCore:
     ) -> None:
         """``record`` describes the pages; it is compared with the other side's before a byte moves. ``agent_id``: of
         this rank alone among all that hold the token. Raises ConfigError, InvalidArgument."""
-        info = WorkerInfo(agent_id, role, record.model, "", block_tokens=record.block_tokens, dialect=DIALECT)
+        tokens = record.block_tokens if memory.shape is None else memory.shape.page_tokens
+        info = WorkerInfo(agent_id, role, record.model, "", block_tokens=tokens, dialect=DIALECT)
         self._options = options
         self._agent = Agent(
             info,
@@ -125,6 +127,12 @@ class TransportCore:
         From any thread. A card that is not believed is logged, and rooms with that peer fail with ``peer_gone``."""
         if not self._options.coordinator:
             self._runtime.call(self._meet, card, agent_id)
+
+    def share(self, shape: KvShape | None) -> None:
+        """Register ahead what the pages have in common with those of a peer, so that the next card tells of it. From
+        any thread. Raises Incompatible naming the field, LimitExceeded for too many peers that are cut differently,
+        InvalidArgument, Closed."""
+        self._pools.cut(shape)
 
     def describe(self, record: CompatibilityRecord) -> None:
         """The pages are made with other weights from now on, or it is not known with which. From any thread."""

@@ -67,6 +67,8 @@ class KvShape:
             raise ConfigError(f"page_tokens: must be 1 to {NUMBER_MAX - 1}, not {self.page_tokens}")
         if not 0 < self.total_heads < NUMBER_MAX:
             raise ConfigError(f"total_heads: must be 1 to {NUMBER_MAX - 1}, not {self.total_heads}")
+        if not 0 < self.tp_size < NUMBER_MAX:
+            raise ConfigError(f"tp_size: must be 1 to {NUMBER_MAX - 1}, not {self.tp_size}")
         try:
             tp_heads(self.total_heads, self.tp_size, self.tp_rank)
         except InvalidArgument as error:
@@ -177,6 +179,12 @@ def choose(destination: KvShape, sources: Sequence[KvShape]) -> dict[int, Slice]
             )
         chosen[share.source] = slice_
     return chosen
+
+
+def asking(source: KvShape, destination: KvShape) -> int:
+    """How many ranks of the destination's engine SGLang has ask one of the source's, those that read nothing of it
+    included. Each size divides the other, or is divided by it (:func:`~.limits.check_sizes`)."""
+    return max(1, destination.tp_size // source.tp_size)
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -128,8 +128,8 @@ class SourceRooms:
 
     def reader(self, room: int, reader: Reader) -> None:
         """A decode rank wants it; may come before :meth:`accept`. One that comes too late, for a room that another has
-        (``refused``), or that has nothing in common with this rank (``incompatible``), is told so and changes nothing.
-        A dummy rank is no reader."""
+        (``refused``), that has nothing in common with this rank (``incompatible``), or whose ``lead`` is none
+        (``protocol``), is told so and changes nothing. A dummy rank is no reader."""
         leg = SourceLeg(reader.transfer_id, reader.agent_id, reader.rank)
         with self._lock:
             if self._is_known(leg):
@@ -140,6 +140,7 @@ class SourceRooms:
                 try:
                     leg.cut = self._pools.cut(reader.shape)
                     leg.wanted = reader.pages * leg.cut.peer_rows
+                    leg.lead = _lead(reader, leg.cut)
                 except KvxferError as reason:
                     error = reason
             if error is not None:
@@ -454,9 +455,18 @@ class SourceRooms:
             self._agent.decline(transfer_id)
 
 
+def _lead(reader: Reader, cut: Cut) -> int:
+    """Raises ProtocolViolation for one that is no part of a page of ours, or that a reader with such pages cannot
+    have."""
+    if not 0 <= reader.lead < (1 if cut.own_rows == cut.peer_rows else cut.own_rows):
+        raise ProtocolViolation(f"a reader has {reader.lead} tokens of the first page already: that cannot be")
+    return reader.lead
+
+
 def _share(leg: SourceLeg, cut: Cut, first: int, pages: Blocks) -> tuple[int, Blocks]:
     """Where in what the reader wants these pages are, and as which blocks. Raises InvalidArgument for more of them."""
-    at, rows = first * cut.own_rows, cut.rows(pages)
+    start = first * cut.own_rows - leg.lead
+    at, rows = max(start, 0), cut.rows(pages)[max(-start, 0) :]
     surplus = max(at + len(rows) - leg.wanted, 0)
     if first < 0 or surplus >= (cut.own_rows if cut.own_rows != cut.peer_rows else 1):
         end, wanted = first + len(pages), leg.wanted / cut.own_rows

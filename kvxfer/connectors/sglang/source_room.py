@@ -17,13 +17,15 @@ from kvxfer.types import TransferId
 @dataclasses.dataclass(frozen=True)
 class Reader:
     """One decode rank that wants a room: the id that it minted, its agent and rank, how many pages of its own it wants,
-    and its shape, where it is known there."""
+    and its shape, where it is known there. ``lead``: tokens at the start of the first page sent that it has already,
+    where the source's pages are larger than its own."""
 
     transfer_id: TransferId
     agent_id: str
     rank: int
     pages: int
     shape: KvShape | None = None
+    lead: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,8 @@ class SourceLeg(Leg):
     """What is given of the pages; ``None`` only where the reader was turned away."""
     wanted: int = 0
     """Blocks of that."""
+    lead: int = 0
+    """Blocks of the first page that are not of those."""
     parts: int = 0
     is_done: bool = False
 

@@ -16,8 +16,8 @@ from kvxfer.connectors.sglang.views import VIEWS_MAX
 from kvxfer.errors import BlocksBusy, Incompatible, InvalidArgument, LimitExceeded
 from kvxfer.types import Lane, Role
 
-from .cores import RECORD, Rank, introduce, new_id, options, running, until
-from .engines import LATENT, LAYERS, Cutting, Engine, Room, aux_is_of, engines
+from .cores import POISON, RECORD, Rank, introduce, new_id, options, running, until
+from .engines import LATENT, LAYERS, Cutting, Engine, Room, aux_is_of, content, engines
 from .test_coordinator import coordinator
 from .test_endings import held_reads
 
@@ -139,6 +139,65 @@ def test_a_prefix_that_decode_has_is_not_sent(tmp_path: pathlib.Path) -> None:
         room.send(5, 6, is_last=True)
         room.wait()
         d.check(room.arrived)
+
+
+@pytest.mark.parametrize(("theirs", "ours", "lead"), [(16, 4, 4), (16, 4, 12), (8, 1, 7), (6, 4, 2)])
+@pytest.mark.parametrize("decode", [1, 2])
+def test_a_prefix_that_ends_within_a_page_of_the_source(
+    tmp_path: pathlib.Path, theirs: int, ours: int, lead: int, decode: int
+) -> None:
+    """SGLang's prefill engine sends from the start of that page on."""
+    tokens = 2 * theirs + 1
+    with engines(tmp_path, Cutting(page_tokens=theirs), Cutting(tp=decode, page_tokens=ours)) as (p, d):
+        source, target = SOURCE[: p.pages_for(tokens)], list(range(d.pages_for(tokens - lead)))
+        p.write(source, 1)
+        p.ranks[0].sources.accept(1)
+        for rank, shape in zip(d.ranks, d.cutting.shapes, strict=True):
+            transfer_id = new_id()
+            rank.destinations.begin(1, transfer_id, p.sources, target, 0)
+            reader = Reader(transfer_id, rank.name, rank.rank, len(target), shape, lead)
+            p.ranks[0].sources.reader(1, reader)
+        p.ranks[0].sources.send(1, 0, [], is_last=False)
+        for at in range(len(source)):
+            is_last = at == len(source) - 1
+            p.ranks[0].sources.send(1, at, source[at : at + 1], is_last=is_last, aux_row=0 if is_last else None)
+        p.ranks[0].wait("sent", 1)
+        model = content(1, p.cutting)
+        given = min(len(source) * theirs - lead, len(target) * ours)
+        for rank, shape in zip(d.ranks, d.cutting.shapes, strict=True):
+            rank.wait("done", 1)
+            for array, layer, part in zip(rank.kv, shape.layers, shape.parts, strict=True):
+                held = model[layer, part][lead : lead + given, shape.heads.start : shape.heads.stop]
+                expected = np.full(array.size, POISON, np.uint8)
+                expected[: held.size] = held.reshape(-1)
+                assert (array.reshape(-1) == expected).all()
+
+
+@pytest.mark.parametrize(("theirs", "ours", "lead"), [(4, 4, 1), (8, 4, 8), (8, 4, 1 << 40)])
+def test_a_lead_that_cannot_be_is_refused(tmp_path: pathlib.Path, theirs: int, ours: int, lead: int) -> None:
+    with engines(tmp_path, Cutting(page_tokens=theirs), Cutting(page_tokens=ours)) as (p, d):
+        transfer_id = new_id()
+        p.ranks[0].sources.accept(1)
+        d.ranks[0].destinations.begin(1, transfer_id, p.sources, (1, 2), 0)
+        p.ranks[0].sources.reader(1, Reader(transfer_id, "d.0", 0, 2, d.cutting.shapes[0], lead))
+        assert d.ranks[0].wait("failed", 1)[2] == "protocol"
+        p.ranks[0].sources.clear(1)
+
+
+def test_what_is_shared_is_registered_ahead(tmp_path: pathlib.Path) -> None:
+    with engines(tmp_path, Cutting(), Cutting(tp=2)) as (p, d):
+        for shape in d.cutting.shapes:
+            p.ranks[0].core.share(shape)
+        p.ranks[0].core.share(None)
+        assert views(p) == [2]
+        with pytest.raises(Incompatible, match="total_heads"):
+            p.ranks[0].core.share(Cutting(heads=8).shapes[0])
+        introduce(*p.ranks, *d.ranks)
+        room = Room(p, d, 1, 22, SOURCE, TARGET)
+        room.run()
+        room.wait()
+        d.check(room.arrived)
+        assert views(p) == [2]
 
 
 def test_a_share_that_nobody_holds_is_refused_by_name(tmp_path: pathlib.Path) -> None:

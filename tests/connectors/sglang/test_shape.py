@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
-from kvxfer.connectors.sglang.shape import KvShape, axes_of, choose, common, packing_of, spans
+from kvxfer.connectors.sglang.shape import KvShape, asking, axes_of, choose, common, packing_of, spans
 from kvxfer.connectors.sglang.views import Cut, PageBook
 from kvxfer.errors import BlocksBusy, ConfigError, InvalidArgument, ProtocolViolation
 
@@ -68,6 +68,7 @@ def test_replicas_are_taken_round_and_round(prefill: int, decode: int) -> None:
         ({"total_heads": 0}, "total_heads"),
         ({"tp_rank": 2}, "tp_rank"),
         ({"tp_size": 3}, "tp_size"),
+        ({"tp_size": 1 << 40}, "tp_size"),
         ({"tp_rank": -1}, "tp_rank"),
     ],
 )
@@ -77,6 +78,20 @@ def test_a_shape_that_makes_no_sense_names_the_field(changes: dict[str, Any], fi
     values = {**json.loads(SHAPE.to_json()), **changes}
     with pytest.raises(ProtocolViolation):
         KvShape.from_json(json.dumps(values))
+
+
+@given(st.tuples(cuttings, cuttings, powers))
+def test_as_many_ranks_ask_as_sglang_says(made: tuple[Cutting, Cutting, int]) -> None:
+    """Of SGLang's pairing: each decode rank asks the prefill ranks that lie under it, or the one that it lies under."""
+    prefill, decode = (dataclasses.replace(cutting, heads=made[2], pp=1) for cutting in made[:2])
+    asked = [0] * prefill.tp
+    for rank, ours in enumerate(decode.shapes):
+        first = rank * prefill.tp // decode.tp
+        paired = prefill.shapes[first : first + max(1, prefill.tp // decode.tp)]
+        assert choose(ours, paired), "nobody else is needed"
+        for source in paired:
+            asked[source.tp_rank] += 1
+    assert asked == [asking(source, decode.shapes[0]) for source in prefill.shapes]
 
 
 def test_a_shape_must_be_of_its_buffers() -> None:
