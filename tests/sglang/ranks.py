@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-LAYERS, PAGES, PAGE_BYTES = 3, 64, 256
+LAYERS, PAGES, HEADS, HEAD_BYTES = 3, 64, 2, 8
 ROWS, AUX_BYTES = 16, (64, 64, 512)
 POISON = 0xA5
 PAGE_TOKENS = 16
@@ -31,7 +31,7 @@ CONFIG = {
     "intermediate_size": 128,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": HEADS,
     "head_dim": 16,
     "max_position_embeddings": 2048,
     "torch_dtype": "float32",
@@ -53,10 +53,11 @@ def free_port() -> int:
 
 
 class World:
-    """SGLang's context of this process, a bootstrap server, and the ranks that were made with them."""
+    """SGLang's context of this process, a bootstrap server, and the ranks that were made with them: one of each role,
+    unless ``is_bare``."""
 
-    def __init__(self, model: pathlib.Path, *, port: int = 0, serves: bool = True) -> None:
-        self.model, self.port, self.serves = model, port or free_port(), serves
+    def __init__(self, model: pathlib.Path, *, port: int = 0, serves: bool = True, is_bare: bool = False) -> None:
+        self.model, self.port, self.serves, self.is_bare = model, port or free_port(), serves, is_bare
         self.rooms: Iterator[int] = itertools.count(int(time.time_ns() % 10**12) * 1000)
         self.ranks: list[Rank] = []
 
@@ -87,8 +88,8 @@ class World:
         get_parallel().override_permanently(**dict.fromkeys(ranks, 0), **dict.fromkeys(groups, group))
         self.server = self.classes["bootstrap_server"]("127.0.0.1", self.port) if self.serves else None
         wait(lambda: not self.serves or is_heard(self.port))
-        self.prefill = self.rank("prefill") if self.serves else None
-        self.decode = self.rank("decode")
+        self.prefill = self.rank("prefill") if self.serves and not self.is_bare else None
+        self.decode = None if self.is_bare else self.rank("decode")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,13 +113,18 @@ class World:
 
 
 class Rank:
-    """One rank of one role. ``environment``: of its settings. ``changes``: of its KVArgs."""
+    """One rank of one role: the ``rank``-th of ``tp`` that share ``heads`` heads out (``heads=0``: of a latent that
+    each holds), with so many ``tokens`` in a page. ``environment``: of its settings. ``changes``: of its KVArgs."""
 
     def __init__(
         self,
         world: World,
         role: str,
         *,
+        rank: int = 0,
+        tp: int = 1,
+        heads: int = HEADS,
+        tokens: int = PAGE_TOKENS,
         environment: dict[str, str] | None = None,
         model: pathlib.Path | None = None,
         aux_bytes: Sequence[int] = AUX_BYTES,
@@ -128,38 +134,41 @@ class Rank:
     ) -> None:
         from sglang.srt.disaggregation.base.conn import StateType
         from sglang.srt.disaggregation.utils import DisaggregationMode
+        from sglang.srt.runtime_context import get_parallel
 
         from kvxfer.connectors.common.weights import Weights
         from kvxfer.connectors.sglang import adapter_0_5_23 as adapter
 
-        self.world, self.role = world, role
+        self.world, self.role, self.tokens = world, role, tokens
+        self.held = heads if heads == 0 else max(1, heads // tp)
         generator = np.random.default_rng(1)
         fresh = (
             (lambda shape: generator.integers(0, 255, shape, dtype=np.uint8))
             if role == "prefill"
             else (lambda shape: np.full(shape, POISON, np.uint8))
         )
-        self.kv = [fresh((PAGES, PAGE_BYTES)) for _ in range(2 * LAYERS)]
+        count, size = (2 * LAYERS if heads else LAYERS), tokens * max(1, self.held) * HEAD_BYTES
+        self.kv = [fresh((PAGES, size)) for _ in range(count)]
         self.aux = [fresh((ROWS, size)) for size in aux_bytes]
         self.state = [fresh((ROWS, state_bytes))] if state_bytes else []
         args = world.classes["kvargs"]()
         values = dict(
-            engine_rank=0,
+            engine_rank=rank,
             pp_rank=0,
             system_dp_rank=0,
             gpu_id=0,
             ib_device=None,
             kv_cache_dtype_str="float32",
             kv_layout=None,
-            page_size=PAGE_TOKENS,
+            page_size=tokens,
             kv_layer_ids=[],
             state_types=[StateType(state)] if self.state else [],
             state_layer_ids=[],
             state_dim_per_tensor=[],
             prefill_start_layer=0,
             prefill_end_layer=LAYERS,
-            kv_head_num=2,
-            total_kv_head_num=2,
+            kv_head_num=self.held,
+            total_kv_head_num=heads,
         )
         for name, arrays in (("kv", self.kv), ("aux", self.aux)):
             ptrs, lens, items = described(arrays)
@@ -182,7 +191,11 @@ class Rank:
                 world.override.restore()
                 world.override._fields["model_path"] = str(model)
                 arguments = world.override.install()
-            self.manager = world.classes["manager"](args, mode, arguments, False)
+            group = SimpleNamespace(rank_in_group=rank, world_size=tp)
+            ranks, sizes = ("tp_rank", "attn_tp_rank"), ("tp_size", "attn_tp_size", "moe_tp_size")
+            groups = {"tp_group": group, "attn_tp_group": group}
+            with get_parallel().override(**dict.fromkeys(ranks, rank), **dict.fromkeys(sizes, tp), **groups):
+                self.manager = world.classes["manager"](args, mode, arguments, heads == 0)
         finally:
             if model is not None:
                 world.override.restore()

@@ -64,9 +64,9 @@ def test_decode_dies(world: World, peers: list[Peer], number: int, within_s: flo
     decode("begin", 0)
     rooms = [world.room() for _ in range(2)]
     senders = [world.prefill.sender(room) for room in rooms]
-    for room, sender in zip(rooms, senders, strict=True):
+    for at, (room, sender) in enumerate(zip(rooms, senders, strict=True)):
         decode("open", room)
-        decode("give", room, pages=[1, 2], row=1)
+        decode("give", room, pages=[2 * at, 2 * at + 1], row=at)
         start(sender, 2, 1)
     send(senders[1], [7])
     time.sleep(0.3)

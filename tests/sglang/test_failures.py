@@ -164,7 +164,8 @@ def test_another_cluster_token_is_refused(world: World, tmp_path: pathlib.Path) 
 def test_what_does_not_match_is_named(world: World, tmp_path: pathlib.Path) -> None:
     others = {
         "aux_item_lens": world.rank("decode", aux_bytes=(64, 64, 256)),
-        "packing": world.rank("decode", kv_item_lens=[128] * 6),
+        "head_bytes": world.rank("decode", kv_item_lens=[128] * 6),
+        "shape is 'known' here and 'not known' there": world.rank("decode", kv_layout="another"),
         "weights_fingerprint": world.rank("decode", model=make_model(tmp_path / "w", b"others!")),
         "config_fingerprint": world.rank("decode", model=make_model(tmp_path / "c", rope_theta=5.0)),
     }
@@ -176,15 +177,16 @@ def test_what_does_not_match_is_named(world: World, tmp_path: pathlib.Path) -> N
         assert field in text
         assert field in fails(sender, TOLD_S)
         sender.clear()
-        assert " here and " in text
+        assert " here" in text
+        assert " there" in text
 
 
-def test_another_page_size_is_named_and_breaks_nothing(world: World) -> None:
-    other = world.rank("decode", page_size=32)
+def test_ranks_that_cannot_be_paired_are_named_and_break_nothing(world: World) -> None:
+    other = world.rank("decode", tp=2, kv_layout="another")
     receiver = other.receiver(world.room())
     assert not other.manager.try_ensure_parallel_info(world.address)
     assert receiver.poll() == FAILED
-    assert "page_size" in reason(receiver)
+    assert "attn_tp_size is 2 here and 1 there" in reason(receiver)
 
 
 def test_changed_weights_are_refused(world: World) -> None:

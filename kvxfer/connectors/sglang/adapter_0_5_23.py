@@ -32,19 +32,20 @@ from kvxfer.connectors.sglang import greetings
 from kvxfer.connectors.sglang.core import TransportCore
 from kvxfer.connectors.sglang.decode_side import DecodeSide, place_of
 from kvxfer.connectors.sglang.destination import DestinationCallbacks
-from kvxfer.connectors.sglang.limits import Layout, check_arguments, check_components, check_sizes
+from kvxfer.connectors.sglang.limits import Identity, Layout, check_arguments, check_components, check_sizes
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
 from kvxfer.connectors.sglang.options import Options
 from kvxfer.connectors.sglang.prefill_side import PrefillSide, Wanted
 from kvxfer.connectors.sglang.receiver_0_5_23 import KvxferReceiver, rows_of
-from kvxfer.connectors.sglang.record import make_record, models_of
+from kvxfer.connectors.sglang.record import make_record, models_of, shape_of
 from kvxfer.connectors.sglang.sender_0_5_23 import KvxferSender
+from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.source import SourceCallbacks
 from kvxfer.connectors.sglang.updates import UPDATES
 from kvxfer.errors import KvxferError
 from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.rpc import member_token
-from kvxfer.types import CompatibilityRecord, Role
+from kvxfer.types import Role
 
 log = logging.getLogger("kvxfer.sglang")
 
@@ -75,13 +76,19 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         check_arguments(arguments)
         self.lock = threading.RLock()
         self._seal = greetings.seal_of(member_token(options.token_file))
-        self.layout, memory = registered(args)
         model = ModelConfig.from_server_args(server_args)
         tp_size = get_parallel().attn_tp_size
+        shape = None
+        if has_plain_pages():
+            is_latent = is_mla or bool(getattr(args, "is_hybrid_mla_backend", False))
+            heads = int(model.get_total_num_kv_heads())
+            shape = shape_of(args, total_heads=heads, is_latent=is_latent, tp_size=tp_size)
+        self.layout, memory = registered(args, shape)
+        self.shape = shape
         self.weights = Weights(models_of(arguments), loaded=UPDATES)
         if not self.weights.wait(WEIGHTS_S):
             self.weights.forget(f"its weights could not be read within {WEIGHTS_S:g} s")
-        record = make_record(arguments, model, args, is_mla=is_mla, tp_size=tp_size)
+        record = make_record(arguments, model, args, is_mla=is_mla, tp_size=tp_size, shape=shape)
         self.record = dataclasses.replace(record, weights_fingerprint=self.weights.fingerprint)
         role = Role.PREFILL if is_prefill else Role.DECODE
         rank = int(args.engine_rank) % tp_size
@@ -131,9 +138,9 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         """Where this rank hears messages, as they carry it."""
         return str(NetworkAddress(self.local_ip, self.rank_port).to_host_port_str())
 
-    def identity(self) -> tuple[CompatibilityRecord, Layout]:
+    def identity(self) -> Identity:
         """What its pages are."""
-        return self.record, self.layout
+        return Identity(self.record, self.layout, self.shape)
 
     def why_unknown(self) -> str | None:
         """Why it is not known which weights this rank has; ``None``: it is."""
@@ -236,7 +243,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
     def build_receiver_registration_message(self) -> list[bytes]:
         """Who this rank is, and what its pages are."""
         core = self.core
-        register = greetings.Register(core.agent_id, self._rank(), core.card(), self.record, self.layout)
+        register = greetings.Register(core.agent_id, self._rank(), core.card(), self.record, self.layout, self.shape)
         return greetings.encode(self._seal, self.address, register)
 
     def build_receiver_metadata_message(
@@ -286,7 +293,8 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             if not super().try_ensure_parallel_info(bootstrap_addr):
                 return False
             info = self.prefill_info_table[bootstrap_addr]
-            check_sizes(is_mla=self.is_mla_backend, prefill=info, decode_tp_size=self.attn_tp_size)
+            is_cut = self.is_mla_backend or self.shape is not None
+            check_sizes(is_cut=is_cut, prefill=info, decode_tp_size=self.attn_tp_size)
         except (RuntimeError, AssertionError, TypeError, KvxferError) as error:  # nobody would catch SGLang's own
             self.prefill_info_table.pop(bootstrap_addr, None)
             self._fail_rooms_of(bootstrap_addr, f"incompatible: {error}")
@@ -363,7 +371,10 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
 
 
 class KvxferBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
-    """SGLang's own: it says where ranks hear messages, and nothing that a room needs."""
+    """SGLang's own: it says where ranks hear messages, and nothing that a room needs. It keeps the size of a page to
+    itself: SGLang would refuse another one, and ranks compare what their pages hold by themselves."""
+
+    page_size = property(lambda self: None, lambda self, value: None)
 
 
 CLASSES = {
@@ -375,7 +386,13 @@ CLASSES = {
 """By SGLang's `KVClassType`."""
 
 
-def registered(args: Any) -> tuple[Layout, EngineMemory]:
+def has_plain_pages() -> bool:
+    """Whether SGLang's pools keep the tokens of a page one after the other, on this device."""
+    kind, _, _ = str(get_device().device).partition(":")
+    return kind in ("cpu", "cuda") and envs.SGLANG_AITER_KV_CACHE_LAYOUT.get().lower() == "nhd"
+
+
+def registered(args: Any, shape: KvShape | None) -> tuple[Layout, EngineMemory]:
     """What SGLang's KVArgs say of a rank's memory. Raises ConfigError for a component that is not moved."""
     names = tuple(str(kind.value) for kind in args.state_types)
     check_components(names, args.state_data_ptrs)
@@ -392,6 +409,7 @@ def registered(args: Any) -> tuple[Layout, EngineMemory]:
         buffers(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens),
         tuple((name, buffers(ptrs, lens, items)) for name, ptrs, lens, items in states),
         int(args.gpu_id) if device.startswith("cuda") else None,
+        shape,
     )
     return layout, memory
 

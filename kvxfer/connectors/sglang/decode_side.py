@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from kvxfer.connectors.sglang.core import TransportCore
+from kvxfer.connectors.sglang.destination import Source
 from kvxfer.connectors.sglang.greetings import Card, Refused, RoomFailed
 from kvxfer.types import TransferId
 
@@ -77,11 +78,17 @@ class DecodeSide:
         with self._lock:
             return next((place for place in places if place not in self._known), None)
 
-    def sources(self, infos: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
-        """Agent and rank of each that is no dummy; all of them have answered."""
+    def sources(self, infos: Iterable[dict[str, Any]]) -> list[Source]:
+        """Those that have a share of what this rank holds; all of them have answered. The others are marked as SGLang
+        marks those that nothing is read of: they are told of the room all the same. Raises as
+        :meth:`~.destination.DestinationRooms.choose`."""
         with self._lock:
-            found = [self._known.get(place_of(info)) for info in infos if not info.get("is_dummy")]
-        return [(answer.agent_id, answer.rank) for answer in found if isinstance(answer, Card)]
+            known = [(info, self._known.get(place_of(info))) for info in infos if not info.get("is_dummy")]
+        asked = [(info, Source(to.agent_id, to.rank, to.shape)) for info, to in known if isinstance(to, Card)]
+        chosen = list(self._core.destinations.choose([source for _, source in asked]))
+        for info, source in asked:
+            info["is_dummy"] = source not in chosen
+        return chosen
 
     def forget(self, places: Sequence[Place]) -> None:
         """Those ranks are introduced to anew before the next room."""

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from kvxfer.connectors.sglang.limits import Layout
+from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.errors import InvalidArgument, ProtocolViolation
 from kvxfer.protocol.introduction import Seal
 from kvxfer.types import CompatibilityRecord, TransferId, check_agent_id
 
-VERSION = 1
+VERSION = 2
 TAG = b"KVXFER"
 TEXT_MAX = 600
 CARD_MAX = 1 << 16
@@ -37,15 +38,27 @@ class Register:
     card: str
     record: CompatibilityRecord
     layout: Layout
+    shape: KvShape | None
+
+    def __post_init__(self) -> None:
+        _check_shape(self.rank, self.shape)
+        if self.shape is not None:
+            sizes = tuple(self.shape.page_bytes(index) for index in range(len(self.shape.layers)))
+            if sizes != self.layout.kv_item_lens:
+                raise InvalidArgument("shape is not of the pages that kv_item_lens says")
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """Prefill's answer: who I am."""
+    """Prefill's answer: who I am, and what my pages hold of the model."""
 
     agent_id: str
     rank: int
     card: str
+    shape: KvShape | None
+
+    def __post_init__(self) -> None:
+        _check_shape(self.rank, self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +121,8 @@ def encode(seal: Seal, address: str, greeting: Greeting) -> list[bytes]:
             value = str(value)
         elif isinstance(value, CompatibilityRecord | Layout):
             value = json.loads(value.to_json()) if isinstance(value, CompatibilityRecord) else value.to_json()
+        elif isinstance(value, KvShape):
+            value = json.loads(value.to_json())
         elif field.name in ("text", "code"):
             value = str(value)[:TEXT_MAX]
         values[field.name] = value
@@ -155,7 +170,7 @@ def decode(seal: Seal, frames: Sequence[bytes]) -> Greeting:
         raise ProtocolViolation(f"a message {kind.__name__} of another engine has other fields")
     try:
         made: Greeting = kind(**{name: _value(name, of, values[name]) for name, of in fields.items()})
-    except InvalidArgument as error:
+    except (InvalidArgument, RecursionError) as error:
         raise ProtocolViolation(f"a message {kind.__name__} of another engine: {error}") from None
     return made
 
@@ -167,6 +182,8 @@ def _value(name: str, kind: str, value: Any) -> Any:
         return CompatibilityRecord.from_json(json.dumps(value))
     if kind == "Layout":
         return _layout(value)
+    if kind == "KvShape | None":
+        return None if value is None else KvShape.from_json(json.dumps(value, separators=(",", ":")))
     if kind == "bool":
         if type(value) is not bool:
             raise InvalidArgument(f"{name} is no truth value")
@@ -185,6 +202,11 @@ def _text(name: str, value: Any, longest: int) -> str:
     if not isinstance(value, str) or len(value) > longest:
         raise InvalidArgument(f"{name} is no text of at most {longest} characters")
     return value
+
+
+def _check_shape(rank: int, shape: KvShape | None) -> None:
+    if shape is not None and shape.tp_rank != rank:
+        raise InvalidArgument(f"shape is of rank {shape.tp_rank}, and the sender {rank}")
 
 
 def _layout(value: Any) -> Layout:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.errors import ConfigError, Incompatible, WeightsUnknown
 from kvxfer.protocol.handshake import Mismatch
 from kvxfer.types import CompatibilityRecord
@@ -61,10 +62,15 @@ def check_components(names: Sequence[str], addresses: Sequence[Sequence[int]]) -
             raise ConfigError(f"buffers of the state component {name!r} lie nowhere: other ranks have its layers")
 
 
-def check_sizes(*, is_mla: bool, prefill: Any, decode_tp_size: int) -> None:
-    """``prefill``: SGLang's PrefillServerInfo. Raise Incompatible where its ranks cannot be paired with ours."""
-    if not is_mla and prefill.attn_tp_size != decode_tp_size:
-        raise _unequal("attn_tp_size", decode_tp_size, prefill.attn_tp_size, "heads are not shared out anew yet")
+def check_sizes(*, is_cut: bool, prefill: Any, decode_tp_size: int) -> None:
+    """``prefill``: SGLang's PrefillServerInfo; ``is_cut``: it is known what our pages hold of the model, or they hold
+    all of it. Raise Incompatible where its ranks cannot be paired with ours."""
+    sizes = sorted((prefill.attn_tp_size, decode_tp_size))
+    if not is_cut and sizes[0] != sizes[1]:
+        why = "it must be the same where it is not known how pages hold heads"
+        raise _unequal("attn_tp_size", decode_tp_size, prefill.attn_tp_size, why)
+    if sizes[0] < 1 or sizes[1] % sizes[0]:
+        raise _unequal("attn_tp_size", decode_tp_size, prefill.attn_tp_size, "one must divide the other")
     for name in ("attn_cp_size", "pp_size"):
         if getattr(prefill, name) != 1:
             raise _unequal(name, 1, getattr(prefill, name), "it must be 1")
@@ -87,16 +93,28 @@ class Layout:
         return dataclasses.asdict(self)
 
 
-def check_peer(ours: tuple[CompatibilityRecord, Layout], theirs: tuple[CompatibilityRecord, Layout]) -> None:
-    """Raise Incompatible, naming each field that differs with both values, unless pages may move; WeightsUnknown where
-    only that is not known."""
-    (record, layout), (other_record, other_layout) = ours, theirs
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What a rank's pages are: as both sides must have them, and, where that is known, what they hold of the model,
+    which may differ."""
+
+    record: CompatibilityRecord
+    layout: Layout
+    shape: KvShape | None = None
+
+
+def check_peer(ours: Identity, theirs: Identity) -> None:
+    """Raise Incompatible, naming each field that differs with both values, unless pages may move, as far as their
+    shapes allow (:func:`~.shape.common`); WeightsUnknown where only that is not known."""
     names = [field.name for field in dataclasses.fields(CompatibilityRecord)]
-    found = [Mismatch(name, getattr(record, name), getattr(other_record, name)) for name in names]
+    found = [Mismatch(name, getattr(ours.record, name), getattr(theirs.record, name)) for name in names]
     wrong = [mismatch for mismatch in found if mismatch.ours != mismatch.theirs or mismatch.is_unknown]
+    is_cut = [identity.shape is not None for identity in (ours, theirs)]
+    if is_cut[0] != is_cut[1]:
+        wrong.append(Mismatch("shape", *("known" if is_known else "not known" for is_known in is_cut)))
     for field in dataclasses.fields(Layout):
-        here, there = getattr(layout, field.name), getattr(other_layout, field.name)
-        if here != there:
+        here, there = getattr(ours.layout, field.name), getattr(theirs.layout, field.name)
+        if here != there and not (field.name == "kv_item_lens" and all(is_cut)):
             wrong.append(Mismatch(field.name, shortened(here), shortened(there)))
     if wrong:
         kind = WeightsUnknown if all(mismatch.is_unknown for mismatch in wrong) else Incompatible

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from kvxfer.connectors.sglang.core import TransportCore
 from kvxfer.connectors.sglang.greetings import Abort, Card, Refused, Register, Room, RoomFailed
-from kvxfer.connectors.sglang.limits import Layout, check_peer
+from kvxfer.connectors.sglang.limits import Identity, check_peer
+from kvxfer.connectors.sglang.shape import KvShape, asking
 from kvxfer.connectors.sglang.source import Reader
 from kvxfer.errors import InvalidArgument, KvxferError
-from kvxfer.types import CompatibilityRecord
 
 log = logging.getLogger("kvxfer.sglang")
 
@@ -40,12 +40,13 @@ class Engine(Protocol):
 
     def why_unknown(self) -> str | None: ...
 
-    def identity(self) -> tuple[CompatibilityRecord, Layout]: ...
+    def identity(self) -> Identity: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """One decode rank's wish for a room, by the names that SGLang's manager reads."""
+    """One decode rank's wish for a room, by the names that SGLang's manager reads. ``decode_prefix_len`` is a whole
+    number of pages here; ``reader.lead`` are the tokens beyond that decode has too."""
 
     room: int
     endpoint: str
@@ -58,10 +59,13 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """A decode rank that introduced itself."""
+    """A decode rank that introduced itself. ``asking``: how many of its engine's ranks want each room of this rank,
+    where that is known."""
 
     agent_id: str
     rank: int
+    shape: KvShape | None = None
+    asking: int | None = None
     requires_dcp_relayout: bool = False
 
 
@@ -129,20 +133,27 @@ class PrefillSide:
 
     def register(self, greeting: Register, address: tuple[str, int]) -> None:
         """A decode rank introduced itself, and hears who we are, or why not."""
+        ours, shape = self._engine.identity(), greeting.shape
         try:
-            check_peer(self._engine.identity(), (greeting.record, greeting.layout))
+            check_peer(ours, Identity(greeting.record, greeting.layout, shape))
+            self._core.share(shape)
         except KvxferError as error:
             log.warning("decode at %s:%d is refused: %s", *address, error)
             self._engine.tell(address, Refused(error.code, str(error)))
             return
         self._core.meet(greeting.card, greeting.agent_id)
-        self.peers[greeting.agent_id] = Peer(greeting.agent_id, greeting.rank)
-        self._engine.tell(address, Card(self._core.agent_id, self._rank, self._core.card()))
+        count = None if ours.shape is None or shape is None else asking(ours.shape, shape)
+        self.peers[greeting.agent_id] = Peer(greeting.agent_id, greeting.rank, shape, count)
+        self._engine.tell(address, Card(self._core.agent_id, self._rank, self._core.card(), ours.shape))
 
     def want(self, greeting: Room, address: tuple[str, int]) -> None:
         """A decode rank wants a room."""
-        reader = Reader(greeting.transfer_id, greeting.agent_id, greeting.rank, greeting.pages)
-        wanted = Wanted(greeting.room, *address, greeting.is_dummy, greeting.required, greeting.prefix_tokens, reader)
+        peer, ours = self.peers.get(greeting.agent_id), self._engine.identity().shape
+        lead = 0 if ours is None else greeting.prefix_tokens % ours.page_tokens
+        shape = None if peer is None else peer.shape
+        reader = Reader(greeting.transfer_id, greeting.agent_id, greeting.rank, greeting.pages, shape, lead)
+        prefix = greeting.prefix_tokens - lead
+        wanted = Wanted(greeting.room, *address, greeting.is_dummy, greeting.required, prefix, reader)
         why = self._engine.why_unknown()
         if why is not None:
             self._tell_failed(wanted, "weights_unknown", f"weights_fingerprint is not known there: {why}")
@@ -171,13 +182,19 @@ class PrefillSide:
     def _add(self, wanted: Wanted) -> tuple[str, str] | None:
         """Keep it; or why not, as an error's code and text."""
         room, agent_id = wanted.room, wanted.reader.agent_id
-        if agent_id not in self.peers:
+        peer = self.peers.get(agent_id)
+        if peer is None:
             return "peer_gone", "the prefill rank that you were introduced to is another process now"
+        said = wanted.reader.rank, wanted.required_dst_info_num
+        known = peer.rank, said[1] if peer.asking is None else peer.asking
+        if said != known:
+            due = "rank {}, one of {} that ask this rank"
+            return "protocol", f"room {room}: it is {due.format(*known)}, and says that it is {due.format(*said)}"
         over = self._over.get(room)
         if over is not None and room not in self._open and time.monotonic() - over.at_s < OVER_S:
             return over.code, over.text
         others = self._wanted.get(room, {})
-        if room in self._entered or agent_id in others:
+        if room in self._entered or any(not _belong(wanted, other) for other in others.values()):
             return "refused", f"room {room} is in use: another request has it"
         self._wanted.setdefault(room, {})[agent_id] = wanted
         if room in self._open:
@@ -218,3 +235,10 @@ class PrefillSide:
     def _tell_failed(self, wanted: Wanted, code: str, text: str) -> None:
         failed = RoomFailed(wanted.room, wanted.reader.transfer_id, code, text)
         self._engine.tell((wanted.endpoint, wanted.dst_port), failed)
+
+
+def _belong(one: Wanted, other: Wanted) -> bool:
+    """Whether they may be two ranks of one engine that want one prompt."""
+    is_other = one.reader.agent_id != other.reader.agent_id and one.reader.rank != other.reader.rank
+    named = [(each.required_dst_info_num, each.decode_prefix_len, each.reader.lead) for each in (one, other)]
+    return is_other and named[0] == named[1]

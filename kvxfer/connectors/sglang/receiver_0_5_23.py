@@ -86,8 +86,9 @@ class KvxferReceiver(CommonKVReceiver):  # type: ignore[misc]
                 mgr.timeout_s,
             )
         except KvxferError as error:
-            self._has_begun = False
+            self._has_begun, self._transfer_id = False, ""
             mgr.fail(room, f"{error.code}: {error}")
+            self.ensure_abort_notified()  # prefill waits for this rank by now
             return
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, *arguments, **more)
 

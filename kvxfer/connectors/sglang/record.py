@@ -12,6 +12,10 @@ from typing import Any
 from kvxfer.connectors.common.checkpoint import ModelName, NotKnown, unknown
 from kvxfer.connectors.common.weights import PENDING
 from kvxfer.connectors.sglang.limits import shortened
+from kvxfer.connectors.sglang.shape import KvShape
+from kvxfer.connectors.sglang.views import neutral
+from kvxfer.errors import ConfigError, InvalidArgument
+from kvxfer.policy.shares import tp_heads
 from kvxfer.types import CompatibilityRecord
 
 BOOKKEEPING = frozenset(
@@ -22,14 +26,21 @@ LOCAL_FORMATS = frozenset(
     ("auto", "safetensors", "pt", "npcache", "gguf", "bitsandbytes", "mistral", "fastsafetensors", "sharded_state")
 )
 """SGLang's load formats that read the files of a directory, and nothing else."""
+CUT_MAX = 2048
+"""Buffers of a shape: those of more do not fit a greeting."""
+NHD = "nhd"
+"""The packing of pages whose shape is known: tokens, heads, dimensions."""
 FACTS = ("quantization", "json_model_override_args", "speculative_algorithm", "kv_cache_dtype", "model_impl")
 """Settings of SGLang that change KV and stand in no model's config."""
 
 
-def make_record(arguments: Any, model: Any, kv_args: Any, *, is_mla: bool, tp_size: int) -> CompatibilityRecord:
+def make_record(
+    arguments: Any, model: Any, kv_args: Any, *, is_mla: bool, tp_size: int, shape: KvShape | None
+) -> CompatibilityRecord:
     """Of one rank, but for its weights: those are not known yet. ``arguments``: SGLang's, resolved; ``model``: its
-    ModelConfig."""
-    return CompatibilityRecord(
+    ModelConfig. Where the ``shape`` of the pages is known that says the layers, heads and tokens in one, and nothing
+    here does: they may differ."""
+    record = CompatibilityRecord(
         model=",".join(getattr(model.hf_config, "architectures", None) or ()),
         config_fingerprint=config_fingerprint(model.hf_config.to_dict(), facts_of(arguments)),
         weights_fingerprint=unknown(PENDING),
@@ -45,6 +56,34 @@ def make_record(arguments: Any, model: Any, kv_args: Any, *, is_mla: bool, tp_si
         tp_rank=0 if is_mla else int(kv_args.engine_rank) % tp_size,
         tp_size=1 if is_mla else tp_size,
     )
+    return record if shape is None else neutral(record, layers=0, block_tokens=0, packing=NHD)
+
+
+def shape_of(kv_args: Any, *, total_heads: int, is_latent: bool, tp_size: int) -> KvShape | None:
+    """What a rank's pages hold of the model, by SGLang's KVArgs; ``None`` where a page is not its tokens one after the
+    other, each of its heads, in two buffers (``is_latent``: one) for each layer: then it is moved as it is.
+
+    Buffers of a draft model follow those of the model, one after the other."""
+    items, tokens = tuple(map(int, kv_args.kv_item_lens)), int(kv_args.page_size)
+    drafts = int(getattr(kv_args, "num_draft_entries", 0) or 0)
+    parts = ("latent",) if is_latent else ("k", "v")
+    layers, odd = divmod(len(items) - drafts, len(parts))
+    is_compressed = kv_args.kv_layout is not None or getattr(kv_args, "mla_compression_ratios", None) is not None
+    is_one = is_latent and layers == 1  # of all layers together
+    if is_compressed or is_one or odd or layers < 1 or len(items) > CUT_MAX:
+        return None
+    kept = [(layer, part) for part in parts for layer in range(layers)]
+    kept += [(layers + draft, "draft") for draft in range(drafts)]
+    heads, rank = 1 if is_latent else total_heads, int(kv_args.engine_rank) % tp_size
+    try:
+        held = tokens * len(tp_heads(heads, tp_size, rank))
+        if any(size % held for size in items):
+            return None
+        sizes = tuple(size // held for size in items)
+        numbers, names = tuple(layer for layer, _ in kept), tuple(part for _, part in kept)
+        return KvShape(numbers, names, sizes, tokens, rank, tp_size, heads)
+    except (InvalidArgument, ConfigError):
+        return None
 
 
 def facts_of(arguments: Any) -> dict[str, Any]:

@@ -12,16 +12,20 @@ from hypothesis import strategies as st
 from kvxfer.connectors.sglang import greetings
 from kvxfer.connectors.sglang.greetings import Abort, Card, Refused, Register, Room, RoomFailed
 from kvxfer.connectors.sglang.limits import Layout
+from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.errors import AuthenticationFailed, ProtocolViolation
 from kvxfer.types import CompatibilityRecord, TransferId
 
 SEAL = greetings.seal_of(b"t" * 32)
 RECORD = CompatibilityRecord("m", "c", "w", "float32", 3, 2, 16, 16, "page", "6 x 256", "config", "torch_native")
 LAYOUT = Layout((256, 256), (64, 512), ("mamba",), ((96, 32),))
+SHAPE = KvShape((0, 0), ("k", "v"), (8, 8), 16, 1, 2, 4)
 ID = TransferId(bytes(range(16)))
 ALL = [
-    Register("sglang-decode-1", 0, "card", RECORD, LAYOUT),
-    Card("sglang-prefill-1", 1, ""),
+    Register("sglang-decode-1", 0, "card", RECORD, LAYOUT, None),
+    Register("sglang-decode-1", 1, "card", RECORD, LAYOUT, SHAPE),
+    Card("sglang-prefill-1", 1, "", None),
+    Card("sglang-prefill-1", 1, "", SHAPE),
     Refused("incompatible", "page_size is 16 here and 32 there"),
     Room((1 << 62) + 1, ID, "sglang-decode-1", 0, 12, 1, 64, False),
     Abort(7, str(ID), "Aborted by AbortReq."),
@@ -52,10 +56,10 @@ def test_an_address_that_was_changed_is_not_believed() -> None:
 
 
 def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greetings, "VERSION", 2)
-    frames = greetings.encode(SEAL, "h:1", ALL[1])
+    monkeypatch.setattr(greetings, "VERSION", 1)
+    frames = greetings.encode(SEAL, "h:1", ALL[2])
     monkeypatch.undo()
-    with pytest.raises(ProtocolViolation, match="version 2 of this, not 1"):
+    with pytest.raises(ProtocolViolation, match="version 1 of this, not 2"):
         greetings.decode(SEAL, frames)
 
 
@@ -71,18 +75,69 @@ JSON = st.recursive(
 )
 
 
+def changed(greeting: greetings.Greeting, **fields: object) -> list[bytes]:
+    """The frames of one that says something else in those fields."""
+    tag, address, sealed = greetings.encode(SEAL, "h:1", greeting)
+    values = json.loads(SEAL.open(sealed.decode())) | fields
+    return [tag, address, SEAL.close(json.dumps(values).encode()).encode()]
+
+
 @given(st.sampled_from(ALL), st.data())
 def test_a_field_of_another_kind_is_refused_or_read(greeting: greetings.Greeting, data: st.DataObject) -> None:
-    tag, address, sealed = greetings.encode(SEAL, "h:1", greeting)
-    values = json.loads(SEAL.open(sealed.decode()))
-    name = data.draw(st.sampled_from(sorted(values)))
-    values[name] = data.draw(JSON)
-    frames = [tag, address, SEAL.close(json.dumps(values).encode()).encode()]
+    values = json.loads(SEAL.open(greetings.encode(SEAL, "h:1", greeting)[2].decode()))
+    frames = changed(greeting, **{data.draw(st.sampled_from(sorted(values))): data.draw(JSON)})
     try:
         found = greetings.decode(SEAL, frames)
     except ProtocolViolation:
         return
     assert {field.name for field in dataclasses.fields(found)} <= set(values)
+
+
+SHAPE_VALUES = json.loads(SHAPE.to_json())
+
+
+@pytest.mark.parametrize("greeting", [ALL[1], ALL[3]], ids=["Register", "Card"])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"head_bytes": [8, 0]}, "head_bytes"),
+        ({"head_bytes": [8, 8.0]}, "head_bytes"),
+        ({"layers": [0] * 5000, "parts": ["k"] * 5000, "head_bytes": [8] * 5000}, "layers"),
+        ({"layers": [0, True]}, "layers"),
+        ({"page_tokens": 1 << 60}, "page_tokens"),
+        ({"total_heads": -1}, "total_heads"),
+        ({"tp_size": 1 << 60}, "tp_size"),
+        ({"tp_size": 3}, "tp_size"),
+        ({"tp_rank": 0}, "of rank 0, and the sender 1"),
+        ({"more": 1}, "exactly the fields"),
+    ],
+)
+def test_a_shape_is_not_believed(greeting: greetings.Greeting, changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ProtocolViolation, match=says):
+        greetings.decode(SEAL, changed(greeting, shape=SHAPE_VALUES | changes))
+
+
+@pytest.mark.parametrize("changes", [{"head_bytes": [8, 4]}, {"page_tokens": 8}, {"total_heads": 8}])
+def test_a_shape_that_is_not_of_the_pages_is_not_believed(changes: dict[str, object]) -> None:
+    with pytest.raises(ProtocolViolation, match="shape is not of the pages"):
+        greetings.decode(SEAL, changed(ALL[1], shape=SHAPE_VALUES | changes))
+    with pytest.raises(ProtocolViolation, match="shape is not of the pages"):
+        greetings.decode(
+            SEAL,
+            changed(
+                ALL[1],
+                shape={name: value[:1] if isinstance(value, list) else value for name, value in SHAPE_VALUES.items()},
+            ),
+        )
+
+
+def test_nesting_without_end_is_an_error() -> None:
+    for field in ("shape", "record", "layout"):
+        nested: object = []
+        for _ in range(800):
+            nested = [nested]
+        with pytest.raises(ProtocolViolation):
+            greetings.decode(SEAL, changed(ALL[1], **{field: nested}))
 
 
 @given(st.lists(st.binary(max_size=64), max_size=4))

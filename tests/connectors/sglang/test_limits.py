@@ -8,49 +8,72 @@ from types import SimpleNamespace
 import pytest
 
 from kvxfer.connectors.common.checkpoint import unknown
-from kvxfer.connectors.sglang.limits import Layout, check_components, check_peer, check_sizes, shortened
+from kvxfer.connectors.sglang.limits import Identity, Layout, check_components, check_peer, check_sizes, shortened
+from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.errors import ConfigError, Incompatible, WeightsUnknown
 from kvxfer.types import CompatibilityRecord
 
 RECORD = CompatibilityRecord("m", "c", "w", "float32", 3, 2, 16, 16, "page", "6 x 256", "config", "torch_native")
 LAYOUT = Layout((256,) * 6, (64, 512))
+OURS = Identity(RECORD, LAYOUT)
+SHAPE = KvShape((0, 1, 2) * 2, ("k",) * 3 + ("v",) * 3, (8,) * 6, 16, 0, 1, 2)
 SIZES = {"attn_tp_size": 1, "attn_cp_size": 1, "pp_size": 1}
 
 
 def test_equal_engines_match() -> None:
-    check_peer((RECORD, LAYOUT), (RECORD, LAYOUT))
-    check_sizes(is_mla=False, prefill=SimpleNamespace(**SIZES), decode_tp_size=1)
+    check_peer(OURS, OURS)
+    check_sizes(is_cut=False, prefill=SimpleNamespace(**SIZES), decode_tp_size=1)
 
 
 @pytest.mark.parametrize(("field", "value"), [("attention_backend", "fa3"), ("block_tokens", 64), ("tp_size", 2)])
 def test_a_field_of_the_record_is_named_with_both_values(field: str, value: object) -> None:
     with pytest.raises(Incompatible, match=f"{field} is .*{getattr(RECORD, field)}.* here and .*{value}.* there"):
-        check_peer((RECORD, LAYOUT), (dataclasses.replace(RECORD, **{field: value}), LAYOUT))
+        check_peer(OURS, Identity(dataclasses.replace(RECORD, **{field: value}), LAYOUT))
 
 
 def test_a_list_of_the_layout_is_named_shortly() -> None:
     other = dataclasses.replace(LAYOUT, kv_item_lens=(256,) * 5 + (128,))
     with pytest.raises(Incompatible, match="kv_item_lens is '6 x 256' here and '5 x 256, 128' there"):
-        check_peer((RECORD, LAYOUT), (RECORD, other))
+        check_peer(OURS, Identity(RECORD, other))
 
 
 def test_weights_that_are_not_known_match_nothing() -> None:
     strange = dataclasses.replace(RECORD, weights_fingerprint=unknown("they were updated"))
     with pytest.raises(WeightsUnknown, match="there they were updated"):
-        check_peer((RECORD, LAYOUT), (strange, LAYOUT))
+        check_peer(OURS, Identity(strange, LAYOUT))
     with pytest.raises(WeightsUnknown):
-        check_peer((strange, LAYOUT), (strange, LAYOUT))
+        check_peer(Identity(strange, LAYOUT), Identity(strange, LAYOUT))
+
+
+def test_pages_whose_shapes_are_known_may_be_of_other_sizes() -> None:
+    ours = Identity(RECORD, LAYOUT, SHAPE)
+    theirs = Identity(
+        RECORD, dataclasses.replace(LAYOUT, kv_item_lens=(128,) * 6), dataclasses.replace(SHAPE, tp_size=2)
+    )
+    check_peer(ours, theirs)
+    with pytest.raises(Incompatible, match="shape is 'known' here and 'not known' there"):
+        check_peer(ours, OURS)
+    with pytest.raises(Incompatible, match="aux_item_lens"):
+        check_peer(ours, dataclasses.replace(theirs, layout=dataclasses.replace(LAYOUT, aux_item_lens=(8,))))
 
 
 @pytest.mark.parametrize("field", SIZES)
 def test_sizes_that_differ_are_named(field: str) -> None:
     prefill = SimpleNamespace(**(SIZES | {field: 2}))
     with pytest.raises(Incompatible, match=f"{field} is 1 here and 2 there"):
-        check_sizes(is_mla=False, prefill=prefill, decode_tp_size=1)
+        check_sizes(is_cut=False, prefill=prefill, decode_tp_size=1)
 
 
-def test_mla_pages_are_whole_on_every_rank() -> None:
-    check_sizes(is_mla=True, prefill=SimpleNamespace(**(SIZES | {"attn_tp_size": 4})), decode_tp_size=1)
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1), (2, 6), (3, 3)])
+def test_tensor_parallel_sizes_of_which_one_divides_the_other(prefill: int, decode: int) -> None:
+    check_sizes(is_cut=True, prefill=SimpleNamespace(**(SIZES | {"attn_tp_size": prefill})), decode_tp_size=decode)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 3), (3, 2), (0, 1), (4, 6)])
+def test_ranks_that_cannot_be_paired_are_refused(prefill: int, decode: int) -> None:
+    there = SimpleNamespace(**(SIZES | {"attn_tp_size": prefill}))
+    with pytest.raises(Incompatible, match=f"attn_tp_size is {decode} here and {prefill} there: one must divide"):
+        check_sizes(is_cut=True, prefill=there, decode_tp_size=decode)
 
 
 def test_components_that_are_not_moved_are_named() -> None:

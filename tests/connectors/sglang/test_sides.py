@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +10,17 @@ import pytest
 
 from kvxfer.connectors.sglang import prefill_side
 from kvxfer.connectors.sglang.decode_side import DecodeSide
+from kvxfer.connectors.sglang.destination import Source
 from kvxfer.connectors.sglang.greetings import Abort, Card, Refused, Register, Room, RoomFailed
-from kvxfer.connectors.sglang.limits import Layout
+from kvxfer.connectors.sglang.limits import Identity, Layout
 from kvxfer.connectors.sglang.prefill_side import PrefillSide, Wanted
+from kvxfer.connectors.sglang.shape import KvShape
+from kvxfer.errors import Incompatible
 from kvxfer.types import CompatibilityRecord, TransferId
 
 RECORD = CompatibilityRecord("m", "c", "w", "float32", 3, 2, 16, 16, "page", "6 x 256", "config", "torch_native")
 LAYOUT = Layout((256,) * 6, (64, 512))
+SHAPE = KvShape((0, 1, 2) * 2, ("k",) * 3 + ("v",) * 3, (8,) * 6, 16, 0, 1, 2)
 HERE = ("127.0.0.1", 7)
 PLACE = {"rank_ip": "127.0.0.1", "rank_port": 9, "is_dummy": False}
 
@@ -36,14 +41,14 @@ class Calls:
 
 class Engine(Calls):
     def __init__(self) -> None:
-        super().__init__(unknown=None)
+        super().__init__(unknown=None, shape=None)
 
     def why_unknown(self) -> str | None:
         why: str | None = self.unknown
         return why
 
-    def identity(self) -> tuple[CompatibilityRecord, Layout]:
-        return RECORD, LAYOUT
+    def identity(self) -> Identity:
+        return Identity(RECORD, LAYOUT, self.shape)
 
 
 def make_core() -> Any:
@@ -51,7 +56,7 @@ def make_core() -> Any:
 
 
 def room(number: int, agent_id: str = "d", **changes: Any) -> Room:
-    values = {"pages": 2, "required": 1, "prefix_tokens": 0, "is_dummy": False, "rank": 0} | changes
+    values = {"pages": 2, "required": 1, "prefix_tokens": 0, "is_dummy": False, "rank": int(agent_id == "e")} | changes
     transfer_id = TransferId(agent_id.encode().rjust(8, b"-") + number.to_bytes(8, "big"))
     return Room(number, transfer_id, agent_id, **values)
 
@@ -69,8 +74,8 @@ def core() -> Any:
 @pytest.fixture
 def side(engine: Engine, core: Any) -> PrefillSide:
     side = PrefillSide(engine, core, 0)
-    for agent_id in ("d", "e"):
-        side.register(Register(agent_id, 0, "card", RECORD, LAYOUT), HERE)
+    for rank, agent_id in enumerate(("d", "e")):
+        side.register(Register(agent_id, rank, "card", RECORD, LAYOUT, None), HERE)
     engine.calls.clear()
     return side
 
@@ -81,14 +86,14 @@ def told(engine: Engine) -> list[Any]:
 
 def test_a_decode_rank_hears_who_prefill_is(engine: Engine, core: Any) -> None:
     side = PrefillSide(engine, core, 3)
-    side.register(Register("d", 0, "card of d", RECORD, LAYOUT), HERE)
+    side.register(Register("d", 0, "card of d", RECORD, LAYOUT, None), HERE)
     assert core.named("meet") == [("meet", "card of d", "d")]
-    assert engine.calls == [("tell", HERE, Card("p", 3, "card of p"))]
+    assert engine.calls == [("tell", HERE, Card("p", 3, "card of p", None))]
 
 
 def test_a_decode_rank_that_does_not_match_is_refused(engine: Engine, core: Any) -> None:
     side = PrefillSide(engine, core, 0)
-    side.register(Register("d", 0, "card", RECORD, Layout((256,) * 6, (64,))), HERE)
+    side.register(Register("d", 0, "card", RECORD, Layout((256,) * 6, (64,)), None), HERE)
     (refused,) = told(engine)
     assert isinstance(refused, Refused)
     assert "aux_item_lens is '64, 512' here and '64' there" in refused.text
@@ -182,6 +187,69 @@ def test_rooms_that_are_over_leave_nothing(side: PrefillSide) -> None:
         assert not left
 
 
+# --- where pages may be cut differently ---
+
+
+def cut_side(engine: Engine, core: Any, *, decode_tp: int, page_tokens: int = 16) -> PrefillSide:
+    """A rank of one that has two decode ranks introduced, of an engine of ``decode_tp``."""
+    engine.shape = SHAPE
+    side = PrefillSide(engine, core, 0)
+    for rank, agent_id in enumerate(("d", "e")[:decode_tp]):
+        shape = dataclasses.replace(SHAPE, tp_rank=rank, tp_size=decode_tp, page_tokens=page_tokens)
+        layout = dataclasses.replace(LAYOUT, kv_item_lens=tuple(shape.page_bytes(at) for at in range(6)))
+        side.register(Register(agent_id, rank, "card", RECORD, layout, shape), HERE)
+    assert [type(greeting) for greeting in told(engine)] == [Card] * min(decode_tp, 2)
+    assert all(greeting.shape == SHAPE for greeting in told(engine))
+    engine.calls.clear()
+    return side
+
+
+def test_both_sides_know_how_many_ranks_ask(engine: Engine, core: Any) -> None:
+    side = cut_side(engine, core, decode_tp=2)
+    assert [call[1].tp_rank for call in core.named("share")] == [0, 1]
+    side.open(1)
+    side.want(room(1, required=2), HERE)
+    side.want(room(1, "e", required=2), HERE)
+    readers = [reader for _, _, reader in core.sources.named("reader")]
+    assert [(reader.rank, reader.shape.tp_rank, reader.lead) for reader in readers] == [(0, 0, 0), (1, 1, 0)]
+    for wrong in ({"required": 1}, {"required": 3}, {"required": 2, "rank": 1}):
+        side.want(room(2, **wrong), HERE)
+        assert told(engine)[-1].code == "protocol"
+    assert "it is rank 0, one of 2 that ask this rank, and says that it is rank 1, one of 2" in told(engine)[-1].text
+
+
+def test_ranks_of_two_engines_are_not_mixed(side: PrefillSide, engine: Engine) -> None:
+    side.register(Register("f", 0, "card", RECORD, LAYOUT, None), HERE)
+    side.open(1)
+    side.want(room(1, required=2), HERE)
+    for wrong in (room(1, "f", required=2), room(1, "e", required=3), room(1, "e", required=2, prefix_tokens=16)):
+        side.want(wrong, HERE)
+        assert (told(engine)[-1].code, told(engine)[-1].transfer_id) == ("refused", wrong.transfer_id)
+    side.want(room(1, "e", required=2), HERE)
+    assert engine.named("ready")
+
+
+def test_what_decode_has_of_a_page_of_ours_is_its_lead(engine: Engine, core: Any) -> None:
+    side = cut_side(engine, core, decode_tp=1, page_tokens=4)
+    side.open(1)
+    side.want(room(1, prefix_tokens=40), HERE)
+    ((_, _, reader),) = core.sources.named("reader")
+    ((_, _, wanted),) = engine.named("ready")
+    assert (wanted[0].decode_prefix_len, reader.lead) == (32, 8)
+
+
+def test_a_decode_rank_that_has_nothing_in_common_is_refused(engine: Engine, core: Any) -> None:
+    engine.shape = SHAPE
+
+    def share(shape: KvShape) -> None:
+        raise Incompatible("heads: 0-1 here, 2-3 there", field="heads")
+
+    core.share = share
+    PrefillSide(engine, core, 0).register(Register("d", 0, "card", RECORD, LAYOUT, SHAPE), HERE)
+    assert told(engine) == [Refused("incompatible", "heads: 0-1 here, 2-3 there")]
+    assert not core.named("meet")
+
+
 # --- decode ---
 
 
@@ -192,12 +260,33 @@ def decode(engine: Engine, core: Any) -> DecodeSide:
 
 def test_a_prefill_rank_is_waited_for_until_it_answered(decode: DecodeSide, core: Any) -> None:
     assert decode.waits_for([PLACE]) == ("127.0.0.1", 9)
-    decode.answered(Card("p", 2, "card of p"), ("127.0.0.1", 9))
+    decode.answered(Card("p", 2, "card of p", None), ("127.0.0.1", 9))
     assert decode.waits_for([PLACE]) is None
-    assert decode.sources([PLACE, PLACE | {"is_dummy": True}]) == [("p", 2)]
+    core.destinations.choose = lambda sources: tuple(sources)
+    assert decode.sources([dict(PLACE), PLACE | {"is_dummy": True}]) == [("p", 2, None)]
     assert core.named("meet") == [("meet", "card of p", "p")]
     decode.forget([("127.0.0.1", 9)])
     assert decode.waits_for([PLACE]) is not None
+
+
+def test_who_has_no_share_is_marked(decode: DecodeSide, core: Any) -> None:
+    """And stays so: SGLang keeps what it knows of a prefill rank."""
+    infos = [PLACE | {"rank_port": port} for port in (9, 10)]
+    for rank, info in enumerate(infos):
+        shape = dataclasses.replace(SHAPE, tp_rank=rank, tp_size=4)
+        decode.answered(Card(f"p{rank}", rank, "card", shape), ("127.0.0.1", info["rank_port"]))
+    heard: list[list[Source]] = []
+
+    def choose(sources: list[Source]) -> tuple[Source, ...]:
+        heard.append(sources)
+        return tuple(sources[:1])
+
+    core.destinations.choose = choose
+    for _ in range(2):
+        assert [source.agent_id for source in decode.sources(infos)] == ["p0"]
+        assert [info["is_dummy"] for info in infos] == [False, True]
+    assert [[source.rank for source in sources] for sources in heard] == [[0, 1], [0]]
+    assert heard[0][1].shape == dataclasses.replace(SHAPE, tp_rank=1, tp_size=4)
 
 
 def test_a_room_fails_by_its_transfer_id_only(decode: DecodeSide, engine: Engine, core: Any) -> None:
