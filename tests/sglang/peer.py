@@ -4,12 +4,13 @@ usage: peer.py prefill|decode PORT MODEL
 
 It says "imported" when it can be commanded. Commands: {"op": "begin", "room": 0} makes its rank, and for prefill the
 bootstrap server at PORT; {"op": "open", "room"} makes a sender or receiver; {"op": "give", "room", "pages", "row"};
-{"op": "start", "room", "pages", "row"}; {"op": "send", "room", "pages"}; {"op": "poll", "room"} answers its status.
-The others answer null.
+{"op": "start", "room", "pages", "row"}; {"op": "send", "room", "pages"}; {"op": "poll", "room"} answers its status;
+{"op": "end", "room": 0} has its scheduler's loop end by an exception. The others answer null.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -48,6 +49,11 @@ def main(role: str, port: int, model: str) -> None:
             start(sides[room], command["pages"], command["row"])
         elif op == "send":
             send(sides[room], command["pages"])
+        elif op == "end":
+            from sglang.srt.managers.scheduler import Scheduler
+
+            with contextlib.suppress(AttributeError):
+                Scheduler.run_event_loop(object())
         else:
             answer = sides[room].poll()
         print(json.dumps(answer), file=answers, flush=True)

@@ -16,8 +16,8 @@ import pytest
 from ranks import FAILED, SUCCESS, WAITING, World, is_heard, reason, send, start, wait, wait_for
 
 HERE = pathlib.Path(__file__).parent
-KILLED_S, STOPPED_S = 1.5, 3.5
-"""A death is heard within 1 s and a standstill within 3 s, on a host that does other things too."""
+KILLED_S, STOPPED_S, LEFT_S = 1.5, 3.5, 0.5
+"""A death is heard within 1 s, a standstill within 3 s, a farewell at once, on a host that does other things."""
 
 
 class Peer:
@@ -47,8 +47,8 @@ class Peer:
 
 @pytest.fixture(scope="module")
 def peers(world: World) -> Iterator[list[Peer]]:
-    """Two decode and a prefill process; they import all at once."""
-    peers = [Peer(role, world) for role in ("decode", "decode", "prefill")]
+    """Three decode processes and one of prefill; they import all at once."""
+    peers = [Peer(role, world) for role in ("decode", "decode", "prefill", "decode")]
     try:
         for peer in peers:
             assert peer.answer() == "imported"
@@ -74,6 +74,20 @@ def test_decode_dies(world: World, peers: list[Peer], number: int, within_s: flo
     for sender in senders:
         wait(lambda sender=sender: sender.poll() == FAILED, within_s)
         assert "peer_gone" in reason(sender)
+
+
+def test_the_scheduler_of_decode_ends(world: World, peers: list[Peer]) -> None:
+    """By itself: then its peers are told before SGLang's main process is, which kills it."""
+    decode = peers[3]
+    decode("begin", 0)
+    room = world.room()
+    sender = world.prefill.sender(room)
+    decode("open", room)
+    decode("give", room, pages=[1, 2], row=1)
+    start(sender, 2, 1)
+    decode("end", 0)
+    wait(lambda: sender.poll() == FAILED, LEFT_S)
+    assert "has left: the engine ends" in reason(sender)
 
 
 def test_prefill_dies(world: World, peers: list[Peer]) -> None:

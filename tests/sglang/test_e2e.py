@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import pathlib
 import random
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +21,8 @@ LENGTHS = [1, 2, 15, 16, 17, 61, 255, 256, 257, 700, 1900]
 """Pages are of 16 tokens, chunks of 256."""
 TOKENS = 12
 GONE_S = 3.0
+ENDED_S = 60.0
+"""SGLang looks each 5 s whether it is to end, and gives its schedulers 15 s."""
 
 
 def ask(url: str, prompt: list[int], *, tokens: int = TOKENS) -> requests.Response:
@@ -120,3 +124,17 @@ def test_a_killed_decode_server_comes_back(cluster: Cluster) -> None:
     cluster.decode.wait_ready()
     prompt = prompt_of(120)
     assert tokens_of(ask(cluster.proxy.url, prompt)) == tokens_of(ask(cluster.one.url, prompt))
+
+
+def test_a_server_that_is_ended_tells_its_peers(cluster: Cluster) -> None:
+    process = cluster.prefill.process
+    assert process is not None
+    before = len(cluster.prefill.log.read_text(errors="replace"))
+    os.kill(process.pid, signal.SIGTERM)
+    process.wait(ENDED_S)
+    said = cluster.prefill.log.read_text(errors="replace")[before:]
+    assert "tells its peers" in said
+    assert "killing them" not in said
+    begun_s = time.monotonic()
+    assert ask(cluster.proxy.url, prompt_of(50)).status_code != 200
+    assert time.monotonic() - begun_s < GONE_S

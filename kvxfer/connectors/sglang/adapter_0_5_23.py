@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import multiprocessing.util
 import os
 import secrets
 import threading
@@ -28,7 +29,7 @@ from sglang.srt.runtime_context import get_device, get_parallel
 from sglang.srt.utils.network import NetworkAddress
 
 from kvxfer.connectors.common.weights import Weights
-from kvxfer.connectors.sglang import greetings
+from kvxfer.connectors.sglang import greetings, hooks_0_5_23
 from kvxfer.connectors.sglang.core import TransportCore
 from kvxfer.connectors.sglang.decode_side import DecodeSide, place_of
 from kvxfer.connectors.sglang.destination import DestinationCallbacks
@@ -55,6 +56,8 @@ HEAR_MS = 200
 GONE_S = 1.9
 """A prefill engine whose bootstrap server does not answer for so long is given up; SGLang asks once a second."""
 PROBE_S = 1.0
+LEAVE_FIRST = 100
+"""Of what multiprocessing calls at the end of a process; SGLang's own has no priority, and comes later."""
 FOR_EVER_S = 86400.0
 """What SGLang waits for a transfer where its own setting does not say: the core's bounds end it before."""
 
@@ -120,9 +123,21 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             self._start_heartbeat_checker_thread()
         self._hearing = threading.Thread(target=self._hear, name="kvxfer greetings", daemon=True)
         self._hearing.start()
+        hooks_0_5_23.install()
+        hooks_0_5_23.MANAGERS.add(self)
+        self._at_exit = multiprocessing.util.Finalize(None, self.leave, exitpriority=LEAVE_FIRST)
+
+    def leave(self) -> None:
+        """This process ends, and whoever waits for this rank hears so at once. Waits 5 s at most. Callable twice."""
+        if not self._stopping.is_set():
+            log.info("the engine ends: %r tells its peers", self.core)
+        self._stopping.set()
+        self.core.stop()
 
     def teardown(self) -> None:
         """End this rank's agent and threads. SGLang calls it for a change of roles only, which this backend refuses."""
+        self._at_exit.cancel()
+        hooks_0_5_23.MANAGERS.discard(self)
         self._stopping.set()
         self._hearing.join(HEAR_MS / 1000 * 10)
         if self.decode_side is not None:

@@ -213,7 +213,7 @@ class TransportCore:
     def _leave(self) -> list[Delivery]:
         """Tell everyone who waits for something."""
         farewells = []
-        for agent_id in {leg.agent_id for leg in self._legs()}:
+        for agent_id in self.sources.readers() | {leg.agent_id for leg in self.destinations.legs()}:
             with contextlib.suppress(KvxferError):
                 farewells.append(self._agent.notify(agent_id, encode(Left("the engine ends"))))
         return farewells

@@ -265,6 +265,12 @@ class SourceRooms:
         with self._lock:
             return [leg for made in self._rooms.values() if not made.is_over for leg in made.legs]
 
+    def readers(self) -> set[str]:
+        """The agents that wait for something of this rank, in rooms that are accepted or not, and not over."""
+        with self._lock:
+            made = [*self._rooms.values(), *self._early.values()]
+            return {leg.agent_id for one in made if not one.is_over for leg in one.legs}
+
     def leg_gone(self, leg: Leg, error: KvxferError) -> None:
         """That peer is gone, and the room of that leg with it."""
         with self._lock:

@@ -367,6 +367,14 @@ def test_an_engine_that_stops_tells_its_peers(tmp_path: pathlib.Path) -> None:
             d.destinations.begin(8, new_id(), [("p", 0)], (2,), 1)
 
 
+def test_an_engine_that_stops_tells_those_whose_prompt_it_has_not_begun(ranks: Ranks) -> None:
+    p, d = ranks
+    begin(p, d, 5, (1,), 0)
+    until(lambda: p.core.statistics().agent.grants.pulls_waiting == 1)
+    p.core.stop()
+    assert d.wait("failed", 5, 0.5)[3] == "p has left: the engine ends"
+
+
 @pytest.mark.parametrize("who", ["p", "d"])
 def test_an_engine_that_starts_again_under_its_name_works(tmp_path: pathlib.Path, who: str) -> None:
     chosen = options(tmp_path)

@@ -1,0 +1,52 @@
+"""What of SGLang 0.5.23's scheduler is hooked, beside the classes that it asks for. Decides where; what happens there
+is the manager's to say.
+
+Only a process that has a manager is hooked. SGLang logs a hook that could not be applied, and goes on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+if TYPE_CHECKING:
+    from kvxfer.connectors.sglang.adapter_0_5_23 import KvxferManager
+
+log = logging.getLogger("kvxfer.sglang")
+
+MANAGERS: weakref.WeakSet[KvxferManager] = weakref.WeakSet()
+"""Of this process."""
+
+_installed: set[str] = set()
+"""SGLang would call one that is registered twice twice."""
+
+
+def install() -> None:
+    """Callable twice."""
+    for target, hook, kind in HOOKS:
+        if target not in _installed:
+            _installed.add(target)
+            HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+
+
+def leave_after(run: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """Around the scheduler's loop, which ends when SGLang shuts down, and by an exception: what SGLang does after it
+    is too late. It tells its main process, which kills this one, and gives memory back that peers may be reading."""
+    try:
+        return run(*arguments, **more)
+    finally:
+        for manager in list(MANAGERS):
+            try:
+                manager.leave()
+            except Exception:
+                log.exception("peers could not be told that the engine ends")
+
+
+HOOKS: tuple[tuple[str, Callable[..., Any], Any], ...] = (
+    ("sglang.srt.managers.scheduler.Scheduler.run_event_loop", leave_after, HookType.AROUND),
+)
