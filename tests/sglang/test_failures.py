@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pathlib
+import socket
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -184,7 +186,7 @@ def test_what_does_not_match_is_named(world: World, tmp_path: pathlib.Path) -> N
 def test_ranks_that_cannot_be_paired_are_named_and_break_nothing(world: World) -> None:
     other = world.rank("decode", tp=2, kv_layout="another")
     receiver = other.receiver(world.room())
-    assert not other.manager.try_ensure_parallel_info(world.address)
+    wait(lambda: other.manager.try_ensure_parallel_info(world.address) or receiver.poll() == FAILED)
     assert receiver.poll() == FAILED
     assert "attn_tp_size is 2 here and 1 there" in reason(receiver)
 
@@ -193,10 +195,54 @@ def test_changed_weights_are_refused(world: World) -> None:
     other = world.rank("decode")
     other.manager.weights.forget("SGLang changed the weights in memory (update_weights_from_disk)")
     receiver = other.receiver(world.room())
-    other.manager.try_ensure_parallel_info(world.address)
+    wait(lambda: other.manager.try_ensure_parallel_info(world.address))
     receiver.init(0)
     assert receiver.poll() == FAILED
     assert "update_weights_from_disk" in reason(receiver)
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An address where somebody listens, and never says anything."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_silent_address_delays_no_other_room(world: World, silent: str) -> None:
+    """Neither the scheduler's thread nor what it does for others, until that room has failed."""
+    manager, slowest_s = world.decode.manager, 0.0
+    receiver = world.decode.receiver(world.room(), silent)
+    began_s, done = time.monotonic(), 0
+    while receiver.poll() != FAILED:
+        assert time.monotonic() - began_s < 3.5
+        asked_s = time.monotonic()
+        assert not manager.try_ensure_parallel_info(silent)
+        slowest_s = max(slowest_s, time.monotonic() - asked_s)
+        room = world.room()
+        sender, other = world.prefill.sender(room), world.decode.ask(room, [5], 1)
+        start(sender, 1, 1)
+        send(sender, [5])
+        wait_for(other, SUCCESS)
+        wait_for(sender, SUCCESS)
+        sender.clear()
+        other.clear()
+        done += 1
+    assert f"no prefill engine answers at {silent}" in reason(receiver)
+    assert slowest_s < 0.05
+    assert done > 10
+
+
+def test_an_engine_that_answers_is_known_at_once(world: World) -> None:
+    """SGLang's queue looks once a second, and again when there is an answer."""
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+    world.decode.manager.forget(world.address)
+    queue = DecodePreallocQueue.__new__(DecodePreallocQueue)
+    queue.kv_manager, queue._max_ensure_retries, queue._ensure_retry_interval = world.decode.manager, 15, 60.0
+    queue._ensure_retry_count, queue._ensure_last_attempt_time = {}, {}
+    wait(lambda: queue._ensure_prefill_info({world.address: ["a room"]})[0])
 
 
 def test_a_prefill_engine_that_comes_back_is_found(world: World) -> None:

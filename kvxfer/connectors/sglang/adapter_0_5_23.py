@@ -13,11 +13,9 @@ import multiprocessing.util
 import os
 import secrets
 import threading
-import time
 from typing import Any
 
 import numpy as np
-import requests
 import zmq
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import ModelConfig
@@ -33,9 +31,10 @@ from kvxfer.connectors.sglang import greetings, hooks_0_5_23
 from kvxfer.connectors.sglang.core import TransportCore
 from kvxfer.connectors.sglang.decode_side import DecodeSide, place_of
 from kvxfer.connectors.sglang.destination import DestinationCallbacks
-from kvxfer.connectors.sglang.limits import Identity, Layout, check_arguments, check_components, check_sizes
+from kvxfer.connectors.sglang.limits import Identity, Layout, check_arguments, check_components
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
 from kvxfer.connectors.sglang.options import Options
+from kvxfer.connectors.sglang.prefill_engines_0_5_23 import PrefillEngines
 from kvxfer.connectors.sglang.prefill_side import PrefillSide, Wanted
 from kvxfer.connectors.sglang.receiver_0_5_23 import KvxferReceiver, rows_of
 from kvxfer.connectors.sglang.record import make_record, models_of, shape_of
@@ -53,9 +52,6 @@ log = logging.getLogger("kvxfer.sglang")
 WEIGHTS_S = 600.0
 """SGLang has no other way than a transfer: an engine starts once it is known which weights it has, or why not."""
 HEAR_MS = 200
-GONE_S = 1.9
-"""A prefill engine whose bootstrap server does not answer for so long is given up; SGLang asks once a second."""
-PROBE_S = 1.0
 LEAVE_FIRST = 100
 """Of what multiprocessing calls at the end of a process; SGLang's own has no priority, and comes later."""
 FOR_EVER_S = 86400.0
@@ -107,7 +103,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         )
         self.prefill_side = PrefillSide(self, self.core, rank) if is_prefill else None
         self.decode_side = None if is_prefill else DecodeSide(self, self.core)
-        self._missed: dict[str, float] = {}
+        self.engines = PrefillEngines(self)
         self._stopping = threading.Event()
         self.core.start()
         self.weights.listen(self._describe)
@@ -292,29 +288,8 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         return self.core.destinations.is_drained(bootstrap_room)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """As SGLang does it, but an engine that is gone, or that does not fit, fails the rooms that wait for it."""
-        if bootstrap_addr in self.prefill_info_table:
-            return True
-        now_s = time.monotonic()
-        try:
-            requests.get(f"http://{bootstrap_addr}/health", timeout=PROBE_S)
-        except requests.RequestException:
-            if now_s - self._missed.setdefault(bootstrap_addr, now_s) >= GONE_S:
-                del self._missed[bootstrap_addr]
-                self._fail_rooms_of(bootstrap_addr, f"peer_gone: no prefill engine answers at {bootstrap_addr}")
-            return False
-        self._missed.pop(bootstrap_addr, None)
-        try:
-            if not super().try_ensure_parallel_info(bootstrap_addr):
-                return False
-            info = self.prefill_info_table[bootstrap_addr]
-            is_cut = self.is_mla_backend or self.shape is not None
-            check_sizes(is_cut=is_cut, prefill=info, decode_tp_size=self.attn_tp_size)
-        except (RuntimeError, AssertionError, TypeError, KvxferError) as error:  # nobody would catch SGLang's own
-            self.prefill_info_table.pop(bootstrap_addr, None)
-            self._fail_rooms_of(bootstrap_addr, f"incompatible: {error}")
-            return False
-        return True
+        """Whether it is known what that engine is. The scheduler waits for nobody: another thread asks."""
+        return bootstrap_addr in self.prefill_info_table or self.engines.ensure(bootstrap_addr)
 
     def forget(self, bootstrap_addr: str) -> None:
         """What is known of that prefill engine is out of date: the next room asks its bootstrap server anew."""
@@ -335,7 +310,8 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         assert self.decode_side is not None
         self.decode_side.failed(room, code, text)
 
-    def _fail_rooms_of(self, bootstrap_addr: str, text: str) -> None:
+    def fail_rooms_of(self, bootstrap_addr: str, text: str) -> None:
+        """Those that wait until it is known what that engine is."""
         for room in list(self.addr_to_rooms_tracker.get(bootstrap_addr, ())):
             if self.request_status.get(room) == KVPoll.Bootstrapping:
                 self.fail(room, text)

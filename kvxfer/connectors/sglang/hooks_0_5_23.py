@@ -47,6 +47,17 @@ def leave_after(run: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
                 log.exception("peers could not be told that the engine ends")
 
 
+def look_again(queue: Any, addr_to_reqs: Any, *_: Any, **__: Any) -> None:
+    """Before decode's queue looks which prefill engines are known: SGLang looks at each once a second, and an answer
+    that is there is taken at once."""
+    manager = queue.kv_manager
+    if manager in MANAGERS:
+        for address in addr_to_reqs:
+            if manager.engines.has_answered(address):
+                queue._ensure_last_attempt_time.pop(address, None)
+
+
 HOOKS: tuple[tuple[str, Callable[..., Any], Any], ...] = (
     ("sglang.srt.managers.scheduler.Scheduler.run_event_loop", leave_after, HookType.AROUND),
+    ("sglang.srt.disaggregation.decode.DecodePreallocQueue._ensure_prefill_info", look_again, HookType.BEFORE),
 )

@@ -1,0 +1,105 @@
+"""Which prefill engines are there, and what SGLang 0.5.23 knows of each. Decides when one is given up, or does not fit:
+the rooms that wait for it fail then. The scheduler's thread waits for none of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+import requests
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+from kvxfer.connectors.sglang.inquiries import Inquiries
+from kvxfer.connectors.sglang.limits import check_sizes
+from kvxfer.errors import KvxferError
+
+if TYPE_CHECKING:
+    from kvxfer.connectors.sglang.adapter_0_5_23 import KvxferManager
+
+GONE_S = 1.7
+"""A prefill engine whose bootstrap server does not answer for so long is given up; SGLang asks once a second."""
+ROW_S = 5.0
+"""Times that nobody answered are of one row if they are no further apart."""
+PROBE_S = 1.8
+"""Longer, so that a host that says nothing needs to be asked once; a packet that was lost is sent again after 1 s."""
+NOT_READY = object()
+"""A prefill engine some of whose ranks are not there yet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Missed:
+    """Nobody answered who was asked then."""
+
+    asked_s: float
+
+
+class _Aside:
+    """The manager, but what SGLang finds out of a prefill engine stays here."""
+
+    def __init__(self, manager: KvxferManager) -> None:
+        self.prefill_info_table: dict[str, Any] = {}
+        self._manager = manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
+class PrefillEngines:
+    """On the scheduler's thread, which never waits here."""
+
+    def __init__(self, manager: KvxferManager) -> None:
+        self._manager = manager
+        self._inquiries: Inquiries[Any] = Inquiries(self._inquire)
+        self._missed: dict[str, tuple[float, float]] = {}
+        """When the first and the last time in a row were that nobody answered."""
+
+    def ensure(self, bootstrap_addr: str) -> bool:
+        """Whether SGLang's manager knows now what that engine is. One that is gone, or that does not fit, fails the
+        rooms that wait for it."""
+        answer = self._inquiries.take(bootstrap_addr)
+        if answer is None:
+            return False
+        if isinstance(answer, Missed):
+            self._miss(bootstrap_addr, answer.asked_s)
+            return False
+        self._missed.pop(bootstrap_addr, None)
+        if isinstance(answer, str):
+            self._manager.fail_rooms_of(bootstrap_addr, answer)
+        elif answer is not NOT_READY:
+            self._manager.prefill_info_table[bootstrap_addr] = answer
+            return True
+        return False
+
+    def has_answered(self, bootstrap_addr: str) -> bool:
+        """Whether :meth:`ensure` would learn something of it now."""
+        answer = self._inquiries.look(bootstrap_addr)
+        return answer is not None and answer is not NOT_READY and not isinstance(answer, Missed)
+
+    def _miss(self, bootstrap_addr: str, asked_s: float) -> None:
+        now_s = time.monotonic()
+        self._missed = {at: row for at, row in self._missed.items() if now_s - row[1] < ROW_S}
+        first_s, _ = self._missed.get(bootstrap_addr, (asked_s, asked_s))
+        self._missed[bootstrap_addr] = first_s, asked_s
+        if now_s - first_s >= GONE_S:
+            del self._missed[bootstrap_addr]
+            self._manager.fail_rooms_of(bootstrap_addr, f"peer_gone: no prefill engine answers at {bootstrap_addr}")
+
+    def _inquire(self, bootstrap_addr: str) -> Any:
+        """On another thread. SGLang's PrefillServerInfo; Missed; NOT_READY; or why the engine there does not fit."""
+        asked_s, manager = time.monotonic(), self._manager
+        try:
+            requests.get(f"http://{bootstrap_addr}/health", timeout=PROBE_S)
+        except requests.RequestException:
+            return Missed(asked_s)
+        aside = _Aside(manager)
+        try:
+            if not CommonKVManager.try_ensure_parallel_info(aside, bootstrap_addr):
+                return NOT_READY
+            info = aside.prefill_info_table[bootstrap_addr]
+            is_cut = manager.is_mla_backend or manager.shape is not None
+            check_sizes(is_cut=is_cut, prefill=info, decode_tp_size=manager.attn_tp_size)
+        except (RuntimeError, AssertionError, TypeError, KvxferError) as error:  # nobody would catch SGLang's own
+            return f"incompatible: {error}"
+        return info
