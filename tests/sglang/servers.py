@@ -24,7 +24,7 @@ FLAGS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "float32"),
     *("--host", "127.0.0.1", "--mem-fraction-static", "0.3", "--max-total-tokens", "8192", "--page-size", "16"),
     *("--max-running-requests", "8", "--chunked-prefill-size", "256", "--grammar-backend", "none"),
-    *("--disable-overlap-schedule", "--skip-server-warmup", "--log-level", "info"),
+    *("--disable-overlap-schedule", "--skip-server-warmup", "--log-level", "info", "--enable-metrics"),
 ]
 
 

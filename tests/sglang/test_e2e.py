@@ -86,6 +86,30 @@ def test_eight_at_once(cluster: Cluster) -> None:
     assert found == wanted
 
 
+def figure(server: Server, name: str, *labels: str) -> float:
+    """The sum of what its ``/metrics`` has of that name, and those labels."""
+    lines = requests.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+    found = [line for line in lines if line.startswith(name + "{") and all(label in line for label in labels)]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+def test_figures_are_among_sglangs_own(cluster: Cluster) -> None:
+    committed = 'outcome="committed"'
+    before = figure(cluster.decode, "sglang:kvxfer_loads_total", committed, 'engine_type="decode"', 'tp_rank="0"')
+    bytes_before = figure(cluster.decode, "sglang:kvxfer_bytes_total")
+    tokens_of(ask(cluster.proxy.url, prompt_of(256, seed=5)))
+    assert figure(cluster.decode, "sglang:kvxfer_loads_total", committed) == before + 1
+    pages = 256 // 16 * 3 * 2 * (16 * 2 * 16 * 4)
+    assert pages < figure(cluster.decode, "sglang:kvxfer_bytes_total") - bytes_before < pages + 2**16
+    assert figure(cluster.prefill, "sglang:kvxfer_sends_total", committed, 'engine_type="prefill"') >= before + 1
+    assert figure(cluster.prefill, "sglang:kv_transfer_latency_ms_count") >= before + 1
+    assert figure(cluster.decode, "kvxfer_transfer_bytes_total") >= pages
+    wait_s = time.monotonic() + 3
+    while figure(cluster.decode, "sglang:kvxfer_rooms") and time.monotonic() < wait_s:
+        time.sleep(0.2)
+    assert figure(cluster.decode, "sglang:kvxfer_rooms") == figure(cluster.prefill, "sglang:kvxfer_rooms") == 0
+
+
 def test_aborts_in_flight_leave_no_page_behind(cluster: Cluster) -> None:
     prompts = [prompt_of(600, seed=seed) for seed in range(6)]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:

@@ -13,6 +13,7 @@ import multiprocessing.util
 import os
 import secrets
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from kvxfer.connectors.sglang.decode_side import DecodeSide, place_of
 from kvxfer.connectors.sglang.destination import DestinationCallbacks
 from kvxfer.connectors.sglang.limits import Identity, Layout, check_arguments, check_components
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
+from kvxfer.connectors.sglang.metrics import LOOK_S
+from kvxfer.connectors.sglang.observability_0_5_23 import rank_metrics
 from kvxfer.connectors.sglang.options import Options
 from kvxfer.connectors.sglang.prefill_engines_0_5_23 import PrefillEngines
 from kvxfer.connectors.sglang.prefill_side import PrefillSide, Wanted
@@ -91,6 +94,10 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         self.record = dataclasses.replace(record, weights_fingerprint=self.weights.fingerprint)
         role = Role.PREFILL if is_prefill else Role.DECODE
         rank = int(args.engine_rank) % tp_size
+        self._metrics = rank_metrics(role)
+        sent, loaded = (
+            ({}, {}) if self._metrics is None else ({"on_over": self._metrics.sent}, {"on_over": self._metrics.loaded})
+        )
         self.core = TransportCore(
             options,
             memory,
@@ -98,8 +105,8 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             agent_id=f"sglang-{role.value}-{secrets.token_hex(8)}",
             rank=rank,
             role=role,
-            source_callbacks=SourceCallbacks(self.succeed, self._source_failed, self._began),
-            destination_callbacks=DestinationCallbacks(self.succeed, self._destination_failed),
+            source_callbacks=SourceCallbacks(self.succeed, self._source_failed, self._began, **sent),
+            destination_callbacks=DestinationCallbacks(self.succeed, self._destination_failed, **loaded),
         )
         self.prefill_side = PrefillSide(self, self.core, rank) if is_prefill else None
         self.decode_side = None if is_prefill else DecodeSide(self, self.core)
@@ -329,7 +336,11 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         poller = zmq.Poller()
         poller.register(self.server_socket, zmq.POLLIN)
         complaint = RateLimitedWarning(log, "a message of another engine is dropped: %s")
+        looked_s = 0.0
         while not self._stopping.is_set():
+            if self._metrics is not None and time.monotonic() - looked_s >= LOOK_S:
+                looked_s = time.monotonic()
+                self._metrics.look(self.core.statistics())
             if not poller.poll(HEAR_MS):
                 continue
             frames = self.server_socket.recv_multipart()

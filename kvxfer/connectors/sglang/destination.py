@@ -77,7 +77,7 @@ class DestinationRooms:
         self._agent = agent
         self._pools = pools
         self._rank = rank
-        self._on_done, self._on_failed = callbacks.on_done, callbacks.on_failed
+        self._on_done, self._on_failed, self._on_over = callbacks.on_done, callbacks.on_failed, callbacks.on_over
         self._callbacks = Callbacks(post)
         self._post = post
         self._say = say
@@ -368,7 +368,7 @@ class DestinationRooms:
         with self._lock:
             if made.is_over or leg.has_end or transfer.transfer_id in made.filling:
                 return
-            made.granted_s = made.granted_s or time.monotonic()
+            made.granted_s, made.is_computed = made.granted_s or time.monotonic(), True
             if not leg.is_first:
                 leg.has_end = True
                 transfer.cancel()
@@ -401,7 +401,7 @@ class DestinationRooms:
                 if not (is_end and leg.has_end):
                     self._fail(made, error)
             else:
-                made.bytes += result.bytes
+                made.take(leg, result)
                 leg.has_end |= is_end
                 leg.committed += not is_end
             self._look(made)
@@ -417,21 +417,24 @@ class DestinationRooms:
             made.is_done = True
             made.ended_s = time.monotonic()
             self._by_transfer.pop(made.transfer_id, None)
-            self._strike(made)
+            self._settle(made)
             for leg in made.legs.values():
                 self._say(leg.agent_id, Done(made.transfer_id))
             self._tell(made, self._on_done, made.number)
         elif made.error is not None and not made.filling:
-            self._strike(made)
+            self._settle(made)
             if self._draining.get(made.number) is made:
                 del self._draining[made.number]
             self._tell(made, self._on_failed, made.number, made.error.code, str(made.error))
 
-    def _strike(self, made: DestinationRoom) -> None:
-        """Its pages from the book: it is over and drained."""
+    def _settle(self, made: DestinationRoom) -> None:
+        """It is over and drained: strike its pages from the book, and say what became of it."""
+        if made.is_settled:
+            return
+        made.is_settled = True
         if self._pools.book is not None and made.is_booked:
-            made.is_booked = False
             self._pools.book.filled(made.pages)
+        self._callbacks.tell(self._on_over, made.load())
 
     def _tell(self, made: DestinationRoom, callback: Callable[..., None], *arguments: object) -> None:
         if not made.is_told:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvxfer.agent import Transfer
+from kvxfer.agent import Transfer, TransferResult
 from kvxfer.connectors.sglang.messages import Chunk, End
 from kvxfer.connectors.sglang.shape import KvShape
+from kvxfer.connectors.sglang.source_room import COMMITTED
 from kvxfer.connectors.sglang.views import Cut
 from kvxfer.connectors.sglang.watch import Leg
 from kvxfer.errors import KvxferError
@@ -26,6 +27,23 @@ class Source(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Load:
+    """What became of one room. ``outcome``: COMMITTED, or the code of an error. ``lane``: of its last part, ``none``
+    where none came. ``early_bytes`` landed before a source granted the last part. ``wait_seconds``: until the first
+    part was granted, or it was over; ``wire_seconds``: in which parts were read, and from the last byte of each to its
+    verdict, added up, of the slowest source."""
+
+    room: int
+    outcome: str
+    lane: str
+    bytes: int
+    early_bytes: int
+    seconds: float
+    wait_seconds: float
+    wire_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class DestinationCallbacks:
     """Called on the agent's thread; exactly one of them, once, for each room that was begun and not cleared before.
     They must not block."""
@@ -34,6 +52,8 @@ class DestinationCallbacks:
     """Everything of every source is committed, the auxiliary row too."""
     on_failed: Callable[[int, str, str], None] = lambda room, code, text: None
     """(room, code of an error, text): nothing of it lands any more, its pages may be used anew."""
+    on_over: Callable[[Load], None] = lambda load: None
+    """Of every room that was begun, once it is over and drained, also one that was cleared before."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -56,6 +76,7 @@ class DestinationLeg(Leg):
     parts: int = 0
     """Announced."""
     committed: int = 0
+    wire_s: float = 0.0
     is_all_announced: bool = False
     has_end: bool = False
     """Its last part is committed."""
@@ -83,7 +104,13 @@ class DestinationRoom:
     error: KvxferError | None = None
     is_done: bool = False
     is_told: bool = False
+    is_computed: bool = False
+    """A source granted its last part."""
+    is_settled: bool = False
+    """Over, drained, and said so."""
     bytes: int = 0
+    early_bytes: int = 0
+    lane: str = ""
     began_s: float = dataclasses.field(default_factory=time.monotonic)
     granted_s: float | None = None
     ended_s: float | None = None
@@ -95,6 +122,27 @@ class DestinationRoom:
     @property
     def is_drained(self) -> bool:
         return self.is_over and not self.filling
+
+    def take(self, leg: DestinationLeg, result: TransferResult) -> None:
+        """A part of that leg is committed."""
+        self.bytes += result.bytes
+        self.early_bytes += 0 if self.is_computed else result.bytes
+        self.lane = result.lane.value
+        leg.wire_s += result.seconds["wire"] + result.seconds["confirm"]
+
+    def load(self) -> Load:
+        """Of a room that is over."""
+        ended_s = self.ended_s or time.monotonic()
+        return Load(
+            room=self.number,
+            outcome=COMMITTED if self.error is None else self.error.code,
+            lane=self.lane or "none",
+            bytes=self.bytes,
+            early_bytes=self.early_bytes,
+            seconds=ended_s - self.began_s,
+            wait_seconds=(self.granted_s or ended_s) - self.began_s,
+            wire_seconds=max((leg.wire_s for leg in self.legs.values()), default=0.0),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

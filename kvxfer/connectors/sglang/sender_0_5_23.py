@@ -8,6 +8,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 from sglang.srt.observability.trace import TraceNullContext
 
+from kvxfer.connectors.sglang.source_room import Moved
 from kvxfer.errors import KvxferError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class KvxferSender(CommonKVSender):  # type: ignore[misc]
         self._refusal = f"refused: room {bootstrap_room} is in use: another request has it"
         self._is_refused = bootstrap_room in mgr.request_status or side.has(bootstrap_room)
         self._is_over = self._is_cleared = self._is_refused
+        self._moved: Moved | None = None
         if self._is_refused:
             self.kv_mgr, self.bootstrap_room, self.aux_index = mgr, bootstrap_room, None
             self.conclude_state = KVPoll.Failed
@@ -55,6 +57,8 @@ class KvxferSender(CommonKVSender):  # type: ignore[misc]
         status = super().poll()
         if status == KVPoll.Failed:
             self._give_up()
+        elif status == KVPoll.Success and self._moved is None:  # SGLang asks for it after it cleared the room
+            self._moved = self.kv_mgr.core.sources.moved(self.bootstrap_room)
         return status
 
     def poll_pp_consensus(self) -> Any:
@@ -68,7 +72,10 @@ class KvxferSender(CommonKVSender):  # type: ignore[misc]
         return 0 if self._is_refused else int(super().pop_decode_prefix_len())
 
     def get_transfer_metric(self) -> Any:
-        return KVTransferMetric() if self._is_refused else super().get_transfer_metric()
+        """What moved, from the first grant to the last commit: with the wait for the device and for the reader."""
+        if self._moved is None or not self._moved.bytes:
+            return KVTransferMetric()
+        return KVTransferMetric(transfer_latency_s=self._moved.seconds, transfer_total_bytes=self._moved.bytes)
 
     def abort(self) -> None:
         """When this returns, the request's pages may be used anew. SGLang does not always clear a sender after it."""

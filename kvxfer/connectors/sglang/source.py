@@ -27,7 +27,7 @@ from kvxfer.connectors.sglang.callbacks import Callbacks
 from kvxfer.connectors.sglang.fences import Fence, Fences
 from kvxfer.connectors.sglang.messages import END_PART, KV_POOL, Chunk, Done, End, Failed, Message
 from kvxfer.connectors.sglang.pools import Pools, rows_of
-from kvxfer.connectors.sglang.source_room import Moved, Reader, SourceCallbacks, SourceLeg, SourceRoom
+from kvxfer.connectors.sglang.source_room import COMMITTED, Moved, Reader, SourceCallbacks, SourceLeg, SourceRoom
 from kvxfer.connectors.sglang.views import Cut
 from kvxfer.connectors.sglang.watch import Leg
 from kvxfer.errors import (
@@ -86,6 +86,7 @@ class SourceRooms:
         self._pools = pools
         self._rank = rank
         self._on_done, self._on_failed, self._on_began = callbacks.on_done, callbacks.on_failed, callbacks.on_began
+        self._on_over = callbacks.on_over
         self._callbacks = Callbacks(post)
         self._post = post
         self._say = say
@@ -232,9 +233,7 @@ class SourceRooms:
         """What was given of it; nothing for a room that is not known."""
         with self._lock:
             made = self._rooms.get(room)
-            if made is None or made.began_s is None:
-                return Moved(0, 0.0)
-            return Moved(made.bytes, (made.ended_s or time.monotonic()) - made.began_s)
+            return Moved(0, 0.0) if made is None else made.moved
 
     # --- the core, on the agent's loop ---
 
@@ -423,6 +422,7 @@ class SourceRooms:
         if not made.has_begun:
             self._tell_begun(made)
         self._callbacks.tell(self._on_done, made.number)
+        self._callbacks.tell(self._on_over, made.number, COMMITTED)
 
     def _strike(self, made: SourceRoom) -> None:
         """Its pages from the book: every grant has ended."""
@@ -451,6 +451,7 @@ class SourceRooms:
             self._post(self._decline, self._id(leg, END_PART))
         if is_told:
             self._callbacks.tell(self._on_failed, made.number, error.code, str(error))
+        self._callbacks.tell(self._on_over, made.number, error.code)
 
     def _decline(self, transfer_id: TransferId) -> None:
         """On the loop, when the reader has had the time to hear why."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 
 from kvxfer.agent import Grant
@@ -12,6 +13,8 @@ from kvxfer.connectors.sglang.watch import Leg
 from kvxfer.errors import KvxferError
 from kvxfer.transport.base import Blocks
 from kvxfer.types import TransferId
+
+COMMITTED = "committed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,8 @@ class SourceCallbacks:
     """(room, code of an error, text): it will not be read, and no grant over its pages is alive."""
     on_began: Callable[[int], None] = lambda room: None
     """A reader has begun to read; told within a tenth of a second, and before ``on_done``."""
+    on_over: Callable[[int, str], None] = lambda room, outcome: None
+    """(room, COMMITTED or the code of an error): of every room that was accepted, also one that was aborted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,3 +93,9 @@ class SourceRoom:
     @property
     def is_over(self) -> bool:
         return self.is_done or self.error is not None
+
+    @property
+    def moved(self) -> Moved:
+        if self.began_s is None:
+            return Moved(0, 0.0)
+        return Moved(self.bytes, (self.ended_s or time.monotonic()) - self.began_s)
