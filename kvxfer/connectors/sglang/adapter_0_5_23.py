@@ -35,7 +35,7 @@ from kvxfer.connectors.sglang.destination import DestinationCallbacks
 from kvxfer.connectors.sglang.limits import Identity, Layout, check_arguments, check_components
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
 from kvxfer.connectors.sglang.metrics import LOOK_S
-from kvxfer.connectors.sglang.observability_0_5_23 import rank_metrics
+from kvxfer.connectors.sglang.observability_0_5_23 import export_spans, rank_metrics
 from kvxfer.connectors.sglang.options import Options
 from kvxfer.connectors.sglang.prefill_engines_0_5_23 import PrefillEngines
 from kvxfer.connectors.sglang.prefill_side import PrefillSide, Wanted
@@ -126,6 +126,9 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             self._start_heartbeat_checker_thread()
         self._hearing = threading.Thread(target=self._hear, name="kvxfer greetings", daemon=True)
         self._hearing.start()
+        self.traceparent: str | None = None
+        """Of the request that SGLang makes a sender or receiver for now."""
+        export_spans()
         hooks_0_5_23.install()
         hooks_0_5_23.MANAGERS.add(self)
         self._at_exit = multiprocessing.util.Finalize(None, self.leave, exitpriority=LEAVE_FIRST)
@@ -200,6 +203,11 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         """Of an earlier request that had the same room, and that nobody asked for its reason."""
         with self.failure_lock:
             self.failure_records.pop(room, None)
+
+    def take_traceparent(self) -> str | None:
+        """Of the request whose sender or receiver this call makes; where SGLang does not trace, ``None``."""
+        traceparent, self.traceparent = self.traceparent, None
+        return traceparent
 
     # --- prefill ---
 

@@ -45,6 +45,7 @@ from kvxfer.errors import (
     TransferCancelled,
     from_code,
 )
+from kvxfer.observe import OpenSpan
 from kvxfer.protocol.handshake import compare
 from kvxfer.types import TransferId
 
@@ -108,11 +109,12 @@ class DestinationRooms:
         aux_row: int,
         states: Sequence[npt.ArrayLike | None] = (),
         timeout_s: float | None = None,
+        traceparent: str | None = None,
     ) -> None:
         """Wait for that prompt, and read it as it is computed: ``pages`` (may be empty), the row of the auxiliary
         buffers, and rows of each state component (``None``: nothing of it), from those of ``sources`` that
         :meth:`choose` names. They belong to this until the room is over and drained. The auxiliary row is read from the
-        first of them. ``timeout_s``: until the last of it is granted.
+        first of them. ``timeout_s``: until the last of it is granted. ``traceparent``: of the request.
 
         Raises InvalidArgument for a room or transfer id in use, and for rows that there are none of; BlocksBusy for
         pages of another room; Closed; and as :meth:`choose`."""
@@ -138,7 +140,8 @@ class DestinationRooms:
                 is_first=not legs,
                 is_known=not cut.is_view,
             )
-        made = DestinationRoom(room, transfer_id, legs, rows_of(self._pools.aux, [aux_row]), rows[0], timeout_s)
+        span = OpenSpan("kvxfer.load", traceparent, room=room, transfer_id=str(transfer_id))
+        made = DestinationRoom(room, transfer_id, legs, rows_of(self._pools.aux, [aux_row]), rows[0], timeout_s, span)
         with self._lock:
             if self._closed is not None:
                 raise self._closed
@@ -434,7 +437,7 @@ class DestinationRooms:
         made.is_settled = True
         if self._pools.book is not None and made.is_booked:
             self._pools.book.filled(made.pages)
-        self._callbacks.tell(self._on_over, made.load())
+        self._callbacks.tell(self._on_over, made.end())
 
     def _tell(self, made: DestinationRoom, callback: Callable[..., None], *arguments: object) -> None:
         if not made.is_told:

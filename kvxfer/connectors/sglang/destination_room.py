@@ -14,6 +14,7 @@ from kvxfer.connectors.sglang.source_room import COMMITTED
 from kvxfer.connectors.sglang.views import Cut
 from kvxfer.connectors.sglang.watch import Leg
 from kvxfer.errors import KvxferError
+from kvxfer.observe import OpenSpan
 from kvxfer.transport.base import Blocks
 from kvxfer.types import TransferId
 
@@ -97,6 +98,7 @@ class DestinationRoom:
     pages: Blocks
     """In the book of those that are filled."""
     timeout_s: float | None
+    span: OpenSpan
     is_booked: bool = False
     transfers: dict[TransferId, Transfer] = dataclasses.field(default_factory=dict)
     filling: set[TransferId] = dataclasses.field(default_factory=set)
@@ -130,10 +132,10 @@ class DestinationRoom:
         self.lane = result.lane.value
         leg.wire_s += result.seconds["wire"] + result.seconds["confirm"]
 
-    def load(self) -> Load:
-        """Of a room that is over."""
+    def end(self) -> Load:
+        """It is over and drained."""
         ended_s = self.ended_s or time.monotonic()
-        return Load(
+        load = Load(
             room=self.number,
             outcome=COMMITTED if self.error is None else self.error.code,
             lane=self.lane or "none",
@@ -143,6 +145,10 @@ class DestinationRoom:
             wait_seconds=(self.granted_s or ended_s) - self.began_s,
             wire_seconds=max((leg.wire_s for leg in self.legs.values()), default=0.0),
         )
+        told = {"lane": load.lane, "blocks": len(self.pages), "bytes": load.bytes, "early_bytes": load.early_bytes}
+        parts = sum(leg.committed + leg.has_end for leg in self.legs.values())
+        self.span.end(None if self.error is None else self.error.code, parts=parts, **told)
+        return load
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from kvxfer.connectors.sglang.observability_0_5_23 import traceparent_of
+
 if TYPE_CHECKING:
     from kvxfer.connectors.sglang.adapter_0_5_23 import KvxferManager
 
@@ -57,7 +59,20 @@ def look_again(queue: Any, addr_to_reqs: Any, *_: Any, **__: Any) -> None:
                 queue._ensure_last_attempt_time.pop(address, None)
 
 
+def note_request(queue: Any, request: Any, *_: Any, **__: Any) -> None:
+    """Before a queue makes a request's sender or receiver, which SGLang does not tell of the request."""
+    manager = queue.kv_manager
+    if manager in MANAGERS:
+        manager.traceparent = traceparent_of(request)
+
+
 HOOKS: tuple[tuple[str, Callable[..., Any], Any], ...] = (
     ("sglang.srt.managers.scheduler.Scheduler.run_event_loop", leave_after, HookType.AROUND),
     ("sglang.srt.disaggregation.decode.DecodePreallocQueue._ensure_prefill_info", look_again, HookType.BEFORE),
+    (
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
+        note_request,
+        HookType.BEFORE,
+    ),
+    ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", note_request, HookType.BEFORE),
 )

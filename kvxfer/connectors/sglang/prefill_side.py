@@ -99,11 +99,12 @@ class PrefillSide:
         with self._lock:
             return room in self._open
 
-    def open(self, room: int) -> None:
-        """SGLang made a sender for it. Raises InvalidArgument where the core has the room already, Closed."""
+    def open(self, room: int, traceparent: str | None = None) -> None:
+        """SGLang made a sender for it, of a request of that ``traceparent``. Raises InvalidArgument where the core has
+        the room already, Closed."""
         with self._lock:
             over = self._over.pop(room, None)
-            self._core.sources.accept(room)
+            self._core.sources.accept(room, traceparent)
             self._open.add(room)
             self._early.pop(room, None)
             if over is not None and over.by_decode and time.monotonic() - over.at_s < OVER_S:

@@ -32,6 +32,7 @@ class KvxferReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._is_refused = bootstrap_room in mgr.request_status or not mgr.core.destinations.is_drained(bootstrap_room)
         self._has_begun = False
         self._transfer_id = ""
+        self._traceparent = mgr.take_traceparent()
         self._shown = KVPoll.Bootstrapping
         self._introduced_s = 0.0
         self.bootstrap_infos: Any = None
@@ -84,6 +85,7 @@ class KvxferReceiver(CommonKVReceiver):  # type: ignore[misc]
                 0 if aux_index is None else int(aux_index),
                 rows_of(state_indices),
                 mgr.timeout_s,
+                self._traceparent,
             )
         except KvxferError as error:
             self._has_begun, self._transfer_id = False, ""

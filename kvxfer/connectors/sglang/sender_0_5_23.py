@@ -34,6 +34,7 @@ class KvxferSender(CommonKVSender):  # type: ignore[misc]
         self._is_refused = bootstrap_room in mgr.request_status or side.has(bootstrap_room)
         self._is_over = self._is_cleared = self._is_refused
         self._moved: Moved | None = None
+        traceparent = mgr.take_traceparent()
         if self._is_refused:
             self.kv_mgr, self.bootstrap_room, self.aux_index = mgr, bootstrap_room, None
             self.conclude_state = KVPoll.Failed
@@ -47,7 +48,7 @@ class KvxferSender(CommonKVSender):  # type: ignore[misc]
             if why is not None:
                 mgr.fail(bootstrap_room, f"weights_unknown: {why}")
             if mgr.request_status.get(bootstrap_room) != KVPoll.Failed:
-                side.open(bootstrap_room)
+                side.open(bootstrap_room, traceparent)
         except KvxferError as error:
             mgr.fail(bootstrap_room, f"{error.code}: {error}")
 

@@ -43,6 +43,7 @@ from kvxfer.errors import (
     TransferCancelled,
     from_code,
 )
+from kvxfer.observe import OpenSpan
 from kvxfer.transport.base import Blocks
 from kvxfer.types import GrantState, TransferId
 
@@ -60,7 +61,7 @@ ENDED_MAX = 4096
 GIVEN_UP_MAX = 4096
 """Transfers remembered that readers gave up before it was known here which room is theirs."""
 
-_ENDED: dict[GrantState, Callable[[str], KvxferError]] = {
+_ENDED: dict[GrantState, type[KvxferError]] = {
     GrantState.EXPIRED: GrantExpired,
     GrantState.REVOKED: GrantRevoked,
     GrantState.READER_GONE: PeerGone,
@@ -111,8 +112,9 @@ class SourceRooms:
 
     # --- the engine ---
 
-    def accept(self, room: int) -> None:
-        """The engine here accepted that prompt. Raises InvalidArgument where the room is in use; Closed."""
+    def accept(self, room: int, traceparent: str | None = None) -> None:
+        """The engine here accepted that prompt, in a request of that ``traceparent``. Raises InvalidArgument where the
+        room is in use; Closed."""
         with self._lock:
             if self._closed is not None:
                 raise self._closed
@@ -121,6 +123,7 @@ class SourceRooms:
             self._ended.pop(room, None)
             made = self._early.pop(room, None) or SourceRoom(room, time.monotonic())
             self._rooms[room] = made
+            made.accept(traceparent)
             error, made.error = made.error, None
             if error is not None:  # its reader came, and went
                 self._fail(made, error)
@@ -381,7 +384,8 @@ class SourceRooms:
         transfer_id = self._id(leg, part)
         grant = self._agent.grant(pool, rows, transfer_id=transfer_id, reader=leg.agent_id)
         made.grants[transfer_id] = grant
-        grant.on_ended(functools.partial(self._grant_ended, made, transfer_id))
+        span = made.grant_span(leg, part, len(rows))
+        grant.on_ended(functools.partial(self._grant_ended, made, transfer_id, span))
         made.bytes += len(rows) * pool.block_bytes
         made.began_s = time.monotonic() if made.began_s is None else made.began_s
         return grant
@@ -401,11 +405,12 @@ class SourceRooms:
                 if not made.is_over:
                     self._fail(made, KvxferError(f"the device failed: {failure!r}"))
 
-    def _grant_ended(self, made: SourceRoom, transfer_id: TransferId, state: GrantState) -> None:
+    def _grant_ended(self, made: SourceRoom, transfer_id: TransferId, span: OpenSpan, state: GrantState) -> None:
         """On the loop."""
+        kind = _ENDED.get(state)
+        span.end(None if kind is None else kind.code)
         with self._lock:
             made.grants.pop(transfer_id, None)
-            kind = _ENDED.get(state)
             if kind is not None and not made.is_over:
                 self._fail(made, kind(f"a grant of room {made.number} ended: {state.name.lower()}"))
 
@@ -414,10 +419,10 @@ class SourceRooms:
         if made.is_over or not made.is_all_sent or not all(leg.is_done for leg in made.legs):
             return
         made.is_done = True
-        made.ended_s = time.monotonic()
         for grant in list(made.grants.values()):
             grant.release()
         made.grants.clear()
+        made.end()
         self._strike(made)
         if not made.has_begun:
             self._tell_begun(made)
@@ -438,10 +443,10 @@ class SourceRooms:
     def _fail(self, made: SourceRoom, error: KvxferError, *, teller: Leg | None = None, is_told: bool = True) -> None:
         """Revoke what is granted, at once; tell the readers, but for ``teller``, and, with ``is_told``, the engine."""
         made.error = error
-        made.ended_s = time.monotonic()
         for grant in list(made.grants.values()):
             grant.revoke(str(error))
         made.grants.clear()
+        made.end()
         self._strike(made)
         about = {"code": error.code, "room": made.number}
         log.log(logging.WARNING if is_told else logging.DEBUG, "a room failed: %s", error, extra=about)

@@ -11,6 +11,7 @@ from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.views import Cut
 from kvxfer.connectors.sglang.watch import Leg
 from kvxfer.errors import KvxferError
+from kvxfer.observe import OpenSpan
 from kvxfer.transport.base import Blocks
 from kvxfer.types import TransferId
 
@@ -86,6 +87,9 @@ class SourceRoom:
     is_done: bool = False
     has_begun: bool = False
     error: KvxferError | None = None
+    traceparent: str | None = None
+    span: OpenSpan | None = None
+    """From when it is accepted."""
     bytes: int = 0
     began_s: float | None = None
     ended_s: float | None = None
@@ -93,6 +97,23 @@ class SourceRoom:
     @property
     def is_over(self) -> bool:
         return self.is_done or self.error is not None
+
+    def accept(self, traceparent: str | None) -> None:
+        """The engine here accepted its prompt."""
+        self.traceparent, self.span = traceparent, OpenSpan("kvxfer.hold", traceparent, room=self.number)
+
+    def end(self) -> None:
+        """It is over, and no grant over its pages is alive."""
+        self.ended_s = time.monotonic()
+        if self.span is not None:
+            code = None if self.error is None else self.error.code
+            self.span.end(code, readers=len(self.legs), bytes=self.bytes)
+
+    def grant_span(self, leg: SourceLeg, part: int, blocks: int) -> OpenSpan:
+        transfer_id = str(leg.transfer_id)
+        return OpenSpan(
+            "kvxfer.grant", self.traceparent, room=self.number, transfer_id=transfer_id, part=part, blocks=blocks
+        )
 
     @property
     def moved(self) -> Moved:
