@@ -21,11 +21,13 @@ class Cutting:
     decode: int
     heads: int = 4
     tokens: tuple[int, int] = (16, 16)
+    stages: tuple[int, int] = (1, 1)
 
     def __str__(self) -> str:
+        stages = "" if self.stages == (1, 1) else " in {}:{} stages".format(*self.stages)
         sizes = "" if self.tokens == (16, 16) else " of {} and {} tokens".format(*self.tokens)
         kind = {0: " latent", 4: ""}.get(self.heads, f" {self.heads} heads")
-        return f"{self.prefill}:{self.decode}{kind}{sizes}"
+        return f"{self.prefill}:{self.decode}{kind}{sizes}{stages}"
 
 
 class Engines:
@@ -34,17 +36,21 @@ class Engines:
     def __init__(self, world: World, cutting: Cutting) -> None:
         self.world, self.cutting = world, cutting
         self.p, self.d = (
-            [world.rank(role, rank=rank, tp=tp, heads=cutting.heads, tokens=tokens) for rank in range(tp)]
-            for role, tp, tokens in zip(
-                ("prefill", "decode"), (cutting.prefill, cutting.decode), cutting.tokens, strict=True
+            [
+                world.rank(role, rank=rank, tp=tp, stage=stage, stages=stages, heads=cutting.heads, tokens=tokens)
+                for stage in range(stages)
+                for rank in range(tp)
+            ]
+            for role, tp, stages, tokens in zip(
+                *(("prefill", "decode"), (cutting.prefill, cutting.decode), cutting.stages, cutting.tokens), strict=True
             )
         )
 
-    def heads_of(self, ranks: Sequence[Rank], rank: int) -> slice:
+    def heads_of(self, rank: Rank) -> slice:
         """Of a model's heads, those of a rank."""
         total = max(1, self.cutting.heads)
-        held = max(1, total // len(ranks))
-        first = rank * total // len(ranks)
+        held = max(1, total // rank.of)
+        first = rank.at * total // rank.of
         return slice(first, first + held)
 
     def content(self, seed: int) -> list[np.ndarray]:
@@ -56,26 +62,27 @@ class Engines:
     def write(self, pages: Sequence[int], seed: int, first: int = 0) -> None:
         """Prefill computes: those pages hold the tokens from the ``first`` on."""
         model, tokens = self.content(seed), self.cutting.tokens[0]
-        for at, rank in enumerate(self.p):
-            for array, held in zip(rank.kv, model, strict=True):
+        for rank in self.p:
+            for array, held in zip(rank.kv, [model[buffer] for buffer in rank.buffers], strict=True):
                 for place, page in enumerate(pages):
                     begin = first + place * tokens
-                    array[page] = held[begin : begin + tokens, self.heads_of(self.p, at)].reshape(-1)
+                    array[page] = held[begin : begin + tokens, self.heads_of(rank)].reshape(-1)
 
     def check(self, *arrived: tuple[Sequence[int], int, int, int], rows: Sequence[tuple[int, int]] = ()) -> None:
         """Decode's pages are those of prompts: (pages, seed, first token, tokens that came), its rows are prefill's
         (``rows``: of decode, and of prefill), and everything else is poisoned still."""
         tokens = self.cutting.tokens[1]
         for at, rank in enumerate(self.d):
-            for buffer, array in enumerate(rank.kv):
+            for buffer, array in zip(rank.buffers, rank.kv, strict=True):
                 expected = np.full_like(array, POISON)
                 for pages, seed, first, count in arrived:
-                    held = self.content(seed)[buffer][first : first + count, self.heads_of(self.d, at)]
+                    held = self.content(seed)[buffer][first : first + count, self.heads_of(rank)]
                     flat = np.full((len(pages) * tokens, *held.shape[1:]), POISON, np.uint8)
                     flat[:count] = held
                     expected[list(pages)] = flat.reshape(len(pages), -1)
                 assert np.array_equal(array, expected), f"rank {at}, buffer {buffer}"
-            for mine, theirs in zip(rank.aux, self.p[0].aux, strict=True):
+            whose = self.p[-1] if rank.stages == 1 else self.p[rank.stage * self.cutting.prefill]
+            for mine, theirs in zip(rank.aux, whose.aux, strict=True):
                 expected = np.full_like(mine, POISON)
                 for here, there in rows:
                     expected[here] = theirs[there]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-LAYERS, PAGES, HEADS, HEAD_BYTES = 3, 64, 2, 8
+LAYERS, PAGES, HEADS, HEAD_BYTES = 4, 64, 2, 8
 ROWS, AUX_BYTES = 16, (64, 64, 512)
 POISON = 0xA5
 PAGE_TOKENS = 16
@@ -60,6 +60,8 @@ class World:
         self.model, self.port, self.serves, self.is_bare = model, port or free_port(), serves, is_bare
         self.rooms: Iterator[int] = itertools.count(int(time.time_ns() % 10**12) * 1000)
         self.ranks: list[Rank] = []
+        self.told: dict[tuple[str, int], dict[int, Any]] = {}
+        """What the first pipeline stages told the others."""
 
     def __enter__(self) -> World:
         os.environ.setdefault("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", str(BOOTSTRAP_S))
@@ -114,7 +116,8 @@ class World:
 
 class Rank:
     """One rank of one role: the ``rank``-th of ``tp`` that share ``heads`` heads out (``heads=0``: of a latent that
-    each holds), with so many ``tokens`` in a page. ``environment``: of its settings. ``changes``: of its KVArgs."""
+    each holds), of the ``stage``-th of ``stages`` that share the layers out, with so many ``tokens`` in a page.
+    ``environment``: of its settings. ``changes``: of its KVArgs."""
 
     def __init__(
         self,
@@ -123,6 +126,8 @@ class Rank:
         *,
         rank: int = 0,
         tp: int = 1,
+        stage: int = 0,
+        stages: int = 1,
         heads: int = HEADS,
         tokens: int = PAGE_TOKENS,
         environment: dict[str, str] | None = None,
@@ -134,6 +139,7 @@ class Rank:
     ) -> None:
         from sglang.srt.disaggregation.base.conn import StateType
         from sglang.srt.disaggregation.utils import DisaggregationMode
+        from sglang.srt.distributed.utils import get_pp_indices
         from sglang.srt.runtime_context import get_parallel
 
         from kvxfer.connectors.common.weights import Weights
@@ -147,14 +153,19 @@ class Rank:
             if role == "prefill"
             else (lambda shape: np.full(shape, POISON, np.uint8))
         )
-        count, size = (2 * LAYERS if heads else LAYERS), tokens * max(1, self.held) * HEAD_BYTES
-        self.kv = [fresh((PAGES, size)) for _ in range(count)]
+        self.at, self.of = rank, tp
+        self.stage, self.stages = stage, stages
+        first, end = get_pp_indices(LAYERS, stage, stages)
+        self.buffers = [layer + part * LAYERS for part in range(2 if heads else 1) for layer in range(first, end)]
+        """Of those of the model, in its order, the ones that it has."""
+        size = tokens * max(1, self.held) * HEAD_BYTES
+        self.kv = [fresh((PAGES, size)) for _ in self.buffers]
         self.aux = [fresh((ROWS, size)) for size in aux_bytes]
         self.state = [fresh((ROWS, state_bytes))] if state_bytes else []
         args = world.classes["kvargs"]()
         values = dict(
             engine_rank=rank,
-            pp_rank=0,
+            pp_rank=stage,
             system_dp_rank=0,
             gpu_id=0,
             ib_device=None,
@@ -165,8 +176,8 @@ class Rank:
             state_types=[StateType(state)] if self.state else [],
             state_layer_ids=[],
             state_dim_per_tensor=[],
-            prefill_start_layer=0,
-            prefill_end_layer=LAYERS,
+            prefill_start_layer=first,
+            prefill_end_layer=end,
             kv_head_num=self.held,
             total_kv_head_num=heads,
         )
@@ -194,7 +205,16 @@ class Rank:
             group = SimpleNamespace(rank_in_group=rank, world_size=tp)
             ranks, sizes = ("tp_rank", "attn_tp_rank"), ("tp_size", "attn_tp_size", "moe_tp_size")
             groups = {"tp_group": group, "attn_tp_group": group}
-            with get_parallel().override(**dict.fromkeys(ranks, rank), **dict.fromkeys(sizes, tp), **groups):
+            told = world.told.setdefault((role, rank), {})  # by the first stage, which is made first
+            stage_group = SimpleNamespace(
+                rank_in_group=stage,
+                world_size=stages,
+                broadcast_object=lambda value, src: told.setdefault(src, value),
+            )
+            stage_of = {"pp_rank": stage, "pp_size": stages, "pp_group": stage_group}
+            with get_parallel().override(
+                **dict.fromkeys(ranks, rank), **dict.fromkeys(sizes, tp), **groups, **stage_of
+            ):
                 self.manager = world.classes["manager"](args, mode, arguments, heads == 0)
         finally:
             if model is not None:

@@ -13,6 +13,7 @@ from ranks import (
     BOOTSTRAP_S,
     BOOTSTRAPPING,
     FAILED,
+    LAYERS,
     POISON,
     SUCCESS,
     WAITING,
@@ -166,7 +167,7 @@ def test_another_cluster_token_is_refused(world: World, tmp_path: pathlib.Path) 
 def test_what_does_not_match_is_named(world: World, tmp_path: pathlib.Path) -> None:
     others = {
         "aux_item_lens": world.rank("decode", aux_bytes=(64, 64, 256)),
-        "head_bytes": world.rank("decode", kv_item_lens=[128] * 6),
+        "head_bytes": world.rank("decode", kv_item_lens=[128] * 2 * LAYERS),
         "shape is 'known' here and 'not known' there": world.rank("decode", kv_layout="another"),
         "weights_fingerprint": world.rank("decode", model=make_model(tmp_path / "w", b"others!")),
         "config_fingerprint": world.rank("decode", model=make_model(tmp_path / "c", rope_theta=5.0)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import AUX_BYTES, POISON, SUCCESS, WAIT_S, WAITING, Rank, World, send, start, wait_for
+from ranks import AUX_BYTES, LAYERS, POISON, SUCCESS, WAIT_S, WAITING, Rank, World, send, start, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_pages_and_row_arrive(world: World, chunks: list[list[int]]) -> None:
     check(world.prefill, world.decode, dict(zip(targets, sources, strict=True)), {2: 5})
     sender.clear()
     metric = sender.get_transfer_metric()
-    assert metric.transfer_total_bytes == len(sources) * 6 * 256 + sum(AUX_BYTES)
+    assert metric.transfer_total_bytes == len(sources) * 2 * LAYERS * 256 + sum(AUX_BYTES)
     assert 0 < metric.transfer_latency_s < WAIT_S
     receiver.clear()
     for manager in (world.prefill.manager, world.decode.manager):

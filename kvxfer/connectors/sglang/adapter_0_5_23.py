@@ -23,6 +23,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_parallel
 from sglang.srt.utils.network import NetworkAddress
@@ -79,12 +80,17 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         self.lock = threading.RLock()
         self._seal = greetings.seal_of(member_token(options.token_file))
         model = ModelConfig.from_server_args(server_args)
-        tp_size = get_parallel().attn_tp_size
+        parallel = get_parallel()
+        tp_size = parallel.attn_tp_size
+        rank = rank_of(args, tp_size)
         shape = None
         if has_plain_pages():
             is_latent = is_mla or bool(getattr(args, "is_hybrid_mla_backend", False))
             heads = int(model.get_total_num_kv_heads())
-            shape = shape_of(args, total_heads=heads, is_latent=is_latent, tp_size=tp_size)
+            first, total = stage_of(args, model, parallel.pp_size)
+            shape = shape_of(
+                args, total_heads=heads, is_latent=is_latent, tp_size=tp_size, first_layer=first, total_layers=total
+            )
         self.layout, memory = registered(args, shape)
         self.shape = shape
         self.weights = Weights(models_of(arguments), loaded=UPDATES)
@@ -93,7 +99,6 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         record = make_record(arguments, model, args, is_mla=is_mla, tp_size=tp_size, shape=shape)
         self.record = dataclasses.replace(record, weights_fingerprint=self.weights.fingerprint)
         role = Role.PREFILL if is_prefill else Role.DECODE
-        rank = int(args.engine_rank) % tp_size
         self._metrics = rank_metrics(role)
         sent, loaded = (
             ({}, {}) if self._metrics is None else ({"on_over": self._metrics.sent}, {"on_over": self._metrics.loaded})
@@ -334,7 +339,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
     # --- within ---
 
     def _rank(self) -> int:
-        return int(self.kv_args.engine_rank) % int(self.attn_tp_size)
+        return rank_of(self.kv_args, self.attn_tp_size)
 
     def _describe(self) -> None:
         self.record = dataclasses.replace(self.record, weights_fingerprint=self.weights.fingerprint)
@@ -400,6 +405,20 @@ def has_plain_pages() -> bool:
     """Whether SGLang's pools keep the tokens of a page one after the other, on this device."""
     kind, _, _ = str(get_device().device).partition(":")
     return kind in ("cpu", "cuda") and envs.SGLANG_AITER_KV_CACHE_LAYOUT.get().lower() == "nhd"
+
+
+def rank_of(args: Any, tp_size: int) -> int:
+    """Which of an engine's ranks it is: those of a pipeline stage have the numbers after those of the stage before."""
+    return int(args.pp_rank) * int(tp_size) + int(args.engine_rank) % int(tp_size)
+
+
+def stage_of(args: Any, model: Any, pp_size: int) -> tuple[int, int | None]:
+    """The first layer of a rank's pipeline stage, and how many the model has; 0 and None where there is one stage."""
+    if pp_size == 1:
+        return 0, None
+    layers = int(model.num_hidden_layers)
+    named = list(getattr(args, "kv_layer_ids", None) or ())
+    return int(named[0]) if named else get_pp_indices(layers, int(args.pp_rank), pp_size)[0], layers
 
 
 def registered(args: Any, shape: KvShape | None) -> tuple[Layout, EngineMemory]:

@@ -85,6 +85,7 @@ class DecodeSide:
         with self._lock:
             known = [(info, self._known.get(place_of(info))) for info in infos if not info.get("is_dummy")]
         asked = [(info, Source(to.agent_id, to.rank, to.shape)) for info, to in known if isinstance(to, Card)]
+        asked.sort(key=lambda one: -int(one[0].get("pp_rank", 0)))  # the last stage has the auxiliary row
         chosen = list(self._core.destinations.choose([source for _, source in asked]))
         for info, source in asked:
             info["is_dummy"] = source not in chosen

@@ -205,8 +205,8 @@ def _text(name: str, value: Any, longest: int) -> str:
 
 
 def _check_shape(rank: int, shape: KvShape | None) -> None:
-    if shape is not None and shape.tp_rank != rank:
-        raise InvalidArgument(f"shape is of rank {shape.tp_rank}, and the sender {rank}")
+    if shape is not None and shape.tp_rank != rank % shape.tp_size:
+        raise InvalidArgument(f"shape is of rank {shape.tp_rank} of {shape.tp_size}, and the sender {rank}")
 
 
 def _layout(value: Any) -> Layout:

@@ -18,7 +18,6 @@ WHOLE_ROWS = ("mamba", "swa")
 """Components of hybrid models whose rows are moved as bytes: they mean the same at every row."""
 ONLY = (
     ("tokenizer_worker_num", 1, "--tokenizer-worker-num: SGLang loads no plugins in further tokenizer workers"),
-    ("pp_size", 1, "--pp-size: layers are not paired between stages yet"),
     ("attn_cp_size", 1, "--attn-cp-size: pages are not shared out between context-parallel ranks yet"),
     ("dcp_size", 1, "--dcp-size: pages are not laid out anew for decode context parallelism yet"),
     ("enable_kv_cache_sharding", False, "--enable-kv-cache-sharding: each rank holds every page here"),
@@ -62,18 +61,24 @@ def check_components(names: Sequence[str], addresses: Sequence[Sequence[int]]) -
             raise ConfigError(f"buffers of the state component {name!r} lie nowhere: other ranks have its layers")
 
 
-def check_sizes(*, is_cut: bool, prefill: Any, decode_tp_size: int) -> None:
-    """``prefill``: SGLang's PrefillServerInfo; ``is_cut``: it is known what our pages hold of the model, or they hold
-    all of it. Raise Incompatible where its ranks cannot be paired with ours."""
+def check_sizes(*, is_cut: bool, has_all_heads: bool, prefill: Any, decode_tp_size: int, decode_pp_size: int) -> None:
+    """``prefill``: SGLang's PrefillServerInfo; ``is_cut``: it is known what our pages hold of the model;
+    ``has_all_heads``: each rank holds what every head needs. Raise Incompatible where its ranks cannot be paired with
+    ours."""
     sizes = sorted((prefill.attn_tp_size, decode_tp_size))
-    if not is_cut and sizes[0] != sizes[1]:
+    if not (is_cut or has_all_heads) and sizes[0] != sizes[1]:
         why = "it must be the same where it is not known how pages hold heads"
         raise _unequal("attn_tp_size", decode_tp_size, prefill.attn_tp_size, why)
     if sizes[0] < 1 or sizes[1] % sizes[0]:
         raise _unequal("attn_tp_size", decode_tp_size, prefill.attn_tp_size, "one must divide the other")
-    for name in ("attn_cp_size", "pp_size"):
-        if getattr(prefill, name) != 1:
-            raise _unequal(name, 1, getattr(prefill, name), "it must be 1")
+    if prefill.pp_size != decode_pp_size:
+        if decode_pp_size != 1:
+            raise _unequal("pp_size", decode_pp_size, prefill.pp_size, "it must be the same, or 1 here")
+        if not is_cut:
+            why = "it must be the same where it is not known how pages hold layers"
+            raise _unequal("pp_size", decode_pp_size, prefill.pp_size, why)
+    if prefill.attn_cp_size != 1:
+        raise _unequal("attn_cp_size", 1, prefill.attn_cp_size, "it must be 1")
     for name in ("enable_kv_cache_sharding", "enable_dsa_cache_layer_split"):
         if getattr(prefill, name, False):
             raise _unequal(name, False, True, "each prefill rank must hold every page")

@@ -98,8 +98,13 @@ class PrefillEngines:
             if not CommonKVManager.try_ensure_parallel_info(aside, bootstrap_addr):
                 return NOT_READY
             info = aside.prefill_info_table[bootstrap_addr]
-            is_cut = manager.is_mla_backend or manager.shape is not None
-            check_sizes(is_cut=is_cut, prefill=info, decode_tp_size=manager.attn_tp_size)
+            check_sizes(
+                is_cut=manager.shape is not None,
+                has_all_heads=bool(manager.is_mla_backend),
+                prefill=info,
+                decode_tp_size=manager.attn_tp_size,
+                decode_pp_size=manager.pp_size,
+            )
         except (RuntimeError, AssertionError, TypeError, KvxferError) as error:  # nobody would catch SGLang's own
             return f"incompatible: {error}"
         return info

@@ -59,9 +59,18 @@ def make_record(
     return record if shape is None else neutral(record, layers=0, block_tokens=0, packing=NHD)
 
 
-def shape_of(kv_args: Any, *, total_heads: int, is_latent: bool, tp_size: int) -> KvShape | None:
+def shape_of(
+    kv_args: Any,
+    *,
+    total_heads: int,
+    is_latent: bool,
+    tp_size: int,
+    first_layer: int = 0,
+    total_layers: int | None = None,
+) -> KvShape | None:
     """What a rank's pages hold of the model, by SGLang's KVArgs; ``None`` where a page is not its tokens one after the
     other, each of its heads, in two buffers (``is_latent``: one) for each layer: then it is moved as it is.
+    ``first_layer``: of its pipeline stage, of ``total_layers`` of the model (those that it holds, where it has all).
 
     Buffers of a draft model follow those of the model, one after the other."""
     items, tokens = tuple(map(int, kv_args.kv_item_lens)), int(kv_args.page_size)
@@ -72,8 +81,8 @@ def shape_of(kv_args: Any, *, total_heads: int, is_latent: bool, tp_size: int) -
     is_one = is_latent and layers == 1  # of all layers together
     if is_compressed or is_one or odd or layers < 1 or len(items) > CUT_MAX:
         return None
-    kept = [(layer, part) for part in parts for layer in range(layers)]
-    kept += [(layers + draft, "draft") for draft in range(drafts)]
+    kept = [(first_layer + layer, part) for part in parts for layer in range(layers)]
+    kept += [((total_layers or layers) + draft, "draft") for draft in range(drafts)]
     heads, rank = 1 if is_latent else total_heads, int(kv_args.engine_rank) % tp_size
     try:
         held = tokens * len(tp_heads(heads, tp_size, rank))

@@ -108,7 +108,7 @@ SHAPE_VALUES = json.loads(SHAPE.to_json())
         ({"total_heads": -1}, "total_heads"),
         ({"tp_size": 1 << 60}, "tp_size"),
         ({"tp_size": 3}, "tp_size"),
-        ({"tp_rank": 0}, "of rank 0, and the sender 1"),
+        ({"tp_rank": 0}, "of rank 0 of 2, and the sender 1"),
         ({"more": 1}, "exactly the fields"),
     ],
 )

@@ -20,9 +20,20 @@ SHAPE = KvShape((0, 1, 2) * 2, ("k",) * 3 + ("v",) * 3, (8,) * 6, 16, 0, 1, 2)
 SIZES = {"attn_tp_size": 1, "attn_cp_size": 1, "pp_size": 1}
 
 
+def check(*, is_cut: bool = False, decode_tp_size: int = 1, decode_pp_size: int = 1, **prefill: int) -> None:
+    check_sizes(
+        is_cut=is_cut,
+        has_all_heads=False,
+        prefill=SimpleNamespace(**(SIZES | prefill)),
+        decode_tp_size=decode_tp_size,
+        decode_pp_size=decode_pp_size,
+    )
+
+
 def test_equal_engines_match() -> None:
     check_peer(OURS, OURS)
-    check_sizes(is_cut=False, prefill=SimpleNamespace(**SIZES), decode_tp_size=1)
+    check()
+    check(pp_size=2, decode_pp_size=2)
 
 
 @pytest.mark.parametrize(("field", "value"), [("attention_backend", "fa3"), ("block_tokens", 64), ("tp_size", 2)])
@@ -59,21 +70,25 @@ def test_pages_whose_shapes_are_known_may_be_of_other_sizes() -> None:
 
 @pytest.mark.parametrize("field", SIZES)
 def test_sizes_that_differ_are_named(field: str) -> None:
-    prefill = SimpleNamespace(**(SIZES | {field: 2}))
     with pytest.raises(Incompatible, match=f"{field} is 1 here and 2 there"):
-        check_sizes(is_cut=False, prefill=prefill, decode_tp_size=1)
+        check(**{field: 2})
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1), (2, 6), (3, 3)])
 def test_tensor_parallel_sizes_of_which_one_divides_the_other(prefill: int, decode: int) -> None:
-    check_sizes(is_cut=True, prefill=SimpleNamespace(**(SIZES | {"attn_tp_size": prefill})), decode_tp_size=decode)
+    check(is_cut=True, attn_tp_size=prefill, decode_tp_size=decode)
+
+
+def test_pipelines_end_in_one_stage_or_in_as_many() -> None:
+    check(is_cut=True, pp_size=4)
+    with pytest.raises(Incompatible, match="pp_size is 2 here and 4 there: it must be the same, or 1 here"):
+        check(is_cut=True, pp_size=4, decode_pp_size=2)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 3), (3, 2), (0, 1), (4, 6)])
 def test_ranks_that_cannot_be_paired_are_refused(prefill: int, decode: int) -> None:
-    there = SimpleNamespace(**(SIZES | {"attn_tp_size": prefill}))
     with pytest.raises(Incompatible, match=f"attn_tp_size is {decode} here and {prefill} there: one must divide"):
-        check_sizes(is_cut=True, prefill=there, decode_tp_size=decode)
+        check(is_cut=True, attn_tp_size=prefill, decode_tp_size=decode)
 
 
 def test_components_that_are_not_moved_are_named() -> None:
