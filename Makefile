@@ -43,7 +43,7 @@ PART = $(TIER)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --junitxml=build/durations/$(PART).xml
 
 .PHONY: help demo serve demo-vllm test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
-    nightly-fuzz nightly-asan nightly-tsan nightly-wheel test-nixl test-vllm test-sglang \
+    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel test-nixl test-vllm test-sglang \
     test-sglang-e2e slowest check fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers stub test-installed clean install native
 
 help:
@@ -73,7 +73,7 @@ deep-wheel: wheel
 
 # Everything that is in no other tier, and what those repeat at length, in parts that can be called alone. Each part runs,
 # whatever became of those before it; the list at the end says which failed, and the minutes of each.
-NIGHTLY = nightly-tests nightly-vllm test-sglang test-sglang-e2e test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel
+NIGHTLY = nightly-tests nightly-vllm nightly-sglang test-sglang-e2e test-nixl nightly-sim nightly-fuzz nightly-asan nightly-tsan nightly-wheel
 nightly: install
 	@.ci/parts $(NIGHTLY)
 
@@ -81,6 +81,9 @@ nightly-tests: install
 	@$(MAKE) test TIER=nightly ARGS='--ignore=tests/vllm --ignore=tests/sglang $(ARGS)'
 
 nightly-vllm: test-vllm
+
+nightly-sglang:
+	@ORDERS=1000 $(MAKE) test-sglang
 
 nightly-sim:
 	@$(MAKE) sim SEEDS=2000 ENGINE_SEEDS=5000
