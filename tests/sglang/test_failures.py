@@ -195,11 +195,13 @@ def test_ranks_that_cannot_be_paired_are_named_and_break_nothing(world: World) -
 def test_changed_weights_are_refused(world: World) -> None:
     other = world.rank("decode")
     other.manager.weights.forget("SGLang changed the weights in memory (update_weights_from_disk)")
-    receiver = other.receiver(world.room())
+    room = world.room()
+    sender, receiver = world.prefill.sender(room), other.receiver(room)
     wait(lambda: other.manager.try_ensure_parallel_info(world.address))
     receiver.init(0)
     assert receiver.poll() == FAILED
     assert "update_weights_from_disk" in reason(receiver)
+    assert "update_weights_from_disk" in fails(sender, TOLD_S), "once prefill has said who it is"
 
 
 @pytest.fixture

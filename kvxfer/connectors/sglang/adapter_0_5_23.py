@@ -31,6 +31,7 @@ from sglang.srt.utils.network import NetworkAddress
 from kvxfer.connectors.common.weights import Weights
 from kvxfer.connectors.sglang import greetings, hooks_0_5_23
 from kvxfer.connectors.sglang.core import TransportCore
+from kvxfer.connectors.sglang.correspondence import Correspondence
 from kvxfer.connectors.sglang.decode_side import DecodeSide, place_of
 from kvxfer.connectors.sglang.destination import DestinationCallbacks
 from kvxfer.connectors.sglang.limits import Identity, Layout, check_arguments, check_components
@@ -113,6 +114,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             source_callbacks=SourceCallbacks(self.succeed, self._source_failed, self._began, **sent),
             destination_callbacks=DestinationCallbacks(self.succeed, self._destination_failed, **loaded),
         )
+        self._correspondence = Correspondence(self.core.agent_id)
         self.prefill_side = PrefillSide(self, self.core, rank) if is_prefill else None
         self.decode_side = None if is_prefill else DecodeSide(self, self.core)
         self.engines = PrefillEngines(self)
@@ -172,11 +174,17 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         """Why it is not known which weights this rank has; ``None``: it is."""
         return self.weights.why
 
+    def sealed(self, address: tuple[str, int], greeting: greetings.Greeting) -> list[bytes]:
+        """A message for whoever was heard last from there, and for nobody else; to be sent once."""
+        return greetings.encode(self._seal, self.address, greeting, self._correspondence.mark(address, greeting))
+
     def tell(self, address: tuple[str, int], greeting: greetings.Greeting) -> None:
-        """Send it; where nobody hears it, nothing happens."""
+        """Send it, once somebody was heard from there; where nobody hears it, nothing happens."""
+        if self._correspondence.hold(address, greeting):
+            return
         place = NetworkAddress(*address)
         try:
-            frames = greetings.encode(self._seal, self.address, greeting)
+            frames = self.sealed(address, greeting)
             self._send_multipart_locked(place.to_tcp(), frames, is_ipv6=place.is_ipv6)
         except (zmq.ZMQError, KvxferError) as error:
             log.warning("%s could not be told: %s", place.to_host_port_str(), error)
@@ -271,11 +279,10 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
 
     # --- decode ---
 
-    def build_receiver_registration_message(self) -> list[bytes]:
-        """Who this rank is, and what its pages are."""
+    def build_receiver_registration_message(self) -> Any:
+        """Who this rank is, and what its pages are; the receiver seals it."""
         core = self.core
-        register = greetings.Register(core.agent_id, self._rank(), core.card(), self.record, self.layout, self.shape)
-        return greetings.encode(self._seal, self.address, register)
+        return greetings.Register(core.agent_id, self._rank(), core.card(), self.record, self.layout, self.shape)
 
     def build_receiver_metadata_message(
         self,
@@ -288,10 +295,10 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         decode_prefix_len: int | None,
         is_dummy: bool,
         device_kv_indices: Any = None,
-    ) -> list[bytes]:
-        """A room that was begun: how many pages of it this rank wants."""
+    ) -> Any:
+        """A room that was begun: how many pages of it this rank wants; the receiver seals it."""
         assert self.decode_side is not None
-        room = greetings.Room(
+        return greetings.Room(
             bootstrap_room,
             self.decode_side.transfer_id(bootstrap_room),
             self.core.agent_id,
@@ -301,7 +308,6 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             decode_prefix_len or 0,
             is_dummy,
         )
-        return greetings.encode(self._seal, self.address, room)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether no read of ours into this room's pages is under way; prefill never writes them."""
@@ -369,8 +375,11 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
     def _take(self, frames: list[bytes]) -> None:
         """What is not believed has no effect and no answer: anybody may reach this socket, and would choose whom this
         rank connects to."""
-        greeting = greetings.decode(self._seal, frames)
+        greeting, mark = greetings.read(self._seal, frames)
         place = greetings.address_of(frames)
+        if not self._correspondence.take(mark, place, greeting):
+            log.debug("a message of %s is not for this process, or was taken before: %s", mark.by, greeting)
+            return
         if self.prefill_side is not None:
             if isinstance(greeting, greetings.Register):
                 self.prefill_side.register(greeting, place)
@@ -383,6 +392,8 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
                 self.decode_side.answered(greeting, place)
             elif isinstance(greeting, greetings.RoomFailed):
                 self.decode_side.room_failed(greeting)
+        for held in self._correspondence.release(place):
+            self.tell(place, held)
 
 
 class KvxferBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]

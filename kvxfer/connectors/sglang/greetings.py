@@ -2,8 +2,9 @@
 other, and about rooms that no agent can tell of. Sealed with the cluster token, so that a room number alone does
 nothing for a stranger that can reach the socket.
 
-A message is three frames: TAG, where the sender hears answers (``host:port``), and the sealed JSON. The decoder is
-total: a message, or one error. Decides what stands in a message; must never know sockets, nor what it leads to.
+A message is three frames: TAG, where the sender hears answers (``host:port``), and the sealed JSON, with a postmark.
+The decoder is total: a message, or one error. Decides what stands in a message; must never know sockets, nor what it
+leads to.
 """
 
 from __future__ import annotations
@@ -103,6 +104,16 @@ class RoomFailed:
     text: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Postmark:
+    """By which agent a message is, for which, and the how manieth of its sender's. Without an agent: nobody's, and for
+    whoever hears it."""
+
+    by: str = ""
+    to: str = ""
+    number: int = 0
+
+
 Greeting: TypeAlias = Register | Card | Refused | Room | Abort | RoomFailed
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Register, Card, Refused, Room, Abort, RoomFailed)}
 
@@ -112,9 +123,10 @@ def seal_of(token: bytes) -> Seal:
     return Seal(hmac.digest(token, b"kvxfer sglang greetings v1", hashlib.sha256))
 
 
-def encode(seal: Seal, address: str, greeting: Greeting) -> list[bytes]:
+def encode(seal: Seal, address: str, greeting: Greeting, mark: Postmark = Postmark()) -> list[bytes]:
     """The frames of a message from the one who hears answers at ``address``; texts are cut to TEXT_MAX characters."""
     values: dict[str, Any] = {"v": VERSION, "kind": type(greeting).__name__, "from": address}
+    values["mark"] = [mark.by, mark.to, mark.number]
     for field in dataclasses.fields(greeting):
         value = getattr(greeting, field.name)
         if isinstance(value, TransferId):
@@ -147,6 +159,11 @@ def address_of(frames: Sequence[bytes]) -> tuple[str, int]:
 
 
 def decode(seal: Seal, frames: Sequence[bytes]) -> Greeting:
+    """As :func:`read`, without its postmark."""
+    return read(seal, frames)[0]
+
+
+def read(seal: Seal, frames: Sequence[bytes]) -> tuple[Greeting, Postmark]:
     """Raises AuthenticationFailed for one that was sealed with another token, ProtocolViolation for anything else that
     :func:`encode` does not make."""
     if len(frames) != 3 or not is_ours(frames):
@@ -166,13 +183,21 @@ def decode(seal: Seal, frames: Sequence[bytes]) -> Greeting:
     if kind is None or values.get("from") != frames[1].decode("ascii", "replace"):
         raise ProtocolViolation("a message of another engine is of no known kind, or from elsewhere")
     fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    if set(values) != {"v", "kind", "from", *fields}:
+    if set(values) != {"v", "kind", "from", "mark", *fields}:
         raise ProtocolViolation(f"a message {kind.__name__} of another engine has other fields")
     try:
+        mark = _mark(values["mark"])
         made: Greeting = kind(**{name: _value(name, of, values[name]) for name, of in fields.items()})
     except (InvalidArgument, RecursionError) as error:
         raise ProtocolViolation(f"a message {kind.__name__} of another engine: {error}") from None
-    return made
+    return made, mark
+
+
+def _mark(value: Any) -> Postmark:
+    if not isinstance(value, list) or len(value) != 3:
+        raise InvalidArgument("mark is no postmark")
+    by, to = (_value("agent_id", "str", agent_id) if agent_id != "" else "" for agent_id in value[:2])
+    return Postmark(by, to, _value("mark", "int", value[2]))
 
 
 def _value(name: str, kind: str, value: Any) -> Any:

@@ -139,6 +139,11 @@ class KvxferReceiver(CommonKVReceiver):  # type: ignore[misc]
         for info in self.bootstrap_infos:
             self.kv_mgr.tell(place_of(info), abort)
 
+    def _send_bootstrap_message(self, *, bootstrap_info: dict[str, Any], message: Any, operation: Any) -> Any:
+        """SGLang's, of a message that is for that rank alone."""
+        frames = self.kv_mgr.sealed(place_of(bootstrap_info), message)
+        return super()._send_bootstrap_message(bootstrap_info=bootstrap_info, message=frames, operation=operation)
+
     def _introduction(self) -> Any:
         refused, place = self._side.refusal(self.bootstrap_infos), self._side.waits_for(self.bootstrap_infos)
         if refused is None and place is None:

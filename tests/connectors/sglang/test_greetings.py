@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.connectors.sglang import greetings
-from kvxfer.connectors.sglang.greetings import Abort, Card, Refused, Register, Room, RoomFailed
+from kvxfer.connectors.sglang.greetings import Abort, Card, Postmark, Refused, Register, Room, RoomFailed
 from kvxfer.connectors.sglang.limits import Layout
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.errors import AuthenticationFailed, ProtocolViolation
@@ -41,6 +41,21 @@ def test_what_is_said_is_heard(greeting: greetings.Greeting, address: str, place
     assert greetings.is_ours(frames)
     assert greetings.address_of(frames) == place
     assert greetings.decode(SEAL, frames) == greeting
+
+
+@pytest.mark.parametrize("mark", [Postmark(), Postmark("d", "p", (1 << 63) - 1), Postmark("d", "", 7)])
+def test_a_postmark_is_heard_with_it(mark: Postmark) -> None:
+    assert greetings.read(SEAL, greetings.encode(SEAL, "h:1", ALL[0], mark)) == (ALL[0], mark)
+
+
+@pytest.mark.parametrize(
+    "mark", [None, [], ["d", "p"], ["d", "p", -1], ["d", "p", True], ["d", None, 1], ["a b", "", 1]]
+)
+def test_what_is_no_postmark_is_refused(mark: object) -> None:
+    tag, address, sealed = greetings.encode(SEAL, "h:1", ALL[0])
+    values = json.loads(SEAL.open(sealed.decode())) | {"mark": mark}
+    with pytest.raises(ProtocolViolation):
+        greetings.read(SEAL, [tag, address, SEAL.close(json.dumps(values).encode()).encode()])
 
 
 def test_another_token_is_not_believed() -> None:
