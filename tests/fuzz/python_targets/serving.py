@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 
-from kvxfer.connectors.sglang import messages as sglang_messages
 from kvxfer.connectors.vllm import params as vllm_params
 from kvxfer.connectors.vllm import wire
 from kvxfer.engine import schemas as engine_schemas
@@ -163,12 +162,6 @@ def worker_stream(data: bytes) -> object:
     return items
 
 
-def sglang_notification(data: bytes) -> object:
-    found = sglang_messages.decode(data)
-    assert sglang_messages.decode(sglang_messages.encode(found)) == found
-    return found
-
-
 def vllm_notification(data: bytes) -> object:
     found = wire.decode(data)
     assert wire.decode(wire.encode(found)) == found
@@ -207,14 +200,6 @@ VLLM_PARAMS = [
     {"do_remote_decode": True, **PARAMS.to_json()},
     {"do_remote_decode": True, "transfer_id": None},
 ]
-SGLANG_NOTIFICATIONS = [
-    sglang_messages.Chunk(TRANSFER, 3, 0, 64, 16),
-    sglang_messages.End(TRANSFER, 4),
-    sglang_messages.Done(TRANSFER),
-    sglang_messages.Failed(TRANSFER, "cancelled", "why"),
-    sglang_messages.Left("why"),
-    sglang_messages.Alive(),
-]
 NOTIFICATIONS = [
     wire.Ask(TRANSFER, 1, 0, 2, 3, True),
     wire.Part(TRANSFER, 1, 2, 3, 4),
@@ -246,9 +231,6 @@ TARGETS = {
     "worker_stream": Target(
         worker_stream,
         [b"\0: kept alive\n\n" + encode_event(CHUNK) * 2 + DONE, b"\0data: " + BUSY + b"\n\n", b"\7" + BUSY],
-    ),
-    "sglang_notification": Target(
-        sglang_notification, [sglang_messages.encode(one) for one in SGLANG_NOTIFICATIONS], (ProtocolViolation,)
     ),
     "vllm_notification": Target(vllm_notification, [wire.encode(one) for one in NOTIFICATIONS], (ProtocolViolation,)),
     "vllm_transfer_params": Target(
