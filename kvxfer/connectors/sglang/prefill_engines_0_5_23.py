@@ -85,6 +85,8 @@ class PrefillEngines:
         if now_s - first_s >= GONE_S:
             del self._missed[bootstrap_addr]
             self._manager.fail_rooms_of(bootstrap_addr, f"peer_gone: no prefill engine answers at {bootstrap_addr}")
+        else:
+            self._inquiries.take(bootstrap_addr)  # asked anew by now, so that the next look finds an answer
 
     def _inquire(self, bootstrap_addr: str) -> Any:
         """On another thread. SGLang's PrefillServerInfo; Missed; NOT_READY; or why the engine there does not fit."""
