@@ -43,8 +43,8 @@ PART = $(TIER)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --junitxml=build/durations/$(PART).xml
 
 .PHONY: help demo serve demo-vllm test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
-    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel test-nixl test-vllm test-sglang \
-    test-sglang-e2e slowest check fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers stub test-installed clean install native
+    nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel test-nixl test-vllm test-sglang test-sglang-e2e slowest check \
+    fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-sglang stub test-installed clean install native
 
 help:
 	@sed -n '1,8s/^# \{0,1\}//p' Makefile
@@ -176,6 +176,10 @@ $(PEERS)/.installed: benchmarks/peers/requirements.txt
 	@mkdir -p $(PEERS)/lib-for-mooncake
 	@$(PEERS)/bin/python benchmarks/peers/link_verbs.py $(PEERS)/lib-for-mooncake
 	@touch $@
+
+# SGLang's connection classes over kvxfer, beside the same over NIXL's own wheel.
+bench-sglang: install $(SGLANG)/.installed-$(SGLANG_VERSION) $(NIXL)/.installed
+	@$(PY) benchmarks/sglang.py $(ARGS)
 
 # The committed stub of the native core, written anew from what the built module says of itself.
 stub: install
