@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -90,6 +91,23 @@ def test_settings_that_do_not_work_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")) as caught:
         check_arguments(SimpleNamespace(**{name: wrong}))
     assert str(wrong) in str(caught.value)
+
+
+def test_sglang_tells_a_transfer_nothing_of_an_adapter() -> None:
+    """If this fails LoRA may be compared, and needs not be refused any more."""
+    from sglang.srt.disaggregation.base.conn import BaseKVReceiver, BaseKVSender
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
+
+    told: set[str] = set()
+    for kind in (BaseKVSender, BaseKVReceiver, CommonKVSender, CommonKVReceiver):
+        for name in ("__init__", "init", "send", "send_metadata"):
+            if hasattr(kind, name):
+                told |= set(inspect.signature(getattr(kind, name)).parameters)
+    assert told == {
+        *("self", "mgr", "bootstrap_addr", "bootstrap_room", "req_has_disagg_prefill_dp_rank", "prefill_dp_rank"),
+        *("num_kv_indices", "aux_index", "kv_indices", "state_indices", "num_kv_tokens", "indices_event"),
+        *("decode_prefix_len", "destination", "device_kv_indices"),
+    }
 
 
 def test_further_tokenizer_workers_are_refused_by_the_main_process(model: Any) -> None:

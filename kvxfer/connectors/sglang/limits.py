@@ -23,8 +23,8 @@ ONLY = (
     ("enable_kv_cache_sharding", False, "--enable-kv-cache-sharding: each rank holds every page here"),
     ("enable_dsa_cache_layer_split", False, "--enable-dsa-cache-layer-split: each rank holds every layer here"),
     ("enable_hisparse", False, "--enable-hisparse: pages are not received into the host's pool yet"),
-    ("enable_lora", False, "--enable-lora: which adapter a prompt was computed with is not compared yet"),
-    ("lora_paths", None, "--lora-paths: which adapter a prompt was computed with is not compared yet"),
+    ("enable_lora", False, "--enable-lora: SGLang does not tell a transfer which adapter its prompt was computed with"),
+    ("lora_paths", None, "--lora-paths: SGLang does not tell a transfer which adapter its prompt was computed with"),
     ("enable_memory_saver", False, "--enable-memory-saver: the agent reads memory that would be unmapped under it"),
     ("enable_pd_role_switch", False, "--enable-pd-role-switch: an engine keeps its role; start another one instead"),
     (
