@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -26,6 +27,8 @@ from ranks import (
     wait,
     wait_for,
 )
+
+from kvxfer.errors import WeightsUnknown
 
 TOLD_S = 1.0
 """So soon one side hears of what the other did."""
@@ -190,6 +193,15 @@ def test_ranks_that_cannot_be_paired_are_named_and_break_nothing(world: World) -
     wait(lambda: other.manager.try_ensure_parallel_info(world.address) or receiver.poll() == FAILED)
     assert receiver.poll() == FAILED
     assert "attn_tp_size is 2 here and 1 there" in reason(receiver)
+
+
+def test_weights_that_will_never_be_known_are_refused_at_start(world: World, tmp_path: pathlib.Path) -> None:
+    bare = make_model(tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    before = set(threading.enumerate())
+    with pytest.raises(WeightsUnknown, match=r"has no weight files\. An engine of SGLang"):
+        world.rank("decode", model=bare)
+    wait(lambda: not set(threading.enumerate()) - before)
 
 
 def test_changed_weights_are_refused(world: World) -> None:

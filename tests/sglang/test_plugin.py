@@ -110,10 +110,17 @@ def test_sglang_tells_a_transfer_nothing_of_an_adapter() -> None:
     }
 
 
-def test_further_tokenizer_workers_are_refused_by_the_main_process(model: Any) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--tokenizer-worker-num", "2", "works with --tokenizer-worker-num 1 only, not 2"),
+        ("--load-format", "dummy", "does not work with --load-format dummy, which reads no files"),
+    ],
+)
+def test_what_does_not_work_is_refused_by_the_main_process(model: Any, flag: str, value: str, says: str) -> None:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"]
     command += ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "kvxfer"]
-    command += ["--tokenizer-worker-num", "2", "--attention-backend", "torch_native", "--host", "127.0.0.1"]
+    command += [flag, value, "--attention-backend", "torch_native", "--host", "127.0.0.1"]
     ended = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=120, check=False)
     assert ended.returncode != 0
-    assert "works with --tokenizer-worker-num 1 only, not 2" in ended.stderr
+    assert says in ended.stderr

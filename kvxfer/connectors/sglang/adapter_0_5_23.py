@@ -47,7 +47,7 @@ from kvxfer.connectors.sglang.sender_0_5_23 import KvxferSender
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.source import SourceCallbacks
 from kvxfer.connectors.sglang.updates import UPDATES
-from kvxfer.errors import KvxferError
+from kvxfer.errors import KvxferError, WeightsUnknown
 from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.rpc import member_token
 from kvxfer.types import Role
@@ -72,7 +72,8 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
-        """Raises ConfigError for what this backend does not do, AuthenticationFailed, CoordinatorUnavailable."""
+        """Raises ConfigError for what this backend does not do, WeightsUnknown where it will never be known which
+        weights these are, AuthenticationFailed, CoordinatorUnavailable."""
         is_mla = bool(is_mla_backend)
         is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         options = Options.from_environment(os.environ)
@@ -96,7 +97,14 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         self.shape = shape
         self.weights = Weights(models_of(arguments), loaded=UPDATES)
         if not self.weights.wait(WEIGHTS_S):
-            self.weights.forget(f"its weights could not be read within {WEIGHTS_S:g} s")
+            self.weights.forget(f"its weights could not be read within {WEIGHTS_S:g} s; what was read is kept")
+        why = self.weights.why
+        if why is not None:
+            self.weights.stop()
+            raise WeightsUnknown(
+                f"{why}. An engine of SGLang whose weights are not known could serve nothing with the transfer backend "
+                "kvxfer: start it again once its files are in place"
+            )
         record = make_record(arguments, model, args, is_mla=is_mla, tp_size=tp_size, shape=shape)
         self.record = dataclasses.replace(record, weights_fingerprint=self.weights.fingerprint)
         role = Role.PREFILL if is_prefill else Role.DECODE

@@ -37,6 +37,10 @@ ONLY = (
     ),
 )
 """(setting, the one value that works, why)."""
+LOCAL_FORMATS = frozenset(
+    ("auto", "safetensors", "pt", "npcache", "gguf", "bitsandbytes", "mistral", "fastsafetensors", "sharded_state")
+)
+"""SGLang's load formats that read the files of a directory, and nothing else."""
 
 
 def check_arguments(arguments: Any) -> None:
@@ -47,6 +51,22 @@ def check_arguments(arguments: Any) -> None:
         if found != wanted and (found or wanted) and not (found is None or (name.endswith("_size") and found == 0)):
             flag, _, reason = why.partition(": ")
             raise ConfigError(f"the transfer backend kvxfer works with {flag} {wanted} only, not {found}: {reason}")
+    for flag, found in load_formats(arguments).items():
+        if found not in LOCAL_FORMATS:
+            raise ConfigError(
+                f"the transfer backend kvxfer does not work with {flag} {found}, which reads no files that could be "
+                f"compared: all that it serves comes from, or goes to, an engine with the same weights. It works with "
+                f"{', '.join(sorted(LOCAL_FORMATS))}"
+            )
+
+
+def load_formats(arguments: Any) -> dict[str, str]:
+    """What an engine's weights are read as, by the setting that says so; those of a draft model too."""
+    found = {"--load-format": getattr(arguments, "load_format", None) or "auto"}
+    if getattr(arguments, "speculative_draft_model_path", None):
+        draft = getattr(arguments, "speculative_draft_load_format", None)
+        found["--speculative-draft-load-format"] = draft or found["--load-format"]
+    return {flag: str(getattr(value, "value", value)) for flag, value in found.items()}
 
 
 def check_components(names: Sequence[str], addresses: Sequence[Sequence[int]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvxfer.connectors.common.checkpoint import ModelName, NotKnown, unknown
 from kvxfer.connectors.common.weights import PENDING
-from kvxfer.connectors.sglang.limits import shortened
+from kvxfer.connectors.sglang.limits import LOCAL_FORMATS, load_formats, shortened
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.views import neutral
 from kvxfer.errors import ConfigError, InvalidArgument
@@ -22,10 +22,6 @@ BOOKKEEPING = frozenset(
     {"_attn_implementation", "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 )
 """Keys of a model's config that say nothing about the KV of a token; the dtype is a field of its own."""
-LOCAL_FORMATS = frozenset(
-    ("auto", "safetensors", "pt", "npcache", "gguf", "bitsandbytes", "mistral", "fastsafetensors", "sharded_state")
-)
-"""SGLang's load formats that read the files of a directory, and nothing else."""
 CUT_MAX = 2048
 """Buffers of a shape: those of more do not fit a greeting."""
 NHD = "nhd"
@@ -113,9 +109,9 @@ def models_of(arguments: Any) -> Callable[[], list[ModelName]]:
     where their weights are no files of this host."""
 
     def find() -> list[ModelName]:
-        load_format = str(getattr(arguments.load_format, "value", arguments.load_format))
-        if load_format not in LOCAL_FORMATS:
-            raise NotKnown(f"load_format {load_format!r} reads no files that could be compared")
+        for flag, load_format in load_formats(arguments).items():
+            if load_format not in LOCAL_FORMATS:
+                raise NotKnown(f"{flag} {load_format} reads no files that could be compared")
         place = getattr(arguments, "download_dir", None)
         names = [ModelName(str(arguments.model_path), str(arguments.revision or ""), place)]
         draft = getattr(arguments, "speculative_draft_model_path", None)

@@ -7,8 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.connectors.common.checkpoint import unknown
-from kvxfer.connectors.sglang.limits import Identity, Layout, check_components, check_peer, check_sizes, shortened
+from kvxfer.connectors.common.checkpoint import NotKnown, unknown
+from kvxfer.connectors.sglang.limits import (
+    Identity,
+    Layout,
+    check_arguments,
+    check_components,
+    check_peer,
+    check_sizes,
+    shortened,
+)
+from kvxfer.connectors.sglang.record import models_of
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.errors import ConfigError, Incompatible, WeightsUnknown
 from kvxfer.types import CompatibilityRecord
@@ -89,6 +98,22 @@ def test_pipelines_end_in_one_stage_or_in_as_many() -> None:
 def test_ranks_that_cannot_be_paired_are_refused(prefill: int, decode: int) -> None:
     with pytest.raises(Incompatible, match=f"attn_tp_size is {decode} here and {prefill} there: one must divide"):
         check(is_cut=True, attn_tp_size=prefill, decode_tp_size=decode)
+
+
+@pytest.mark.parametrize("found", ["dummy", "remote", "layered", "rdma"])
+def test_a_load_format_whose_weights_are_never_known_is_named(found: str) -> None:
+    for load_format in ("auto", "safetensors", None, SimpleNamespace(value="gguf")):
+        check_arguments(SimpleNamespace(load_format=load_format))
+    for load_format in (found, SimpleNamespace(value=found)):
+        with pytest.raises(ConfigError, match=f"--load-format {found}, which reads no files"):
+            check_arguments(SimpleNamespace(load_format=load_format))
+    draft = SimpleNamespace(load_format="auto", speculative_draft_load_format=found)
+    check_arguments(draft)
+    draft.speculative_draft_model_path = "draft"
+    with pytest.raises(ConfigError, match=f"--speculative-draft-load-format {found}"):
+        check_arguments(draft)
+    with pytest.raises(NotKnown, match=f"--speculative-draft-load-format {found}"):
+        models_of(draft)()
 
 
 def test_components_that_are_not_moved_are_named() -> None:
