@@ -64,12 +64,13 @@ def make_tiny_llama(path: pathlib.Path) -> pathlib.Path:
 
 
 class Server:
-    """``role``: prefill, decode, or nothing for one server that does both. It can be killed and started again."""
+    """``role``: prefill, decode, or nothing for one server that does both; of ``tp`` ranks, each on a processor of its
+    own where there are several. It can be killed and started again."""
 
     def __init__(
-        self, directory: pathlib.Path, model: pathlib.Path, role: str, *flags: str, bootstrap: int = 0
+        self, directory: pathlib.Path, model: pathlib.Path, role: str, *flags: str, bootstrap: int = 0, tp: int = 1
     ) -> None:
-        self.name, self.port, self.bootstrap = role or "one", free_port(), bootstrap or free_port()
+        self.name, self.port, self.bootstrap = f"{role or 'one'}{tp}", free_port(), bootstrap or free_port()
         self.log = directory / f"{self.name}.log"
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *FLAGS]
         command += ["--port", str(self.port), *flags]
@@ -78,6 +79,10 @@ class Server:
             command += ["--disaggregation-bootstrap-port", str(self.bootstrap)]
         if role == "decode":
             command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+        self.environment = dict(os.environ)
+        if tp > 1:
+            command += ["--tp-size", str(tp)]
+            self.environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
         self.command = command
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -88,7 +93,12 @@ class Server:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=self.environment,
             )
 
     def wait_ready(self) -> None:

@@ -46,6 +46,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 class Cluster:
     def __init__(self, directory: pathlib.Path) -> None:
         model = make_tiny_llama(directory / "tiny")
+        self.directory, self.model = directory, model
         self.prefill = Server(directory, model, "prefill")
         self.decode = Server(directory, model, "decode", bootstrap=self.prefill.bootstrap)
         self.one = Server(directory, model, "", "--disable-radix-cache")
@@ -148,6 +149,30 @@ def test_a_killed_decode_server_comes_back(cluster: Cluster) -> None:
     cluster.decode.wait_ready()
     prompt = prompt_of(120)
     assert tokens_of(ask(cluster.proxy.url, prompt)) == tokens_of(ask(cluster.one.url, prompt))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="SGLang binds each rank to a processor of its own")
+def test_a_decode_server_that_is_cut_differently(cluster: Cluster) -> None:
+    """Two ranks, pages of half the size, and a prefix cache that ends within pages of prefill's."""
+    flags = ("--page-size", "8", "--disaggregation-decode-enable-radix-cache")
+    other = Server(cluster.directory, cluster.model, "decode", *flags, bootstrap=cluster.prefill.bootstrap, tp=2)
+    cluster.decode.kill()
+    other.start()
+    try:
+        other.wait_ready()
+        url = Proxy(cluster.prefill, other).url
+        for length in LENGTHS:
+            prompt = prompt_of(length, seed=2)
+            assert tokens_of(ask(url, prompt)) == tokens_of(ask(cluster.one.url, prompt)), length
+        begun = prompt_of(200, seed=3)
+        for known in (8, 24, 40, 100):
+            prompt = begun[:known] + prompt_of(61, seed=known)
+            for _ in range(2):
+                assert tokens_of(ask(url, prompt)) == tokens_of(ask(cluster.one.url, prompt)), known
+    finally:
+        other.kill()
+        cluster.decode.start()
+        cluster.decode.wait_ready()
 
 
 def test_a_server_that_is_ended_tells_its_peers(cluster: Cluster) -> None:
