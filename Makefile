@@ -42,7 +42,7 @@ TIER = quick
 PART = $(TIER)
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal --junitxml=build/durations/$(PART).xml
 
-.PHONY: help demo serve demo-vllm test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
+.PHONY: help demo serve demo-vllm demo-sglang test deep deep-tests deep-vllm deep-wheel nightly nightly-tests nightly-vllm nightly-sim \
     nightly-sglang nightly-fuzz nightly-asan nightly-tsan nightly-wheel test-nixl test-vllm test-sglang test-sglang-e2e slowest check \
     fix sim fuzz fuzz-build fuzz-corpus asan tsan wheel bench bench-peers bench-sglang stub test-installed clean install native
 
@@ -123,13 +123,13 @@ test-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
 	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm $(ARGS)
 
 # The transfer backend inside real SGLang, whose classes only import in an environment of its own (3 GB, minutes the first
-# time): its contract over both roles in one process, and two servers end to end.
+# time): its contract over both roles in one process; and real servers, end to end.
 IN_SGLANG = $(SGLANG)/bin/python -m pytest -q -p no:warnings --junitxml=build/durations/$@.xml
 test-sglang: install $(SGLANG)/.installed-$(SGLANG_VERSION)
-	@$(IN_SGLANG) tests/sglang --ignore=tests/sglang/test_e2e.py $(ARGS)
+	@$(IN_SGLANG) tests/sglang --ignore-glob='*/test_e2e*.py' $(ARGS)
 
 test-sglang-e2e: install $(SGLANG)/.installed-$(SGLANG_VERSION)
-	@$(IN_SGLANG) tests/sglang/test_e2e.py $(ARGS)
+	@$(IN_SGLANG) tests/sglang/test_e2e*.py $(ARGS)
 
 $(SGLANG)/.installed-$(SGLANG_VERSION): .ci/make-sglang-venv pyproject.toml
 	@echo "kvxfer: installing SGLang $(SGLANG_VERSION) for CPU into $(SGLANG)"
@@ -144,6 +144,10 @@ $(VLLM)/.installed-$(VLLM_VERSION): .ci/make-vllm-venv pyproject.toml
 	@echo "kvxfer: installing vLLM $(VLLM_VERSION) for CPU into $(VLLM)"
 	@.ci/make-vllm-venv $(PY) $(VLLM) $(VLLM_VERSION) $(INDEX) $(PIP_ARGS)
 	@touch $@
+
+# What docs/sglang.md begins with: two servers of SGLang behind its own router.
+demo-sglang: install $(SGLANG)/.installed-$(SGLANG_VERSION)
+	@$(PY) tests/sglang/demo.py $(ARGS)
 
 check: install
 	@$(PY) -m ruff format --check .

@@ -13,8 +13,8 @@ import pytest
 
 from kvxfer.errors import DeadlineExceeded, KvxferError
 
-PATH = pathlib.Path(__file__).parents[1] / "vllm" / "started.py"
-SPEC = importlib.util.spec_from_file_location("started_of_vllm", PATH)
+PATH = pathlib.Path(__file__).parents[1] / "support" / "started.py"
+SPEC = importlib.util.spec_from_file_location("started_by_tests", PATH)
 assert SPEC is not None
 assert SPEC.loader is not None
 started = importlib.util.module_from_spec(SPEC)

@@ -17,17 +17,11 @@ HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 collect_ignore_glob = [] if HAS_SGLANG else ["test_*.py"]
 
 if HAS_SGLANG:
-    STUBS = str(HERE / "stubs")
-    sys.path[:0] = [str(HERE), STUBS]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STUBS, os.environ.get("PYTHONPATH", ""))))
-    os.environ.update(
-        SGLANG_HOST_IP="127.0.0.1",
-        SGLANG_USE_CPU_ENGINE="1",
-        HF_HUB_OFFLINE="1",
-        TRANSFORMERS_OFFLINE="1",
-        OMP_NUM_THREADS="1",
-        no_proxy="127.0.0.1,localhost",
-    )
+    sys.path[:0] = [str(HERE), str(HERE / "stubs")]
+    import launch
+
+    os.environ["PYTHONPATH"] = launch.python_path(os.environ.get("PYTHONPATH", ""))
+    os.environ.update(launch.ENVIRONMENT)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,3 +46,13 @@ def world(model: pathlib.Path) -> Iterator[object]:
 
     with World(model) as world:
         yield world
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """A prefill, a decode and a server that does both; a proxy before the first two. All files of `make
+    test-sglang-e2e` share them, and leave all of them serving."""
+    from cluster import Cluster
+
+    with Cluster(tmp_path_factory.mktemp("servers")) as cluster:
+        yield cluster

@@ -1,4 +1,6 @@
-"""SGLang's servers as people start them, on a CPU with a tiny model, and a proxy that gives a request to two."""
+"""SGLang's servers as people start them, on a CPU with a tiny model; and what gives a request to two of them: SGLang's
+own router, or a proxy.
+"""
 
 from __future__ import annotations
 
@@ -12,88 +14,47 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
+import launch
+import requests
 from aiohttp import web
 from ranks import free_port
 
 READY_S = 400.0
 """A server is three processes of some seconds of imports each, on a host that does other things too."""
-FLAGS = [
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "float32"),
-    *("--host", "127.0.0.1", "--mem-fraction-static", "0.3", "--max-total-tokens", "8192", "--page-size", "16"),
-    *("--max-running-requests", "8", "--chunked-prefill-size", "256", "--grammar-backend", "none"),
-    *("--disable-overlap-schedule", "--skip-server-warmup", "--log-level", "info", "--enable-metrics"),
-]
 
 
-def make_tiny_llama(path: pathlib.Path) -> pathlib.Path:
-    """Random weights whose argmax is not always the same token, and a tokenizer of bytes."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class Used(NamedTuple):
+    """Of a server's pool of pages, as SGLang counts them itself: what is neither free, nor kept by its prefix cache
+    alone; and when that was, on the monotonic clock."""
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(path)
-    tokens = Tokenizer(models.BPE())
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokens.train_from_iterator(["hello world the quick brown fox"] * 4, trainer)
-    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokens, **names).save_pretrained(path)
-    return path
+    tokens: int
+    at_s: float
 
 
-class Server:
-    """``role``: prefill, decode, or nothing for one server that does both; of ``tp`` ranks, each on a processor of its
-    own where there are several. It can be killed and started again."""
+class Process:
+    """One that serves HTTP, with all that it starts. It can be stopped, killed, and started again where it was."""
 
-    def __init__(
-        self, directory: pathlib.Path, model: pathlib.Path, role: str, *flags: str, bootstrap: int = 0, tp: int = 1
-    ) -> None:
-        self.name, self.port, self.bootstrap = f"{role or 'one'}{tp}", free_port(), bootstrap or free_port()
-        self.log = directory / f"{self.name}.log"
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *FLAGS]
-        command += ["--port", str(self.port), *flags]
-        if role:
-            command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "kvxfer"]
-            command += ["--disaggregation-bootstrap-port", str(self.bootstrap)]
-        if role == "decode":
-            command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
-        self.environment = dict(os.environ)
-        if tp > 1:
-            command += ["--tp-size", str(tp)]
-            self.environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
-        self.command = command
+    def __init__(self, name: str, log: pathlib.Path, ready: str) -> None:
+        """``ready``: the path that it answers with 200 once it is ready."""
+        self.name, self.log, self.port = name, log, free_port()
         self.process: subprocess.Popen[bytes] | None = None
+        self.environment = dict(os.environ)
+        self._ready = ready
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command,
+                self.command(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -103,13 +64,11 @@ class Server:
 
     def wait_ready(self) -> None:
         assert self.process is not None
-        import requests
-
         begun_s = time.monotonic()
         while time.monotonic() - begun_s < READY_S:
             assert self.process.poll() is None, f"{self.name} ended; {self.last_words()}"
             with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{self.url}/v1/models", timeout=2).status_code == 200:
+                if requests.get(self.url + self._ready, timeout=2).status_code == 200:
                     return
             time.sleep(0.5)
         raise AssertionError(f"{self.name} did not become ready; {self.last_words()}")
@@ -117,12 +76,58 @@ class Server:
     def kill(self) -> None:
         """With all that it started."""
         if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            self.signal(signal.SIGKILL)
             self.process.wait()
+
+    def signal(self, number: int) -> None:
+        """To it, and all that it started."""
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def last_words(self) -> str:
         return "\n  ".join([f"its log is {self.log}", *self.log.read_text(errors="replace").splitlines()[-25:]])
+
+
+class Server(Process):
+    """``role``: prefill, decode, or nothing for one server that does both; of ``tp`` ranks, each on a processor of its
+    own where there are several. Its ``flags`` may change between starts."""
+
+    def __init__(
+        self, directory: pathlib.Path, model: pathlib.Path, role: str, *flags: str, bootstrap: int = 0, tp: int = 1
+    ) -> None:
+        name = f"{role or 'one'}{'' if tp == 1 else tp}"
+        super().__init__(name, directory / f"{name}.log", "/v1/models")
+        self.bootstrap, self.flags = bootstrap or free_port(), flags
+        if tp > 1:
+            self.flags += ("--tp-size", str(tp))
+            self.environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
+        self._role, self._model = role, str(model)
+
+    def command(self) -> list[str]:
+        more = {"role": self._role, "bootstrap": self.bootstrap}
+        return launch.server(sys.executable, self._model, self.port, *self.flags, **more)
+
+    def used_tokens(self) -> Used:
+        answer = requests.get(f"{self.url}/v1/loads", params={"include": "core"}, timeout=10)
+        [load] = answer.json()["loads"]
+        return Used(load["num_used_tokens"], load["timestamp"] - time.time() + time.monotonic())
+
+    def abort(self, rid: str) -> None:
+        """One request; of an empty name all."""
+        requests.post(f"{self.url}/abort_request", json={"rid": rid, "abort_all": not rid}, timeout=10)
+
+
+class Router(Process):
+    """SGLang's own, out of its wheel."""
+
+    def __init__(self, directory: pathlib.Path, prefill: Server, decode: Server) -> None:
+        super().__init__("router", directory / "router.log", "/readiness")
+        self._servers, self._metrics_port = (prefill, decode), free_port()
+
+    def command(self) -> list[str]:
+        prefill, decode = self._servers
+        return launch.router(sys.executable, self.port, self._metrics_port, prefill.url, prefill.bootstrap, decode.url)
 
 
 class Proxy:

@@ -10,19 +10,20 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from engines import PYTHON, Cluster
 
+HERE = pathlib.Path(__file__).parent
 HOLD_TTL_S = float(os.environ.get("HOLD_TTL_S", "4"))
 """Of the prefill engine: how long a prompt waits for a decode engine that gives no sign of life."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = pathlib.Path(__file__).parent
     skip = pytest.mark.skip(reason="build/vllm-venv is not there: `make test-vllm` makes it")
     for item in items:
-        if here not in item.path.parents:
+        if HERE not in item.path.parents:
             continue
         item.add_marker(pytest.mark.vllm)
         item.add_marker(pytest.mark.checkout)

@@ -12,24 +12,20 @@ engine gives alone.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import pathlib
 import random
-import shutil
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
+
+import demos
 from servers import NAME, serving
 
 from kvxfer.engine.tiny import make_tiny_model
-from kvxfer.errors import KvxferError
-
-T = TypeVar("T")
 
 
 async def ask(url: str, ids: list[int]) -> tuple[dict[str, Any], float]:
@@ -60,41 +56,21 @@ async def show(directory: pathlib.Path, model: pathlib.Path, ids: list[int]) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", type=pathlib.Path, help="directory of a model that vLLM can serve")
-    parser.add_argument("--tokens", type=int, default=1500, help="length of the prompt")
+    parser = argparse.ArgumentParser("demo-vllm", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", type=demos.model_directory, help="directory of a model that vLLM can serve")
+    parser.add_argument("--tokens", type=demos.count(1, 2000), default=1500, help="length of the prompt")
     parser.add_argument("--verbose", action="store_true", help="show what the processes logged")
     options = parser.parse_args()
     draw = random.Random(7)
     ids = [draw.randrange(3, 1000) for _ in range(options.tokens)]
-    directory = pathlib.Path(tempfile.mkdtemp(prefix="kvxfer-demo-vllm-"))
-    model = options.model or make_tiny_model(
-        directory / "tiny", layers=4, hidden=256, vocab=1024, max_position_embeddings=4096, seed=1234
-    )
-    code = 1
-    try:
-        code = 0 if asyncio.run(until_told_to_end(show(directory, model, ids))) else 1
-    except KvxferError as error:
-        print(f"demo-vllm: {error}", file=sys.stderr)
-    except httpx.HTTPError as error:
-        print(f"demo-vllm: no answer: {type(error).__name__} {error}", file=sys.stderr)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("demo-vllm: interrupted; all processes are ended", file=sys.stderr)
-        code = 130
-    for log in sorted(directory.glob("*.log")) if options.verbose else ():
-        print(f"--- {log.name}\n{log.read_text(errors='replace')}", file=sys.stderr)
-    if code == 1:
-        print(f"The logs of all processes are kept in {directory}", file=sys.stderr)
-    else:
-        shutil.rmtree(directory, ignore_errors=True)
-    return code
 
+    async def work(directory: pathlib.Path) -> bool:
+        model = options.model or make_tiny_model(
+            directory / "tiny", layers=4, hidden=256, vocab=1024, max_position_embeddings=4096, seed=1234
+        )
+        return await show(directory, model, ids)
 
-async def until_told_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """SIGTERM ends it as Ctrl-C does: with all that it started."""
-    task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await task
+    return demos.run("demo-vllm", work, is_verbose=options.verbose)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ import functools
 import json
 import os
 import pathlib
-import socket
 from collections.abc import AsyncIterator, Sequence
 
 import httpx
 from engines import CACHE, PYTHON
+from local_http import answers, free_ports
 from started import Started, kvxfer, ready
 
 SETTINGS = {
@@ -103,7 +103,7 @@ async def serving(
         )
         async with httpx.AsyncClient(trust_env=False) as client:
             for engine, url in zip(engines, urls, strict=True):
-                await engine.wait(functools.partial(healthy, client, url))
+                await engine.wait(functools.partial(answers, client, f"{url}/health"))
         yield Urls(*urls, router["http_url"], directory)
     finally:
         try:
@@ -111,18 +111,3 @@ async def serving(
         finally:
             for process in started:  # interrupted once more: without their leave
                 process.kill()
-
-
-async def healthy(client: httpx.AsyncClient, url: str) -> bool | None:
-    try:
-        return (await client.get(f"{url}/health")).status_code == 200 or None
-    except httpx.HTTPError:
-        return None
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]

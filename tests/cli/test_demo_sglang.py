@@ -1,0 +1,111 @@
+"""`make demo-sglang` without SGLang: what it says of wrong flags and failed servers, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.checkout
+
+TESTS = pathlib.Path(__file__).parents[1]
+DEMO = TESTS / "sglang" / "demo.py"
+END_S = 60.0
+
+
+class Demo:
+    """It runs with a stand-in for SGLang's Python."""
+
+    def __init__(self, directory: pathlib.Path, *flags: str, **environment: str) -> None:
+        python = directory / "venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{TESTS / "cli" / "fake_sglang.py"}" "$@"\n')
+        python.chmod(0o755)
+        model = directory / "model"
+        model.mkdir()
+        (model / "config.json").write_text("{}")
+        self.mark = f"DEMO_MARK={directory}"
+        self.process = subprocess.Popen(
+            [sys.executable, str(DEMO), f"--model={model}", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment, "SGLANG_VENV": str(directory / "venv"), "TMPDIR": str(directory)}
+            | {"DEMO_MARK": str(directory)},
+        )
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=END_S)
+        assert not self.left(), "it left processes behind"
+        return self.process.returncode, out, err
+
+    def left(self) -> list[int]:
+        """Processes that it started, and itself."""
+        found = []
+        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.mark.encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+            except OSError:  # it ended meanwhile, or is somebody else's
+                continue
+        return found
+
+
+def test_it_says_what_moved_and_that_the_tokens_are_the_same(tmp_path: pathlib.Path) -> None:
+    code, out, err = Demo(tmp_path, "--tokens=70").end()
+    assert (code, err) == (0, "")
+    for name in ("prefill", "decode", "one", "router"):
+        assert f"  {name:<8}ready after " in out
+    for length in (1, 11, 70):
+        assert f"A prompt of {length} tokens through the router, " in out
+    assert "Moved: 524288 bytes of pages in 3 transfers, which took 12.2 ms together.\nToken for token the same." in out
+    assert not list(tmp_path.glob("kvxfer-*")), "logs are kept where something failed"
+
+
+@pytest.mark.parametrize("name", ["decode", "router"])
+def test_one_that_does_not_start_is_named_with_its_log(tmp_path: pathlib.Path, name: str) -> None:
+    code, _, err = Demo(tmp_path, FAKE_DIES=name).end()
+    assert code == 1
+    [directory] = tmp_path.glob("kvxfer-demo-sglang-*")
+    said = f"demo-sglang: {name} ended with code 1 before it was ready; its log is {directory}/{name}.log"
+    assert err.startswith(f"{said}\n  {name} begins\n  no such device\n")
+    assert f"The logs of all processes are kept in {directory}" in err
+
+
+def test_other_tokens_are_told_of(tmp_path: pathlib.Path) -> None:
+    code, out, _ = Demo(tmp_path, FAKE_LIES="router").end()
+    assert code == 1
+    assert out.endswith("NOT the same.\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_can_be_interrupted_while_it_starts(tmp_path: pathlib.Path, number: int) -> None:
+    demo = Demo(tmp_path, FAKE_HANGS="decode")
+    begun_s = time.monotonic()
+    while len(demo.left()) < 4:  # itself, and three servers
+        assert time.monotonic() - begun_s < END_S
+        time.sleep(0.02)
+    demo.process.send_signal(number)
+    code, _, err = demo.end()
+    assert code == 130
+    assert err == "demo-sglang: interrupted; all processes are ended\n"
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--tokens=0", "argument --tokens: must be a whole number from 1 to 4000, not '0'"),
+        ("--tokens=many", "argument --tokens: must be a whole number from 1 to 4000, not 'many'"),
+        ("--model=/nowhere", "argument --model: '/nowhere' is no directory of a model: it has no config.json"),
+        ("--lane=ucx", "unrecognized arguments: --lane=ucx"),
+    ],
+)
+def test_a_wrong_flag_gets_a_sentence(tmp_path: pathlib.Path, flag: str, said: str) -> None:
+    code, out, err = Demo(tmp_path, flag).end()
+    assert (code, out) == (2, "")
+    assert err.endswith(f"demo-sglang: error: {said}\n")
