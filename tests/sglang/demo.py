@@ -35,6 +35,7 @@ from local_http import answers, free_ports
 from started import Started, told
 
 from kvxfer.errors import KvxferError
+from kvxfer.rpc.token import load_or_create_token
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PYTHON = pathlib.Path(os.environ.get("SGLANG_VENV") or ROOT / "build" / "sglang-venv") / "bin" / "python"
@@ -57,11 +58,13 @@ class Urls:
 async def serving(directory: pathlib.Path, model: pathlib.Path) -> AsyncIterator[Urls]:
     """All of them, ready; their logs lie in ``directory``. Leaving it ends them and what they started. Raises
     KvxferError, naming the process, where one does not become ready, or ends before this is left."""
+    token = directory / "cluster-token"
+    load_or_create_token(token)
     environment = {
         **os.environ,
         **launch.ENVIRONMENT,
         "PYTHONPATH": launch.python_path(os.environ.get("PYTHONPATH", "")),
-        "KVXFER_SGLANG_TOKEN_FILE": str(directory / "cluster-token"),
+        "KVXFER_SGLANG_TOKEN_FILE": str(token),
         "TMPDIR": str(directory),  # where SGLang leaves its sockets
     }
     started: list[Started] = []
@@ -148,7 +151,7 @@ async def show(directory: pathlib.Path, model: pathlib.Path | None, tokens: int)
             found, seconds = await ask(urls.router, ids)
             wanted, alone_seconds = await ask(urls.one, ids)
             is_same = is_same and found == wanted
-            print(f"\nA prompt of {length} tokens through the router, {seconds:.2f} s: {found}")
+            print(f"\nA prompt of {length} token{'s' * (length > 1)} through the router, {seconds:.2f} s: {found}")
             print(f"One server that does both, {alone_seconds:.2f} s: {wanted}", flush=True)
         print(f"\nMoved: {await moved(urls.prefill)}.")
     print("Token for token the same." if is_same else "NOT the same.")

@@ -56,7 +56,9 @@ def make_tiny_llama(path: pathlib.Path) -> pathlib.Path:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
