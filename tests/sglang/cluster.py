@@ -10,6 +10,7 @@ import itertools
 import json
 import pathlib
 import random
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
@@ -153,7 +154,7 @@ class Client:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._session: aiohttp.ClientSession | None = None
-        self._numbers = itertools.count()
+        self._name, self._numbers = secrets.token_hex(4), itertools.count()
 
     async def __aenter__(self) -> Client:
         self._session = aiohttp.ClientSession(
@@ -170,7 +171,7 @@ class Client:
     ) -> Asked:
         """Once both legs are over: where one failed, the other is given up after GONE_S. ``began`` is run beside them,
         and ended with them."""
-        rid = f"r{next(self._numbers)}-"
+        rid = f"{self._name}-{next(self._numbers)}-"  # SGLang aborts all that begin so
         asked = Asked(number, prompt, rid, time.monotonic())
         more = {
             "rid": rid,

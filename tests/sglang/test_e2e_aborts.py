@@ -15,6 +15,8 @@ pytestmark = pytest.mark.timeout(900)
 
 ABORTS = 200
 AT_ONCE = 8
+ROUNDS_MAX = 2 * ABORTS // AT_ONCE
+"""Some requests are over before their moment comes."""
 KINDS = ("decode", "prefill", "both", "decode, while it answers")
 VICTIM_TOKENS, SURVIVOR_TOKENS = 96, 12
 MOMENT_S = 0.6
@@ -29,7 +31,9 @@ async def test_200_aborts_return_every_page_and_show_no_token_of_another(cluster
     waits: list[float] = []
     aborted: list[Asked] = []
     async with Client(cluster) as client:
-        for round_ in range(ABORTS // AT_ONCE):
+        for round_ in range(ROUNDS_MAX):
+            if len(aborted) >= ABORTS:
+                break
             victims = [prompt_of(draw.randrange(30, 700), seed=1000 + AT_ONCE * round_ + n) for n in range(AT_ONCE)]
             survivor = prompt_of(draw.randrange(30, 700), seed=5000 + round_)
             async with Pages(cluster) as pages:
@@ -56,8 +60,8 @@ async def test_200_aborts_return_every_page_and_show_no_token_of_another(cluster
     )
     print(f"{waits[len(waits) // 2]:.2f} s (median of {len(waits)} rounds), at most {waits[-1]:.2f} s")
     assert waits[-1] < BACK_S, waits
-    assert len(aborted) > 0.9 * ABORTS, "the others were over before"
-    assert 0.1 * ABORTS < partly < 0.9 * ABORTS, "aborts come before and after the first token"
+    assert len(aborted) >= ABORTS, "the others were over before"
+    assert 0.1 * len(aborted) < partly < 0.9 * len(aborted), "aborts come before and after the first token"
     assert not any(one.decode.is_done for one in aborted)
     cluster.check_pools()
 
