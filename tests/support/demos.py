@@ -46,8 +46,8 @@ def run(name: str, work: Callable[[pathlib.Path], Coroutine[Any, Any, bool]], *,
 
 
 async def until_told_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """SIGTERM ends it as Ctrl-C does: with all that it started. Both are heard also where a shell, which started this in
-    the background, has it ignore Ctrl-C."""
+    """SIGTERM ends it as Ctrl-C does: with all that it started. Both are heard, also where a shell that started this in
+    the background has it ignore Ctrl-C."""
     task = asyncio.ensure_future(work)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
