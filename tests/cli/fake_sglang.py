@@ -13,9 +13,11 @@ import sys
 import time
 
 METRICS = """\
-sglang:kv_transfer_total_mb_sum{tp_rank="0"} 0.5
-sglang:kv_transfer_total_mb_count{tp_rank="0"} 3.0
-sglang:kv_transfer_latency_ms_sum{tp_rank="0"} 12.25
+sglang:kvxfer_loads_total{lane="cma",outcome="committed",tp_rank="0"} 2.0
+sglang:kvxfer_loads_total{lane="unix",outcome="committed",tp_rank="0"} 1.0
+sglang:kvxfer_bytes_total{tp_rank="0"} 524288.0
+sglang:kvxfer_early_bytes_total{tp_rank="0"} 1024.0
+kvxfer_transfers_total{lane="ucx",outcome="committed"} 0.0
 """
 
 parser = argparse.ArgumentParser()

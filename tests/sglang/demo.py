@@ -127,15 +127,20 @@ async def ask(url: str, ids: list[int]) -> tuple[list[int], float]:
 
 
 async def moved(url: str) -> str:
-    """What SGLang's own metrics at prefill say of its transfers."""
+    """What the figures of decode say that it received."""
     async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_S) as client:
         text = (await client.get(f"{url}/metrics", follow_redirects=True)).text
 
-    def total(name: str) -> float:
-        return sum(map(float, re.findall(rf"^sglang:kv_transfer_{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)))
+    def total(name: str, *labels: str) -> float:
+        lines = re.findall(rf"^sglang:kvxfer_{name}_total{{([^}}]*)}} (\S+)$", text, re.MULTILINE)
+        return sum(float(value) for found, value in lines if all(label in found for label in labels))
 
-    count, mib, ms = total("total_mb_count"), total("total_mb_sum"), total("latency_ms_sum")
-    return f"{mib * 2**20:.0f} bytes of pages in {count:.0f} transfers, which took {ms:.1f} ms together"
+    by_lane = {
+        lane: total("loads", f'lane="{lane}"', 'outcome="committed"')
+        for lane in sorted(set(re.findall(r'lane="(\w+)"', text)))
+    }
+    by = ", ".join(f"{count:.0f} by {lane}" for lane, count in by_lane.items() if count)
+    return f"{total('bytes'):.0f} bytes, {total('early_bytes'):.0f} of them while the prompt was still computed ({by})"
 
 
 async def show(directory: pathlib.Path, model: pathlib.Path | None, tokens: int) -> bool:
@@ -153,7 +158,7 @@ async def show(directory: pathlib.Path, model: pathlib.Path | None, tokens: int)
             is_same = is_same and found == wanted
             print(f"\nA prompt of {length} token{'s' * (length > 1)} through the router, {seconds:.2f} s: {found}")
             print(f"One server that does both, {alone_seconds:.2f} s: {wanted}", flush=True)
-        print(f"\nMoved: {await moved(urls.prefill)}.")
+        print(f"\nMoved: {await moved(urls.decode)}.")
     print("Token for token the same." if is_same else "NOT the same.")
     return is_same
 

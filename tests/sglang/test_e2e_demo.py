@@ -59,7 +59,8 @@ def test_it_does_the_page(directory: pathlib.Path) -> None:
     assert code == 0, out + err
     assert err == ""
     assert out.endswith("Token for token the same.\n")
-    assert " bytes of pages in 3 transfers, " in out
+    assert "\nMoved: " in out
+    assert "(3 by " in out
     assert not list(directory.glob("kvxfer-*")), "logs are kept where something failed"
 
 
