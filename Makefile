@@ -123,13 +123,14 @@ test-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
 	@$(PY) -m pytest -q --junitxml=build/durations/$@.xml tests/vllm $(ARGS)
 
 # The transfer backend inside real SGLang, whose classes only import in an environment of its own (3 GB, minutes the first
-# time): its contract over both roles in one process; and real servers, end to end.
+# time): its contract over both roles in one process; and real servers, end to end. The demo comes first: the servers that the
+# other files share poll without a pause.
 IN_SGLANG = $(SGLANG)/bin/python -m pytest -q -p no:warnings --junitxml=build/durations/$@.xml
 test-sglang: install $(SGLANG)/.installed-$(SGLANG_VERSION)
 	@$(IN_SGLANG) tests/sglang --ignore-glob='*/test_e2e*.py' $(ARGS)
 
 test-sglang-e2e: install $(SGLANG)/.installed-$(SGLANG_VERSION)
-	@$(IN_SGLANG) tests/sglang/test_e2e*.py $(ARGS)
+	@$(IN_SGLANG) tests/sglang/test_e2e_demo.py tests/sglang/test_e2e*.py $(ARGS)
 
 $(SGLANG)/.installed-$(SGLANG_VERSION): .ci/make-sglang-venv pyproject.toml
 	@echo "kvxfer: installing SGLang $(SGLANG_VERSION) for CPU into $(SGLANG)"

@@ -64,8 +64,9 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         try:
-            for server in self.servers:  # one after the other: each imports for seconds
+            for server in self.servers:
                 server.start()
+            for server in self.servers:
                 server.wait_ready()
         except BaseException:
             self.__exit__(None, None, None)

@@ -18,7 +18,7 @@ AT_ONCE = 8
 ROUNDS_MAX = 2 * ABORTS // AT_ONCE
 """Some requests are over before their moment comes."""
 KINDS = ("decode", "prefill", "both", "decode, while it answers")
-VICTIM_TOKENS, SURVIVOR_TOKENS = 96, 12
+VICTIM_TOKENS, SURVIVOR_TOKENS = 256, 12
 MOMENT_S = 0.6
 """The aborts of a round are spread over so long: queued, computed, moved, generating."""
 LOOK_S = 0.03
