@@ -22,6 +22,7 @@ from kvxfer.agent.pool import Pool
 from kvxfer.agent.pools import Pools, PoolSpec
 from kvxfer.agent.pulls import PullOrder
 from kvxfer.agent.registered import RegisteredMemory
+from kvxfer.agent.signs import Signs
 from kvxfer.agent.statistics import AgentStatistics
 from kvxfer.agent.transfer import Transfer
 from kvxfer.config import AgentConfig, check_positive
@@ -84,13 +85,11 @@ class Agent(RegisteredMemory):
             raise ConfigError("agents are found by the coordinator or by introductions, not by both")
         self.registry = CollectorRegistry() if registry is None else registry
         self._is_guest = registry is not None
-        self._coordinator = coordinator
-        self._token = token
+        self._coordinator, self._token, self._connect_s = coordinator, token, connect_s
         self._network = network
-        self._connect_s = connect_s
         self._lanes = self.config.lanes if network is None else (Lane.MEMORY,)
         self._pools = Pools()
-        self._load = Load()
+        self._load, self._signs = Load(), Signs()
         self._notifications = Notifications()
         self._books = Books(info.agent_id, self._notifications)
         self._life: Life | None = None
@@ -99,8 +98,7 @@ class Agent(RegisteredMemory):
         self._introductions: Introductions | None = None
         self._failure: KvxferError | None = None
         self._closed: asyncio.Future[None] | None = None
-        self._is_entered = False
-        self._is_closing = False
+        self._is_entered = self._is_closing = False
 
     async def __aenter__(self) -> Agent:
         """Listen, register, publish the pools.
@@ -123,6 +121,7 @@ class Agent(RegisteredMemory):
         try:
             self._metrics = AgentMetrics(self.registry, self.statistics)
             self._life = Life(transport, self.config, self._books, self._metrics, self._notifications, self._on_failure)
+            self._signs.open(transport)
             self._pools.open(transport, None if session is None else session.set_pools)
             if self.config.introductions:
                 token = cluster_token(self._token)
@@ -295,9 +294,11 @@ class Agent(RegisteredMemory):
 
     def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
         """A sign of life of the engine here, which is about to step, or (``has_work=False``) has nothing to do.
-        ``took_in``: all is taken in that had reached it at its last such pulse. From any thread. An agent without such
-        an engine lets pulls that come early wait as long as their readers want."""
-        self._open().transport.pulse(has_work=has_work, took_in=took_in)
+        ``took_in``: all is taken in that had reached it at its last such pulse. From any thread, before the start
+        too. An agent without such an engine lets pulls that come early wait as long as their readers want."""
+        if self._life is not None or self._is_closing:
+            self._open()
+        self._signs.pulse(has_work, took_in)
 
     def decline(self, transfer_id: TransferId) -> None:
         """This grant will never be made: its reader need not wait. From any thread. Raises InvalidArgument."""
@@ -402,9 +403,8 @@ class Agent(RegisteredMemory):
 
         Raises PeerGone or CoordinatorUnavailable (not known), InvalidArgument (too long), LimitExceeded."""
         life = self._open()
-        receiver = life.peers.get(agent_id).ref
-        delivery = Delivery(asyncio.get_running_loop(), receiver)
-        self._notifications.sent(life.transport.notify(receiver, payload), delivery)
+        delivery = Delivery(asyncio.get_running_loop(), life.peers.get(agent_id).ref)
+        self._notifications.sent(life.transport.notify(delivery.receiver, payload), delivery)
         return delivery
 
     def notifications(self) -> AsyncIterator[Notification]:
