@@ -26,6 +26,8 @@ GONE_S = 3.5
 """A peer that is gone is known within 3 s, on a host that does other things too."""
 IDLE_S = 30.0
 PROMPTS = 40
+MOMENT_S = 0.1
+"""So long after it came a request is known at both roles, as a rule."""
 
 
 def body_of(prompt: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
@@ -140,7 +142,14 @@ class Asked:
     @property
     def over_s(self) -> float:
         """From when on nothing holds pages for it, but what is slow to notice."""
-        return self.aborted_s or max(leg.ended_s for leg in (self.prefill, self.decode) if not leg.gave_up)
+        if self.is_aborted:
+            return self.aborted_s
+        return max(leg.ended_s for leg in (self.prefill, self.decode) if not leg.gave_up)
+
+    @property
+    def is_aborted(self) -> bool:
+        """The abort was quicker than the last token."""
+        return self.aborted_s > 0 and not self.decode.is_done
 
     def check_tokens(self, wanted: Sequence[int]) -> None:
         """Not one that another request should have; all of them where it succeeded."""
@@ -244,6 +253,7 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
         self._turn = itertools.count()
         self._is_over = False
+        self._under_way: list[Asked] = []
         self.asked: list[Asked] = []
 
     async def __aenter__(self) -> Load:
@@ -273,6 +283,16 @@ class Load:
             assert time.monotonic() - begun_s < timeout_s, self.last_words()
             await asyncio.sleep(0.02)
 
+    async def computing(self, count: int, timeout_s: float) -> None:
+        """Wait until so many requests are under way that prefill has had for a moment, and still has."""
+        begun_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            if sum(not one.prefill.ended_s and now_s - one.begun_s > MOMENT_S for one in self._under_way) >= count:
+                return
+            assert now_s - begun_s < timeout_s, self.last_words()
+            await asyncio.sleep(0.005)
+
     def told(self, role: str, lost_s: float) -> list[Leg]:
         """Where ``role`` was lost then: the failures at the other one, of requests that were under way; without those
         that the test gave up, since the lost one had not asked for their pages yet, or never came to."""
@@ -286,12 +306,16 @@ class Load:
     def last_words(self) -> str:
         return "\n".join(f"{one.rid} prefill {one.prefill} decode {one.decode}" for one in self.asked[-8:])
 
+    async def _note(self, asked: Asked) -> None:
+        self._under_way.append(asked)
+
     async def _work(self) -> None:
         async with Client(self._cluster) as client:
             while not self._is_over:
                 number = next(self._turn) % PROMPTS
                 prompt, wanted = self._cluster.known[number]
-                one = await client.send(prompt, TOKENS, number)
+                one = await client.send(prompt, TOKENS, number, self._note)
+                self._under_way.remove(one)
                 one.check_tokens(wanted)
                 self.asked.append(one)
                 if not one.decode.is_done:

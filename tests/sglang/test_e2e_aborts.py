@@ -21,7 +21,7 @@ KINDS = ("decode", "prefill", "both", "decode, while it answers")
 VICTIM_TOKENS, SURVIVOR_TOKENS = 256, 12
 MOMENT_S = 0.6
 """The aborts of a round are spread over so long: queued, computed, moved, generating."""
-LOOK_S = 0.03
+LOOK_S, LOOKS_MAX = 0.03, 1000
 BACK_S = 1.5
 """Pages are back within 1 s, on a host that does other things too."""
 
@@ -51,7 +51,7 @@ async def test_200_aborts_return_every_page_and_show_no_token_of_another(cluster
                 asked, await asyncio.gather(*(wanted_of(cluster, one) for one in asked)), strict=True
             ):
                 one.check_tokens(wanted)
-            aborted += [one for one in asked if one.aborted_s]
+            aborted += [one for one in asked if one.is_aborted]
     partly = sum(bool(one.decode.tokens) for one in aborted)
     waits.sort()
     print(
@@ -62,7 +62,6 @@ async def test_200_aborts_return_every_page_and_show_no_token_of_another(cluster
     assert waits[-1] < BACK_S, waits
     assert len(aborted) >= ABORTS, "the others were over before"
     assert 0.1 * len(aborted) < partly < 0.9 * len(aborted), "aborts come before and after the first token"
-    assert not any(one.decode.is_done for one in aborted)
     cluster.check_pools()
 
 
@@ -108,7 +107,7 @@ class Pages:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._seen: list[tuple[float, int]] = []
+        self._seen: list[tuple[float, int, int]] = []
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Pages:
@@ -123,19 +122,19 @@ class Pages:
     async def back_s(self, since_s: float) -> float:
         """When both had every page back, the first time after ``since_s``."""
         assert self._task is not None
-        async with asyncio.timeout(30):
-            while True:
-                for at_s, tokens in self._seen:
-                    if at_s >= since_s and tokens == 0:
-                        return at_s
-                assert not self._task.done(), self._task
-                await asyncio.sleep(LOOK_S)
+        for _ in range(LOOKS_MAX):  # counted: a machine that stands still for a while is no leak
+            for at_s, *tokens in self._seen:
+                if at_s >= since_s and not any(tokens):
+                    return at_s
+            assert not self._task.done(), self._task
+            await asyncio.sleep(LOOK_S)
+        raise AssertionError(f"after {since_s:.2f} s prefill and decode had {self._seen[-5:]} tokens in use")
 
     async def _look(self) -> None:
         while True:
             servers = (self._cluster.prefill, self._cluster.decode)
             used = await asyncio.gather(*(asyncio.to_thread(server.used_tokens) for server in servers))
-            self._seen.append((min(one.at_s for one in used), sum(one.tokens for one in used)))
+            self._seen.append((min(one.at_s for one in used), used[0].tokens, used[1].tokens))
             await asyncio.sleep(LOOK_S)
 
 
