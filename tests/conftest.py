@@ -5,6 +5,7 @@ user's is read and nothing is left.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pathlib
 import tempfile
@@ -65,6 +66,18 @@ def private_directories() -> Iterator[pathlib.Path]:
             patch.delenv(name)
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield pathlib.Path(directory)
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    """A command that a test runs in this process sets up logging, on a stream that ends with the test."""
+    loggers = [logging.getLogger(), logging.getLogger("kvxfer")]
+    before = [(list(logger.handlers), logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, level) in zip(loggers, before, strict=True):
+        for handler in set(logger.handlers).difference(handlers):
+            logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

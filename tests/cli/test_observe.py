@@ -14,13 +14,8 @@ from kvxfer.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def restored_logging() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("kvxfer")
-    before = (list(root.handlers), root.level, ours.level)
+def hidden_values() -> Iterator[None]:
     yield
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    ours.setLevel(before[2])
     observe._hidden_values.clear()
 
 
