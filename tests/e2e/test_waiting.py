@@ -125,6 +125,12 @@ async def test_a_leg_that_never_arrived_costs_little(cluster: Cluster, tiny_refe
 async def test_a_leg_says_how_long_it_may_wait(cluster: Cluster, tiny_reference) -> None:
     """The prefill worker knows the prompt, and has many before it."""
     busy = [start(cluster, make_prompt(SLOW, seed=20 + n), "p1", "d1")[0] for n in range(4)]
+
+    async def are_before_it() -> bool:
+        engine = (await cluster.statistics("p1"))["engine"]
+        return bool(engine["waiting"] + engine["computing"] >= 4)
+
+    await until(are_before_it, "the slow worker has the others' prompts", within_s=10.0)
     prompt = make_prompt(300, seed=8)
     transfer_id = new_transfer_id()
     body = completion(prompt, TOKENS, "tiny")
