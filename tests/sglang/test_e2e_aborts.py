@@ -5,6 +5,7 @@ token of another request (`make test-sglang-e2e`).
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 
@@ -22,8 +23,8 @@ VICTIM_TOKENS, SURVIVOR_TOKENS = 256, 12
 MOMENT_S = 0.6
 """The aborts of a round are spread over so long: queued, computed, moved, generating."""
 LOOK_S, LOOKS_MAX = 0.03, 1000
-BACK_S = 1.5
-"""Pages are back within 1 s, on a host that does other things too."""
+BACK_S = 1.0 if os.environ.get("BARS") == "1" else 10.0
+"""So soon pages are back: on a host that does nothing else (``BARS=1``), and on any other."""
 
 
 async def test_200_aborts_return_every_page_and_show_no_token_of_another(cluster: Cluster) -> None:
