@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvxfer.errors import DoesNotFit, NoWorker
-from kvxfer.policy.bridge import can_bridge
+from kvxfer.layout.convertible import is_convertible
 from kvxfer.policy.capacity import ANY, Capacity, Need, capacity_of
 from kvxfer.types import CompatibilityRecord, Exposure, Member
 
@@ -136,7 +136,7 @@ def are_compatible(source: Candidate, destination: Candidate) -> bool:
     if source.member.info.dialect != destination.member.info.dialect:
         return False
     return have_equal_pools(source.member, destination.member) or any(
-        can_bridge(ours, theirs, ranks=destination.ranks, sources=source.ranks)
+        is_convertible(ours, theirs, ranks=destination.ranks, sources=source.ranks)
         for ours in destination.member.pools
         for theirs in source.member.pools
     )

@@ -18,30 +18,31 @@ FLOORS = {
     "types": 1,
     "config": 2,
     "protocol": 3,
-    "policy": 3,
-    "clock": 4,
-    "observe": 4,
-    "open_files": 4,
-    "ratelimit": 4,
-    "places": 4,
-    "_native": 4,
-    "_pb": 4,
-    "transport": 5,
-    "rpc": 5,
-    "agent": 6,
-    "coordinator": 6,
-    "openai": 6,
-    "serving": 7,
-    "router": 8,
-    "connectors": 8,
-    "engine": 8,
-    "cli": 9,
-    "testing": 9,
+    "layout": 3,
+    "policy": 4,
+    "clock": 6,
+    "observe": 6,
+    "open_files": 6,
+    "ratelimit": 6,
+    "places": 6,
+    "_native": 6,
+    "_pb": 6,
+    "transport": 7,
+    "rpc": 7,
+    "agent": 8,
+    "coordinator": 8,
+    "openai": 8,
+    "serving": 9,
+    "router": 10,
+    "connectors": 10,
+    "engine": 10,
+    "cli": 11,
+    "testing": 11,
 }
-PURE_FLOOR = 3
+PURE_FLOOR = 5
 """Floors up to this one decide purely: standard library and numpy, and none of IMPURE."""
 IMPURE = {"time", "random", "asyncio", "logging", "os", "socket", "threading", "subprocess", "secrets", "datetime"}
-EDGE_FLOOR = 7
+EDGE_FLOOR = 9
 EDGE_ONLY = {"torch", "transformers", "fastapi", "starlette", "uvicorn", "h11", "httpx", "vllm", "sglang"}
 """Packages that only floors from EDGE_FLOOR upward may import."""
 NEVER = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}

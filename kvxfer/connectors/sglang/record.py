@@ -15,7 +15,7 @@ from kvxfer.connectors.sglang.limits import LOCAL_FORMATS, load_formats, shorten
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.views import neutral
 from kvxfer.errors import ConfigError, InvalidArgument
-from kvxfer.policy.shares import tp_heads
+from kvxfer.layout.tp_sharding import tp_heads
 from kvxfer.types import CompatibilityRecord
 
 BOOKKEEPING = frozenset(

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvxfer.errors import ConfigError, Incompatible, InvalidArgument, ProtocolViolation
-from kvxfer.policy.layout import Holding
-from kvxfer.policy.shares import choose_sources, tp_heads
+from kvxfer.layout.kv_layout import Holding
+from kvxfer.layout.tp_sharding import choose_sources, tp_heads
 
 BUFFERS_MAX = 4096
 NUMBER_MAX = 1 << 24

@@ -1,8 +1,8 @@
 """Where the bytes of a load land: in vLLM's own pages, or, where the source cuts its blocks otherwise, in pages of the
 source's kind, which are then made into ours.
 
-Decides how much memory that may take; `policy.bridge` says which differences can be bridged. The order of bytes within
-a block is told to the planner as strides.
+Decides how much memory that may take; `kvxfer.layout.convertible` says which blocks can be converted. The order of
+bytes within a block is told to the planner as strides.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.common.ids import blocks_for
 from kvxfer.connectors.vllm.pages import Store
 from kvxfer.errors import LimitExceeded
-from kvxfer.policy.bridge import can_bridge
-from kvxfer.policy.layout import KvLayout, KvPart
-from kvxfer.policy.plan import plan_transfer
+from kvxfer.layout.convertible import is_convertible
+from kvxfer.layout.kv_layout import KvLayout, KvPart
+from kvxfer.layout.plan import plan_transfer
 from kvxfer.protocol.handshake import check, compare
 from kvxfer.transport.base import Region, allocate_region
 from kvxfer.types import CompatibilityRecord, Exposure, Member, PoolRecord, Segment
@@ -91,7 +91,7 @@ class Staging:
             yield Landing(self._pools, self._stores, first, blocks, cut, is_staged=False)
             return
         ours = self._pools[0].published
-        if len(self._pools) > 1 or not can_bridge(ours, theirs, ranks=cut.ranks, sources=cut.sources):
+        if len(self._pools) > 1 or not is_convertible(ours, theirs, ranks=cut.ranks, sources=cut.sources):
             check(ours, theirs)
         start = first * self._pools[0].record.block_tokens // theirs.record.block_tokens
         count = blocks_for(tokens, theirs.record.block_tokens) - start

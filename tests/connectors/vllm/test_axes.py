@@ -8,7 +8,7 @@ import pytest
 from kvxfer.connectors.vllm.pages import Pages, Store
 from kvxfer.connectors.vllm.record import axes_of
 from kvxfer.errors import ConfigError
-from kvxfer.policy.bridge import WHOLE_STORAGE
+from kvxfer.layout.convertible import WHOLE_STORAGE
 from kvxfer.rpc.convert import TEXT_BYTES_MAX
 from kvxfer.transport.base import Region
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvxfer.policy.axes import layout_from_axes
-from kvxfer.policy.layout import KvLayout, KvPart
-from kvxfer.policy.plan import Plan, plan_transfer
-from kvxfer.policy.pooled import Grids
-from kvxfer.policy.runs import U64
+from kvxfer.layout.axes import layout_from_axes
+from kvxfer.layout.indexed_ranges import IndexedRanges
+from kvxfer.layout.kv_layout import KvLayout, KvPart
+from kvxfer.layout.plan import TransferPlan, plan_transfer
+from kvxfer.layout.runs import U64
 
 POISON = 0xA5
 Memory = dict[int, npt.NDArray[np.uint8]]
@@ -51,7 +51,7 @@ class Case:
     layers: list[int]
     heads: range
 
-    def plan(self) -> Plan:
+    def plan(self) -> TransferPlan:
         return plan_transfer(
             self.source.layout,
             self.destination.layout,
@@ -88,7 +88,7 @@ def copy_by_element(case: Case, source: Memory, destination: Memory) -> int:
     return copied
 
 
-def copy_by_runs(plan: Plan, source: Memory, destination: Memory) -> int:
+def copy_by_runs(plan: TransferPlan, source: Memory, destination: Memory) -> int:
     columns = zip(*(getattr(plan.runs, field.name).tolist() for field in dataclasses.fields(plan.runs)), strict=True)
     copied = 0
     for a, x, step, b, y, other_step, length, count in columns:
@@ -97,31 +97,31 @@ def copy_by_runs(plan: Plan, source: Memory, destination: Memory) -> int:
             assert y + length <= len(destination[b])
             destination[b][y : y + length] = source[a][x : x + length]
             x, y, copied = x + step, y + other_step, copied + length
-        assert count == 1 or (step >= length and other_step >= length), "pieces of a run overlap"
+        assert count == 1 or (step >= length and other_step >= length), "descriptors of a run overlap"
     return copied
 
 
-def pieces(grids: U64) -> list[tuple[int, int, int]]:
+def descriptors(ranges: U64) -> list[tuple[int, int, int]]:
     return [
-        (region, offset + piece * stride, length)
-        for region, offset, stride, length, count in grids.tolist()
-        for piece in range(count)
+        (region, offset + index * stride, length)
+        for region, offset, stride, length, count in ranges.tolist()
+        for index in range(count)
     ]
 
 
-def copy_by_grids(grids: Grids, source: Memory, destination: Memory) -> int:
-    ours, theirs = pieces(grids.source), pieces(grids.destination)
+def copy_by_indices(ranges: IndexedRanges, source: Memory, destination: Memory) -> int:
+    ours, theirs = descriptors(ranges.source), descriptors(ranges.destination)
     copied = 0
-    assert len(grids.source_ids) == len(grids.destination_ids)
-    for i, j in zip(grids.source_ids.tolist(), grids.destination_ids.tolist(), strict=True):
+    assert len(ranges.source_indices) == len(ranges.destination_indices)
+    for i, j in zip(ranges.source_indices.tolist(), ranges.destination_indices.tolist(), strict=True):
         (a, x, length), (b, y, other_length) = ours[i], theirs[j]
         assert length == other_length
         destination[b][y : y + length] = source[a][x : x + length]
         copied += length
-    for name, table, memory_ in (("source", grids.source, source), ("destination", grids.destination, destination)):
+    for name, table, memory_ in (("source", ranges.source, source), ("destination", ranges.destination, destination)):
         for region, offset, stride, length, count in table.tolist():
             assert count == 1 or stride >= length, name
-            assert offset + (count - 1) * stride + length <= len(memory_[region]), f"a {name} grid leaves its region"
+            assert offset + (count - 1) * stride + length <= len(memory_[region]), f"a {name} range leaves its region"
     return copied
 
 
@@ -130,7 +130,7 @@ def assert_equal(found: Mapping[int, npt.NDArray[np.uint8]], wanted: Mapping[int
         np.testing.assert_array_equal(found[region], expected, err_msg=f"region {region}")
 
 
-def check(case: Case) -> Plan:
+def check(case: Case) -> TransferPlan:
     """Bit-exact, every byte once, and not a byte beside."""
     rng = np.random.default_rng(7)
     source = memory(case.source.layout, lambda size: rng.integers(0, 256, size, dtype=np.uint8))
@@ -143,11 +143,11 @@ def check(case: Case) -> Plan:
     assert copy_by_runs(plan, source, by_runs) == size
     assert_equal(by_runs, wanted)
     assert plan.count == len(plan.runs.length)
-    assert plan.piece_count == int(plan.runs.count.sum())
+    assert plan.descriptor_count == int(plan.runs.count.sum())
 
-    by_grids = memory(case.destination.layout, poisoned)
-    assert copy_by_grids(plan.as_grids(), source, by_grids) == size
-    assert_equal(by_grids, wanted)
+    by_indices = memory(case.destination.layout, poisoned)
+    assert copy_by_indices(plan.as_indexed_ranges(), source, by_indices) == size
+    assert_equal(by_indices, wanted)
     return plan
 
 
@@ -284,5 +284,5 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases())
-def test_any_layout_to_any_other(case: Case) -> None:
+def test_plan_between_random_layouts_moves_every_byte_once(case: Case) -> None:
     check(case)

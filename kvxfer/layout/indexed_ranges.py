@@ -1,5 +1,5 @@
-"""Plans as picks from grids over whole pools. Decides whether block ids can be the picks, and whether that is shorter
-than the runs themselves; must never know what a list travels in.
+"""Plans as indices into strided ranges over whole pools. Decides whether block ids can be the indices, and whether that
+list is shorter than the runs themselves; must never know what a list travels in.
 """
 
 from __future__ import annotations
@@ -12,41 +12,42 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.policy.boxes import Base
-from kvxfer.policy.layout import I64, KvLayout
-from kvxfer.policy.runs import U64
-from kvxfer.policy.segments import Segments
-from kvxfer.policy.stretch import Stretch
+from kvxfer.layout.kv_layout import I64, KvLayout
+from kvxfer.layout.runs import U64
+from kvxfer.layout.span import Span
+from kvxfer.layout.strided_boxes import Base
+from kvxfer.layout.token_segments import TokenSegments
 
-GRID_BYTES = 36
-PICK_BYTES = 4
-"""What one row of grids, and one picked piece, takes in a list on the wire."""
+RANGE_BYTES = 36
+INDEX_BYTES = 4
+"""What one strided range, and one index, takes in a list on the wire."""
 
-PIECES_MAX = (1 << 32) - 1
-"""Of one list of grids: a pick is 32 bits."""
+DESCRIPTORS_MAX = (1 << 32) - 1
+"""Of one list of strided ranges: an index is 32 bits."""
 
 KINDS_MAX = 16
 """Ways in which segments may lie in their blocks, of one plan; with more, runs are shorter anyway."""
 
 
-class Grids(NamedTuple):
-    """Two lists of pieces; piece ``source_ids[i]`` goes to piece ``destination_ids[i]``, and they are equally long.
+class IndexedRanges(NamedTuple):
+    """Two lists of descriptors, equally long: descriptor ``source_indices[i]`` is copied to descriptor
+    ``destination_indices[i]``.
 
-    The grids are (n, 5) and (m, 5) uint64: region, offset, stride, length, count; ids are (k,) uint32.
+    The strided ranges are (n, 5) and (m, 5) uint64: region, offset, stride, length, count; indices are (k,) uint32.
     """
 
     source: U64
-    source_ids: npt.NDArray[np.uint32]
+    source_indices: npt.NDArray[np.uint32]
     destination: U64
-    destination_ids: npt.NDArray[np.uint32]
+    destination_indices: npt.NDArray[np.uint32]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """Where the segments of one kind lie: segment i is piece ``ids[i]`` of ``count``, in a grid that begins at slot
-    ``slot`` of block 0, with steps of ``stride_tokens`` tokens (0: of a block)."""
+    """Where the segments of one kind lie: segment i is descriptor ``indices[i]`` of ``count``, in a strided range that
+    begins at slot ``slot`` of block 0, with steps of ``stride_tokens`` tokens (0: of a block)."""
 
-    ids: I64
+    indices: I64
     count: int
     slot: int
     stride_tokens: int
@@ -55,28 +56,28 @@ class _Side:
         return self.stride_tokens * base.token_stride or base.block_stride
 
 
-def pool_grids(stretches: tuple[Stretch, ...], bytes_below: int) -> Grids | None:
-    """The plan as picks, or None where blocks cannot be picked, or the list would take ``bytes_below`` or more."""
+def pool_ranges(spans: tuple[Span, ...], bytes_below: int) -> IndexedRanges | None:
+    """The plan as indices; None where block ids cannot be indices, or the list would take ``bytes_below`` or more."""
     tables: tuple[list[U64], list[U64]] = ([], [])
-    picks: tuple[list[I64], list[I64]] = ([], [])
+    indices: tuple[list[I64], list[I64]] = ([], [])
     numbered = [0, 0]
     cost = 0
-    for stretch in stretches:
-        for segments in _kinds(stretch):
+    for span in spans:
+        for segments in _kinds(span):
             if segments is None:
                 return None
             tokens = int(segments.tokens[0])
             sides = (
-                _side(stretch.source, segments.source_block, segments.source_slot, tokens),
-                _side(stretch.destination, segments.destination_block, segments.destination_slot, tokens),
+                _side(span.source, segments.source_block, segments.source_slot, tokens),
+                _side(span.destination, segments.destination_block, segments.destination_slot, tokens),
             )
-            for box in stretch.boxes(tokens):
-                # Pieces of one block one after the other, layer by layer: near ones share pages on both sides.
+            for box in span.boxes(tokens):
+                # Descriptors of one block follow each other, layer by layer: near ones lie in the same pages.
                 near = tuple(axis for axis in box.axes if axis.is_near)
                 far = tuple(axis for axis in box.axes if not axis.is_near)
                 inner = math.prod(axis.size for axis in near)
                 bases = len(box.source.offset) * math.prod(axis.size for axis in box.axes)
-                cost += bases * (GRID_BYTES + PICK_BYTES * len(segments))
+                cost += bases * (RANGE_BYTES + INDEX_BYTES * len(segments))
                 if cost >= bytes_below:
                     return None
                 from_region, from_offset, to_region, to_offset = box.spread(far + near)
@@ -95,22 +96,22 @@ def pool_grids(stretches: tuple[Stretch, ...], bytes_below: int) -> Grids | None
                     table[:, 2:] = (stride, box.length, side.count)
                     tables[which].append(table)
                     firsts = (numbered[which] + np.arange(bases) * side.count).reshape(-1, 1, inner)
-                    picks[which].append((firsts + side.ids[:, None]).ravel())
+                    indices[which].append((firsts + side.indices[:, None]).ravel())
                     numbered[which] += bases * side.count
-    if not tables[0] or max(numbered) > PIECES_MAX:
+    if not tables[0] or max(numbered) > DESCRIPTORS_MAX:
         return None
-    return Grids(
+    return IndexedRanges(
         np.concatenate(tables[0]),
-        np.concatenate(picks[0]).astype(np.uint32),
+        np.concatenate(indices[0]).astype(np.uint32),
         np.concatenate(tables[1]),
-        np.concatenate(picks[1]).astype(np.uint32),
+        np.concatenate(indices[1]).astype(np.uint32),
     )
 
 
-def _kinds(stretch: Stretch) -> Iterator[Segments | None]:
+def _kinds(span: Span) -> Iterator[TokenSegments | None]:
     """Segments sorted by how they lie in their blocks on both sides; a None at the end: there are too many kinds."""
-    rest = stretch.segments
-    ours, theirs = stretch.source, stretch.destination
+    rest = span.segments
+    ours, theirs = span.source, span.destination
     kind = rest.tokens * ours.block_tokens + _phase(ours, rest.source_slot, rest.tokens)
     kind = kind * theirs.block_tokens + _phase(theirs, rest.destination_slot, rest.tokens)
     for _ in range(KINDS_MAX):
@@ -131,7 +132,7 @@ def _phase(layout: KvLayout, slot: I64, tokens: I64) -> I64:
 
 
 def _is_unit_free(layout: KvLayout, tokens: I64 | int) -> bool:
-    """Whether pieces of so many tokens may be numbered across blocks: token-linear, and a block is some of them."""
+    """Whether descriptors of so many tokens may be numbered across blocks: token-linear, and they divide a block."""
     return layout.is_token_linear and bool(np.all(layout.block_tokens % np.asarray(tokens) == 0))
 
 

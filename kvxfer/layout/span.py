@@ -9,28 +9,28 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvxfer.policy.boxes import Box, build_boxes
-from kvxfer.policy.layout import KvLayout
-from kvxfer.policy.runs import Bundle, bundle_blocks, bundle_tokens
-from kvxfer.policy.segments import Segments, join
+from kvxfer.layout.kv_layout import KvLayout
+from kvxfer.layout.runs import Bundle, bundle_blocks, bundle_tokens
+from kvxfer.layout.strided_boxes import StridedBox, build_boxes
+from kvxfer.layout.token_segments import TokenSegments, join
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class Span:
     """What a plan is a list of; both sides hold these layers, heads and tokens."""
 
     source: KvLayout
     destination: KvLayout
     layers: tuple[int, ...]
     heads: range
-    segments: Segments
+    segments: TokenSegments
 
     @property
     def bytes(self) -> int:
         width = sum(part.dims * part.dtype_bytes for part in self.source.parts)
         return int(self.segments.tokens.sum()) * len(self.layers) * len(self.heads) * width
 
-    def boxes(self, tokens: int) -> list[Box]:
+    def boxes(self, tokens: int) -> list[StridedBox]:
         """What a segment of so many tokens is made of; 1 leaves the token axis to the caller."""
         return build_boxes(self.source, self.destination, self.layers, self.heads, tokens)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvxfer.errors import InvalidArgument
-from kvxfer.policy.layout import KvLayout, KvPart
+from kvxfer.layout.kv_layout import KvLayout, KvPart
 
 
 def layout_from_axes(

@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvxfer.errors import Incompatible, InvalidArgument
-from kvxfer.policy.layout import Holding
+from kvxfer.layout.kv_layout import Holding
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class SourceShard:
     """What one destination rank takes from source rank ``source``: these layers, these of the model's heads."""
 
     source: int
@@ -41,11 +41,11 @@ def tp_heads(total_heads: int, tp_size: int, tp_rank: int) -> range:
 
 def choose_sources(
     destination: Holding, sources: Mapping[int, Holding], *, destination_rank: int = 0
-) -> tuple[Share, ...]:
+) -> tuple[SourceShard, ...]:
     """Shares that cover all of ``destination`` exactly once, by source rank; ``sources`` maps rank to what it holds.
 
     As few sources as intervals of heads allow. Raises Incompatible where the numbers of heads differ (field
-    ``total_heads``), or where nobody holds some layer or head (field ``layers`` or ``heads``).
+    ``total_heads``), or where no source holds some layer or head (field ``layers`` or ``heads``).
     """
     for rank, held in sources.items():
         if held.total_heads != destination.total_heads:
@@ -80,7 +80,7 @@ def choose_sources(
             found.setdefault((ranks[destination_rank % len(ranks)], range(head, stop)), []).append(layer)
             head = stop
     return tuple(
-        Share(source, tuple(layers), heads)
+        SourceShard(source, tuple(layers), heads)
         for (source, heads), layers in sorted(found.items(), key=lambda item: (item[0][0], item[0][1].start))
     )
 
@@ -88,6 +88,6 @@ def choose_sources(
 def count_readers(source_rank: int, sources: Mapping[int, Holding], destinations: Mapping[int, Holding]) -> int:
     """How many destination ranks take something from ``source_rank``, when each follows ``choose_sources``."""
     return sum(
-        any(share.source == source_rank for share in choose_sources(held, sources, destination_rank=rank))
+        any(shard.source == source_rank for shard in choose_sources(held, sources, destination_rank=rank))
         for rank, held in destinations.items()
     )

@@ -1,8 +1,8 @@
 """What to read and where to put it: block ids and layouts of two pools become coalesced strided runs. Decides which
 bytes of a source make which bytes of a destination; must never know lanes, peers or when it happens.
 
-The work is in steps of which none loops over blocks: tokens are cut into segments (``segments``), the bytes of one
-segment into boxes (``boxes``), and both are multiplied into arrays (``runs``) when they are asked for.
+The work is in steps of which none loops over blocks: tokens are cut into segments (``token_segments``), the bytes
+of one segment into boxes (``strided_boxes``), and both are multiplied into arrays (``runs``) when they are asked for.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import Incompatible, InvalidArgument, LimitExceeded
-from kvxfer.policy.layout import KvLayout
-from kvxfer.policy.pooled import GRID_BYTES, PICK_BYTES, PIECES_MAX, Grids, pool_grids
-from kvxfer.policy.runs import U64, Bundle
-from kvxfer.policy.segments import BlockList, check_blocks, cut
-from kvxfer.policy.stretch import Stretch
+from kvxfer.layout.indexed_ranges import DESCRIPTORS_MAX, INDEX_BYTES, RANGE_BYTES, IndexedRanges, pool_ranges
+from kvxfer.layout.kv_layout import KvLayout
+from kvxfer.layout.runs import U64, Bundle
+from kvxfer.layout.span import Span
+from kvxfer.layout.token_segments import BlockList, check_blocks, cut
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Runs:
-    """Run i is ``count[i]`` pieces of ``length[i]`` bytes. Its piece j begins at ``source_offset[i] + j *
-    source_stride[i]`` in region ``source_region[i]``, and goes to the like of the destination.
+    """Run i is ``count[i]`` descriptors of ``length[i]`` bytes. Its descriptor j begins at ``source_offset[i] + j *
+    source_stride[i]`` in region ``source_region[i]``, and is copied to the descriptor j of the destination.
 
-    All arrays (n,) uint64; the pieces of a run overlap on neither side.
+    All arrays (n,) uint64; the descriptors of a run overlap on neither side.
     """
 
     source_region: U64
@@ -41,19 +41,19 @@ class Runs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     """Every byte to be moved, once. Arrays are made when first asked for, and kept."""
 
-    stretches: tuple[Stretch, ...]
+    spans: tuple[Span, ...]
 
     @staticmethod
-    def join(plans: Iterable[Plan]) -> Plan:
+    def join(plans: Iterable[TransferPlan]) -> TransferPlan:
         """Several plans as one, in that order: the cache groups of a hybrid model, say, between the same two ranks."""
-        return Plan(tuple(stretch for plan in plans for stretch in plan.stretches))
+        return TransferPlan(tuple(span for plan in plans for span in plan.spans))
 
     @functools.cached_property
     def bytes(self) -> int:
-        return sum(stretch.bytes for stretch in self.stretches)
+        return sum(span.bytes for span in self.spans)
 
     @property
     def count(self) -> int:
@@ -61,9 +61,9 @@ class Plan:
         return sum(bundle.rows for bundle in self._bundles)
 
     @property
-    def piece_count(self) -> int:
-        """Contiguous pieces in all runs together."""
-        return sum(bundle.pieces for bundle in self._bundles)
+    def descriptor_count(self) -> int:
+        """Contiguous byte ranges in all runs together."""
+        return sum(bundle.descriptors for bundle in self._bundles)
 
     @functools.cached_property
     def runs(self) -> Runs:
@@ -79,26 +79,26 @@ class Plan:
             source[:, 4],
         )
 
-    def as_grids(self) -> Grids:
-        """The plan as two lists of pieces: grids (region, offset, stride, length, count), and which of their pieces in
-        which order, piece i of one to piece i of the other.
+    def as_indexed_ranges(self) -> IndexedRanges:
+        """The plan as two lists: strided ranges (region, offset, stride, length, count), and indices that say which
+        of their descriptors are copied in which order.
 
-        Scattered blocks become grids over the whole pool with their block ids as the picks; anything else becomes one
-        grid a run, all pieces in order: whichever list is shorter on the wire.
-        Raises LimitExceeded where there are more pieces than a list can number.
+        Scattered blocks become strided ranges over the whole pool with their block ids as the indices; anything else
+        becomes one strided range a run, all descriptors in order. The list that is shorter on the wire is taken.
+        Raises LimitExceeded where there are more descriptors than a list can number.
         """
-        pieces, rows = self.piece_count, self.count
-        grids = pool_grids(self.stretches, rows * GRID_BYTES + (pieces * PICK_BYTES if pieces > rows else 0))
-        if grids is not None:
-            return grids
-        if pieces > PIECES_MAX:
-            raise LimitExceeded(f"the plan has {pieces} pieces; a list numbers at most {PIECES_MAX}")
-        ids = np.arange(pieces, dtype=np.uint32)
-        return Grids(self._tables[0], ids, self._tables[1], ids)
+        descriptors, rows = self.descriptor_count, self.count
+        ranges = pool_ranges(self.spans, rows * RANGE_BYTES + (descriptors * INDEX_BYTES if descriptors > rows else 0))
+        if ranges is not None:
+            return ranges
+        if descriptors > DESCRIPTORS_MAX:
+            raise LimitExceeded(f"the plan has {descriptors} descriptors; a list numbers at most {DESCRIPTORS_MAX}")
+        indices = np.arange(descriptors, dtype=np.uint32)
+        return IndexedRanges(self._tables[0], indices, self._tables[1], indices)
 
     @functools.cached_property
     def _bundles(self) -> tuple[Bundle, ...]:
-        return tuple(bundle for stretch in self.stretches for bundle in stretch.bundles())
+        return tuple(bundle for span in self.spans for bundle in span.bundles())
 
     @functools.cached_property
     def _tables(self) -> tuple[U64, U64]:
@@ -122,14 +122,14 @@ def plan_transfer(
     heads: range | None = None,
     source_start: int = 0,
     destination_start: int = 0,
-) -> Plan:
-    """Plan the move of ``tokens`` of a sequence from blocks of one pool to blocks of another.
+) -> TransferPlan:
+    """TransferPlan the move of ``tokens`` of a sequence from blocks of one pool to blocks of another.
 
     ``source_blocks`` and ``destination_blocks`` are block ids in the order of the sequence, shape (n,), of any
     whole-number dtype; the first of them holds the sequence's token ``source_start`` (``destination_start``) in its
     first slot, so a destination with a prefix in its cache may name the blocks of the missing tail alone. Defaults: all
     tokens that both lists hold, and all layers (global ids) and heads (of the model) that both layouts hold;
-    ``shares.choose_sources`` says which ranks together hold everything.
+    ``tp_sharding.choose_sources`` says which ranks together hold everything.
 
     Raises Incompatible with the field that differs, where these layouts cannot be joined; InvalidArgument naming the
     argument, where it asks for what one side does not hold, or would write to a block twice.
@@ -151,7 +151,7 @@ def plan_transfer(
     )
     first, last = _token_range(ours, theirs, tokens)
     if first >= last:
-        return Plan(())
+        return TransferPlan(())
     if source.packing:
         for side in (ours, theirs):
             if any((edge - side.start) % side.block_tokens for edge in (first, last)):
@@ -159,7 +159,7 @@ def plan_transfer(
                     f"tokens: {first} to {last - 1} cut a block, and blocks packed as {source.packing!r} move whole"
                 )
     theirs.check_distinct(first, last, destination.block_count)
-    return Plan((Stretch(source, destination, layers, heads, cut(ours, theirs, first, last)),))
+    return TransferPlan((Span(source, destination, layers, heads, cut(ours, theirs, first, last)),))
 
 
 def _check_compatible(source: KvLayout, destination: KvLayout) -> None:

@@ -1,4 +1,4 @@
-"""The tokens of a transfer cut into segments: pieces of a sequence that lie within one block at the source and within
+"""The tokens of a transfer cut into segments: parts of a sequence that lie within one block at the source and within
 one at the destination. Decides where lists of blocks of any two sizes meet; must never know heads, layers or bytes.
 """
 
@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import InvalidArgument
-from kvxfer.policy.layout import I64
+from kvxfer.layout.kv_layout import I64
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments:
+class TokenSegments:
     """Segment i is ``tokens[i]`` tokens from slot ``source_slot[i]`` of block ``source_block[i]`` on at the source, and
     the like at the destination. All arrays (n,) int64.
 
@@ -30,7 +30,7 @@ class Segments:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def take(self, which: I64 | npt.NDArray[np.bool_]) -> Segments:
+    def take(self, which: I64 | npt.NDArray[np.bool_]) -> TokenSegments:
         count = len(which) if which.dtype.kind == "i" else int(np.count_nonzero(which))
 
         def of(values: I64) -> I64:
@@ -38,7 +38,7 @@ class Segments:
             is_same = values.strides == (0,) or (len(values) > 0 and bool((values == values[0]).all()))
             return np.broadcast_to(values[:1], (count,)) if is_same else values[which]
 
-        return Segments(
+        return TokenSegments(
             of(self.source_block),
             of(self.source_slot),
             of(self.destination_block),
@@ -46,11 +46,11 @@ class Segments:
             of(self.tokens),
         )
 
-    def singles(self) -> Segments:
+    def singles(self) -> TokenSegments:
         """The same tokens, one a segment."""
         of = np.repeat(np.arange(len(self)), self.tokens)
         within = np.arange(len(of)) - (np.cumsum(self.tokens) - self.tokens)[of]
-        return Segments(
+        return TokenSegments(
             self.source_block[of],
             self.source_slot[of] + within,
             self.destination_block[of],
@@ -109,21 +109,21 @@ def check_blocks(name: str, blocks: npt.ArrayLike, block_count: int) -> I64:
     return ids.astype(np.int64, copy=False)
 
 
-def cut(source: BlockList, destination: BlockList, first: int, last: int) -> Segments:
+def cut(source: BlockList, destination: BlockList, first: int, last: int) -> TokenSegments:
     """Tokens [first, last), which both lists must hold, as segments in the order of their places at the source."""
     cuts, others = source.cuts(first, last), destination.cuts(first, last)
     if not np.array_equal(cuts, others):
         cuts = np.union1d(cuts, others)
     starts = np.concatenate([np.array([first], np.int64), cuts])
     tokens = np.diff(starts, append=last)
-    segments = Segments(*source.locate(starts), *destination.locate(starts), tokens)
+    segments = TokenSegments(*source.locate(starts), *destination.locate(starts), tokens)
     places = segments.source_block * source.block_tokens + segments.source_slot
     if (places[1:] >= places[:-1]).all():
         return segments
     return segments.take(np.argsort(places))
 
 
-def join(segments: Segments, source_tokens: int, destination_tokens: int) -> Segments:
+def join(segments: TokenSegments, source_tokens: int, destination_tokens: int) -> TokenSegments:
     """Neighbours that continue each other on both sides, as one.
 
     ``source_tokens`` (``destination_tokens``): the tokens of a block where that side is token-linear, else 0: then a

@@ -9,14 +9,14 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.policy.boxes import Axis, Base, Box
-from kvxfer.policy.layout import I64
-from kvxfer.policy.segments import Segments
+from kvxfer.layout.kv_layout import I64
+from kvxfer.layout.strided_boxes import Axis, Base, StridedBox
+from kvxfer.layout.token_segments import TokenSegments
 
 U64 = npt.NDArray[np.uint64]
 
 NEAR_WEIGHT = 4
-"""A step within a block is worth so many steps across the pool: the next piece lies in the same pages."""
+"""A step within a block is worth so many steps across the pool: the next descriptor lies in the same pages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Bundle:
         return len(self.source_base) * len(self.source_at)
 
     @property
-    def pieces(self) -> int:
+    def descriptors(self) -> int:
         each = self.count * len(self.source_at) if isinstance(self.count, int) else int(self.count.sum())
         return each * len(self.source_base)
 
@@ -61,12 +61,12 @@ class Bundle:
             view[..., 4] = self.count
 
 
-def bundle_blocks(box: Box, segments: Segments) -> Bundle:
+def bundle_blocks(box: StridedBox, segments: TokenSegments) -> Bundle:
     """Runs of segments that all have the number of tokens the box was built with."""
     return _bundle(box, segments, box.length, _best_axis(box, box.length))
 
 
-def bundle_tokens(box: Box, segments: Segments) -> Bundle:
+def bundle_tokens(box: StridedBox, segments: TokenSegments) -> Bundle:
     """Runs of segments of any length, of a box of one token, where both sides are token-linear."""
     ours, theirs = box.source.token_stride, box.destination.token_stride
     if ours == theirs == box.length:
@@ -98,8 +98,8 @@ def bundle_tokens(box: Box, segments: Segments) -> Bundle:
     )
 
 
-def _best_axis(box: Box, length: int) -> Axis | None:
-    """The axis that a run of pieces of ``length`` steps along; pieces must not overlap on either side."""
+def _best_axis(box: StridedBox, length: int) -> Axis | None:
+    """The axis that a run of descriptors of ``length`` bytes steps along; they must not overlap on either side."""
     usable = [axis for axis in box.axes if min(axis.source_stride, axis.destination_stride) >= length]
     return max(usable, key=_worth, default=None)
 
@@ -108,7 +108,7 @@ def _worth(axis: Axis) -> int:
     return axis.size * (NEAR_WEIGHT if axis.is_near else 1)
 
 
-def _places(box: Box, segments: Segments) -> tuple[I64, I64]:
+def _places(box: StridedBox, segments: TokenSegments) -> tuple[I64, I64]:
     return (
         place(box.source, segments.source_block, segments.source_slot),
         place(box.destination, segments.destination_block, segments.destination_slot),
@@ -120,7 +120,7 @@ def place(base: Base, block: I64, slot: I64) -> I64:
     return block * base.block_stride + slot * base.token_stride
 
 
-def _bundle(box: Box, segments: Segments, length: int | I64, axis: Axis | None) -> Bundle:
+def _bundle(box: StridedBox, segments: TokenSegments, length: int | I64, axis: Axis | None) -> Bundle:
     bases = box.spread(tuple(other for other in box.axes if other is not axis))
     source_at, destination_at = _places(box, segments)
     ends = (source_at[:-1] + _but_last(length) == source_at[1:]) & (

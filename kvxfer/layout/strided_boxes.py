@@ -12,7 +12,7 @@ import dataclasses
 
 import numpy as np
 
-from kvxfer.policy.layout import I64, KvLayout
+from kvxfer.layout.kv_layout import I64, KvLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Base:
 
 
 @dataclasses.dataclass(frozen=True)
-class Box:
+class StridedBox:
     """Runs of ``length`` bytes at every base and every step of every axis; the two sides go in step."""
 
     length: int
@@ -77,7 +77,7 @@ class Box:
 
 def build_boxes(
     source: KvLayout, destination: KvLayout, layers: tuple[int, ...], heads: range, tokens: int
-) -> list[Box]:
+) -> list[StridedBox]:
     """The boxes of ``tokens`` tokens of these layers and heads, which both sides hold.
 
     ``tokens`` 1 leaves the token axis to the caller.
@@ -100,7 +100,7 @@ def build_boxes(
             Axis(len(heads), ours.head_stride, theirs.head_stride, True),
             Axis(tokens, ours.token_stride, theirs.token_stride, True),
         )
-        box = Box(
+        box = StridedBox(
             ours.dtype_bytes,
             tuple(axis for axis in axes if axis.size > 1),
             Base(from_region, from_offset, ours.block_stride, 0 if is_whole[0] else ours.token_stride),
@@ -112,7 +112,7 @@ def build_boxes(
     return boxes
 
 
-def _with_layer_axis(box: Box) -> Box:
+def _with_layer_axis(box: StridedBox) -> StridedBox:
     """The bases as one more axis, where they lie at equal steps on both sides."""
     if len(box.source.offset) < 2:
         return box
@@ -125,10 +125,10 @@ def _with_layer_axis(box: Box) -> Box:
         source, destination = source.moved(ours * (size - 1)), destination.moved(theirs * (size - 1))
         ours, theirs = -ours, -theirs
     axis = Axis(size, ours, theirs, ours < box.source.block_stride)
-    return Box(box.length, (*box.axes, axis), source, destination)
+    return StridedBox(box.length, (*box.axes, axis), source, destination)
 
 
-def _fuse(box: Box) -> Box:
+def _fuse(box: StridedBox) -> StridedBox:
     length, axes = box.length, list(box.axes)
     is_changed = True
     while is_changed:
@@ -157,8 +157,8 @@ def _continues(inner: Axis, outer: Axis) -> bool:
     )
 
 
-def _join_all(boxes: list[Box], is_touching: bool) -> list[Box]:
-    joined: list[Box] = []
+def _join_all(boxes: list[StridedBox], is_touching: bool) -> list[StridedBox]:
+    joined: list[StridedBox] = []
     for box in boxes:
         for at, known in enumerate(joined):
             both = _join(known, box, is_touching) or _join(box, known, is_touching)
@@ -170,7 +170,7 @@ def _join_all(boxes: list[Box], is_touching: bool) -> list[Box]:
     return joined
 
 
-def _join(first: Box, second: Box, is_touching: bool) -> Box | None:
+def _join(first: StridedBox, second: StridedBox, is_touching: bool) -> StridedBox | None:
     """Two parts as one box: one run where they touch, else an axis of two steps."""
     if first.axes != second.axes or len(first.source.offset) != len(second.source.offset):
         return None

@@ -1,4 +1,4 @@
-"""Who pulls what from whom: a model cut one way, put together cut another way, must be whole again."""
+"""Which rank pulls which shard: a model that is sharded one way must be whole again when it is sharded another way."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import Incompatible, InvalidArgument
-from kvxfer.policy.axes import layout_from_axes
-from kvxfer.policy.layout import Holding, KvLayout
-from kvxfer.policy.plan import plan_transfer
-from kvxfer.policy.shares import Share, choose_sources, count_readers, tp_heads
+from kvxfer.layout.axes import layout_from_axes
+from kvxfer.layout.kv_layout import Holding, KvLayout
+from kvxfer.layout.plan import plan_transfer
+from kvxfer.layout.tp_sharding import SourceShard, choose_sources, count_readers, tp_heads
 
 TOKENS = 13
 DIMS = 3
@@ -81,7 +81,7 @@ def places(layout: KvLayout) -> list[tuple[int, int, int, int]]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_every_rank_gets_all_that_it_holds(data: st.DataObject) -> None:
+def test_choose_sources_between_random_engines_covers_every_rank(data: st.DataObject) -> None:
     total_heads, layers = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([2, 3]))
     prefill, decode = data.draw(engines(total_heads, layers)), data.draw(engines(total_heads, layers))
     pools = {}
@@ -94,23 +94,23 @@ def test_every_rank_gets_all_that_it_holds(data: st.DataObject) -> None:
     for rank, layout in decode.layouts.items():
         pool = np.full(layout.reach[0], 0xA5, np.uint8)
         moved = 0
-        for share in choose_sources(layout.holding, prefill.holdings(), destination_rank=rank):
+        for shard in choose_sources(layout.holding, prefill.holdings(), destination_rank=rank):
             plan = plan_transfer(
-                prefill.layouts[share.source],
+                prefill.layouts[shard.source],
                 layout,
                 prefill.blocks,
                 decode.blocks,
                 range(TOKENS),
-                share.layers,
-                heads=share.heads,
+                shard.layers,
+                heads=shard.heads,
             )
             moved += plan.bytes
             runs = plan.runs
             for i in range(plan.count):
-                piece = np.arange(runs.count[i], dtype=np.uint64)[:, None]
+                index = np.arange(runs.count[i], dtype=np.uint64)[:, None]
                 inner = np.arange(runs.length[i], dtype=np.uint64)
-                source = runs.source_offset[i] + piece * runs.source_stride[i] + inner
-                pool[runs.destination_offset[i] + piece * runs.destination_stride[i] + inner] = pools[share.source][
+                source = runs.source_offset[i] + index * runs.source_stride[i] + inner
+                pool[runs.destination_offset[i] + index * runs.destination_stride[i] + inner] = pools[shard.source][
                     source
                 ]
         assert moved == TOKENS * layout.bytes_per_token
@@ -124,10 +124,10 @@ def ranks(total_heads: int, size: int, layers: tuple[int, ...] = (0, 1)) -> dict
     return {rank: Holding(layers, heads.start, len(heads), total_heads) for rank, heads in held.items()}
 
 
-def test_few_prefill_ranks_feed_many() -> None:
+def test_choose_sources_with_fewer_sources_splits_each_source() -> None:
     sources, destinations = ranks(8, 2), ranks(8, 4)
     found = [choose_sources(held, sources, destination_rank=rank) for rank, held in destinations.items()]
-    assert [[(share.source, share.heads) for share in shares] for shares in found] == [
+    assert [[(shard.source, shard.heads) for shard in shards] for shards in found] == [
         [(0, range(0, 2))],
         [(0, range(2, 4))],
         [(1, range(4, 6))],
@@ -136,11 +136,11 @@ def test_few_prefill_ranks_feed_many() -> None:
     assert [count_readers(rank, sources, destinations) for rank in sources] == [2, 2]
 
 
-def test_many_prefill_ranks_feed_few() -> None:
+def test_choose_sources_with_more_sources_takes_several() -> None:
     sources, destinations = ranks(8, 4), ranks(8, 2)
     assert choose_sources(destinations[1], sources, destination_rank=1) == (
-        Share(2, (0, 1), range(4, 6)),
-        Share(3, (0, 1), range(6, 8)),
+        SourceShard(2, (0, 1), range(4, 6)),
+        SourceShard(3, (0, 1), range(6, 8)),
     )
     assert [count_readers(rank, sources, destinations) for rank in sources] == [1, 1, 1, 1]
 
@@ -148,7 +148,7 @@ def test_many_prefill_ranks_feed_few() -> None:
 @pytest.mark.parametrize(
     ("total_heads", "source_size", "destination_size"), [(1, 4, 4), (1, 4, 8), (2, 8, 4), (2, 4, 8)]
 )
-def test_replicas_share_the_load(total_heads: int, source_size: int, destination_size: int) -> None:
+def test_choose_sources_of_replicas_balances_readers(total_heads: int, source_size: int, destination_size: int) -> None:
     """MLA latents (one head), and more ranks than heads: every source serves equally many."""
     sources, destinations = ranks(total_heads, source_size), ranks(total_heads, destination_size)
     served = [count_readers(rank, sources, destinations) for rank in sources]
@@ -158,15 +158,15 @@ def test_replicas_share_the_load(total_heads: int, source_size: int, destination
     assert len(used) == min(source_size, destination_size)
 
 
-def test_pipeline_stages() -> None:
+def test_choose_sources_over_pipeline_stages_takes_each_layer_from_its_stage() -> None:
     stages = {0: Holding((0, 1), 0, 2, 2), 1: Holding((2, 3), 0, 2, 2)}
     assert choose_sources(Holding((1, 2), 1, 1, 2), stages) == (
-        Share(0, (1,), range(1, 2)),
-        Share(1, (2,), range(1, 2)),
+        SourceShard(0, (1,), range(1, 2)),
+        SourceShard(1, (2,), range(1, 2)),
     )
 
 
-def test_what_nobody_holds_is_named() -> None:
+def test_choose_sources_of_missing_layers_or_heads_raises_with_the_field() -> None:
     with pytest.raises(Incompatible, match="layer 5") as error:
         choose_sources(Holding((0, 5), 0, 2, 2), ranks(2, 1))
     assert error.value.field == "layers"
@@ -179,6 +179,6 @@ def test_what_nobody_holds_is_named() -> None:
 
 
 @pytest.mark.parametrize(("heads", "size", "rank"), [(6, 4, 0), (4, 6, 0), (4, 2, 2), (0, 1, 0)])
-def test_heads_that_cannot_be_shared(heads: int, size: int, rank: int) -> None:
+def test_tp_heads_of_uneven_sizes_raises(heads: int, size: int, rank: int) -> None:
     with pytest.raises(InvalidArgument, match="tp_"):
         tp_heads(heads, size, rank)

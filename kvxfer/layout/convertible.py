@@ -1,6 +1,6 @@
 """Whether blocks of one kind can be made into blocks of another without a bit lost: where two pools differ only in how
 tokens are cut into blocks and heads among ranks, and the order of bytes within a block is known. Decides nothing else;
-`policy.plan` says which bytes go where, and a connector copies them.
+`kvxfer.layout.plan` says which bytes go where, and a connector copies them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WHOLE_STORAGE = "page:HNC"
 """Axes of pools whose blocks are pages [head][token][content] of one storage."""
 
 
-def can_bridge(ours: PoolRecord, theirs: PoolRecord, *, ranks: int, sources: int) -> bool:
+def is_convertible(ours: PoolRecord, theirs: PoolRecord, *, ranks: int, sources: int) -> bool:
     """Whether pages of ``theirs``, one of ``sources`` ranks, can be made into pages of ``ours``, one of ``ranks``.
 
     Pages of one head count may belong to any numbers of ranks: then ranks hold the same heads.
