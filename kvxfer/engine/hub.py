@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from kvxfer import places
-from kvxfer.engine.model_store import check_config
+from kvxfer.engine.model_files import check_config
 from kvxfer.errors import ConfigError
 
 CACHE_VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")

@@ -20,7 +20,7 @@ import transformers
 
 from kvxfer.engine.detokenizer import Detokenizer
 from kvxfer.engine.fingerprint import config_fingerprint, tokenizer_fingerprint, weights_fingerprint
-from kvxfer.engine.model_store import check_config
+from kvxfer.engine.model_files import check_config
 from kvxfer.errors import ConfigError, InvalidArgument
 from kvxfer.types import CompatibilityRecord
 

