@@ -7,8 +7,8 @@ from typing import Any
 
 from kvxfer._native import _core
 from kvxfer._native._core import Code, SessionKind
-from kvxfer.testing.clock import S
 from kvxfer.testing.region_pair import RegionPair
+from kvxfer.testing.sim.virtual_clock import S
 
 ID = b"t" * 16
 DATA, MARK = bytes(range(128)), b"\xee" * 32

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvxfer._native import _core
-from kvxfer.testing.clock import MS
+from kvxfer.testing.sim.virtual_clock import MS
 
 KEY = b"k" * 32
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from kvxfer._native import _core
-from kvxfer.testing.clock import S
 from kvxfer.testing.pair import Pair
-from kvxfer.testing.pieces import places
+from kvxfer.testing.sim.elements import places
+from kvxfer.testing.sim.virtual_clock import S
 
 MEMORY = _core.Lane.MEMORY
 Rows = Iterable[tuple[int, int, int, int, int]]

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from kvxfer._native import _core
-from kvxfer.testing.lane_contract import BY_NAME
-from kvxfer.testing.lane_parties import MemoryLaneMaker
+from kvxfer.testing.contract.parties import MemoryLaneMaker
+from kvxfer.testing.contract.suite import BY_NAME
 from kvxfer.transport.base import Event, PostOrder, StartPost
 from kvxfer.transport.memory import MemoryTransport
 from kvxfer.transport.memory_bytes import BlockMemory, Memories

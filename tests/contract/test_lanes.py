@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvxfer.testing.lane_contract import CHECKS
-from kvxfer.testing.lane_parties import LaneMaker, MemoryLaneMaker, NativeLaneMaker
+from kvxfer.testing.contract.parties import LaneMaker, MemoryLaneMaker, NativeLaneMaker
+from kvxfer.testing.contract.suite import CHECKS
 from kvxfer.transport import ucx
 from kvxfer.types import Lane
 

@@ -21,7 +21,7 @@ from gate import Gate
 from kvxfer._native import _core
 from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusy, KvxferError
-from kvxfer.testing.lane_parties import RECORD
+from kvxfer.testing.contract.parties import RECORD
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.posts import Op, Post, Poster, Registration, RemotePeer

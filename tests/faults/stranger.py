@@ -12,7 +12,7 @@ from typing import Any
 from parties import KEY, Party
 
 from kvxfer._native import _core as native
-from kvxfer.testing.lane_parties import RECORD
+from kvxfer.testing.contract.parties import RECORD
 
 ANSWER_S = 10.0
 

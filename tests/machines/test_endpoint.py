@@ -11,8 +11,8 @@ import pytest
 from kvxfer._native import _core
 from kvxfer._native._core import GrantEvent, GrantState, TransferState
 from kvxfer.errors import InvalidArgument, PeerGone
-from kvxfer.testing.clock import MS, S
 from kvxfer.testing.pair import Pair
+from kvxfer.testing.sim.virtual_clock import MS, S
 
 ID = b"t" * 16
 

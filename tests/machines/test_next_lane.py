@@ -8,7 +8,6 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import Lane, SessionKind
-from kvxfer.testing.clock import MS, S
 from kvxfer.testing.lane_pair import (
     COUNT,
     DATA,
@@ -23,6 +22,7 @@ from kvxfer.testing.lane_pair import (
     lose,
     prefix_landed,
 )
+from kvxfer.testing.sim.virtual_clock import MS, S
 
 ways = pytest.mark.parametrize(
     ("how", "first", "second"),

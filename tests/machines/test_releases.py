@@ -9,8 +9,8 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import GrantState
-from kvxfer.testing.clock import MS, S
 from kvxfer.testing.pair import Pair
+from kvxfer.testing.sim.virtual_clock import MS, S
 
 from .test_endpoint import ID, finals, grant, land, pull
 

@@ -1,7 +1,7 @@
 """Each classic bug of KV transfer, put back into a test build of the machines, is caught by the simulation within a
 stated number of seeds, by the invariant that it breaks; without a bug the same seeds of the same build are clean.
 
-What catches them is the checkers' own book, never an assertion of the machines: another exception fails these tests.
+What catches them is the reference models, never an assertion of the machines: another exception fails these tests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.testing import Invariant, Violation, world
+from kvxfer.testing.sim import Invariant, Violation, world
 
 pytestmark = [pytest.mark.checkout, pytest.mark.no_sanitizer]
 

@@ -7,8 +7,8 @@ import pathlib
 
 import pytest
 
-from kvxfer.testing import Invariant
-from kvxfer.testing.faults import IMPOSSIBLE, Kind, Phase
+from kvxfer.testing.sim import Invariant
+from kvxfer.testing.sim.faults import IMPOSSIBLE, Kind, TransferPhase
 
 pytestmark = pytest.mark.checkout
 
@@ -32,4 +32,4 @@ def test_simulation_page_names_every_invariant(root: pathlib.Path) -> None:
 
 
 def test_every_kind_can_strike_somewhere() -> None:
-    assert all(any((kind, phase) not in IMPOSSIBLE for phase in Phase) for kind in Kind)
+    assert all(any((kind, phase) not in IMPOSSIBLE for phase in TransferPhase) for kind in Kind)

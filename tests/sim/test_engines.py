@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 
 from kvxfer._native import _core
-from kvxfer.testing import Invariant, Violation
-from kvxfer.testing.engines import EngineBug, EngineOptions, EngineReport, engine_world
-from kvxfer.testing.engines.sim import play_many_engines
-from kvxfer.testing.sim import main
+from kvxfer.testing.sim import Invariant, Violation
+from kvxfer.testing.sim.command import main
+from kvxfer.testing.sim.engines import EngineBug, EngineOptions, EngineReport, engine_world
+from kvxfer.testing.sim.engines.play_engines import play_many_engines
 
 SEEDS_MAX = {
     EngineBug.NEVER_REVOKE: 120,

@@ -7,27 +7,36 @@ from __future__ import annotations
 import pytest
 
 from kvxfer._native import _core
-from kvxfer.testing import Invariant, Options, Totals, world
-from kvxfer.testing.checkers import Violation
-from kvxfer.testing.clock import S
-from kvxfer.testing.faults import FRAME_KINDS, IMPOSSIBLE, REQUEST_KINDS, TIMED_KINDS, Kind, Phase, Weights
-from kvxfer.testing.sim import main, play_many
+from kvxfer.testing.sim import Invariant, Totals, WorldOptions, world
+from kvxfer.testing.sim.checkers import Violation
+from kvxfer.testing.sim.command import main
+from kvxfer.testing.sim.faults import (
+    FRAME_KINDS,
+    IMPOSSIBLE,
+    REQUEST_KINDS,
+    TIMED_KINDS,
+    FaultWeights,
+    Kind,
+    TransferPhase,
+)
+from kvxfer.testing.sim.play import play_many
+from kvxfer.testing.sim.virtual_clock import S
 
 SEEDS = 200
 QUICK_SEEDS = 50
 
 
 def test_50_seeds_hold_every_invariant() -> None:
-    batch = play_many(SEEDS, QUICK_SEEDS, "core", Options(), jobs=1)
+    batch = play_many(SEEDS, QUICK_SEEDS, "core", WorldOptions(), jobs=1)
     assert not batch.failures, "\n".join([*batch.failures[0].recent[-40:], str(batch.failures[0])])
     assert batch.totals.seeds == QUICK_SEEDS
     assert batch.totals.served > 0.5 * batch.totals.requests
-    assert batch.totals.rest_max_ns < Options().rest_ns
+    assert batch.totals.rest_max_ns < WorldOptions().rest_ns
 
 
 @pytest.fixture(scope="module")
 def chaos() -> Totals:
-    batch = play_many(0, SEEDS, "core", Options(), jobs=1)
+    batch = play_many(0, SEEDS, "core", WorldOptions(), jobs=1)
     assert not batch.failures, "\n".join([*batch.failures[0].recent[-40:], str(batch.failures[0])])
     return batch.totals
 
@@ -54,7 +63,7 @@ def test_machines_do_not_pass_by_failing_everything(chaos: Totals) -> None:
 
 @pytest.mark.deep
 def test_rest_comes_within_the_stated_bound(chaos: Totals) -> None:
-    assert chaos.rest_max_ns < Options().rest_ns < 25 * S
+    assert chaos.rest_max_ns < WorldOptions().rest_ns < 25 * S
 
 
 @pytest.mark.deep
@@ -77,17 +86,20 @@ def test_cells_and_groups_are_whole() -> None:
 
 def test_memory_that_is_gone_for_every_lane_and_a_lost_session_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A one-sided read finds nothing, the next lane sends something else instead, and no word of that arrives."""
-    monkeypatch.setattr(Weights, "swarm", lambda _: Weights({Kind.GONE_THEN_LOST: 2.0}))
-    batch = play_many(0, 20, "core", Options(), jobs=1)
+    monkeypatch.setattr(FaultWeights, "swarm", lambda _: FaultWeights({Kind.GONE_THEN_LOST: 2.0}))
+    batch = play_many(0, 20, "core", WorldOptions(), jobs=1)
     assert not batch.failures, batch.failures[0]
     totals = batch.totals
-    assert {phase for kind, phase in totals.struck if kind is Kind.GONE_THEN_LOST} >= {Phase.READING, Phase.CONFIRMING}
+    assert {phase for kind, phase in totals.struck if kind is Kind.GONE_THEN_LOST} >= {
+        TransferPhase.READING,
+        TransferPhase.CONFIRMING,
+    }
     assert totals.finals["FAILED", "memory_gone"] + totals.finals["FAILED", "grant_revoked"] > 20
     assert totals.committed_share > 0.5
 
 
 def test_quiet_worlds_serve_everybody() -> None:
-    batch = play_many(0, 40, "core", Options(has_faults=False), jobs=1)
+    batch = play_many(0, 40, "core", WorldOptions(has_faults=False), jobs=1)
     assert not batch.failures, batch.failures[0]
     totals = batch.totals
     assert set(totals.finals) == {("COMMITTED", "ok")}
@@ -118,14 +130,14 @@ def test_worlds_are_as_large_as_promised() -> None:
 
 @pytest.mark.deep
 def test_jobs_change_nothing() -> None:
-    one, two = (play_many(300, 60, "core", Options(), jobs=jobs).totals for jobs in (1, 2))
+    one, two = (play_many(300, 60, "core", WorldOptions(), jobs=jobs).totals for jobs in (1, 2))
     assert one == two
 
 
 def test_a_failing_seed_is_printed_and_replays(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvxfer.testing.checkers import Checkers
+    from kvxfer.testing.sim.checkers import Checkers
 
     def broken(self: Checkers, life: int, id_: bytes) -> None:
         raise Violation(Invariant.ONCE, "made up")

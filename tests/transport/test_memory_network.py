@@ -8,8 +8,8 @@ import pytest
 from kvxfer.clock import SystemClock
 from kvxfer.config import AgentConfig
 from kvxfer.errors import Closed, InvalidArgument
-from kvxfer.testing.lane_parties import MemoryLaneMaker, Party, fresh_id, introduce, make_party
-from kvxfer.testing.lane_steps import PLAIN, expect_outcome, expect_poison, grant, pull
+from kvxfer.testing.contract.parties import LaneParty, MemoryLaneMaker, fresh_id, introduce, make_party
+from kvxfer.testing.contract.steps import PLAIN, expect_outcome, expect_poison, grant, pull
 from kvxfer.transport import Fate, MemoryNetwork, Passage
 from kvxfer.transport.memory_bytes import BlockMemory
 from kvxfer.types import TransferId
@@ -22,13 +22,13 @@ def maker() -> MemoryLaneMaker:
     return MemoryLaneMaker()
 
 
-def join(maker: MemoryLaneMaker) -> tuple[Party, Party]:
+def join(maker: MemoryLaneMaker) -> tuple[LaneParty, LaneParty]:
     source, destination = make_party(maker, "source", PLAIN, CONFIG), make_party(maker, "destination", PLAIN, CONFIG)
     introduce(source, destination)
     return source, destination
 
 
-def move(maker: MemoryLaneMaker, parties: tuple[Party, Party], transfer_id: TransferId, *outcomes: str) -> None:
+def move(maker: MemoryLaneMaker, parties: tuple[LaneParty, LaneParty], transfer_id: TransferId, *outcomes: str) -> None:
     source, destination = parties
     truth = source.fill(1)
     grant(source, transfer_id, [1, 2])

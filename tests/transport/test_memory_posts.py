@@ -7,9 +7,9 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer.config import AgentConfig
-from kvxfer.testing.lane_parties import MemoryLaneMaker, Party, introduce, make_party
-from kvxfer.testing.lane_regions import Memory, expect_post, outcome, post
-from kvxfer.testing.lane_steps import PLAIN, expect_idle
+from kvxfer.testing.contract.parties import LaneParty, MemoryLaneMaker, introduce, make_party
+from kvxfer.testing.contract.posted_memory import PostedMemory, expect_post, outcome, post
+from kvxfer.testing.contract.steps import PLAIN, expect_idle
 from kvxfer.transport import Fate, Passage
 from kvxfer.transport.memory import MemoryTransport
 from kvxfer.transport.plan import Op
@@ -23,7 +23,7 @@ def maker() -> MemoryLaneMaker:
     return MemoryLaneMaker()
 
 
-def join(maker: MemoryLaneMaker) -> tuple[Party, Party]:
+def join(maker: MemoryLaneMaker) -> tuple[LaneParty, LaneParty]:
     one, other = make_party(maker, "one", PLAIN, CONFIG), make_party(maker, "other", PLAIN, CONFIG)
     introduce(one, other)
     return one, other
@@ -48,7 +48,7 @@ def test_one_fault_anywhere_is_survived(maker: MemoryLaneMaker, op: Op, what: st
         return Fate.ARRIVE
 
     one, other = parties = join(maker)
-    mine, theirs = Memory.register(one, SIZE), Memory.register(other, SIZE)
+    mine, theirs = PostedMemory.register(one, SIZE), PostedMemory.register(other, SIZE)
     source, destination = (theirs, mine) if op is Op.READ else (mine, theirs)
     truth = source.fill(1)
     maker.network.fault = fault
@@ -69,7 +69,7 @@ def test_many_faults(seed: int) -> None:
     maker = MemoryLaneMaker()
     random = np.random.default_rng(seed)
     parties = join(maker)
-    memories = {party: (Memory.register(party, SIZE), Memory.register(party, SIZE)) for party in parties}
+    memories = {party: (PostedMemory.register(party, SIZE), PostedMemory.register(party, SIZE)) for party in parties}
     truths = {party: sources.fill(seed) for party, (_, sources) in memories.items()}
     fates = [Fate.DROP, Fate.TWICE, Fate.CUT]
     maker.network.fault = lambda _: fates[random.integers(3)] if random.random() < 0.08 else Fate.ARRIVE
@@ -109,7 +109,7 @@ def test_many_faults(seed: int) -> None:
 def test_bytes_of_a_region_that_was_taken_back_are_not_committed(maker: MemoryLaneMaker) -> None:
     """All of it was read, and then it was deregistered before the reader asked whether that was right."""
     one, other = parties = join(maker)
-    mine, theirs = Memory.register(one, SIZE), Memory.register(other, SIZE)
+    mine, theirs = PostedMemory.register(one, SIZE), PostedMemory.register(other, SIZE)
     maker.network.fault = lambda passage: Fate.HOLD if passage.what == "confirm" else Fate.ARRIVE
     read = post(maker, Op.READ, one, mine.rows([0], 4096), other, theirs.rows([0], 4096))
     maker.wait(parties, lambda: False, 0.1)

@@ -1,0 +1,289 @@
+"""One process's end of one connection: encodes what the endpoint sends, reads the bytes of blocks as the kernel takes
+them, decodes what arrives and lets payload land block by block; must never judge whether it may (the endpoint does).
+"""
+
+from __future__ import annotations
+
+import collections
+import struct
+from typing import Any
+
+from kvxfer.testing.sim.links import Half, Reassembly, Sample, Unit
+from kvxfer.testing.sim.tagged_memory import BLOCK_BYTES, Cell, TaggedMemory, cells, checksum, flipped
+from kvxfer.testing.sim.view import ProcessView
+from kvxfer.testing.sim.virtual_clock import MS, US
+
+_Pending = tuple[Unit, Any, Any]
+
+
+class ConnectionEnd:
+    """Made by the world for both sides of a connection; ``session`` is what the endpoint called it."""
+
+    def __init__(self, process: ProcessView, kind: Any) -> None:
+        self.process, self.kind = process, kind
+        self.session = 0
+        self.peer: ConnectionEnd = self
+        self.half: Half
+        self.mapped: dict[tuple[int, Any], TaggedMemory] = {}
+        self.is_open = True
+        self.is_dialer = False
+        self._outbox: collections.deque[_Pending] = collections.deque()
+        self._is_sending = False
+        self._muted: set[bytes] = set()
+        self._decoder = process.machines.Decoder()
+        self._reassembly = Reassembly()
+        self._inbox: collections.deque[tuple[bytes, Sample | None]] = collections.deque()
+        self._samples: collections.deque[Sample] = collections.deque()
+        self._landing: _Landing | None = None
+        self._is_landing = False
+
+    # --- sending ---
+
+    def mute(self, id_: bytes) -> None:
+        """Nothing more that this side says of that transfer arrives, until the faults stop."""
+        self._muted.add(id_)
+
+    def send(self, frame: Any) -> None:
+        is_muted = getattr(frame, "id", None) in self._muted and not self.process.world.is_calm
+        if self.is_open and not is_muted:
+            unit = self.process.world.unit(self, frame)
+            self._outbox.append((unit, frame, None))
+            self._pump()
+
+    def send_data(self, effect: Any) -> None:
+        if self.is_open:
+            frame = self._lent(effect.frame)
+            unit = self.process.world.unit(self, frame)
+            self._outbox.append((unit, frame, effect))
+            self._pump()
+
+    def _pump(self) -> None:
+        while self._outbox and not self._is_sending:
+            unit, frame, effect = self._outbox.popleft()
+            self.half.send(unit, self.process.machines.encode(frame), None, is_last=effect is None)
+            if effect is not None:
+                self._is_sending = True
+                payload = _Payload(unit, frame, effect, self.process.world.slowness(frame.id))
+                if frame.has_sums and self.process.world.chaos.corrupts():
+                    payload.corrupted = self.process.rng.randrange(len(payload.cells))
+                payload.is_for_good = self.process.world.is_gone(frame.id, is_one_sided=False)
+                if payload.is_for_good or self.process.world.chaos.loses_memory():
+                    payload.lost = self.process.rng.randrange(len(payload.cells))
+                self.process.later(self._pause(payload.slow), self._take, payload)
+
+    def _pause(self, slow: int) -> int:
+        return self.process.rng.randrange(20 * US, 500 * US) * slow
+
+    def _lent(self, frame: Any) -> Any:
+        """Under one kernel it depends on the blocks whether it takes them, or references to them."""
+        is_odd = (frame.id[0] + frame.attempt + frame.first) % 2
+        if frame.has_sums or self.kind == self.process.machines.SessionKind.MEMORY or is_odd:
+            return frame
+        data = self.process.machines.Data
+        said = frame.id, frame.attempt, frame.first, frame.count, frame.complete, frame.payload_bytes
+        return data(*said, is_lent=True)
+
+    def _take(self, payload: _Payload) -> None:
+        """The kernel takes the bytes of one block: this is the moment in which they are read, unless they are lent."""
+        if not self.is_open:
+            return
+        process, memory, frame = self.process, self.process.memory, payload.frame
+        cell = payload.cells[len(payload.sums)]
+        if payload.lost == len(payload.sums):
+            process.world.memory_lost(frame.id)
+            if payload.is_for_good:
+                process.world.chaos.loses_session(self, frame.id)
+            code, serial = process.machines.Code.memory_gone, payload.effect.serial
+            process.perform(process.endpoint.data_failed(frame.id, code, "unmapped", process.clock.now, serial))
+        is_lost = 0 <= payload.lost <= len(payload.sums)
+        data = bytes(BLOCK_BYTES) if is_lost else memory.read(cell)
+        is_read_later = frame.is_lent and not is_lost
+        sample = Sample(process.clock.now, memory.life, cell, data, memory if is_read_later else None)
+        is_corrupted = payload.corrupted == len(payload.sums)
+        payload.sums.append(checksum(data))
+        is_last = len(payload.sums) == len(payload.cells)
+        self.half.send(
+            payload.unit, flipped(data) if is_corrupted else data, sample, is_last=is_last and not frame.has_sums
+        )
+        if not is_last:
+            process.later(self._pause(payload.slow), self._take, payload)
+            return
+        if frame.has_sums:
+            sums = struct.pack(
+                f"<{len(payload.sums)}I", *(payload.sums if is_lost else payload.effect.sums or payload.sums)
+            )
+            self.half.send(payload.unit, sums, None, is_last=True)
+        self._is_sending = False
+        process.perform(
+            process.endpoint.data_sent(
+                self.session, frame.id, frame.attempt, len(payload.cells), process.clock.now, frame.is_lent
+            )
+        )
+        self._pump()
+
+    # --- ending ---
+
+    def hang_up(self) -> None:
+        """The endpoint wants it closed after what was queued; a payload that is under way cannot be ended well."""
+        while self._outbox and not self._is_sending:
+            unit, frame, effect = self._outbox.popleft()
+            if effect is not None:
+                break
+            self.half.send(unit, self.process.machines.encode(frame), None, is_last=True)
+        self._shut()
+        self.half.end(self.peer.lost)
+
+    def lost(self) -> None:
+        """The kernel says that the other side is gone."""
+        self.process.run(self._lost)
+
+    def _lost(self) -> None:
+        if not self.is_open:
+            return
+        self._shut()
+        process = self.process
+        if process.ends.pop(self.session, None) is not None:
+            process.perform(process.endpoint.closed(self.session, process.clock.now))
+
+    def _shut(self) -> None:
+        self.is_open = False
+        self._outbox.clear()
+        self._inbox.clear()
+        self.peer.half.cut()
+        if self._landing is not None and not self._is_landing:
+            self.process.afterwards(self._stop_landing)
+
+    # --- receiving ---
+
+    def deliver(self, unit: Unit, data: bytes, sample: Sample | None, is_last: bool) -> None:
+        """Bytes are in this side's kernel."""
+        self.process.run(self._receive, unit, data, sample, is_last)
+
+    def _receive(self, unit: Unit, data: bytes, sample: Sample | None, is_last: bool) -> None:
+        if self.is_open and self.session:
+            self._inbox.extend(self._reassembly.take(unit, data, sample, is_last))
+            self._read()
+
+    def _read(self) -> None:
+        process, decoder = self.process, self._decoder
+        while self.is_open and not self._is_landing:
+            if self._landing is not None:
+                if self._landing.done == self._landing.count and decoder.buffered >= 4 * self._landing.count:
+                    self._check(self._landing)
+                    continue
+                if self._landing.done < self._landing.count and decoder.buffered >= BLOCK_BYTES:
+                    self._next_block(self._landing)
+                    continue
+            else:
+                frame = decoder.next()
+                if frame is not None:
+                    self._on_frame(frame)
+                    continue
+            if not self._inbox:
+                return
+            data, sample = self._inbox.popleft()
+            if sample is not None:
+                self._samples.append(sample)
+            decoder.feed(data)
+            process.endpoint.heard(self.session, process.clock.now)
+
+    def _on_frame(self, frame: Any) -> None:
+        process, name = self.process, type(frame).__name__
+        now = process.clock.now
+        if name == "Data":
+            landing = process.endpoint.data_arrives(self.session, frame, now)
+            self._landing = _Landing(frame, landing.token, cells(landing.to) if landing.token else [])
+            if landing.token:
+                process.world.read_began(frame.id)
+            process.perform([])
+            return
+        if name == "Map":
+            if frame.region_bytes:
+                self.mapped[frame.pool, frame.lane] = self.peer.process.memory
+        elif name == "Renew":
+            process.world.checkers.renewed(
+                process.life, frame.id, self.peer.process.life, frame.seq, frame.ttl_ms * MS, now
+            )
+        elif name == "Verdict" and frame.code == process.machines.Code.ok:
+            process.verdict_arrived(frame, self.peer.process)
+        process.perform(process.endpoint.on_frame(self.session, frame, now))
+
+    def _next_block(self, landing: _Landing) -> None:
+        process = self.process
+        data, sample = self._decoder.take_payload(BLOCK_BYTES), self._samples.popleft()
+        if landing.token and not process.endpoint.is_landing(landing.id, landing.token):
+            self._stop_landing()
+        if landing.token:
+            self._is_landing = True
+            slow = process.world.slowness(landing.id)
+            process.later(process.rng.randrange(5 * US, 200 * US) * slow, self._land, landing, data, sample)
+        else:
+            self._count(landing)
+
+    def _land(self, landing: _Landing, data: bytes, sample: Sample) -> None:
+        self._is_landing = False
+        if sample.lent is not None:  # read now, out of the source's memory
+            data = sample.lent.read(sample.cell)
+            sample = Sample(self.process.clock.now, sample.life, sample.cell, data)
+        if data != sample.data:
+            self.process.world.corruption_landed(landing.id)
+        self.process.landed(landing.id, landing.cells[landing.done], data, sample, is_checked=landing.has_sums)
+        landing.sums.append(checksum(data))
+        self._count(landing)
+        if not self.is_open and self._landing is not None:
+            self._stop_landing()
+        self._read()
+
+    def _count(self, landing: _Landing) -> None:
+        landing.done += 1
+        if landing.done == landing.count and not landing.has_sums:
+            self._finish(landing)
+
+    def _finish(self, landing: _Landing) -> None:
+        self._landing = None
+        if landing.token:
+            process = self.process
+            process.perform(process.endpoint.read_landed(landing.id, landing.token, process.clock.now))
+
+    def _check(self, landing: _Landing) -> None:
+        """The sums of a payload that has landed came after it."""
+        sums = struct.unpack(f"<{landing.count}I", self._decoder.take_payload(4 * landing.count))
+        process = self.process
+        if not landing.token or list(sums) == landing.sums:
+            return self._finish(landing)
+        self._landing = None
+        code = process.machines.Code.checksum
+        process.perform(process.endpoint.read_stopped(landing.id, landing.token, code, "checksum", process.clock.now))
+
+    def _stop_landing(self) -> None:
+        """Nothing more of this payload is written; the rest of it is thrown away as it comes."""
+        landing = self._landing
+        if landing is None or not landing.token or self._is_landing:
+            return
+        token, landing.token = landing.token, 0
+        process = self.process
+        code = process.machines.Code.transport
+        process.perform(process.endpoint.read_stopped(landing.id, token, code, "the payload ended", process.clock.now))
+
+
+class _Payload:
+    """One SendData on its way into the kernel."""
+
+    __slots__ = ("cells", "corrupted", "effect", "frame", "is_for_good", "lost", "slow", "sums", "unit")
+
+    def __init__(self, unit: Unit, frame: Any, effect: Any, slow: int) -> None:
+        self.unit, self.frame, self.effect, self.slow = unit, frame, effect, slow
+        self.cells = cells(effect.source)
+        self.sums: list[int] = []
+        self.corrupted = self.lost = -1
+        self.is_for_good = False
+
+
+class _Landing:
+    __slots__ = ("cells", "count", "done", "has_sums", "id", "sums", "token")
+
+    def __init__(self, frame: Any, token: int, where: list[Cell]) -> None:
+        self.id, self.token, self.cells, self.count = frame.id, token, where, frame.count
+        self.has_sums = frame.has_sums
+        self.done = 0
+        self.sums: list[int] = []

@@ -1,0 +1,216 @@
+"""The reference model of registered memory: which regions are offered, what was posted, what landed where and when, and
+what each side was told. Like the other model, in ``checkers``, it shares no code with what it judges.
+
+A post is a fetch or a push. What lands, is confirmed and ends is kept by *way*: the post's id between its source and
+its target, whichever of the two posted it and by however many lanes it goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvxfer.testing.sim.checkers import Invariant, Violation
+from kvxfer.testing.sim.links import Sample
+from kvxfer.testing.sim.tagged_memory import Cell, TaggedMemory, describe
+from kvxfer.testing.sim.virtual_clock import NEVER, S
+
+Key = tuple[int, bytes]
+
+
+@dataclasses.dataclass
+class PostRecord:
+    """``poster``, ``source``, ``target`` are lives; ``wanted[i]`` of the source goes to ``cells[i]`` of the target."""
+
+    id: bytes
+    is_push: bool
+    poster: int
+    source: int
+    target: int
+    wanted: list[Cell]
+    cells: list[Cell]
+    memory: TaggedMemory
+    notification: bytes | None
+    posted_at: int
+    final: str = ""
+    final_at: int = NEVER
+    is_drained: bool = False
+    is_notified: bool = False
+    is_committed: bool = False
+    """At the target."""
+
+
+@dataclasses.dataclass
+class _Way:
+    post: PostRecord
+    landed: dict[int, tuple[bytes, Sample]] = dataclasses.field(default_factory=dict)
+    ok_at: dict[int, int] = dataclasses.field(default_factory=dict)
+    heard_ok: list[int] = dataclasses.field(default_factory=list)
+    ended: str = ""
+
+
+class RegionReference:
+    """Every method raises :class:`Violation` the moment an invariant is broken."""
+
+    def __init__(self) -> None:
+        self._regions: dict[tuple[int, int], list[int]] = {}
+        self._posts: dict[Key, PostRecord] = {}
+        self._from: dict[Key, _Way] = {}
+        self._to: dict[Key, _Way] = {}
+
+    # --- regions ---
+
+    def registered(self, life: int, region: int, now: int) -> None:
+        if (life, region) in self._regions:
+            raise AssertionError(f"life {life} registers region {region} twice")
+        self._regions[life, region] = [now, NEVER]
+
+    def removed(self, life: int, region: int, now: int) -> None:
+        self._regions[life, region][1] = now
+
+    def is_offered(self, life: int, region: int, at: int) -> bool:
+        begin, end = self._regions.get((life, region), (NEVER, 0))
+        return begin <= at < end
+
+    # --- who knows what ---
+
+    def knows_post(self, life: int, id_: bytes) -> bool:
+        return (life, id_) in self._posts
+
+    def knows_source(self, life: int, id_: bytes) -> bool:
+        return (life, id_) in self._from
+
+    def knows_target(self, life: int, id_: bytes) -> bool:
+        return (life, id_) in self._to
+
+    # --- posts ---
+
+    def posted(self, post: PostRecord) -> None:
+        self._posts[post.poster, post.id] = post
+        self._from[post.source, post.id] = self._to[post.target, post.id] = _Way(post)
+
+    def landed(self, life: int, id_: bytes, cell: Cell, data: bytes, sample: Sample) -> None:
+        """Bytes reached a cell of registered memory: there must be a live hold of this very transfer on it."""
+        way = self._to.get((life, id_))
+        what = f"{describe(sample.data)} landed in {cell} of life {life} for {id_.hex()}"
+        if way is None or cell not in way.post.cells:
+            raise Violation(Invariant.RESERVATION, f"{what}, which was never asked to fill it")
+        if self._regions[life, cell.region][1] != NEVER:
+            raise Violation(Invariant.RESERVATION, f"{what}, and that region was removed")
+        # A push that is drained is not read from any more; what was read of it may still land, until its offer ends.
+        ended = way.ended or (way.post.final if way.post.is_drained and not way.post.is_push else "")
+        if ended:
+            raise Violation(Invariant.RESERVATION, f"{what}, which had ended as {ended}")
+        way.landed[way.post.cells.index(cell)] = (data, sample)
+
+    def confirmed(self, life: int, id_: bytes, nonce: int, now: int) -> None:
+        """The source said ok: the region is offered now, or it is a repeat of what was true when it was first said."""
+        way = self._from[life, id_]
+        if nonce in way.ok_at:
+            return
+        for region in {cell.region for cell in way.post.wanted}:
+            if not self.is_offered(life, region, now):
+                raise Violation(
+                    Invariant.CONFIRMED, f"life {life} confirmed {id_.hex()} at {now / S:.6f} s without region {region}"
+                )
+        if way.post.is_push and way.post.final:
+            raise Violation(Invariant.CONFIRMED, f"life {life} confirmed its push {id_.hex()}, {way.post.final} before")
+        way.ok_at[nonce] = now
+
+    def verdict_arrived(self, life: int, id_: bytes, source: int, nonce: int) -> None:
+        way = self._to[life, id_]
+        if way.post.source == source:
+            way.heard_ok.append(nonce)
+
+    def final(self, life: int, id_: bytes, state: str, now: int) -> None:
+        """What the poster was told."""
+        post = self._posts[life, id_]
+        if post.final:
+            raise Violation(Invariant.ONCE, f"post {id_.hex()} became {post.final}, then {state}")
+        post.final, post.final_at = state, now
+        if state != "COMMITTED":
+            return
+        if not post.is_push:
+            self._check_commit(self._to[life, id_])
+        elif not post.is_committed:
+            raise Violation(Invariant.CONFIRMED, f"push {id_.hex()} is told as done; it is not committed at its target")
+        elif post.notification is not None and not post.is_notified:
+            raise Violation(Invariant.NOTIFICATION, f"push {id_.hex()} is told as done before its target was notified")
+
+    def drained(self, life: int, id_: bytes) -> None:
+        post = self._posts[life, id_]
+        if not post.final:
+            raise Violation(Invariant.ONCE, f"post {id_.hex()} drained before it was final")
+        if post.is_drained:
+            raise Violation(Invariant.ONCE, f"post {id_.hex()} drained twice")
+        post.is_drained = True
+
+    def offer_ended(self, life: int, id_: bytes, state: str, now: int) -> None:
+        """What the target of a push was told."""
+        way = self._to.get((life, id_))
+        if way is None or not way.post.is_push:
+            raise Violation(Invariant.ONCE, f"an offer {id_.hex()} ended that nobody pushed to")
+        if way.ended:
+            raise Violation(Invariant.ONCE, f"offer {id_.hex()} ended as {way.ended}, then as {state}")
+        way.ended = state
+        if state == "COMMITTED":
+            self._check_commit(way)
+            way.post.is_committed = True
+
+    def notified(self, sender: int, receiver: int, payload: bytes) -> None:
+        """A notification that came with a push: its bytes are there, confirmed, and it comes once."""
+        post = self._posts.get((sender, payload[:16]))
+        if post is None or post.target != receiver or post.notification != payload:
+            raise Violation(
+                Invariant.NOTIFICATION, f"life {receiver} was told {payload.hex()} by {sender}, who did not"
+            )
+        if post.is_notified:
+            raise Violation(Invariant.NOTIFICATION, f"life {receiver} was told of push {post.id.hex()} twice")
+        flaw = self._flaw(self._to[receiver, post.id])
+        if flaw is not None:
+            raise Violation(
+                Invariant.NOTIFICATION, f"life {receiver} was told of push {post.id.hex()} before its commit: {flaw}"
+            )
+        post.is_notified = True
+
+    def _check_commit(self, way: _Way) -> None:
+        flaw = self._flaw(way)
+        if flaw is not None:
+            raise Violation(Invariant.CONFIRMED, f"post {way.post.id.hex()} committed, but {flaw}")
+
+    def _flaw(self, way: _Way) -> str | None:
+        """Why what landed so far is no commit."""
+        post, last = way.post, 0
+        for index, (wanted, cell) in enumerate(zip(post.wanted, post.cells, strict=True)):
+            if index not in way.landed:
+                return f"nothing landed for piece {index}"
+            data, sample = way.landed[index]
+            if (sample.life, sample.cell) != (post.source, wanted):
+                return f"piece {index} was read from {sample.cell} of life {sample.life}, not {wanted} of {post.source}"
+            if not self.is_offered(post.source, wanted.region, sample.at):
+                return f"piece {index} was read at {sample.at / S:.6f} s, when region {wanted.region} was not offered"
+            if data != sample.data:
+                return f"piece {index} is not what was read"
+            if post.memory.read(cell) != data:
+                return f"piece {index} is not in memory any more"
+            last = max(last, sample.at)
+        moments = [way.ok_at[nonce] for nonce in way.heard_ok]
+        if not any(moment >= last for moment in moments):
+            return f"its last byte was read at {last / S:.6f} s and no word came after that"
+        return None
+
+    # --- the end ---
+
+    def check_rest(self, living: set[int], now: int) -> None:
+        for (life, id_), post in self._posts.items():
+            if life in living and not post.is_drained:
+                raise Violation(
+                    Invariant.FINAL,
+                    f"post {id_.hex()} of life {life}, posted at {post.posted_at / S:.3f} s, is "
+                    f"{'not drained' if post.final else 'not final'} at {now / S:.3f} s",
+                )
+
+    def is_at_rest(self, living: set[int]) -> bool:
+        return all(post.is_drained for (life, _), post in self._posts.items() if life in living)
+
+    def last_final_ns(self) -> int:
+        return max((post.final_at for post in self._posts.values() if post.final), default=0)
