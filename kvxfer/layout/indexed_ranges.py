@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvxfer.layout.kv_layout import I64, KvLayout
 from kvxfer.layout.runs import U64
-from kvxfer.layout.span import Span
+from kvxfer.layout.span import TokenSpan
 from kvxfer.layout.strided_boxes import Base
 from kvxfer.layout.token_segments import TokenSegments
 
@@ -56,7 +56,7 @@ class _Side:
         return self.stride_tokens * base.token_stride or base.block_stride
 
 
-def pool_ranges(spans: tuple[Span, ...], bytes_below: int) -> IndexedRanges | None:
+def pool_ranges(spans: tuple[TokenSpan, ...], bytes_below: int) -> IndexedRanges | None:
     """The plan as indices; None where block ids cannot be indices, or the list would take ``bytes_below`` or more."""
     tables: tuple[list[U64], list[U64]] = ([], [])
     indices: tuple[list[I64], list[I64]] = ([], [])
@@ -108,7 +108,7 @@ def pool_ranges(spans: tuple[Span, ...], bytes_below: int) -> IndexedRanges | No
     )
 
 
-def _kinds(span: Span) -> Iterator[TokenSegments | None]:
+def _kinds(span: TokenSpan) -> Iterator[TokenSegments | None]:
     """Segments sorted by how they lie in their blocks on both sides; a None at the end: there are too many kinds."""
     rest = span.segments
     ours, theirs = span.source, span.destination

@@ -18,7 +18,7 @@ from kvxfer.errors import Incompatible, InvalidArgument, LimitExceeded
 from kvxfer.layout.indexed_ranges import DESCRIPTORS_MAX, INDEX_BYTES, RANGE_BYTES, IndexedRanges, pool_ranges
 from kvxfer.layout.kv_layout import KvLayout
 from kvxfer.layout.runs import U64, Bundle
-from kvxfer.layout.span import Span
+from kvxfer.layout.span import TokenSpan
 from kvxfer.layout.token_segments import BlockList, check_blocks, cut
 
 
@@ -44,7 +44,7 @@ class Runs:
 class TransferPlan:
     """Every byte to be moved, once. Arrays are made when first asked for, and kept."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
 
     @staticmethod
     def join(plans: Iterable[TransferPlan]) -> TransferPlan:
@@ -159,7 +159,7 @@ def plan_transfer(
                     f"tokens: {first} to {last - 1} cut a block, and blocks packed as {source.packing!r} move whole"
                 )
     theirs.check_distinct(first, last, destination.block_count)
-    return TransferPlan((Span(source, destination, layers, heads, cut(ours, theirs, first, last)),))
+    return TransferPlan((TokenSpan(source, destination, layers, heads, cut(ours, theirs, first, last)),))
 
 
 def _check_compatible(source: KvLayout, destination: KvLayout) -> None:

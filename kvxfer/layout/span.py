@@ -16,7 +16,7 @@ from kvxfer.layout.token_segments import TokenSegments, join
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """What a plan is a list of; both sides hold these layers, heads and tokens."""
 
     source: KvLayout
