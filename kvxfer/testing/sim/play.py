@@ -110,7 +110,7 @@ def replay_command(seed: int, machines: str, has_faults: bool) -> str:
 def replay(seed: int, machines: str, options: WorldOptions) -> int:
     """One seed, with its whole log as it happens."""
     run = world(seed, machines=load_machines(machines), options=options)
-    run.recent = _Printer()
+    run.recent = LogPrinter()
     totals = Totals()
     try:
         report = run.run()
@@ -123,6 +123,8 @@ def replay(seed: int, machines: str, options: WorldOptions) -> int:
     return 0
 
 
-class _Printer(collections.deque[str]):
+class LogPrinter(collections.deque[str]):
+    """A log that is printed as it grows."""
+
     def append(self, line: str) -> None:
         print(line)

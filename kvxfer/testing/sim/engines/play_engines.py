@@ -4,7 +4,6 @@ anything itself.
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import logging
@@ -17,11 +16,10 @@ from kvxfer.testing.sim.engines.bug import EngineBug
 from kvxfer.testing.sim.engines.engine_options import EngineOptions
 from kvxfer.testing.sim.engines.engine_report import EngineReport, EngineTotals
 from kvxfer.testing.sim.engines.world_of_engines import EngineWorld, engine_world
-from kvxfer.testing.sim.play import SeedFailure, load_machines
+from kvxfer.testing.sim.play import FAILURES_SHOWN, LogPrinter, SeedFailure, load_machines
 from kvxfer.testing.sim.virtual_clock import S
 
 _BATCH = 50
-_FAILURES_SHOWN = 3
 _LINES_SHOWN = 40
 
 
@@ -57,7 +55,7 @@ def play_engine_batch(first: int, count: int, machines: str, options: EngineOpti
             failure = play_engines(seed, native, options, bug, batch.totals)
             if failure is not None:
                 batch.failures.append(failure)
-                if len(batch.failures) >= _FAILURES_SHOWN:
+                if len(batch.failures) >= FAILURES_SHOWN:
                     break
     finally:
         log.setLevel(level)
@@ -73,7 +71,7 @@ def play_many_engines(
     if jobs == 1:
         for at, n in batches:
             _add(total, play_engine_batch(at, n, machines, options, bug))
-            if len(total.failures) >= _FAILURES_SHOWN:
+            if len(total.failures) >= FAILURES_SHOWN:
                 break
         return total
     context = multiprocessing.get_context("spawn")
@@ -89,15 +87,10 @@ def _add(total: EngineBatch, part: EngineBatch) -> None:
     total.failures += part.failures
 
 
-class _Printer(collections.deque[str]):
-    def append(self, line: str) -> None:
-        print(line)
-
-
 def replay(seed: int, machines: str, options: EngineOptions, bug: EngineBug) -> int:
     """One seed, with its whole log as it happens."""
     run = engine_world(seed, machines=load_machines(machines), options=options, bug=bug)
-    run.recent = _Printer()
+    run.recent = LogPrinter()
     try:
         report = run.run()
     except AssertionError as error:
@@ -116,7 +109,7 @@ def main(seeds: int, base: int, machines: str, options: EngineOptions, bug: Engi
     print(f"{time.monotonic() - began:.1f} s on {jobs} processes")
     extra = ("" if machines == "core" else f" --machines {machines}") + ("" if options.has_faults else " --no-faults")
     extra += "" if bug is EngineBug.NONE else f" --bug {bug}"
-    for failure in batch.failures[:_FAILURES_SHOWN]:
+    for failure in batch.failures[:FAILURES_SHOWN]:
         print("", *failure.recent[-_LINES_SHOWN:], f"seed {failure.seed}: {failure.text}", sep="\n")
         print(f"replay: python -m kvxfer.testing.sim --world engines --replay {failure.seed}{extra}")
     return 1 if batch.failures else 0
