@@ -9,18 +9,16 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from kvxfer.connectors.sglang.manager_view import ManagerView
 from kvxfer.connectors.sglang.observability_0_5_23 import traceparent_of
-
-if TYPE_CHECKING:
-    from kvxfer.connectors.sglang.adapter_0_5_23 import KvxferManager
 
 log = logging.getLogger("kvxfer.sglang")
 
-MANAGERS: weakref.WeakSet[KvxferManager] = weakref.WeakSet()
+MANAGERS: weakref.WeakSet[ManagerView] = weakref.WeakSet()
 """Of this process."""
 
 _installed: set[str] = set()

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import requests
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 
 from kvxfer.connectors.sglang.inquiries import Inquiries
 from kvxfer.connectors.sglang.limits import check_sizes
+from kvxfer.connectors.sglang.manager_view import ManagerView
 from kvxfer.errors import KvxferError
-
-if TYPE_CHECKING:
-    from kvxfer.connectors.sglang.adapter_0_5_23 import KvxferManager
 
 GONE_S = 1.7
 """A prefill engine whose bootstrap server does not answer for so long is given up; SGLang asks once a second."""
@@ -38,7 +36,7 @@ class Missed:
 class _Aside:
     """The manager, but what SGLang finds out of a prefill engine stays here."""
 
-    def __init__(self, manager: KvxferManager) -> None:
+    def __init__(self, manager: ManagerView) -> None:
         self.prefill_info_table: dict[str, Any] = {}
         self._manager = manager
 
@@ -49,7 +47,7 @@ class _Aside:
 class PrefillEngines:
     """On the scheduler's thread, which never waits here."""
 
-    def __init__(self, manager: KvxferManager) -> None:
+    def __init__(self, manager: ManagerView) -> None:
         self._manager = manager
         self._inquiries: Inquiries[Any] = Inquiries(self._inquire)
         self._missed: dict[str, tuple[float, float]] = {}

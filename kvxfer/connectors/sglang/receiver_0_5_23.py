@@ -5,7 +5,7 @@ anew.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -13,18 +13,16 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 
 from kvxfer.connectors.sglang import greetings
 from kvxfer.connectors.sglang.decode_side import ANSWER_S, place_of
+from kvxfer.connectors.sglang.manager_view import ManagerView
 from kvxfer.errors import ConfigError, KvxferError
-
-if TYPE_CHECKING:
-    from kvxfer.connectors.sglang.adapter_0_5_23 import KvxferManager
 
 
 class KvxferReceiver(CommonKVReceiver):  # type: ignore[misc]
     """Of one request, at decode. One for a room that another request has is born Failed, and touches nothing."""
 
-    kv_mgr: KvxferManager
+    kv_mgr: ManagerView
 
-    def __init__(self, mgr: KvxferManager, bootstrap_addr: str, bootstrap_room: int) -> None:
+    def __init__(self, mgr: ManagerView, bootstrap_addr: str, bootstrap_room: int) -> None:
         side = mgr.decode_side
         assert side is not None
         self._side = side

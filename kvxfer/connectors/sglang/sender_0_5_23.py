@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 from sglang.srt.observability.trace import TraceNullContext
 
+from kvxfer.connectors.sglang.manager_view import ManagerView
 from kvxfer.connectors.sglang.source_room import Moved
 from kvxfer.errors import KvxferError
-
-if TYPE_CHECKING:
-    from kvxfer.connectors.sglang.adapter_0_5_23 import KvxferManager
 
 
 class KvxferSender(CommonKVSender):  # type: ignore[misc]
     """Of one request, at prefill. One for a room that another request has is born Failed, and touches nothing."""
 
-    kv_mgr: KvxferManager
+    kv_mgr: ManagerView
 
     def __init__(
         self,
-        mgr: KvxferManager,
+        mgr: ManagerView,
         bootstrap_addr: str,
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
