@@ -125,7 +125,7 @@ test-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
 # The transfer backend inside real SGLang, whose classes only import in an environment of its own (3 GB, minutes the first
 # time): its contract over both roles in one process; and real servers, end to end. The demo comes first: the servers that the
 # other files share poll without a pause.
-IN_SGLANG = $(SGLANG)/bin/python -m pytest -q -p no:warnings --junitxml=build/durations/$@.xml
+IN_SGLANG = PYTHONPATH=$$PWD/tests/support/sglang/stubs $(SGLANG)/bin/python -m pytest -q -p no:warnings --junitxml=build/durations/$@.xml
 test-sglang: install $(SGLANG)/.installed-$(SGLANG_VERSION)
 	@$(IN_SGLANG) tests/sglang --ignore-glob='*/test_e2e*.py' $(ARGS)
 
@@ -139,7 +139,7 @@ $(SGLANG)/.installed-$(SGLANG_VERSION): .ci/make-sglang-venv pyproject.toml
 
 # What docs/vllm.md begins with: two engines of vLLM behind kvxfer's router.
 demo-vllm: install $(VLLM)/.installed-$(VLLM_VERSION)
-	@$(PY) tests/vllm/demo.py $(ARGS)
+	@$(PY) -m tests.vllm.demo $(ARGS)
 
 $(VLLM)/.installed-$(VLLM_VERSION): .ci/make-vllm-venv pyproject.toml
 	@echo "kvxfer: installing vLLM $(VLLM_VERSION) for CPU into $(VLLM)"
@@ -148,7 +148,7 @@ $(VLLM)/.installed-$(VLLM_VERSION): .ci/make-vllm-venv pyproject.toml
 
 # What docs/sglang.md begins with: two servers of SGLang behind its own router.
 demo-sglang: install $(SGLANG)/.installed-$(SGLANG_VERSION)
-	@$(PY) tests/sglang/demo.py $(ARGS)
+	@$(PY) -m tests.sglang.demo $(ARGS)
 
 check: install
 	@$(PY) -m ruff format --check .
@@ -193,7 +193,7 @@ stub: install
 # Every target, native ones under AddressSanitizer and UBSan and then all Python decoders, as many at once as there are cores, for
 # SECONDS in all, from the kept corpus and from what earlier runs found here. The input that breaks one is kept in build/fuzz.
 FUZZERS = connection endpoint frames lists maps
-PYTHON_FUZZ = $(PY) tests/fuzz/python_fuzz.py
+PYTHON_FUZZ = $(PY) -m tests.fuzz.python_fuzz
 fuzz:
 	@case "$(SECONDS)" in ''|*[!0-9]*|0*|[1-5]) \
 	    echo "SECONDS=$(SECONDS): a whole number, at least 6, which the targets share" >&2; exit 2;; esac

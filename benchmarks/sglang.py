@@ -33,12 +33,13 @@ import tempfile
 import time
 from typing import Any
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "sglang"))
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 
 from measure import report
-from pair import Contender, Moved, Pair
-from ranks import make_model
-from side import Shape
+
+from tests.support.sglang.pair import Contender, Moved, Pair
+from tests.support.sglang.ranks import make_model
+from tests.support.sglang.side import Shape
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYTHON = ROOT / "build" / "sglang-venv" / "bin" / "python"

@@ -36,12 +36,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "vllm"))
-
-from engines import PYTHON, Cluster, Engine, both_legs
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 
 from kvxfer.engine.model_store import resolve
 from kvxfer.engine.tiny import make_tiny_model
+from tests.support.vllm.engines import PYTHON, Cluster, Engine, both_legs
 
 ANSWER = 4
 FIELDS = ("ttft_ms", "prefill_ms", "present_ms", "wire_ms", "exposed_ms", "descriptors", "bytes", "early_bytes")

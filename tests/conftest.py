@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+pytest.register_assert_rewrite("tests.support")
+
 settings.register_profile("shared-machine", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 # A change is judged by the same examples every time it is judged; new ones are for those who work on it.

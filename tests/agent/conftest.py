@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-from agent_support import BLOCK_BYTES, RECORD, Coordinator, info, introduce
-
 from kvxfer import Agent, AgentConfig
 from kvxfer.clock import SystemClock
 from kvxfer.transport import MemoryNetwork
+from tests.support.agents import BLOCK_BYTES, RECORD, Coordinator, info, introduce
 
 
 @pytest.fixture

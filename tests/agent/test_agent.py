@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_support import BLOCK_BYTES, RECORD, fresh_id, info, introduce, until
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvxfer import Agent, AgentConfig, GrantState, Lane, TransferState
@@ -31,6 +30,7 @@ from kvxfer.errors import (
     TransportError,
 )
 from kvxfer.types import Exposure
+from tests.support.agents import BLOCK_BYTES, RECORD, fresh_id, info, introduce, until
 
 Pair = tuple[Agent, Agent]
 

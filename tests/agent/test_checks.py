@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from agent_support import BLOCK_BYTES, RECORD, fresh_id, info, introduce
 
 from kvxfer import Agent, AgentConfig, Lane
 from kvxfer.agent.transfer import TransferResult
@@ -17,6 +16,7 @@ from kvxfer.transport.base import allocate_region
 from kvxfer.transport.post import PostStatistics
 from kvxfer.transport.posts import Op, asks_for_sums
 from kvxfer.types import TransferId
+from tests.support.agents import BLOCK_BYTES, RECORD, fresh_id, info, introduce
 
 SIZE = 64 << 10
 BLOCKS = 8

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from agent_support import RECORD, fresh_id
 
 from kvxfer import Agent
 from kvxfer.errors import Incompatible, WeightsUnknown
 from kvxfer.types import unknown_fingerprint
+from tests.support.agents import RECORD, fresh_id
 
 Pair = tuple[Agent, Agent]
 

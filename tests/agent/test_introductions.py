@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from agent_support import BLOCK_BYTES, RECORD, fresh_id, info, until
 
 from kvxfer import Agent, AgentConfig, ratelimit
 from kvxfer.agent import peers
@@ -22,6 +21,7 @@ from kvxfer.protocol.introduction import CARD_BYTES_MAX, TEXT_MAX, Seal
 from kvxfer.rpc.convert import write_member
 from kvxfer.transport import MemoryNetwork
 from kvxfer.types import DataAddress, Incarnation, Member, unknown_fingerprint
+from tests.support.agents import BLOCK_BYTES, RECORD, fresh_id, info, until
 
 TOKEN = b"a token that both of them hold, and nobody else"
 CONFIG = AgentConfig(introductions=True, stall_s=0.3, reconnect_s=0.6)

@@ -11,11 +11,11 @@ import weakref
 
 import numpy as np
 import pytest
-from agent_support import RECORD, info
 
 from kvxfer import Agent, Segment
 from kvxfer.errors import Closed, InvalidArgument, LaneUnavailable
 from kvxfer.transport.host_memory import region_of
+from tests.support.agents import RECORD, info
 
 
 def tensor(memory: np.ndarray, **changes: object) -> types.SimpleNamespace:

@@ -6,7 +6,6 @@ import asyncio
 
 import numpy as np
 import pytest
-from agent_support import info, introduce, until
 
 from kvxfer import Agent, AgentConfig, Lane
 from kvxfer.agent.posts import AgentPost
@@ -14,6 +13,7 @@ from kvxfer.errors import BlocksBusy, Closed, InvalidArgument, PeerGone, Transfe
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.posts import Op
 from kvxfer.types import RegionRecord, TransferState
+from tests.support.agents import info, introduce, until
 
 SIZE = 64 * 1024
 

@@ -5,27 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import pathlib
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
-from agent_support import BLOCK_BYTES, RECORD, Coordinator, fresh_id, info, until
 
-import kvxfer
 from kvxfer import Agent, AgentConfig, Lane
 from kvxfer.errors import DeadlineExceeded, LaneUnavailable, PeerGone
 from kvxfer.transport import ucx
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.posts import Op
 from kvxfer.types import RegionRecord
-
-SCRIPT = pathlib.Path(__file__).with_name("source_process.py")
+from tests.support import child
+from tests.support.agents import BLOCK_BYTES, RECORD, Coordinator, fresh_id, info, until
 
 
 class SourceProcess:
@@ -46,15 +42,11 @@ class SourceProcess:
 
 @contextlib.asynccontextmanager
 async def source_process(coordinator: Coordinator) -> AsyncIterator[SourceProcess]:
-    package = str(pathlib.Path(kvxfer.__file__).parent.parent)
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(SCRIPT),
-        coordinator.target,
-        str(coordinator.token_file),
+        *child.command("agent_source", coordinator.target, str(coordinator.token_file)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": package},
+        env=child.environment(),
     )
     try:
         source = SourceProcess(process)

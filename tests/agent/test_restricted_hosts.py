@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.testing.restricted import NOT_APPLICABLE, Restrictions, restricted
+from tests.support.restricted import NOT_APPLICABLE, Restrictions, restricted
 
 READS = textwrap.dedent(
     """

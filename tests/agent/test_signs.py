@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from agent_support import BLOCK_BYTES, RECORD, fresh_id, info, introduce
 
 from kvxfer import Agent, AgentConfig
 from kvxfer.clock import SystemClock
 from kvxfer.errors import Closed, GrantUnknown
 from kvxfer.transport import MemoryNetwork
+from tests.support.agents import BLOCK_BYTES, RECORD, fresh_id, info, introduce
 
 
 @pytest.mark.parametrize("is_in_memory", [False, True], ids=["sockets", "memory"])

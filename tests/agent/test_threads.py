@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agent_support import fresh_id, until
 
 from kvxfer import Agent
 from kvxfer.agent import Transfer
 from kvxfer.errors import Closed, InvalidArgument, PeerGone, TransportError
+from tests.support.agents import fresh_id, until
 
 Pair = tuple[Agent, Agent]
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from agent_support import BLOCK_BYTES, RECORD, Coordinator, fresh_id, info, until
 
 from kvxfer import Agent, AgentConfig, CompatibilityRecord, GrantState, Lane
 from kvxfer.errors import (
@@ -23,6 +22,7 @@ from kvxfer.errors import (
 )
 from kvxfer.rpc.convert import POOLS_MAX
 from kvxfer.types import Load, unknown_fingerprint
+from tests.support.agents import BLOCK_BYTES, RECORD, Coordinator, fresh_id, info, until
 
 
 def make(coordinator: Coordinator, agent_id: str, record: CompatibilityRecord = RECORD) -> Agent:

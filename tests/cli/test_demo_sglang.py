@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import signal
 import subprocess
@@ -11,10 +10,11 @@ import time
 
 import pytest
 
+from tests.support import child
+
 pytestmark = pytest.mark.checkout
 
-TESTS = pathlib.Path(__file__).parents[1]
-DEMO = TESTS / "sglang" / "demo.py"
+FAKE = child.ROOT / "tests" / "support" / "cli" / "fake_sglang.py"
 END_S = 60.0
 
 
@@ -24,19 +24,19 @@ class Demo:
     def __init__(self, directory: pathlib.Path, *flags: str, **environment: str) -> None:
         python = directory / "venv" / "bin" / "python"
         python.parent.mkdir(parents=True)
-        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{TESTS / "cli" / "fake_sglang.py"}" "$@"\n')
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" "$@"\n')
         python.chmod(0o755)
         model = directory / "model"
         model.mkdir()
         (model / "config.json").write_text("{}")
         self.mark = f"DEMO_MARK={directory}"
         self.process = subprocess.Popen(
-            [sys.executable, str(DEMO), f"--model={model}", *flags],
+            [sys.executable, "-m", "tests.sglang.demo", f"--model={model}", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **environment, "SGLANG_VENV": str(directory / "venv"), "TMPDIR": str(directory)}
-            | {"DEMO_MARK": str(directory)},
+            env=child.environment(SGLANG_VENV=str(directory / "venv"), TMPDIR=str(directory), DEMO_MARK=str(directory))
+            | environment,
         )
 
     def end(self) -> tuple[int, str, str]:

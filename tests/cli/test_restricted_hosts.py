@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.testing.restricted import NOT_APPLICABLE, Restrictions, restricted
+from tests.support.restricted import NOT_APPLICABLE, Restrictions, restricted
 
 ANYBODY = 54321
 """A user id without passwd entry."""

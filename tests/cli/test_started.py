@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import pathlib
 import sys
 import time
@@ -12,13 +11,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import DeadlineExceeded, KvxferError
-
-PATH = pathlib.Path(__file__).parents[1] / "support" / "started.py"
-SPEC = importlib.util.spec_from_file_location("started_by_tests", PATH)
-assert SPEC is not None
-assert SPEC.loader is not None
-started = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(started)
+from tests.support import started
 
 
 async def never() -> None:

@@ -16,8 +16,9 @@ import pytest
 from kvxfer.cli import stack, supervise
 from kvxfer.cli.supervise import Child, ChildSpec, Supervisor
 from kvxfer.errors import ConfigError, DeadlineExceeded, KvxferError
+from tests.support.cli import fake_service
 
-FAKE = (sys.executable, str(pathlib.Path(__file__).with_name("fake_service.py")))
+FAKE = (sys.executable, fake_service.__file__)
 
 
 def is_running(pid: int) -> bool:

@@ -13,8 +13,7 @@ from kvxfer.coordinator.hosts import is_own, peer_host
 from kvxfer.errors import ConfigError, Refused
 from kvxfer.rpc import CoordinatorSession
 from kvxfer.types import DataAddress, Role, WorkerInfo
-
-from .conftest import Cluster, running
+from tests.support.coordinator import Cluster, running
 
 
 def session(cluster: Cluster, url: str) -> CoordinatorSession:

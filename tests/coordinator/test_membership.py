@@ -12,8 +12,7 @@ from kvxfer.errors import AuthenticationFailed, Closed, CoordinatorUnavailable, 
 from kvxfer.protocol.handshake import session_key, session_root
 from kvxfer.rpc import MembershipWatch, drain, list_members
 from kvxfer.types import Load
-
-from .conftest import Cluster, pool, until
+from tests.support.coordinator import Cluster, pool, until
 
 
 async def test_two_agents_meet_and_share_a_key_that_watchers_do_not_get(cluster: Cluster) -> None:

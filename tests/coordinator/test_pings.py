@@ -12,8 +12,7 @@ import pytest
 
 from kvxfer.coordinator.server import SERVER_OPTIONS
 from kvxfer.rpc.link import CHANNEL_OPTIONS, PINGS_APART_MIN_MS
-
-from .conftest import running
+from tests.support.coordinator import running
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, PING, GOAWAY = 4, 6, 7

@@ -23,8 +23,7 @@ from kvxfer.protocol.directory import Hello
 from kvxfer.rpc import MembershipWatch, convert
 from kvxfer.rpc.link import credentials, error_from_exception
 from kvxfer.types import DataAddress, Role, WorkerInfo
-
-from .conftest import Cluster, running, until
+from tests.support.coordinator import Cluster, running, until
 
 
 def hello(agent_id: str = "p0", number: int = 0) -> pb.Register:

@@ -12,8 +12,7 @@ import urllib.request
 import pytest
 
 from kvxfer.coordinator import metrics, server
-
-from .conftest import running
+from tests.support.coordinator import running
 
 
 async def test_coordinator_connection_that_speaks_no_http2_is_closed(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 
-from .conftest import DEVICE, EndProcess, Ends, assert_same, each_lane, needs_device, poison
-from .end import POISON, content
+from tests.support.cuda.end import POISON, content
+from tests.support.cuda.ends import DEVICE, EndProcess, Ends, assert_same, each_lane, needs_device, poison
 
 pytestmark = needs_device
 BLOCKS, BLOCK_BYTES = 4096, 64 << 10

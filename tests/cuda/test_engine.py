@@ -11,8 +11,7 @@ import torch
 
 from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.runner import Chunk, Runner
-
-from .conftest import DEVICE, LIBRARY, each_lane, needs_device
+from tests.support.cuda.ends import DEVICE, LIBRARY, each_lane, needs_device
 
 NO_SERVERS = [name for name in ("fastapi", "httpx", "uvicorn") if importlib.util.find_spec(name) is None]
 pytestmark = [needs_device, pytest.mark.skipif(bool(NO_SERVERS), reason=f"not installed: {', '.join(NO_SERVERS)}")]
@@ -56,9 +55,9 @@ class Alone:
 async def test_prefill_and_decode_equal_one_process(
     lane: str, model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ..e2e.client import ask, completion
-    from ..e2e.cluster import running
-    from ..e2e.reference import make_prompt
+    from tests.support.e2e.client import ask, completion
+    from tests.support.e2e.cluster import running
+    from tests.support.e2e.reference import make_prompt
 
     monkeypatch.setenv("KVXFER_UCX_LIBRARY", LIBRARY.path) if lane == "ucx" else None
     flags = {"device": DEVICE, "lanes": lane, "record_block_digests": True, "chunk_tokens": 128}

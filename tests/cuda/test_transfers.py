@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .conftest import DEVICE, EndProcess, Ends, assert_same, each_lane, needs_device, needs_ucx, poison
-from .end import content
+from tests.support.cuda.end import content
+from tests.support.cuda.ends import DEVICE, EndProcess, Ends, assert_same, each_lane, needs_device, needs_ucx, poison
 
 pytestmark = needs_device
 WAYS = {

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-from cluster import SLOW_TTL_S, Cluster, running
-from reference import CONTEXT_TOKENS, Reference
+from tests.support.e2e.cluster import SLOW_TTL_S, Cluster, running
+from tests.support.e2e.reference import CONTEXT_TOKENS, Reference
 
 LINES_SHOWN = 60
 

@@ -6,9 +6,10 @@ import asyncio
 import time
 
 import pytest
-from client import Stream, ask, completion
-from cluster import Cluster, until
-from reference import make_prompt
+
+from tests.support.e2e.client import Stream, ask, completion
+from tests.support.e2e.cluster import Cluster, until
+from tests.support.e2e.reference import make_prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from client import ask, completion, leg, new_transfer_id
-from cluster import Cluster
-from reference import make_prompt
-from source import Source, serving_source
+
+from tests.support.e2e.client import ask, completion, leg, new_transfer_id
+from tests.support.e2e.cluster import Cluster
+from tests.support.e2e.reference import make_prompt
+from tests.support.e2e.source import Source, serving_source
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

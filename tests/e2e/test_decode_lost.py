@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from client import Answer, Stream, ask, completion
-from cluster import DEAD_AFTER_S, SLOW_TTL_S, Cluster
-from reference import make_prompt
+
+from tests.support.e2e.client import Answer, Stream, ask, completion
+from tests.support.e2e.cluster import DEAD_AFTER_S, SLOW_TTL_S, Cluster
+from tests.support.e2e.reference import make_prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

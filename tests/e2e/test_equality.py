@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from client import Answer, ask, completion
-from cluster import Cluster, together
-from reference import make_prompt
+
+from tests.support.e2e.client import Answer, ask, completion
+from tests.support.e2e.cluster import Cluster, together
+from tests.support.e2e.reference import make_prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from client import ask, completion, leg, new_transfer_id
-from cluster import DEAD_AFTER_S, Cluster
-from reference import make_prompt
+
+from tests.support.e2e.client import ask, completion, leg, new_transfer_id
+from tests.support.e2e.cluster import DEAD_AFTER_S, Cluster
+from tests.support.e2e.reference import make_prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

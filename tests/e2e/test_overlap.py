@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 
-from client import ask, completion
-from cluster import running
-from reference import make_prompt
+from tests.support.e2e.client import ask, completion
+from tests.support.e2e.cluster import running
+from tests.support.e2e.reference import make_prompt
 
 PROMPT_TOKENS = 1000
 CHUNK_TOKENS = 128

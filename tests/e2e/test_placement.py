@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 import pytest_asyncio
-from client import ask, completion
-from cluster import Cluster, running, until
-from reference import make_prompt
-from source import serving_source
+
+from tests.support.e2e.client import ask, completion
+from tests.support.e2e.cluster import Cluster, running, until
+from tests.support.e2e.reference import make_prompt
+from tests.support.e2e.source import serving_source
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,9 +6,10 @@ import asyncio
 import time
 
 import pytest
-from client import Answer, ask, completion
-from cluster import DEAD_AFTER_S, RECOMPUTE_S, RECONNECT_S, SLOW_TTL_S, Cluster, together
-from reference import make_prompt
+
+from tests.support.e2e.client import Answer, ask, completion
+from tests.support.e2e.cluster import DEAD_AFTER_S, RECOMPUTE_S, RECONNECT_S, SLOW_TTL_S, Cluster, together
+from tests.support.e2e.reference import make_prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

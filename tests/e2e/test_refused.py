@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator
 import grpc.aio
 import pytest
 import pytest_asyncio
-from client import ask, completion, leg, new_transfer_id
-from cluster import Cluster, running
-from reference import CONTEXT_TOKENS, Reference, make_prompt
 
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.engine.tiny import make_tiny_model
 from kvxfer.errors import ConfigError, KvxferError
+from tests.support.e2e.client import ask, completion, leg, new_transfer_id
+from tests.support.e2e.cluster import Cluster, running
+from tests.support.e2e.reference import CONTEXT_TOKENS, Reference, make_prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

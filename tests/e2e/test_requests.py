@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from client import Answer, ask, completion
-from cluster import Cluster, until
-from reference import CONTEXT_TOKENS, make_prompt
+
+from tests.support.e2e.client import Answer, ask, completion
+from tests.support.e2e.cluster import Cluster, until
+from tests.support.e2e.reference import CONTEXT_TOKENS, make_prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

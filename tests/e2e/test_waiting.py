@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from client import ANSWER_S, Answer, ask, completion, leg, new_transfer_id
-from cluster import Cluster, until
-from reference import make_prompt
+
+from tests.support.e2e.client import ANSWER_S, Answer, ask, completion, leg, new_transfer_id
+from tests.support.e2e.cluster import Cluster, until
+from tests.support.e2e.reference import make_prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,11 +9,11 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-from parties import POISON, Party
-from stranger import Stranger
 
 from kvxfer._native import _core as native
 from kvxfer.config import AgentConfig
+from tests.support.faults.parties import POISON, Party
+from tests.support.faults.stranger import Stranger
 
 HEAD = b"KX" + bytes([native.WIRE_VERSION])
 SIZE = 64 * 4096
@@ -122,7 +122,7 @@ def test_a_block_outside_its_grant(scene: Scene, first: int, count: int) -> None
 
 OUTSIDE = {
     "past-the-end": ("whole", SIZE - 63, 64, 64, 1),
-    "far-past": ("whole", 1 << 40, 64, 64, 1),
+    "remote-past": ("whole", 1 << 40, 64, 64, 1),
     "last-of-a-run": ("whole", 0, 4096, 4096, 65),
     "wraps": ("whole", (1 << 64) - 32, 64, 64, 1),
     "wide-stride": ("whole", 0, 1 << 62, 64, 8),

@@ -6,10 +6,10 @@ import os
 import time
 
 import pytest
-from parties import Party
-from stranger import Stranger
 
 from kvxfer._native import _core as native
+from tests.support.faults.parties import Party
+from tests.support.faults.stranger import Stranger
 
 PEERS = 256
 LOOK_S = 3.0

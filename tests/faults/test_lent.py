@@ -8,19 +8,20 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import posts
 import pytest
-from gate import CONFIRM, DATA
-from lanes import LENDING, at_once, on_all_lanes
-from posts import PATIENT, PostStage, Rule, lose_a_writer
-from stage import MARGIN_S, PAINT
+
+from tests.support.faults import posts
+from tests.support.faults.fault_proxy import CONFIRM, DATA
+from tests.support.faults.lanes import LENDING, at_once, on_all_lanes
+from tests.support.faults.phase_fixture import MARGIN_S, PAINT
+from tests.support.faults.posts import PATIENT, PostFixture, Rule, lose_a_writer
 
 pytestmark = pytest.mark.no_sanitizer
 
 SIZE, PIECE = 16 << 20, 64 << 10
 """More than what two sockets hold, and frames of 1 MiB."""
 READ_LATER = range(256, 384)
-"""Blocks of 4 KiB that a TCP socket holds when the first byte has come: more than the gate has read, and lent."""
+"""Blocks of 4 KiB that a TCP socket holds when the first byte has come: more than the proxy has read, and lent."""
 DEADLINE_S = 4.0
 MOMENTS = {"first": 1, "middle": SIZE // 2 + 9}
 
@@ -33,11 +34,11 @@ def rules_of(op: str) -> dict[str, Rule]:
     return {**{name: (way, DATA, count) for name, count in MOMENTS.items()}, "confirming": (back, CONFIRM, 0)}
 
 
-def make(lane: str, op: str, limits: dict[str, float], deadline_s: float) -> PostStage:
-    stage = PostStage(lane, op, limits, deadline_s, rules=rules_of(op), judged=(), size=SIZE, piece=PIECE)
-    lent = sum(lent_by(sender) for sender in ([stage.far] if op == "READ" else stage.near.values()))
-    assert SIZE < lent < len(stage.rules) * SIZE, "nothing is held while it is sent"
-    return stage
+def make(lane: str, op: str, limits: dict[str, float], deadline_s: float) -> PostFixture:
+    fixture = PostFixture(lane, op, limits, deadline_s, rules=rules_of(op), judged=(), size=SIZE, piece=PIECE)
+    lent = sum(lent_by(sender) for sender in ([fixture.remote] if op == "READ" else fixture.near.values()))
+    assert SIZE < lent < len(fixture.rules) * SIZE, "nothing is held while it is sent"
+    return fixture
 
 
 def lent_by(sender: Any) -> int:
@@ -64,11 +65,11 @@ def deadline_s() -> float:
 
 
 @pytest.fixture
-def stages(limits: dict[str, float], deadline_s: float) -> Iterator[dict[str, PostStage]]:
+def fixtures(limits: dict[str, float], deadline_s: float) -> Iterator[dict[str, PostFixture]]:
     cases = {f"{lane} {op}": (lane, op) for lane in LENDING for op in ("READ", "WRITE")}
     made = at_once(lambda case: make(*case, limits, deadline_s), cases)
     yield made
-    at_once(PostStage.close, made)
+    at_once(PostFixture.close, made)
 
 
 test_cancel = on_all_lanes(posts.cancel)
@@ -81,21 +82,21 @@ test_stopped = pytest.mark.nightly(posts.gives_up(on_all_lanes(posts.stopped)))
 
 
 @on_all_lanes
-def test_taken_back_there(stage: PostStage) -> None:
-    """The far side's memory is its own at once, though the kernel has references to it: what it writes there is read,
-    and nothing is committed."""
-    for number in range(len(stage.rules)):
-        stage.far.deregister(number)
-        stage.far.paint(PAINT, region=number)
-    stage.resume()
-    for number, (phase, party) in enumerate(stage.near.items()):
+def test_taken_back_there(fixture: PostFixture) -> None:
+    """The remote side's memory is its own at once, though the kernel has references to it: what it writes there is
+    read, and nothing is committed."""
+    for number in range(len(fixture.rules)):
+        fixture.remote.deregister(number)
+        fixture.remote.paint(PAINT, region=number)
+    fixture.resume()
+    for number, (phase, party) in enumerate(fixture.near.items()):
         got = party.outcome(phase)
         assert got in ("grant_revoked", "refused"), f"{phase}: {got}: {party.why(phase)}"
-        assert stage.far.is_painted(PAINT, region=number), phase
+        assert fixture.remote.is_painted(PAINT, region=number), phase
         assert party.wait_idle() == ""
-        if stage.op == "READ" and (stage.lane, phase) == ("stream", "first"):
+        if fixture.op == "READ" and (fixture.lane, phase) == ("stream", "first"):
             assert party.is_painted(PAINT, READ_LATER, region=0), "they were copied"
-    assert stage.far.wait_idle() == ""
+    assert fixture.remote.wait_idle() == ""
 
 
 @pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.nightly)])

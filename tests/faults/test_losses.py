@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from far import Far
-from gate import DATA, VERDICT
-from lanes import LANES, STREAMS, at_once
-from parties import Party
-from rounds import check_rounds, expect_no_more
-from stage import MARGIN_S
+
+from tests.support.faults.fault_proxy import DATA, VERDICT
+from tests.support.faults.lanes import LANES, STREAMS, at_once
+from tests.support.faults.parties import Party
+from tests.support.faults.phase_fixture import MARGIN_S
+from tests.support.faults.remote import Remote
+from tests.support.faults.rounds import check_rounds, expect_no_more
 
 pytestmark = pytest.mark.no_sanitizer
 
@@ -33,7 +34,7 @@ OVER = ("peer_gone", "grant_revoked", "grant_expired", "grant_unknown", "refused
 
 
 class Exchange:
-    """One party here, and another in a process of its own; all that goes between them goes through gates."""
+    """One party here, and another in a process of its own; all that goes between them goes through proxies."""
 
     def __init__(self, lane: str) -> None:
         self.lane = lane
@@ -48,50 +49,52 @@ class Exchange:
         self.outcomes: dict[str, int] = {}
         self.near = self.equip(Party("near", [lane], **self.options))
         self.near.fill(SEED, region=1)
-        self.far = self.open_far()
+        self.remote = self.open_remote()
         self.pulled = ""
 
     @staticmethod
     def equip(party: Any) -> Any:
-        """With memory, and with two gates: HERE in front of it, THERE in front of the other side."""
+        """With memory, and with two proxies: HERE in front of it, THERE in front of the other side."""
         for _ in range(2):
             party.allocate(SIZE)
         for _ in (HERE, THERE):
-            party.open_gate()
+            party.open_proxy()
         return party
 
-    def open_far(self) -> Far:
+    def open_remote(self) -> Remote:
         # One arena: how many an allocator makes is a question of which threads met.
-        far: Far = self.equip(Far("far", [self.lane], command=("env", "MALLOC_ARENA_MAX=1"), **self.options))
-        far.is_filled(SEED, region=1)  # it loads what that takes: half a hundred mappings
-        for party, other in ((self.near, far), (far, self.near)):
+        remote: Remote = self.equip(
+            Remote("remote", [self.lane], command=("env", "MALLOC_ARENA_MAX=1"), **self.options)
+        )
+        remote.is_filled(SEED, region=1)  # it loads what that takes: half a hundred mappings
+        for party, other in ((self.near, remote), (remote, self.near)):
             party.meet(other.card())
             host, port, path, *_ = other.card()["address"]
-            party.gate(THERE, "aim", [host, port], path)
-        return far
+            party.proxy(THERE, "aim", [host, port], path)
+        return remote
 
-    def gates(self, verb: str) -> None:
-        for party in (self.near, self.far):
-            for gate in (HERE, THERE):
-                party.gate(gate, verb)
+    def proxies(self, verb: str) -> None:
+        for party in (self.near, self.remote):
+            for proxy in (HERE, THERE):
+                party.proxy(proxy, verb)
 
     def begin(self, owner: Any, reader: Any) -> None:
         """A pull has half of its blocks; a write is held when some of it has come, or all, and the word is missing that
-        it was right; a read waits behind it. The bytes are the owner's, and go through its gates, whoever dials."""
-        name, peer = ("near", "far") if owner is self.near else ("far", "near")
+        it was right; a read waits behind it. The bytes are the owner's, and go through its proxies, whoever dials."""
+        name, peer = ("near", "remote") if owner is self.near else ("remote", "near")
         self.rest()
         reader.meet(owner.card(HERE))
-        owner.meet(owner.gated(reader.card(), THERE))
+        owner.meet(owner.proxied(reader.card(), THERE))
         self.pulled, blocks = secrets.token_hex(16), list(range(BLOCKS))
         owner.grant(self.pulled, blocks, BLOCKS // 2, TTL_S, peer)
         reader.pull(self.pulled, name, blocks)
         assert reader.wait_state(self.pulled, "READING", BLOCKS // 2), reader.state(self.pulled)
         last_word = (DATA, SIZE // 2) if self.lane in STREAMS else (VERDICT, 0)
-        owner.gate(HERE, "stop_at", "from", *last_word)
-        owner.gate(THERE, "stop_at", "to", *last_word)
+        owner.proxy(HERE, "stop_at", "from", *last_word)
+        owner.proxy(THERE, "stop_at", "to", *last_word)
         owner.post("write", "WRITE", peer, 0, 0, piece=4096)
         end = time.monotonic() + 20
-        while not any(owner.gate(gate, "wait_stopped", 0.02) for gate in (HERE, THERE)):
+        while not any(owner.proxy(proxy, "wait_stopped", 0.02) for proxy in (HERE, THERE)):
             assert time.monotonic() < end, f"nothing was held: {owner.state('write')}"
         reader.post("read", "READ", name, 1, 1, piece=4096)
 
@@ -105,7 +108,7 @@ class Exchange:
             ended[self.pulled] = self.near.wait_ended(self.pulled, TTL_S + MARGIN_S)
             assert ended[self.pulled] in ("EXPIRED", "READER_GONE"), ended
         else:
-            ended["offer"] = self.near.offer("far", max(by_s + MARGIN_S - time.monotonic(), 0.0))
+            ended["offer"] = self.near.offer("remote", max(by_s + MARGIN_S - time.monotonic(), 0.0))
             assert ended["offer"] == "FAILED", ended
         for outcome in ended.values():
             self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
@@ -117,29 +120,29 @@ class Exchange:
 
     def rest(self) -> None:
         """No connection is left between the two."""
-        for party in (self.near, self.far):
+        for party in (self.near, self.remote):
             assert party.wait_dialed()
-        self.gates("reset")
-        self.gates("wait_empty")
-        for party in (self.near, self.far):
+        self.proxies("reset")
+        self.proxies("wait_empty")
+        for party in (self.near, self.remote):
             assert party.wait_hung_up()
 
     def round(self, number: int) -> None:
         """Whose the bytes are changes, too."""
         fault = self.FAULTS[number % len(self.FAULTS)]
         is_ours = (number + number // len(self.FAULTS)) % 2 == 1
-        owner, reader = (self.near, self.far) if is_ours else (self.far, self.near)
+        owner, reader = (self.near, self.remote) if is_ours else (self.remote, self.near)
         self.begin(owner, reader)
         fault(self, owner)
 
     def lose_a_life(self, owner: Any, is_said: bool) -> None:
         """Another takes its place."""
-        self.far.kill()
+        self.remote.kill()
         killed_s = time.monotonic()
         if is_said:
-            self.near.transport.peer_dead(self.near.peers["far"].ref)
+            self.near.transport.peer_dead(self.near.peers["remote"].ref)
         self.expect_lost(owner, killed_s + (0.0 if is_said else RECONNECT_S))
-        self.far = self.open_far()
+        self.remote = self.open_remote()
 
     def killed(self, owner: Any) -> None:
         self.lose_a_life(owner, is_said=False)
@@ -150,34 +153,34 @@ class Exchange:
     def stopped(self, owner: Any) -> None:
         """It goes on when it was given up here."""
         stopped_s = time.monotonic()
-        self.far.stop()
+        self.remote.stop()
         self.expect_lost(owner, stopped_s + SILENCE_S)
-        self.far.go_on()
+        self.remote.go_on()
         self.go_on(owner)
 
     def cut_off(self, owner: Any) -> None:
         cut_s = time.monotonic()
-        self.gates("freeze")
+        self.proxies("freeze")
         self.expect_lost(owner, cut_s + SILENCE_S)
         self.go_on(owner)
 
     def go_on(self, owner: Any) -> None:
         """Everything is over there as well."""
-        self.gates("resume")
-        for name in ("write",) if owner is self.far else (self.pulled, "read"):
-            got = self.far.outcome(name)
+        self.proxies("resume")
+        for name in ("write",) if owner is self.remote else (self.pulled, "read"):
+            got = self.remote.outcome(name)
             if got == "committed" and name == "write":  # it asked again
-                assert self.near.offer("far") == "COMMITTED"
+                assert self.near.offer("remote") == "COMMITTED"
             elif got == "committed" and name == "read":
-                assert self.far.is_filled(SEED, region=1)
+                assert self.remote.is_filled(SEED, region=1)
             else:
-                assert got in OVER, f"{name}: {got}: {self.far.why(name)}"
-        assert self.far.wait_idle() == ""
-        self.far.forget()
+                assert got in OVER, f"{name}: {got}: {self.remote.why(name)}"
+        assert self.remote.wait_idle() == ""
+        self.remote.forget()
 
     def close(self) -> None:
         self.near.close()
-        self.far.close()
+        self.remote.close()
 
     FAULTS: tuple[Callable[[Any, Any], None], ...] = (killed_and_said, killed, stopped, cut_off)
 
@@ -187,7 +190,7 @@ class Killed(Exchange):
 
 
 class Silent(Exchange):
-    """The far process is the same from the first round to the last."""
+    """The remote process is the same from the first round to the last."""
 
     FAULTS = (Exchange.stopped, Exchange.cut_off)
 
@@ -234,10 +237,10 @@ def test_nothing_is_held_after(kind: type[Exchange], rounds: int, record_propert
         for number in range(WARM_UP):
             made.round(number)
         made.settle()
-        before = {lane: exchange.far.resources() for lane, exchange in made.exchanges.items()}
+        before = {lane: exchange.remote.resources() for lane, exchange in made.exchanges.items()}
         check_rounds(made, rounds, 0, record_property)
         for lane, exchange in made.exchanges.items():
             if kind is Silent:
-                expect_no_more(before[lane], exchange.far.resources(), lane)
+                expect_no_more(before[lane], exchange.remote.resources(), lane)
     finally:
         made.close()

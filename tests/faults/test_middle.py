@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
-from far import Far
-from lanes import LANES, LENDING, ONE_SIDED, at_once
-from parties import POISON
-from stage import MARGIN_S, PAINT, PATIENT_S, RECONNECT_S, SILENCE_S, STALL_S
+
+from tests.support.faults.lanes import LANES, LENDING, ONE_SIDED, at_once
+from tests.support.faults.parties import POISON
+from tests.support.faults.phase_fixture import MARGIN_S, PAINT, PATIENT_S, RECONNECT_S, SILENCE_S, STALL_S
+from tests.support.faults.remote import Remote
 
 pytestmark = pytest.mark.no_sanitizer
 
@@ -29,16 +30,16 @@ BY_NOW_S = 0.0
 
 
 class Copy:
-    """Whoever owns the bytes and whoever copies them, each a process; the one who asks dials the other through a gate.
+    """Whoever owns the bytes and whoever copies them, each a process; the one who asks dials the other through a proxy.
 
-    ``is_gated``: without it the two are connected to one another directly.
+    ``is_proxied``: without it the two are connected to one another directly.
     """
 
-    def __init__(self, lane: str, op: str, limits: Mapping[str, float], is_gated: bool) -> None:
+    def __init__(self, lane: str, op: str, limits: Mapping[str, float], is_proxied: bool) -> None:
         self.lane, self.op = lane, op
         options: dict[str, Any] = {**limits, "blocks": 1}
-        self.owner = Far("owner", [lane], **options)
-        self.reader = Far("reader", [lane], **options)
+        self.owner = Remote("owner", [lane], **options)
+        self.reader = Remote("reader", [lane], **options)
         self.poster, self.peer = (self.reader, "owner") if op == "READ" else (self.owner, "reader")
         for party in (self.owner, self.reader):
             party.allocate(SIZE)
@@ -46,10 +47,10 @@ class Copy:
         self.memory = self.reader.memory_of(0, SIZE)
         self.owner.meet(self.reader.card())
         self.reader.meet(self.owner.card())
-        if is_gated and op == "READ":
-            self.reader.meet(self.owner.card(self.owner.open_gate()))
-        elif is_gated:
-            self.owner.meet(self.owner.gated(self.reader.card(), self.owner.open_gate(self.reader.card())))
+        if is_proxied and op == "READ":
+            self.reader.meet(self.owner.card(self.owner.open_proxy()))
+        elif is_proxied:
+            self.owner.meet(self.owner.proxied(self.reader.card(), self.owner.open_proxy(self.reader.card())))
         self.name, self.number = "", -1
         self.begun_s = self.struck_s = 0.0
         """When bytes had landed: its time was counted by then."""
@@ -95,7 +96,7 @@ class Copy:
         else:
             self.expect_failed_there(within_s)
 
-    def take_back(self, party: Far) -> None:
+    def take_back(self, party: Remote) -> None:
         """Its memory is its own again, and it writes there at once."""
         assert party.wait_idle() == ""
         party.deregister(0)
@@ -111,7 +112,7 @@ class Copy:
         self.owner.close()
 
 
-Stages = dict[str, Copy]
+Fixtures = dict[str, Copy]
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def limits() -> Mapping[str, float]:
 
 
 @pytest.fixture
-def is_gated() -> bool:
+def is_proxied() -> bool:
     return False
 
 
@@ -135,23 +136,23 @@ def ops() -> tuple[str, ...]:
         pytest.param([lane for lane in LANES if lane not in ONE_SIDED], id="others", marks=pytest.mark.nightly),
     ]
 )
-def stages(
-    request: pytest.FixtureRequest, ops: tuple[str, ...], limits: Mapping[str, float], is_gated: bool
-) -> Iterator[Stages]:
+def fixtures(
+    request: pytest.FixtureRequest, ops: tuple[str, ...], limits: Mapping[str, float], is_proxied: bool
+) -> Iterator[Fixtures]:
     cases = {f"{lane} {op}": (lane, op) for lane in request.param for op in ops}
-    made = at_once(lambda case: Copy(*case, limits, is_gated), cases)
+    made = at_once(lambda case: Copy(*case, limits, is_proxied), cases)
     yield made
     at_once(Copy.close, made)
 
 
 patient = pytest.mark.parametrize("limits", [PATIENT], ids=["patient"])
-gated = pytest.mark.parametrize("is_gated", [True], ids=["gated"])
+proxied = pytest.mark.parametrize("is_proxied", [True], ids=["proxied"])
 writes = pytest.mark.parametrize("ops", [("WRITE",)], ids=["write"])
 
 
-def strike(stages: Stages, fault: Callable[[Copy], object], deadline_s: float = 60.0) -> None:
+def strike(fixtures: Fixtures, fault: Callable[[Copy], object], deadline_s: float = 60.0) -> None:
     """Every copy is in its middle, one after the other, and meets its fault there."""
-    for copy in stages.values():
+    for copy in fixtures.values():
         copy.catch(deadline_s)
         fault(copy)
         copy.struck_s = time.monotonic()
@@ -159,9 +160,9 @@ def strike(stages: Stages, fault: Callable[[Copy], object], deadline_s: float = 
 
 @pytest.mark.nightly
 @patient
-def test_deadline(stages: Stages) -> None:
+def test_deadline(fixtures: Fixtures) -> None:
     """It passes in the middle: whoever asked hears so when it does, though the one who copies hangs, and not later."""
-    strike(stages, lambda copy: None, DEADLINE_S)
+    strike(fixtures, lambda copy: None, DEADLINE_S)
 
     def check(copy: Copy) -> None:
         by_s = copy.begun_s + DEADLINE_S
@@ -177,11 +178,11 @@ def test_deadline(stages: Stages) -> None:
             copy.take_back(copy.owner)
         copy.look_again()
 
-    at_once(check, stages)
+    at_once(check, fixtures)
 
 
-def test_killed_owner(stages: Stages) -> None:
-    strike(stages, lambda copy: copy.owner.kill())
+def test_killed_owner(fixtures: Fixtures) -> None:
+    strike(fixtures, lambda copy: copy.owner.kill())
 
     def check(copy: Copy) -> None:
         copy.go_on()
@@ -189,13 +190,13 @@ def test_killed_owner(stages: Stages) -> None:
         copy.take_back(copy.reader)
         copy.look_again()
 
-    at_once(check, stages)
+    at_once(check, fixtures)
 
 
 @pytest.mark.nightly
-def test_stopped_owner(stages: Stages) -> None:
+def test_stopped_owner(fixtures: Fixtures) -> None:
     """SIGSTOP, and SIGCONT when it was given up long ago, and the memory is somebody else's."""
-    strike(stages, lambda copy: copy.owner.stop())
+    strike(fixtures, lambda copy: copy.owner.stop())
 
     def check(copy: Copy) -> None:
         copy.go_on()
@@ -207,13 +208,13 @@ def test_stopped_owner(stages: Stages) -> None:
         copy.take_back(copy.owner)
         copy.look_again()
 
-    at_once(check, stages)
+    at_once(check, fixtures)
 
 
-@gated
-def test_partition(stages: Stages) -> None:
+@proxied
+def test_partition(fixtures: Fixtures) -> None:
     """Both are rid of each other, and their memory is others', before the link is up again."""
-    strike(stages, lambda copy: copy.owner.gate(0, "freeze"))
+    strike(fixtures, lambda copy: copy.owner.proxy(0, "freeze"))
 
     def check(copy: Copy) -> None:
         if copy.op == "WRITE":  # its patience began when the reader was stopped
@@ -224,18 +225,18 @@ def test_partition(stages: Stages) -> None:
         copy.take_back(copy.reader)
         if copy.op == "READ":
             copy.take_back(copy.owner)
-        copy.owner.gate(0, "resume")
+        copy.owner.proxy(0, "resume")
         copy.look_again()
 
-    at_once(check, stages)
+    at_once(check, fixtures)
 
 
 @pytest.mark.nightly
 @patient
-@gated
-def test_reset_and_again(stages: Stages) -> None:
+@proxied
+def test_reset_and_again(fixtures: Fixtures) -> None:
     """A connection that breaks in the middle costs time, and no byte."""
-    strike(stages, lambda copy: copy.owner.gate(0, "reset"))
+    strike(fixtures, lambda copy: copy.owner.proxy(0, "reset"))
 
     def check(copy: Copy) -> None:
         copy.go_on()
@@ -243,25 +244,25 @@ def test_reset_and_again(stages: Stages) -> None:
         assert copy.reader.is_filled(SEED, region=0)
         assert copy.owner.wait_idle() == copy.reader.wait_idle() == ""
 
-    at_once(check, stages)
+    at_once(check, fixtures)
 
 
 @writes
-def test_killed_destination(stages: Stages) -> None:
+def test_killed_destination(fixtures: Fixtures) -> None:
     """Whoever writes has its memory back when the one who copies it is dead."""
-    strike(stages, lambda copy: copy.reader.kill())
+    strike(fixtures, lambda copy: copy.reader.kill())
 
     def check(copy: Copy) -> None:
         copy.expect_posted("peer_gone", RECONNECT_S)
         copy.take_back(copy.owner)
 
-    at_once(check, stages)
+    at_once(check, fixtures)
 
 
 @writes
-def test_stopped_destination(stages: Stages) -> None:
+def test_stopped_destination(fixtures: Fixtures) -> None:
     """Whoever writes does not wait for one that hangs; what that one reads when it goes on is not committed."""
-    strike(stages, lambda copy: None)
+    strike(fixtures, lambda copy: None)
 
     def check(copy: Copy) -> None:
         copy.expect_posted("peer_gone", SILENCE_S)
@@ -272,4 +273,4 @@ def test_stopped_destination(stages: Stages) -> None:
         copy.look_again()
         assert copy.owner.is_painted(PAINT, region=0)
 
-    at_once(check, stages)
+    at_once(check, fixtures)

@@ -1,4 +1,4 @@
-"""Two hosts and a cable: the stream lane over a real network that breaks."""
+"""Two hosts and a link: the stream lane over a real network that breaks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from far import Far
-from parties import POISON
-from stage import MARGIN_S, PAINT
 
 from kvxfer.errors import ConfigError
-from kvxfer.testing.netns import Namespaces, obstacle
+from tests.support.faults.parties import POISON
+from tests.support.faults.phase_fixture import MARGIN_S, PAINT
+from tests.support.faults.remote import Remote
+from tests.support.netns import Namespaces, obstacle
 
 pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 
@@ -36,7 +36,7 @@ class Hosts:
     def __init__(self, namespaces: Namespaces, reconnect_s: float) -> None:
         self.namespaces = namespaces
         self.source, self.reader = (
-            Far(
+            Remote(
                 name,
                 ["stream"],
                 command=namespaces.command(end),
@@ -93,7 +93,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.005)
 
 
-def test_between_hosts(hosts: Hosts) -> None:
+def test_transfers_between_hosts_commit(hosts: Hosts) -> None:
     hosts.meet()
     transfer = secrets.token_hex(16)
     hosts.source.grant(transfer, list(range(BLOCKS)), BLOCKS)
@@ -156,13 +156,13 @@ def test_a_host_elsewhere_has_the_kernels_congestion_control(hosts: Hosts) -> No
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["source-knows", "reader-knows"])
-def test_a_cable_that_comes_back(hosts: Hosts, end: int) -> None:
+def test_pull_when_the_link_comes_back_takes_the_other_half_alone(hosts: Hosts, end: int) -> None:
     """Half has arrived; both have hung up on each other; the other half alone goes over the new connection."""
     hosts.meet()
     transfer = hosts.pull(BLOCKS // 2)
-    hosts.namespaces.pull_cable(end)
+    hosts.namespaces.take_link_down(end)
     assert hosts.reader.wait_state(transfer, "CONNECTING", BLOCKS // 2)
-    hosts.namespaces.plug_cable(end)
+    hosts.namespaces.bring_link_up(end)
     hosts.source.ready(transfer, BLOCKS, True)
     assert hosts.reader.outcome(transfer) == "committed"
     assert hosts.reader.is_filled(5)
@@ -171,22 +171,22 @@ def test_a_cable_that_comes_back(hosts: Hosts, end: int) -> None:
 
 
 @pytest.mark.parametrize("reconnect_s", [RECONNECT_S], ids=["gives-up"])
-def test_a_cable_that_comes_back_after_the_dial(hosts: Hosts) -> None:
+def test_dial_when_the_link_comes_back_is_repeated_and_commits(hosts: Hosts) -> None:
     """The kernel says what was lost again only after the second in which the reader gives up: it dials anew before."""
     hosts.meet()
     transfer = secrets.token_hex(16)
     hosts.source.grant(transfer, list(range(BLOCKS)), BLOCKS, 3.0)
     hosts.namespaces.keep_neighbour()
-    hosts.namespaces.pull_cable()
+    hosts.namespaces.take_link_down()
     hosts.reader.pull(transfer, "source", list(range(BLOCKS)))
     wait_until(lambda: hosts.reader.statistics()["dials"] == 1)
-    hosts.namespaces.plug_cable()
+    hosts.namespaces.bring_link_up()
     hosts.namespaces.wait_carries()
     assert hosts.reader.outcome(transfer) == "committed", hosts.reader.why(transfer)
     assert hosts.reader.is_filled(5)
 
 
-def post_slowly(hosts: Hosts, op: str) -> Far:
+def post_slowly(hosts: Hosts, op: str) -> Remote:
     """A post in the middle of a frame, its name is its ``op``; returns who asked for it."""
     for party in (hosts.source, hosts.reader):
         party.allocate(SLOW_BYTES)
@@ -203,14 +203,14 @@ def post_slowly(hosts: Hosts, op: str) -> Far:
 
 
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
-def test_a_cable_that_comes_back_in_the_middle_of_a_frame(hosts: Hosts, op: str) -> None:
+def test_post_when_the_link_comes_back_in_a_frame_commits(hosts: Hosts, op: str) -> None:
     poster = post_slowly(hosts, op)
-    hosts.namespaces.pull_cable()
+    hosts.namespaces.take_link_down()
     before = hosts.moved()
     time.sleep(2 * STALL_S)
-    assert hosts.moved() - before < 1 << 20, "the cable is not pulled"
+    assert hosts.moved() - before < 1 << 20, "the link is not down"
     assert poster.state(op)[0] not in ("COMMITTED", "FAILED")
-    hosts.namespaces.plug_cable()
+    hosts.namespaces.bring_link_up()
     assert poster.outcome(op, 40.0) == "committed"
     assert hosts.reader.is_filled(6, region=0)
     assert SLOW_BYTES <= hosts.moved() <= SLOW_BYTES + FRAME_BYTES
@@ -219,10 +219,10 @@ def test_a_cable_that_comes_back_in_the_middle_of_a_frame(hosts: Hosts, op: str)
 
 @pytest.mark.parametrize("op", [pytest.param("READ", marks=pytest.mark.nightly), "WRITE"])
 @pytest.mark.parametrize("reconnect_s", [RECONNECT_S], ids=["gives-up"])
-def test_a_cable_that_stays_away_in_the_middle_of_a_frame(hosts: Hosts, op: str) -> None:
-    """Both give up, and write their memory at once; what the cable still held lands nowhere when it is there again."""
+def test_post_when_the_link_stays_down_in_a_frame_ends_as_peer_gone(hosts: Hosts, op: str) -> None:
+    """Both give up, and write their memory at once; what the link still held lands nowhere when it is there again."""
     poster = post_slowly(hosts, op)
-    hosts.namespaces.pull_cable()
+    hosts.namespaces.take_link_down()
     assert poster.outcome(op, SILENCE_S + MARGIN_S) == "peer_gone"
     if op == "WRITE":
         assert hosts.reader.offer("source", SILENCE_S + MARGIN_S) == "FAILED"
@@ -232,7 +232,7 @@ def test_a_cable_that_stays_away_in_the_middle_of_a_frame(hosts: Hosts, op: str)
         party.paint(PAINT, region=0)
     moved = hosts.moved()
     assert SLOW_BYTES // 4 < moved < SLOW_BYTES
-    hosts.namespaces.plug_cable()
+    hosts.namespaces.bring_link_up()
     hosts.namespaces.wait_carries()
     again = hosts.pull(1)
     hosts.reader.cancel(again)
@@ -244,17 +244,17 @@ def test_a_cable_that_stays_away_in_the_middle_of_a_frame(hosts: Hosts, op: str)
 
 
 @pytest.mark.parametrize("reconnect_s", [RECONNECT_S], ids=["gives-up"])
-def test_a_cable_that_stays_away(hosts: Hosts) -> None:
+def test_pull_when_the_link_stays_down_ends_as_peer_gone(hosts: Hosts) -> None:
     hosts.meet()
     transfer = hosts.pull(BLOCKS // 2)
     cut_s = time.monotonic()
-    hosts.namespaces.pull_cable()
+    hosts.namespaces.take_link_down()
     assert hosts.reader.outcome(transfer, SILENCE_S + MARGIN_S) == "peer_gone"
     assert time.monotonic() - cut_s <= SILENCE_S + MARGIN_S
     hosts.reader.paint(0x55)
     assert hosts.reader.wait_idle() == ""
     assert hosts.source.wait_ended(transfer) == "EXPIRED"
-    hosts.namespaces.plug_cable()
+    hosts.namespaces.bring_link_up()
     hosts.namespaces.wait_carries()
     assert hosts.source.wait_idle() == ""
     again = hosts.pull(1)
@@ -264,7 +264,7 @@ def test_a_cable_that_stays_away(hosts: Hosts) -> None:
     assert hosts.source.wait_idle() == ""
 
 
-def test_nothing_stays() -> None:
+def test_namespaces_after_exit_are_removed() -> None:
     with Namespaces() as namespaces:
         names = [namespaces.command(end)[3] for end in range(2)]
         listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout

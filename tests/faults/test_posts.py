@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import posts
 import pytest
-from far import Far
-from gate import READY, REVOKE
-from lanes import LANES, STREAMS, at_once, on_all_lanes
-from parties import Party
-from posts import PATIENT, PIECE, SEED, SIZE, PostStage, lose_a_writer
-from stage import PAINT
+
+from tests.support.faults import posts
+from tests.support.faults.fault_proxy import READY, REVOKE
+from tests.support.faults.lanes import LANES, STREAMS, at_once, on_all_lanes
+from tests.support.faults.parties import Party
+from tests.support.faults.phase_fixture import PAINT
+from tests.support.faults.posts import PATIENT, PIECE, SEED, SIZE, PostFixture, lose_a_writer
+from tests.support.faults.remote import Remote
 
 pytestmark = pytest.mark.no_sanitizer
 
@@ -31,12 +32,12 @@ def deadline_s() -> float:
 
 
 @pytest.fixture(params=["READ", "WRITE"], ids=["read", "write"])
-def stages(
+def fixtures(
     request: pytest.FixtureRequest, limits: dict[str, float], deadline_s: float
-) -> Iterator[dict[str, PostStage]]:
-    made = at_once(lambda lane: PostStage(lane, request.param, limits, deadline_s), {lane: lane for lane in LANES})
+) -> Iterator[dict[str, PostFixture]]:
+    made = at_once(lambda lane: PostFixture(lane, request.param, limits, deadline_s), {lane: lane for lane in LANES})
     yield made
-    at_once(PostStage.close, made)
+    at_once(PostFixture.close, made)
 
 
 test_cancel = on_all_lanes(posts.cancel)
@@ -49,51 +50,51 @@ test_stopped = posts.gives_up(on_all_lanes(posts.stopped))
 
 
 @on_all_lanes
-def test_taken_back_there(stage: PostStage) -> None:
-    """The far side takes its memory back in every phase: it is not made to wait, and writes there at once."""
-    for number in range(len(stage.rules)):
-        stage.far.deregister(number)
-        stage.far.paint(PAINT, region=number)
-    stage.resume()
-    for number, (phase, party) in enumerate(stage.near.items()):
+def test_taken_back_there(fixture: PostFixture) -> None:
+    """The remote side takes its memory back in every phase: it is not made to wait, and writes there at once."""
+    for number in range(len(fixture.rules)):
+        fixture.remote.deregister(number)
+        fixture.remote.paint(PAINT, region=number)
+    fixture.resume()
+    for number, (phase, party) in enumerate(fixture.near.items()):
         got = party.outcome(phase)
         allowed = {"grant_revoked", "refused"}
-        if phase in stage.was_judged and (stage.op == "READ" or phase == "done"):
+        if phase in fixture.was_judged and (fixture.op == "READ" or phase == "done"):
             allowed.add("committed")
         assert got in allowed, f"{phase}: {got}: {party.why(phase)}"
-        if got == "committed" and stage.op == "READ":
+        if got == "committed" and fixture.op == "READ":
             assert party.is_filled(SEED, region=0), phase
-        assert stage.far.is_painted(PAINT, region=number), phase
+        assert fixture.remote.is_painted(PAINT, region=number), phase
         assert party.wait_idle() == ""
-    assert stage.far.wait_idle() == ""
+    assert fixture.remote.wait_idle() == ""
 
 
 @pytest.mark.parametrize("lane", [lane for lane in LANES if lane not in STREAMS])
 def test_taken_back_is_said_first(lane: str) -> None:
     """A reader hears that its grant is revoked before it hears that the memory is not to be read any more."""
-    far = Far("far", [lane], blocks=1)
+    remote = Remote("remote", [lane], blocks=1)
     near = Party("near", [lane], blocks=1)
     try:
-        far.meet(near.card())
-        far.open_gate()
+        remote.meet(near.card())
+        remote.open_proxy()
         near.allocate(SIZE)
         numbers = range(6)  # which of the two was sent first was a race
         for _ in numbers:
-            far.allocate(SIZE)
-        near.meet(far.card(0))
+            remote.allocate(SIZE)
+        near.meet(remote.card(0))
         for number in numbers:
-            far.gate(0, "stop_at", "from", READY, 0)
-            near.post(str(number), "READ", "far", 0, number, piece=PIECE)
-            assert far.gate(0, "wait_stopped")
-            far.deregister(number)
-            far.gate(0, "stop_at", "from", REVOKE, 0)
-            assert far.gate(0, "wait_stopped")
+            remote.proxy(0, "stop_at", "from", READY, 0)
+            near.post(str(number), "READ", "remote", 0, number, piece=PIECE)
+            assert remote.proxy(0, "wait_stopped")
+            remote.deregister(number)
+            remote.proxy(0, "stop_at", "from", REVOKE, 0)
+            assert remote.proxy(0, "wait_stopped")
             assert near.outcome(str(number), 0.1) == "", "it ended before the revocation was heard"
-            far.gate(0, "resume")
+            remote.proxy(0, "resume")
             assert near.outcome(str(number)) == "grant_revoked"
     finally:
         near.close()
-        far.close()
+        remote.close()
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])

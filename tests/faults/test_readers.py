@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from far import Far
-from lanes import LANES
-from parties import POISON, Party
-from stage import BLOCKS, PAINT
+
+from tests.support.faults.lanes import LANES
+from tests.support.faults.parties import POISON, Party
+from tests.support.faults.phase_fixture import BLOCKS, PAINT
+from tests.support.faults.remote import Remote
 
 pytestmark = pytest.mark.no_sanitizer
 
@@ -27,7 +28,7 @@ PROMPT_S = 3.0
 class Scene:
     def __init__(self, lane: str) -> None:
         options: dict[str, Any] = {"stall_s": 0.5, "reconnect_s": 1.0, "grant_ttl_s": TTL_S}
-        self.source, self.reader = Party("source", [lane], **options), Far("reader", [lane], **options)
+        self.source, self.reader = Party("source", [lane], **options), Remote("reader", [lane], **options)
         self.reader.allocate(SIZE)
         self.memory = self.reader.memory_of(0, SIZE)
         self.name = ""

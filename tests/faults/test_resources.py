@@ -6,11 +6,11 @@ import secrets
 from typing import Any
 
 import pytest
-from lanes import LANES
-from parties import Party
-from rounds import check_rounds
 
 from kvxfer.errors import InvalidArgument
+from tests.support.faults.lanes import LANES
+from tests.support.faults.parties import Party
+from tests.support.faults.rounds import check_rounds
 
 pytestmark = pytest.mark.no_sanitizer
 
@@ -21,7 +21,7 @@ REMEMBERED = 128
 
 
 class Pair:
-    """Source and reader in this process, so that what either keeps is seen; the reader dials through a gate."""
+    """Source and reader in this process, so that what either keeps is seen; the reader dials through a proxy."""
 
     def __init__(self, lane: str) -> None:
         self.lane = lane
@@ -31,7 +31,7 @@ class Pair:
 
     def open(self, name: str) -> Party:
         party = Party(name, [self.lane], blocks=BLOCKS, block_bytes=BLOCK_BYTES, reconnect_s=5.0, remembered=REMEMBERED)
-        party.open_gate()
+        party.open_proxy()
         party.allocate(SIZE)
         if name == "source":
             party.fill(1)
@@ -41,7 +41,7 @@ class Pair:
         return [self.source, self.reader]
 
     def introduce(self) -> None:
-        """Whoever of the two dials, it is through a gate."""
+        """Whoever of the two dials, it is through a proxy."""
         self.source.meet(self.reader.card(0))
         self.reader.meet(self.source.card(0))
 
@@ -78,7 +78,7 @@ class Pair:
         self.source.grant(transfer, list(range(BLOCKS)), BLOCKS // 2, reader="reader")
         self.reader.pull(transfer, "source", list(range(BLOCKS)))
         for party in (self.source, self.reader):
-            party.gate(0, "reset")
+            party.proxy(0, "reset")
         self.source.ready(transfer, BLOCKS, True)
         self.ended(self.reader, transfer)
 

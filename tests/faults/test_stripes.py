@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from counting_gate import CountingGate
-from far import Far
-from lanes import STREAMS
-from parties import POISON, Party
-from stage import MARGIN_S, PAINT, PATIENT_S, RECONNECT_S, STALL_S
 
 from kvxfer.policy.striping import CHOICES, GAIN, KEPT, TRIES
+from tests.support.faults.counting_proxy import CountingProxy
+from tests.support.faults.lanes import STREAMS
+from tests.support.faults.parties import POISON, Party
+from tests.support.faults.phase_fixture import MARGIN_S, PAINT, PATIENT_S, RECONNECT_S, STALL_S
+from tests.support.faults.remote import Remote
 
 pytestmark = pytest.mark.no_sanitizer
 
@@ -43,7 +43,7 @@ each_op = pytest.mark.parametrize("op", ["READ", "WRITE"])
 
 
 class Striped:
-    """Who posts and its peer, each with two registered regions and a piece more than is posted; between them a gate."""
+    """The poster and its peer, each with two registered regions and a piece to spare, and a proxy between them."""
 
     def __init__(self, poster: Any, peer: Any, op: str) -> None:
         self.poster, self.peer, self.op = poster, peer, op
@@ -56,15 +56,15 @@ class Striped:
         peer.meet(poster.card())
         card = peer.card()
         host, port, path, *rest = card["address"]
-        self.gate = CountingGate((host, port), path)
-        poster.meet({**card, "address": [host, self.gate.tcp_port, self.gate.unix_path, *rest]})
+        self.proxy = CountingProxy((host, port), path)
+        poster.meet({**card, "address": [host, self.proxy.tcp_port, self.proxy.unix_path, *rest]})
 
     def begin(self, name: str, region: int = 0) -> int:
         """Ask for everything, into poison; returns the seed of what is sent."""
         seed = next(self.seeds)
         self.source.fill(seed, region=region)
         self.destination.paint(POISON, region=region)
-        self.gate.forget()
+        self.proxy.forget()
         self.poster.post(name, self.op, "peer", region, region, piece=PIECE, nbytes=SIZE)
         return seed
 
@@ -75,10 +75,10 @@ class Striped:
     def spread(self) -> None:
         """Posts, until every connection carries its part of one."""
         for number in range(ROUNDS_MAX):
-            self.gate.forget()
+            self.proxy.forget()
             self.poster.post(f"spread-{number}", self.op, "peer", 0, 0, piece=PIECE, nbytes=SIZE)
             assert self.poster.outcome(f"spread-{number}") == "committed"
-            carried = self.gate.carried(self.way)
+            carried = self.proxy.carried(self.way)
             assert sum(carried.values()) == SIZE
             if len(carried) == STRIPES:
                 return
@@ -87,10 +87,10 @@ class Striped:
     def hold(self) -> tuple[int, list[int]]:
         """A post in whose middle all connections stand; returns the seed of its bytes, and their numbers."""
         self.spread()
-        self.gate.hold_each(self.way, SOME)
+        self.proxy.hold_each(self.way, SOME)
         seed = self.begin("held")
-        held = self.gate.wait_held(STRIPES)
-        assert self.gate.carried(self.way) == dict.fromkeys(held, SOME), "not each stands in the middle of its part"
+        held = self.proxy.wait_held(STRIPES)
+        assert self.proxy.carried(self.way) == dict.fromkeys(held, SOME), "not each stands in the middle of its part"
         assert len(held) == STRIPES
         assert self.poster.outcome("held", 0.0) == ""
         return seed, held
@@ -102,7 +102,7 @@ class Striped:
 
     def expect_nothing_later(self, party: Any) -> None:
         """A post that comes to its end over the same connections has what was under way before it behind it."""
-        self.gate.resume()
+        self.proxy.resume()
         seed = self.begin("after", region=1)
         assert self.poster.outcome("after") == "committed"
         self.expect_bytes(seed, region=1)
@@ -111,7 +111,7 @@ class Striped:
         assert party.is_painted(PAINT, region=0), "bytes landed in memory that was taken back"
 
     def close(self) -> None:
-        self.gate.shut()
+        self.proxy.shut()
         for end in (self.poster, self.peer):
             end.close()
 
@@ -121,12 +121,12 @@ Make = Callable[..., Striped]
 
 @pytest.fixture
 def striped() -> Iterator[Make]:
-    """Makes pairs; ``far``: which of ``poster`` and ``peer`` lives in a process of its own."""
+    """Makes pairs; ``remote``: which of ``poster`` and ``peer`` lives in a process of its own."""
     made: list[Striped] = []
 
-    def make(lane: str, op: str, *, far: str = "", stripes: int = STRIPES, **limits: float) -> Striped:
+    def make(lane: str, op: str, *, remote: str = "", stripes: int = STRIPES, **limits: float) -> Striped:
         options: dict[str, Any] = {**limits, "blocks": 1, "block_bytes": PIECE, "stripes": stripes}
-        ends = [(Far if name == far else Party)(name, [lane], **options) for name in ("poster", "peer")]
+        ends = [(Remote if name == remote else Party)(name, [lane], **options) for name in ("poster", "peer")]
         made.append(Striped(*ends, op))
         return made[-1]
 
@@ -145,7 +145,7 @@ def test_every_byte_arrives(striped: Make, lane: str, op: str) -> None:
         seed = pair.begin(f"post-{number}")
         assert pair.poster.outcome(f"post-{number}") == "committed"
         pair.expect_bytes(seed)
-        carried = pair.gate.carried(pair.way)
+        carried = pair.proxy.carried(pair.way)
         assert len(carried) == STRIPES
         assert sum(carried.values()) == SIZE
         assert max(carried.values()) - min(carried.values()) <= PIECE
@@ -154,30 +154,30 @@ def test_every_byte_arrives(striped: Make, lane: str, op: str) -> None:
 
 @each_lane
 def test_both_ways_at_once_between_two_processes(striped: Make, lane: str) -> None:
-    """Without a gate, as fast as they can: a read and a write share the connections."""
-    pair = striped(lane, "READ", far="peer")
-    near, far = pair.poster, pair.peer
-    near.meet(far.card())
+    """Without a proxy, as fast as they can: a read and a write share the connections."""
+    pair = striped(lane, "READ", remote="peer")
+    near, remote = pair.poster, pair.peer
+    near.meet(remote.card())
     for number in range(ROUNDS_MAX):
         read, written = next(pair.seeds), next(pair.seeds)
-        far.fill(read, region=0)
+        remote.fill(read, region=0)
         near.fill(written, region=1)
         near.paint(POISON, region=0)
-        far.paint(POISON, region=1)
+        remote.paint(POISON, region=1)
         for region, op in enumerate(("READ", "WRITE")):
             near.post(f"{op}-{number}", op, "peer", region, region, piece=PIECE, nbytes=SIZE)
         assert near.outcome(f"READ-{number}") == near.outcome(f"WRITE-{number}") == "committed"
         assert near.is_filled(read, BLOCKS, 0)
         assert near.is_painted(POISON, GUARD, 0)
-        assert far.is_filled(written, BLOCKS, 1)
-        assert far.is_painted(POISON, GUARD, 1)
+        assert remote.is_filled(written, BLOCKS, 1)
+        assert remote.is_painted(POISON, GUARD, 1)
     assert near.transport.counts().sessions_up == STRIPES
     if lane == "stream":
         moved = moved_over_tcp()
         assert len(moved) == STRIPES
         assert min(map(min, moved)) > SIZE // STRIPES, "each carries parts of both"
-    assert near.wait_idle() == far.wait_idle() == ""
-    assert pair.gate.carried("from") == pair.gate.carried("to") == {}
+    assert near.wait_idle() == remote.wait_idle() == ""
+    assert pair.proxy.carried("from") == pair.proxy.carried("to") == {}
 
 
 @each_op
@@ -186,12 +186,12 @@ def test_one_is_reset(striped: Make, lane: str, op: str) -> None:
     """In the middle of what it carries: another connection carries that part."""
     pair = striped(lane, op, reconnect_s=PATIENT_S)
     seed, held = pair.hold()
-    pair.gate.cut(held[1])
-    assert pair.gate.wait_gone(held[1])
-    pair.gate.resume()
+    pair.proxy.cut(held[1])
+    assert pair.proxy.wait_gone(held[1])
+    pair.proxy.resume()
     assert pair.poster.outcome("held") == "committed"
     pair.expect_bytes(seed)
-    carried = pair.gate.carried(pair.way)
+    carried = pair.proxy.carried(pair.way)
     assert carried.pop(held[1]) == SOME
     assert SIZE - SOME < sum(carried.values()) <= SIZE, "what had come by the lost one need not come again"
     pair.take_back(pair.destination)
@@ -204,13 +204,13 @@ def test_one_falls_silent(striped: Make, lane: str, op: str) -> None:
     """It is given up, and another carries its part; what it still held comes when the memory is somebody else's."""
     pair = striped(lane, op, stall_s=STALL_S, reconnect_s=PATIENT_S)
     seed, held = pair.hold()
-    pair.gate.go_on_but(held[1])
+    pair.proxy.go_on_but(held[1])
     assert pair.poster.outcome("held") == "committed"
     pair.expect_bytes(seed)
-    assert pair.gate.carried(pair.way)[held[1]] == SOME
+    assert pair.proxy.carried(pair.way)[held[1]] == SOME
     pair.take_back(pair.destination)
-    pair.gate.resume()
-    assert pair.gate.wait_gone(held[1])
+    pair.proxy.resume()
+    assert pair.proxy.wait_gone(held[1])
     pair.expect_nothing_later(pair.destination)
 
 
@@ -223,7 +223,7 @@ def test_cancelled(striped: Make, lane: str, op: str) -> None:
     pair.poster.cancel("held")
     assert pair.poster.outcome("held", MARGIN_S) == "cancelled"
     pair.take_back(pair.poster)
-    pair.gate.resume()
+    pair.proxy.resume()
     if op == "WRITE":
         assert pair.peer.wait_idle() == ""
         ended = [offer.state.name for offer in pair.peer.offers]
@@ -236,15 +236,15 @@ def test_cancelled(striped: Make, lane: str, op: str) -> None:
 @each_lane
 def test_the_peer_is_killed(striped: Make, lane: str, op: str) -> None:
     """Who posted is told so in the time that it may try to reach it again, and has its memory back."""
-    pair = striped(lane, op, far="peer", reconnect_s=RECONNECT_S)
+    pair = striped(lane, op, remote="peer", reconnect_s=RECONNECT_S)
     _, held = pair.hold()
     pair.peer.kill()
-    pair.gate.resume()
+    pair.proxy.resume()
     assert pair.poster.outcome("held", RECONNECT_S + MARGIN_S) == "peer_gone"
     assert pair.poster.wait_idle() == ""
     pair.take_back(pair.poster)
     for number in held:
-        assert pair.gate.wait_gone(number)
+        assert pair.proxy.wait_gone(number)
     assert pair.poster.is_painted(PAINT, region=0)
 
 
@@ -252,10 +252,10 @@ def test_the_peer_is_killed(striped: Make, lane: str, op: str) -> None:
 @each_lane
 def test_who_posted_is_killed(striped: Make, lane: str, op: str) -> None:
     """Its peer ends every part, and has its memory back."""
-    pair = striped(lane, op, far="poster", reconnect_s=RECONNECT_S, grant_ttl_s=TTL_S)
+    pair = striped(lane, op, remote="poster", reconnect_s=RECONNECT_S, grant_ttl_s=TTL_S)
     _, held = pair.hold()
     pair.poster.kill()
-    pair.gate.resume()
+    pair.proxy.resume()
     bound_s = RECONNECT_S if op == "WRITE" else TTL_S
     assert pair.peer.wait_idle(bound_s + MARGIN_S) == ""
     if op == "WRITE":
@@ -263,7 +263,7 @@ def test_who_posted_is_killed(striped: Make, lane: str, op: str) -> None:
         assert ended[-STRIPES:] == ["FAILED"] * STRIPES
     pair.take_back(pair.peer)
     for number in held:
-        assert pair.gate.wait_gone(number)
+        assert pair.proxy.wait_gone(number)
     assert pair.peer.is_painted(PAINT, region=0)
 
 
@@ -290,7 +290,7 @@ def test_how_many_is_found_out(striped: Make, lane: str, op: str, monkeypatch: p
         seed = pair.begin(name)
         assert pair.poster.outcome(name) == "committed"
         pair.expect_bytes(seed)
-        carried = pair.gate.carried(pair.way)
+        carried = pair.proxy.carried(pair.way)
         assert sum(carried.values()) == SIZE
         assert told[-1] == (len(pair.poster.posts[name].plan.parts), len(carried))
         assert pair.poster.wait_dialed()

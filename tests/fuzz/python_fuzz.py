@@ -1,8 +1,10 @@
 """Fuzzes the Python decoders of foreign bytes (python_targets), guided by which instructions follow which.
 
-    python_fuzz.py [--seconds N] [--seed N] [TARGET ...]   fuzz these targets, or all, together for so long
-    python_fuzz.py --merge [TARGET ...]                    make their kept corpus anew: few inputs of all coverage
-    python_fuzz.py --input FILE TARGET                     run one input
+    python -m tests.fuzz.python_fuzz ARGUMENTS
+
+    [--seconds N] [--seed N] [TARGET ...]   fuzz these targets, or all, together for so long
+    --merge [TARGET ...]                    make their kept corpus anew: few inputs of all coverage
+    --input FILE TARGET                     run one input
 
 Fuzzing begins with the seeds of a target, its kept corpus and what was found here before. An input that breaks it, or
 takes more than RUN_S, is written to build/fuzz/python-TARGET-HASH; the exit status is 1 then.
@@ -26,11 +28,10 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import python_targets
-from python_mutate import Mutator
-from python_targets.samples import Target
-
 import kvxfer
+from tests.fuzz import python_targets
+from tests.fuzz.python_mutate import Mutator
+from tests.fuzz.python_targets.samples import Target
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEPT = pathlib.Path(__file__).resolve().parent / "corpus-python"

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from python_fuzz import run
-from python_targets import TARGETS
-from python_targets.serving import CHUNK
 
 from kvxfer.openai.sse import EventDecoder, encode_event
 from kvxfer.router import merge
 from kvxfer.router.legs import PREFILL_TIMINGS, Prefilled
+from tests.fuzz.python_fuzz import run
+from tests.fuzz.python_targets import TARGETS
+from tests.fuzz.python_targets.serving import CHUNK
 
 pytestmark = pytest.mark.no_sanitizer
 

@@ -7,9 +7,10 @@ import pathlib
 import random
 
 import pytest
-from python_fuzz import CORPUS_BYTES_MAX, ENTRIES_MAX, KEPT, Fuzzer, fewest, files_of, run
-from python_targets import TARGETS
-from python_targets.samples import Target
+
+from tests.fuzz.python_fuzz import CORPUS_BYTES_MAX, ENTRIES_MAX, KEPT, Fuzzer, fewest, files_of, run
+from tests.fuzz.python_targets import TARGETS
+from tests.fuzz.python_targets.samples import Target
 
 pytestmark = [pytest.mark.checkout, pytest.mark.no_sanitizer]
 

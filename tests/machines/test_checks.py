@@ -10,9 +10,9 @@ import pytest
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane
 from kvxfer.errors import InvalidArgument
-from kvxfer.testing.pair import KEY
-from kvxfer.testing.region_pair import RegionPair
 from kvxfer.testing.sim.virtual_clock import S
+from tests.support.machines.endpoint_pair import KEY
+from tests.support.machines.region_pair import RegionPair
 
 ID = b"t" * 16
 DATA = bytes(range(256))

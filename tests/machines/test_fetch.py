@@ -10,8 +10,8 @@ import pytest
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, TransferState
 from kvxfer.errors import BlocksBusy, InvalidArgument, LimitExceeded
-from kvxfer.testing.region_pair import RegionPair, ranges
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.machines.region_pair import RegionPair, ranges
 
 ID = b"t" * 16
 ZEROS, DATA = bytes(256), bytes(range(256))

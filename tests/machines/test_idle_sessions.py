@@ -7,9 +7,9 @@ from typing import Any
 
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, SessionKind
-from kvxfer.testing.pair import KEY
-from kvxfer.testing.region_pair import RegionPair
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.machines.endpoint_pair import KEY
+from tests.support.machines.region_pair import RegionPair
 
 DATA = bytes(range(256))
 STALL = 1 * S  # the default

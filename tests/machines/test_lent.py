@@ -8,8 +8,8 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane
-from kvxfer.testing.region_pair import RegionPair
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.machines.region_pair import RegionPair
 
 ID = b"t" * 16
 DATA = bytes(range(256))

@@ -8,7 +8,8 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import Lane, SessionKind
-from kvxfer.testing.lane_pair import (
+from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.machines.lane_pair import (
     COUNT,
     DATA,
     ID,
@@ -22,7 +23,6 @@ from kvxfer.testing.lane_pair import (
     lose,
     prefix_landed,
 )
-from kvxfer.testing.sim.virtual_clock import MS, S
 
 ways = pytest.mark.parametrize(
     ("how", "first", "second"),

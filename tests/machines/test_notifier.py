@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvxfer._native import _core
 from kvxfer.errors import InvalidArgument, LimitExceeded
-from kvxfer.testing.pair import KEY, Pair
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.machines.endpoint_pair import KEY, Pair
 
 
 def test_delivered_once_in_order() -> None:

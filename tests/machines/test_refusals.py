@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxfer._native import _core
-from kvxfer.testing.region_pair import RegionPair
+from tests.support.machines.region_pair import RegionPair
 
 BYTES = bytes(range(256))
 

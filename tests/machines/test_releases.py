@@ -9,10 +9,9 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import GrantState
-from kvxfer.testing.pair import Pair
 from kvxfer.testing.sim.virtual_clock import MS, S
-
-from .test_endpoint import ID, finals, grant, land, pull
+from tests.support.machines.endpoint_pair import Pair
+from tests.support.machines.pulls import ID, finals, grant, land, pull
 
 
 def commit_and_cut(pair: Pair) -> None:

@@ -12,8 +12,8 @@ from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane
 from kvxfer.errors import InvalidArgument
 from kvxfer.protocol.handshake import session_key, session_root
-from kvxfer.testing.pair import Pair
 from kvxfer.transport.base import read_ref
+from tests.support.machines.endpoint_pair import Pair
 
 ROOT = session_root(b"the token")
 ID = b"t" * 16

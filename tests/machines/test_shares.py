@@ -6,9 +6,9 @@ from typing import Any
 
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, SessionKind
-from kvxfer.testing.pair import KEY, Pair
-from kvxfer.testing.region_pair import RegionPair
 from kvxfer.testing.sim.virtual_clock import S
+from tests.support.machines.endpoint_pair import KEY, Pair
+from tests.support.machines.region_pair import RegionPair
 
 ID = b"t" * 16
 

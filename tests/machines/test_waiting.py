@@ -11,8 +11,8 @@ import pytest
 from kvxfer._native import _core
 from kvxfer._native._core import GrantEvent, GrantState, TransferState
 from kvxfer.errors import BlocksBusy, InvalidArgument
-from kvxfer.testing.pair import Pair
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.machines.endpoint_pair import Pair
 
 ID = b"t" * 16
 LANES = [_core.Lane.MEMORY, _core.Lane.STREAM, _core.Lane.MAPPED]

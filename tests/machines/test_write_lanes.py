@@ -9,8 +9,20 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, SessionKind
-from kvxfer.testing.lane_pair import COUNT, DATA, ID, LANDED, SOURCE, TARGET, LanePair, asked, cut, lose, prefix_landed
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.machines.lane_pair import (
+    COUNT,
+    DATA,
+    ID,
+    LANDED,
+    SOURCE,
+    TARGET,
+    LanePair,
+    asked,
+    cut,
+    lose,
+    prefix_landed,
+)
 
 
 def pushing(lanes: list[Any], **options: Any) -> LanePair:

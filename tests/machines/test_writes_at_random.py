@@ -14,9 +14,9 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, SessionKind
-from kvxfer.testing.region_pair import RegionPair
 from kvxfer.testing.sim.elements import places
 from kvxfer.testing.sim.virtual_clock import MS, S
+from tests.support.machines.region_pair import RegionPair
 
 ID, NOTE = b"t" * 16, b"n"
 SOURCE, TARGET, COUNT = 7, 9, 8

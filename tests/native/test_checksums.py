@@ -14,8 +14,7 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import GrantRevoked
-
-from .rawpeer import KEY, RawSource
+from tests.support.native.rawpeer import KEY, RawSource
 
 NewId = Callable[[], bytes]
 MAPPED, STREAM, CMA, UNIX = native.Lane.MAPPED, native.Lane.STREAM, native.Lane.CMA, native.Lane.UNIX

@@ -20,10 +20,9 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.testing.restricted import NOT_APPLICABLE, Restrictions, restricted
-
-from .conftest import needs_cma
-from .test_mapping import KEY, LyingSource
+from tests.support.native.lying_source import KEY, LyingSource
+from tests.support.native.nodes import needs_cma
+from tests.support.restricted import NOT_APPLICABLE, Restrictions, restricted
 
 CMA, STREAM = native.Lane.CMA, native.Lane.STREAM
 COMMITTED = native.TransferState.COMMITTED

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-
-from .conftest import needs_cma
+from tests.support.native.nodes import needs_cma
 
 MAPPED, CMA = native.Lane.MAPPED, native.Lane.CMA
 MIB = 1 << 20

@@ -28,8 +28,7 @@ from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.network import MemoryNetwork
 from kvxfer.transport.posts import Op, Poster, RemotePeer
 from kvxfer.types import AgentRef, Incarnation, Lane, MemoryKind, RegionRecord
-
-from .cuda_driver import POOL, DeviceMemory, Driver, add_pool, build, grant, pull, register
+from tests.support.native.cuda_driver import POOL, DeviceMemory, Driver, add_pool, build, grant, pull, register
 
 NewId = Callable[[], bytes]
 STREAM, UNIX, MAPPED, CMA = native.Lane.STREAM, native.Lane.UNIX, native.Lane.MAPPED, native.Lane.CMA

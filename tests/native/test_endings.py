@@ -19,6 +19,7 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import Closed, GrantUnknown, LimitExceeded
+from tests.support import child
 
 STREAM = native.Lane.STREAM
 NewId = Callable[[], bytes]
@@ -147,15 +148,14 @@ def test_notifications_that_nobody_takes_are_bounded(nodes: Any) -> None:
 
 FORKING = """
 import os, pathlib, signal, sys
-sys.path.insert(0, sys.argv[2])
-import conftest
 from kvxfer._native import _core as native
+from tests.support.native.nodes import Node, join
 from kvxfer.errors import Closed
 
 STREAM = [native.Lane.STREAM]
 directory = pathlib.Path(sys.argv[1])
-a, b = conftest.Node("forks", directory), conftest.Node("peer", directory)
-conftest.join(a, b)
+a, b = Node("forks", directory), Node("peer", directory)
+join(a, b)
 theirs, ours = a.register(65536, is_foreign=True), b.register(65536)
 rows = [(ours.id, 0, 65536, 65536, 1)], [(theirs.id, 0, 65536, 65536, 1)]
 b.fetch(os.urandom(16), a, *rows, lanes=STREAM)
@@ -211,10 +211,8 @@ def test_a_forked_child_has_no_part_in_its_parents_core(private_directories: pat
 
     In a process of its own: what else this one has loaded has opinions of its own about forks.
     """
-    here = str(pathlib.Path(__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING, str(private_directories), here], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", FORKING, str(private_directories)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=child.environment())
     assert done.returncode == 0, done.stderr
 
 

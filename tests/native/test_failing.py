@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import select
 import subprocess
@@ -16,8 +15,8 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import KvxferError
-
-from .cuda_driver import build
+from tests.support import child
+from tests.support.native.cuda_driver import build
 
 NewId = Callable[[], bytes]
 STREAM = native.Lane.STREAM
@@ -71,9 +70,8 @@ HERE = pathlib.Path(__file__).parent
 OUT_OF_MEMORY = """
 import ctypes, os, pathlib, sys, threading, time
 import numpy as np
-sys.path.insert(0, sys.argv[2])
-import conftest
 from kvxfer._native import _core as native
+from tests.support.native.nodes import Node, join
 
 memory = ctypes.CDLL(None)
 memory.has_come.restype = ctypes.c_bool
@@ -100,7 +98,7 @@ def waits_until_that_is_over(call):
     assert not thread.is_alive(), "still waited for"
 
 directory, transfer = pathlib.Path(sys.argv[1]), os.urandom(16)
-p = conftest.Node("source", directory, block_bytes=64, blocks=3001, checks=True)
+p = Node("source", directory, block_bytes=64, blocks=3001, checks=True)
 """
 SUMS = """
 def announce():
@@ -123,8 +121,8 @@ assert errors == ["missed"]
 p.core.close()
 """
 SEND = """
-d = conftest.Node("reader", directory, block_bytes=64, blocks=3001, checks=True)
-conftest.join(p, d)
+d = Node("reader", directory, block_bytes=64, blocks=3001, checks=True)
+join(p, d)
 p.grant(transfer, np.arange(3001))
 memory.fail_at(15361, 1)  # as the trailer of sums grows
 d.pull(transfer, p, np.arange(3001), lanes=[native.Lane.STREAM])
@@ -205,20 +203,19 @@ def run_with_failing_new(script: str, directory: pathlib.Path, built: pathlib.Pa
     library = built / "failing_new.so"
     build(library, HERE / "failing_new.cpp")
     done = subprocess.run(
-        [sys.executable, "-c", OUT_OF_MEMORY + script, str(directory), str(HERE)],
+        [sys.executable, "-c", OUT_OF_MEMORY + script, str(directory)],
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "LD_PRELOAD": str(library)},
+        env=child.environment(LD_PRELOAD=str(library)),
     )
     assert done.returncode == 0, done.stderr
 
 
 NO_TIMER = """
 import os, pathlib, select, sys, threading, time
-sys.path.insert(0, sys.argv[2])
-import conftest
 from kvxfer._native import _core as native
+from tests.support.native.nodes import Node, join
 
 def timers():
     found = set()
@@ -231,11 +228,11 @@ def timers():
     return found
 
 directory = pathlib.Path(sys.argv[1])
-peer = conftest.Node("peer", directory)
+peer = Node("peer", directory)
 before = timers()
-node = conftest.Node("drives", directory)
+node = Node("drives", directory)
 (timer,) = timers() - before
-conftest.join(peer, node)
+join(peer, node)
 peer.core.notify(node.ref, b"the session is up")
 peer.wait_for(native.NotifDelivered)
 node.take()
@@ -261,10 +258,11 @@ peer.core.close()
 def test_a_driver_that_cannot_hand_over_fails_the_core_alone(private_directories: pathlib.Path) -> None:
     """As it leaves it sets a timer for the core's own thread: where the kernel refuses, the process lives."""
     done = subprocess.run(
-        [sys.executable, "-c", NO_TIMER, str(private_directories), str(HERE)],
+        [sys.executable, "-c", NO_TIMER, str(private_directories)],
         capture_output=True,
         text=True,
         timeout=60,
+        env=child.environment(),
     )
     assert done.returncode == 0, done.stderr
     assert "the native core failed: timerfd_settime" in done.stderr

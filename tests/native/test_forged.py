@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-
-from .conftest import DIGEST
-from .rawpeer import KEY, RawPeer
+from tests.support.native.nodes import DIGEST
+from tests.support.native.rawpeer import KEY, RawPeer
 
 NewId = Callable[[], bytes]
 Lane = native.Lane

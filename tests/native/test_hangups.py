@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from kvxfer._native import _core as native
-
-from .conftest import DIGEST
-from .rawpeer import KEY, RawPeer
+from tests.support.native.nodes import DIGEST
+from tests.support.native.rawpeer import KEY, RawPeer
 
 NewId = Callable[[], bytes]
 BLOCK, BLOCKS = 1 << 20, 16

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-
-from .conftest import POISON, UCX_LIBRARY, needs_cma, needs_ucx
+from tests.support.native.nodes import POISON, UCX_LIBRARY, needs_cma, needs_ucx
 
 MAPPED, CMA, UCX = native.Lane.MAPPED, native.Lane.CMA, native.Lane.UCX
 COMMITTED = native.TransferState.COMMITTED

@@ -18,11 +18,10 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.testing.kernel import lends_on_unix
-
-from .conftest import DIGEST
-from .rawpeer import KEY, RawPeer
-from .test_sockets import own_sockets, ports
+from tests.support.kernel import lends_on_unix
+from tests.support.native.nodes import DIGEST
+from tests.support.native.own_sockets import own_sockets, ports
+from tests.support.native.rawpeer import KEY, RawPeer
 
 NewId = Callable[[], bytes]
 STREAM, UNIX = native.Lane.STREAM, native.Lane.UNIX

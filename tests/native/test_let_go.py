@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvxfer._native import _core as native
-
-from .rawpeer import KEY, RawPeer
+from tests.support import child
+from tests.support.native.rawpeer import KEY, RawPeer
 
 NewId = Callable[[], bytes]
 SIZE = 64 << 20
@@ -73,13 +73,12 @@ def test_memory_of_a_reader_that_takes_nothing(stalled: tuple[Any, list[int]]) -
 
 FORKING = """
 import os, pathlib, signal, sys, time
-sys.path.insert(0, sys.argv[2])
-import conftest
 from kvxfer._native import _core as native
+from tests.support.native.nodes import Node, join
 
 directory = pathlib.Path(sys.argv[1])
-a, b = conftest.Node("forks", directory), conftest.Node("peer", directory)
-conftest.join(a, b)
+a, b = Node("forks", directory), Node("peer", directory)
+join(a, b)
 a.fill_random()
 for lane in (native.Lane.STREAM, native.Lane.MAPPED):
     transfer = os.urandom(16)
@@ -111,8 +110,7 @@ finally:
 @pytest.mark.no_sanitizer  # whose own locks, held by threads that a child does not have, stop it now and then
 def test_connections_that_a_forked_child_holds_open(private_directories: pathlib.Path) -> None:
     """They are closed here, and cost nothing any more."""
-    here = str(pathlib.Path(__file__).parent)
-    command = [sys.executable, "-c", FORKING, str(private_directories), here]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", FORKING, str(private_directories)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=child.environment())
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.3, "seconds of processor time in one second in which nothing happens"

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import pathlib
 import subprocess
 import sys
 import textwrap
@@ -19,8 +17,8 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import MemoryGone
-
-from .conftest import needs_cma
+from tests.support import child
+from tests.support.native.nodes import needs_cma
 
 NewId = Callable[[], bytes]
 CMA, STREAM, UNIX = native.Lane.CMA, native.Lane.STREAM, native.Lane.UNIX
@@ -262,7 +260,7 @@ FILTERED = """
         raise SystemExit(77)
 
     from tests.native import test_memory_gone as t
-    from tests.native.conftest import Nodes
+    from tests.support.native.nodes import Nodes
 
     assert t.native.cma_obstacle() != ""
     nodes = Nodes(pathlib.Path("/nowhere"), [])
@@ -290,11 +288,10 @@ def run_under_filter(nodes: Any, new_id: NewId) -> None:
 
 
 def test_where_process_vm_readv_is_forbidden_memory_is_read_through_a_pipe() -> None:
-    root = pathlib.Path(__file__).parents[2]
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FILTERED)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(root)])},
+        cwd=child.ROOT,
+        env=child.environment(),
         capture_output=True,
         text=True,
         timeout=60,

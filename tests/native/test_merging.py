@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-
-from .conftest import POISON, UCX_LIBRARY, needs_cma, needs_ucx
+from tests.support.native.nodes import POISON, UCX_LIBRARY, needs_cma, needs_ucx
 
 NewId = Callable[[], bytes]
 BLOCK_BYTES, BLOCKS = 4096, 512

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-
-from .conftest import make_limits, needs_cma
+from tests.support.native.nodes import make_limits, needs_cma
 
 NewId = Callable[[], bytes]
 KEY = b"k" * 32

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-
-from .cutting_proxy import CuttingProxy
+from tests.support.native.cutting_proxy import CuttingProxy
 
 NewId = Callable[[], bytes]
 KEY = b"k" * 32

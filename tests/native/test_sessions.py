@@ -14,8 +14,7 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import Closed, InvalidArgument, PeerGone, TransportError
-
-from .cutting_proxy import CuttingProxy
+from tests.support.native.cutting_proxy import CuttingProxy
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import statistics
 import time
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 
 from kvxfer._native import _core as native
-
-from .conftest import DIGEST
-from .rawpeer import KEY, RawPeer
+from tests.support.native.nodes import DIGEST
+from tests.support.native.own_sockets import own_sockets, ports
+from tests.support.native.rawpeer import KEY, RawPeer
 
 NewId = Callable[[], bytes]
 SO_BUF_LOCK, SEND_LOCK = 72, 1
@@ -31,20 +30,6 @@ def both_ends(nodes: Any, transfer: bytes) -> Iterator[list[socket.socket]]:
     assert d.wait_drained(transfer).state == native.TransferState.COMMITTED
     with contextlib.ExitStack() as opened:
         yield [end for end in own_sockets(opened) if p.core.tcp_port in ports(end)]
-
-
-def own_sockets(opened: contextlib.ExitStack) -> Iterator[socket.socket]:
-    for name in os.listdir("/proc/self/fd"):
-        if os.path.realpath(f"/proc/self/fd/{name}").rpartition("/")[2].startswith("socket:"):
-            yield opened.enter_context(socket.socket(fileno=os.dup(int(name))))
-
-
-def ports(end: socket.socket) -> set[int]:
-    if end.family != socket.AF_INET or end.type != socket.SOCK_STREAM:
-        return set()
-    with contextlib.suppress(OSError):  # it listens
-        return {end.getsockname()[1], end.getpeername()[1]}
-    return set()
 
 
 def test_nodelay_on_both_ends(nodes: Any, new_id: NewId) -> None:

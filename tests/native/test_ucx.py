@@ -16,8 +16,7 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.errors import BlocksBusy
-
-from .conftest import UCX_LIBRARY, needs_ucx
+from tests.support.native.nodes import UCX_LIBRARY, needs_ucx
 
 UCX, STREAM = native.Lane.UCX, native.Lane.STREAM
 COMMITTED, FAILED, CANCELLED = (

@@ -15,8 +15,7 @@ import pytest
 from kvxfer.config import AgentConfig
 from kvxfer.transport import ucx
 from kvxfer.types import Lane
-
-from .conftest import UCX_LIBRARY, needs_ucx
+from tests.support.native.nodes import UCX_LIBRARY, needs_ucx
 
 pytestmark = needs_ucx
 

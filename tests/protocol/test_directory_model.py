@@ -16,8 +16,7 @@ from kvxfer.errors import Overloaded, Refused
 from kvxfer.protocol.directory import NO_LOAD, Change, Directory, LifeEnded
 from kvxfer.protocol.mirror import Mirror
 from kvxfer.types import AgentRef, Incarnation, Load, Member, Membership, PoolRecord
-
-from .test_directory import DEAD_NS, LIMITS, MS, NONCES, SUSPECT_NS, hello, pool
+from tests.support.directory import DEAD_NS, LIMITS, MS, NONCES, SUSPECT_NS, hello, pool
 
 AGENTS = ("a", "b", "c")
 

@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import pytest
-from router_fakes import MODEL, FakeWorker, eventually, router_over
 
 from kvxfer.engine.options import WorkerOptions
 from kvxfer.openai.transfer_params import LEG_BYTES_MAX, Part, TransferEnd, TransferParams
@@ -16,6 +15,7 @@ from kvxfer.protocol.http_url import URL_CHARS_MAX
 from kvxfer.router.dialects import DIALECTS, leg_body
 from kvxfer.router.options import RouterOptions
 from kvxfer.types import Role, TransferId
+from tests.support.fake_workers import MODEL, FakeWorker, eventually, router_over
 
 
 async def test_router_body_that_never_ends_is_408_and_keeps_no_other_out() -> None:

@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 import pytest
-from router_fakes import MODEL, FakeWorker, events, router_over, texts
 
 from kvxfer.router.workers import Workers
 from kvxfer.types import AgentRef, CompatibilityRecord, Exposure, Incarnation, Member, Membership, PoolRecord, Role
+from tests.support.fake_workers import MODEL, FakeWorker, events, router_over, texts
 
 
 def vllm_pair() -> tuple[FakeWorker, FakeWorker]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pathlib
 import signal
-import sys
 
 import httpx
 import pytest
-from router_fakes import FakeWorker, events, eventually, failing, free_port, router_over, texts
 
 from kvxfer.types import Membership, Role
+from tests.support import child
+from tests.support.fake_workers import FakeWorker, events, eventually, failing, free_port, router_over, texts
 
 OVERLOADED = failing(503, "overloaded", retryable=True)
 
@@ -233,13 +232,10 @@ async def test_a_stream_that_ends_without_done_is_broken_too() -> None:
 
 
 async def test_a_killed_decoder_process_ends_the_stream_well_formed_and_the_router_goes_on() -> None:
-    script = pathlib.Path(__file__).with_name("router_fakes.py")
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(script),
-        "d-killed",
+        *child.command("fake_workers", "d-killed"),
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=child.environment(),
     )
     try:
         assert process.stdout is not None

@@ -12,7 +12,6 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from router_fakes import FakeWorker, eventually, free_port
 
 from kvxfer.errors import ConfigError
 from kvxfer.openai.errors import RequestError
@@ -25,6 +24,7 @@ from kvxfer.router.server import serve
 from kvxfer.router.workers import Part, Workers
 from kvxfer.rpc import load_or_create_token
 from kvxfer.types import Incarnation, Membership
+from tests.support.fake_workers import FakeWorker, eventually, free_port
 
 
 class Clock:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from router_fakes import FakeWorker, Running, eventually, router_over
 
 from kvxfer.router.auth import ApiKeys
 from kvxfer.types import Membership, Role
+from tests.support.fake_workers import FakeWorker, Running, eventually, router_over
 
 
 def pair() -> tuple[FakeWorker, FakeWorker]:

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from router_fakes import MODEL, FakeWorker, events, failing, router_over, texts
 
 from kvxfer.router.auth import ApiKeys
 from kvxfer.types import Role, TransferId
+from tests.support.fake_workers import MODEL, FakeWorker, events, failing, router_over, texts
 
 
 def pair() -> tuple[FakeWorker, FakeWorker]:

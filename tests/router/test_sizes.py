@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from router_fakes import FakeWorker, failing, router_over
 
 from kvxfer.types import Role
+from tests.support.fake_workers import FakeWorker, failing, router_over
 
 PROMPT = list(range(5, 305))
 

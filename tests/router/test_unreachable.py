@@ -8,12 +8,12 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from router_fakes import FakeWorker, failing, free_port, router_over
 
 from kvxfer.router import attempt
 from kvxfer.router.legs import new_client
 from kvxfer.router.options import RouterOptions
 from kvxfer.types import Role
+from tests.support.fake_workers import FakeWorker, failing, free_port, router_over
 
 
 def prefiller(name: str = "p0") -> FakeWorker:

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from router_fakes import FakeWorker, Running, events, failing, router_over
 
 from kvxfer.router import attempt
 from kvxfer.router.legs import Prefilled
 from kvxfer.types import Role
+from tests.support.fake_workers import FakeWorker, Running, events, failing, router_over
 
 PROMPT = 300
 

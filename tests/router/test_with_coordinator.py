@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from router_fakes import FakeWorker, eventually, free_port
 
 from kvxfer.coordinator.options import CoordinatorOptions
 from kvxfer.coordinator.server import serve as serve_coordinator
@@ -19,6 +18,7 @@ from kvxfer.router.options import RouterOptions
 from kvxfer.router.server import serve as serve_router
 from kvxfer.rpc import CoordinatorSession, load_or_create_token
 from kvxfer.types import DataAddress, Role
+from tests.support.fake_workers import FakeWorker, eventually, free_port
 
 REQUEST = {"model": "tiny", "prompt": "hello"}
 

@@ -9,11 +9,11 @@ import logging
 from typing import Any
 
 import pytest
-from router_fakes import FakeWorker, router_over
 
 from kvxfer.protocol.http_url import HostList
 from kvxfer.router.workers import Workers
 from kvxfer.types import Member, Membership, Role
+from tests.support.fake_workers import FakeWorker, router_over
 
 
 def elsewhere(member: Member, url: str) -> Member:

@@ -4,6 +4,7 @@ allows.
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import subprocess
@@ -16,8 +17,7 @@ import pytest
 pytestmark = [pytest.mark.nightly, pytest.mark.checkout]
 
 PROBE = """
-import sys, warnings
-sys.path.insert(0, sys.argv[1])
+import warnings
 warnings.simplefilter("error")
 import google.protobuf, grpc, grpc.aio
 from grpc.aio import EOF
@@ -52,8 +52,9 @@ def test_the_generated_code_works_at_both_ends(end: str, root: pathlib.Path, tmp
     wanted = [f"{name}=={version}" for name, version in low.items()] if end == "oldest" else list(low)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary=:all:", *wanted]
     subprocess.run(install, check=True, timeout=250)
+    environment = {**os.environ, "PYTHONPATH": str(package)}
     probe = subprocess.run(
-        [python, "-c", PROBE, package], check=True, capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [python, "-c", PROBE], check=True, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment
     )
     grpc_version, protobuf_version = probe.stdout.split()
     if end == "oldest":

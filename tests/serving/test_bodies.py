@@ -6,10 +6,20 @@ import asyncio
 import logging
 
 import pytest
-from serving_support import Phase, eventually, hang_up, head, is_closed, logged, read_answer, read_error, served
 
 from kvxfer.serving.bodies import Bodies, _Body
 from kvxfer.serving.limits import ServingLimits
+from tests.support.serving.servers import (
+    Phase,
+    eventually,
+    hang_up,
+    head,
+    is_closed,
+    logged,
+    read_answer,
+    read_error,
+    served,
+)
 
 MIB = 1 << 20
 

@@ -9,11 +9,21 @@ import socket
 from typing import Any
 
 import pytest
-from serving_support import Phase, eventually, hang_up, head, is_closed, logged, read_answer, read_error, served
 
 from kvxfer.errors import ConfigError
 from kvxfer.serving.connections import PARTING_MAX, Connections
 from kvxfer.serving.limits import CONNECTIONS_MAX, Sockets, share_descriptors
+from tests.support.serving.servers import (
+    Phase,
+    eventually,
+    hang_up,
+    head,
+    is_closed,
+    logged,
+    read_answer,
+    read_error,
+    served,
+)
 
 
 async def test_server_full_of_idle_connections_gives_up_the_oldest() -> None:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 
 import pytest
-from serving_support import Phase, eventually, head, is_closed, logged, read_answer, read_error, served
+
+from tests.support.serving.servers import Phase, eventually, head, is_closed, logged, read_answer, read_error, served
 
 
 @pytest.mark.parametrize("is_second", [False, True])

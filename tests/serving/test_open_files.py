@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import json
 import pathlib
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from serving_support import hang_up, head, read_answer
 
 from kvxfer.engine.tiny import make_tiny_model
+from tests.support import child
+from tests.support.serving.servers import hang_up, head, read_answer
 
-LIMITED = pathlib.Path(__file__).with_name("limited.py")
 IDLE = 200
 LINES_MAX = 20
 
@@ -36,7 +35,7 @@ class Process:
 @contextlib.asynccontextmanager
 async def limited(soft: int, hard: int, *words: str) -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(LIMITED), str(soft), str(hard), *words, stdout=-1, stderr=-1
+        *child.command("serving.limited", str(soft), str(hard), *words), stdout=-1, stderr=-1, env=child.environment()
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -126,7 +125,7 @@ async def test_router_without_room_for_connections_says_which_limit_to_raise(tmp
     async with limited(400, 400, "coordinator", token) as coordinator:
         words = ("router", f"--coordinator=127.0.0.1:{coordinator.port}", token, "--max-connections=300")
         process = await asyncio.create_subprocess_exec(
-            sys.executable, str(LIMITED), "200", "200", *words, stdout=-1, stderr=-1
+            *child.command("serving.limited", "200", "200", *words), stdout=-1, stderr=-1, env=child.environment()
         )
         out, err = await asyncio.wait_for(process.communicate(), 60)
         assert (process.returncode != 0, out) == (True, b"")

@@ -7,20 +7,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
-import sys
 from collections.abc import Iterator
 
 import pytest
+
+from tests.support.sglang import launch
 
 HERE = pathlib.Path(__file__).resolve().parent
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 collect_ignore_glob = [] if HAS_SGLANG else ["test_*.py"]
 
 if HAS_SGLANG:
-    sys.path[:0] = [str(HERE), str(HERE / "stubs")]
-    import launch
-
-    os.environ["PYTHONPATH"] = launch.python_path(os.environ.get("PYTHONPATH", ""))
+    if importlib.util.find_spec("torchvision") is None:
+        raise pytest.UsageError(f"PYTHONPATH lacks {launch.STUBS}: `make test-sglang` names it")
     os.environ.update(launch.ENVIRONMENT)
 
 
@@ -34,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A model's directory, as far as two roles compare it: a config, and a file of weights."""
-    from ranks import make_model
+    from tests.support.sglang.ranks import make_model
 
     return make_model(tmp_path_factory.mktemp("model"))
 
@@ -42,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def world(model: pathlib.Path) -> Iterator[object]:
     """A bootstrap server with one prefill and one decode rank."""
-    from ranks import World
+    from tests.support.sglang.ranks import World
 
     with World(model) as world:
         yield world
@@ -52,7 +51,7 @@ def world(model: pathlib.Path) -> Iterator[object]:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """A prefill, a decode and a server that does both; a proxy before the first two. All files of `make
     test-sglang-e2e` share them, and leave all of them serving."""
-    from cluster import Cluster
+    from tests.support.sglang.cluster import Cluster
 
     with Cluster(tmp_path_factory.mktemp("servers")) as cluster:
         yield cluster

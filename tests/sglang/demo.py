@@ -1,6 +1,6 @@
 """What docs/sglang.md begins with, done: a prefill and a decode server of SGLang on CPUs, its router, a few prompts.
 
-usage: demo.py [--model DIRECTORY] [--tokens 1500] [--verbose]
+usage: python -m tests.sglang.demo [--model DIRECTORY] [--tokens 1500] [--verbose]
 
 A process that is not ready yet is waited for as long as it does something. Where one fails it is named, and the logs of
 all of them stay.
@@ -27,15 +27,12 @@ from typing import Any
 
 import httpx
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
-
-import demos
-import launch
-from local_http import answers, free_ports
-from started import Started, told
-
 from kvxfer.errors import KvxferError
 from kvxfer.rpc.token import load_or_create_token
+from tests.support import demos
+from tests.support.local_http import answers, free_ports
+from tests.support.sglang import launch
+from tests.support.started import Started, told
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PYTHON = pathlib.Path(os.environ.get("SGLANG_VENV") or ROOT / "build" / "sglang-venv") / "bin" / "python"

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cuts import Cutting, Engines, Room, are_idle, engines_of
-from ranks import BOOTSTRAPPING, FAILED, SUCCESS, WAITING, give, reason, wait, wait_for
+
+from tests.support.sglang.cuts import Cutting, Engines, Room, are_idle, engines_of
+from tests.support.sglang.ranks import BOOTSTRAPPING, FAILED, SUCCESS, WAITING, give, reason, wait, wait_for
 
 SOURCE, TARGET = [7, 3, 12, 5, 20, 1, *range(40, 58)], [2, 21, 8, 6, 15, 11, *range(60, 40, -1)]
 TOLD_S = 1.5

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ranks import FAILED, SUCCESS, WAITING, World, is_heard, reason, send, start, wait, wait_for
 
-HERE = pathlib.Path(__file__).parent
+from tests.support import child
+from tests.support.sglang.ranks import FAILED, SUCCESS, WAITING, World, is_heard, reason, send, start, wait, wait_for
+
 KILLED_S, STOPPED_S, LEFT_S = 1.5, 3.5, 0.5
 """A death is heard within 1 s, a standstill within 3 s, a farewell at once, on a host that does other things."""
 
 
 class Peer:
     def __init__(self, role: str, world: World) -> None:
-        command = [sys.executable, str(HERE / "peer.py"), role, str(world.port), str(world.model)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE)
+        command = child.command("sglang.peer", role, str(world.port), str(world.model))
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child.environment()
+        )
 
     def answer(self) -> Any:
         assert self.process.stdout is not None

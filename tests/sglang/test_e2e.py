@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 import requests
-from cluster import TOKENS, Cluster, ask, prompt_of, tokens_of
-from servers import Router
+
+from tests.support.sglang.cluster import TOKENS, Cluster, ask, prompt_of, tokens_of
+from tests.support.sglang.servers import Router
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -10,7 +10,8 @@ import random
 import time
 
 import pytest
-from cluster import Asked, Client, Cluster, ask, prompt_of, tokens_of
+
+from tests.support.sglang.cluster import Asked, Client, Cluster, ask, prompt_of, tokens_of
 
 pytestmark = pytest.mark.timeout(900)
 

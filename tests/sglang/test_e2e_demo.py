@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
 import signal
@@ -15,9 +14,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.support import child
+
 pytestmark = pytest.mark.timeout(900)
 
-DEMO = pathlib.Path(__file__).with_name("demo.py")
 END_S = 400.0
 
 
@@ -32,11 +32,11 @@ class Demo:
     def __init__(self, directory: pathlib.Path, *flags: str) -> None:
         self.mark = str(directory)
         self.process = subprocess.Popen(
-            [sys.executable, str(DEMO), *flags],
+            [sys.executable, "-m", "tests.sglang.demo", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "SGLANG_VENV": sys.prefix, "TMPDIR": self.mark, "DEMO_MARK": self.mark},
+            env=child.environment(SGLANG_VENV=sys.prefix, TMPDIR=self.mark, DEMO_MARK=self.mark),
         )
 
     def end(self) -> tuple[int, str, str]:

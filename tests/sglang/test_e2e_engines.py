@@ -10,8 +10,9 @@ import time
 
 import pytest
 import requests
-from cluster import GONE_S, Cluster, ask, prompt_of, tokens_of
-from servers import Proxy, Server
+
+from tests.support.sglang.cluster import GONE_S, Cluster, ask, prompt_of, tokens_of
+from tests.support.sglang.servers import Proxy, Server
 
 pytestmark = pytest.mark.timeout(900)
 

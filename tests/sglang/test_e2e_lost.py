@@ -10,8 +10,9 @@ import signal
 import time
 
 import pytest
-from cluster import GONE_S, Cluster, Load, answers_are_those_of_one, ask, prompt_of
-from servers import Server
+
+from tests.support.sglang.cluster import GONE_S, Cluster, Load, answers_are_those_of_one, ask, prompt_of
+from tests.support.sglang.servers import Server
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from ranks import (
+
+from kvxfer.errors import WeightsUnknown
+from tests.support.sglang.ranks import (
     BOOTSTRAP_S,
     BOOTSTRAPPING,
     FAILED,
@@ -27,8 +29,6 @@ from ranks import (
     wait,
     wait_for,
 )
-
-from kvxfer.errors import WeightsUnknown
 
 TOLD_S = 1.0
 """So soon one side hears of what the other did."""

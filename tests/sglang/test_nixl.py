@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from pair import ENVIRONMENT, Contender, Pair, SideFailed
-from side import MEMORY_KIND, Shape
+
+from tests.support.sglang.pair import ENVIRONMENT, Contender, Pair, SideFailed
+from tests.support.sglang.side import MEMORY_KIND, Shape
 
 DROP_IN = (sys.executable, "-m", "kvxfer.cli", "nixl", "--")
 SHAPE = Shape(layers=3, heads=2, dim=16, tokens=16, pages=64)

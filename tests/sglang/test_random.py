@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import BOOTSTRAPPING, FAILED, POISON, SUCCESS, WAITING, Rank, World, give, send, wait
+
+from tests.support.sglang.ranks import BOOTSTRAPPING, FAILED, POISON, SUCCESS, WAITING, Rank, World, give, send, wait
 
 ORDERS = int(os.environ.get("ORDERS", "200"))
 ROOMS, PAGES_EACH = 4, 6

@@ -8,9 +8,21 @@ from typing import Any
 
 import pytest
 import zmq
-from ranks import BOOTSTRAPPING, FAILED, SUCCESS, WAITING, Rank, World, reason, send, start, wait, wait_for
 
 from kvxfer.connectors.sglang import greetings
+from tests.support.sglang.ranks import (
+    BOOTSTRAPPING,
+    FAILED,
+    SUCCESS,
+    WAITING,
+    Rank,
+    World,
+    reason,
+    send,
+    start,
+    wait,
+    wait_for,
+)
 
 QUIET_S = 0.4
 """What a message leads to comes sooner."""

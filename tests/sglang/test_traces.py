@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ranks import SUCCESS, World, give, send, start, wait, wait_for
 
 from kvxfer.connectors.sglang import observability_0_5_23 as observability
 from kvxfer.observe import Span, next_traceparent, spans_to
+from tests.support.sglang.ranks import SUCCESS, World, give, send, start, wait, wait_for
 
 propagate = pytest.importorskip("opentelemetry.propagate")
 

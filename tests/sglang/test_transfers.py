@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import AUX_BYTES, LAYERS, POISON, SUCCESS, WAIT_S, WAITING, Rank, World, send, start, wait_for
+
+from tests.support.sglang.ranks import (
+    AUX_BYTES,
+    LAYERS,
+    POISON,
+    SUCCESS,
+    WAIT_S,
+    WAITING,
+    Rank,
+    World,
+    send,
+    start,
+    wait_for,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -102,6 +102,19 @@ def test_nothing_forks() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_test_changes_where_modules_are_found() -> None:
+    """Helpers are in ``tests.support``; a child process is started in ``tests.support.child.environment()``."""
+    changes = re.compile(r"\bsys\.path(\.(append|insert|extend|remove)|\[[^\]]*\] *=| *\+?=)")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in files(".py")
+        if path.is_relative_to(ROOT / "tests")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if changes.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_changelog() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert re.search(rf"^## \[(Unreleased|{re.escape(kvxfer.__version__)})\]", text, re.MULTILINE)

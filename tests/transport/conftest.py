@@ -1,13 +1,8 @@
 """A poster over a transport that a test leads by the hand."""
 
-import pathlib
-import sys
-
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-from posts_support import Setting
+from tests.support.posts_setting import Setting
 
 
 @pytest.fixture

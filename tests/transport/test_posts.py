@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from posts_support import ADDRESS, MANY, PEER_REF, Drained, Setting
 
 from kvxfer._native import _core
 from kvxfer.errors import (
@@ -30,6 +29,7 @@ from kvxfer.policy.striping import TRIES
 from kvxfer.transport import posts
 from kvxfer.transport.posts import Op, Post, RemotePeer, asks_for_sums
 from kvxfer.types import Lane, TransferState
+from tests.support.posts_setting import ADDRESS, MANY, PEER_REF, Drained, Setting
 
 
 def test_committed_once_all_are(setting: Setting) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from posts_support import MANY, Drained, Setting
 
 from kvxfer.transport import posts
 from kvxfer.transport.posts import Post, Poster
 from kvxfer.types import TransferState
+from tests.support.posts_setting import MANY, Drained, Setting
 
 
 class Interrupt:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-from engines import PYTHON, Cluster
+from tests.support.vllm.engines import HOLD_TTL_S, PYTHON, Cluster
 
 HERE = pathlib.Path(__file__).parent
-HOLD_TTL_S = float(os.environ.get("HOLD_TTL_S", "4"))
-"""Of the prefill engine: how long a prompt waits for a decode engine that gives no sign of life."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

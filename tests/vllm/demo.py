@@ -1,6 +1,6 @@
 """What docs/vllm.md begins with, done: a coordinator, two engines of vLLM, kvxfer's router, one prompt.
 
-usage: demo.py [--model DIRECTORY] [--tokens 1500] [--verbose]
+usage: python -m tests.vllm.demo [--model DIRECTORY] [--tokens 1500] [--verbose]
 
 A process that is not ready yet is waited for as long as it does something. Where one fails it is named, and the logs of
 all of them stay.
@@ -20,12 +20,9 @@ from typing import Any
 
 import httpx
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
-
-import demos
-from servers import NAME, serving
-
 from kvxfer.engine.tiny import make_tiny_model
+from tests.support import demos
+from tests.support.vllm.servers import NAME, serving
 
 
 async def ask(url: str, ids: list[int]) -> tuple[dict[str, Any], float]:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from checks import prompt
-from engines import Answer, Cluster, Engine, hand_over
 from safetensors.torch import save_file
+
+from tests.support.vllm.checks import prompt
+from tests.support.vllm.engines import Answer, Cluster, Engine, hand_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "enable_prefix_caching": False}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from checks import assert_same_bytes, prompt, wait_free
-from engines import Answer, Cluster, both_legs
+
+from tests.support.vllm.checks import assert_same_bytes, prompt, wait_free
+from tests.support.vllm.engines import Answer, Cluster, both_legs
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -8,9 +8,9 @@ import random
 import time
 
 import pytest
-from checks import BLOCKS, prompt, wait_free, within
-from conftest import HOLD_TTL_S
-from engines import Cluster, both_legs, hand_over
+
+from tests.support.vllm.checks import BLOCKS, prompt, wait_free, within
+from tests.support.vllm.engines import HOLD_TTL_S, Cluster, both_legs, hand_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

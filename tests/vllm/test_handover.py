@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from checks import assert_same_bytes, prompt, wait_free
-from engines import Cluster, hand_over
+
+from tests.support.vllm.checks import assert_same_bytes, prompt, wait_free
+from tests.support.vllm.engines import Cluster, hand_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

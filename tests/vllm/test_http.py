@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from checks import prompt
-from collector import Collector, collecting
-from servers import NAME, Urls, serving
+
+from tests.support.vllm.checks import prompt
+from tests.support.vllm.collector import Collector, collecting
+from tests.support.vllm.servers import NAME, Urls, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 from typing import Any
 
-from engines import PYTHON
+from tests.support.vllm.engines import PYTHON
 
 LOOK = """
 import inspect, json

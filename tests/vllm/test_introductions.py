@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from checks import assert_same_bytes, prompt, wait_free
-from engines import Cluster, hand_over
+
+from tests.support.vllm.checks import assert_same_bytes, prompt, wait_free
+from tests.support.vllm.engines import Cluster, hand_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

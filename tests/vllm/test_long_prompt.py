@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from servers import NAME, Urls, serving
+
+from tests.support.vllm.servers import NAME, Urls, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from checks import prompt
-from engines import Cluster, hand_over
 
 import kvxfer.connectors
+from tests.support.vllm.checks import prompt
+from tests.support.vllm.engines import Cluster, hand_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

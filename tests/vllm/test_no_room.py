@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from checks import prompt, wait_free, within
-from engines import Answer, Cluster, Engine, both_legs
+
+from tests.support.vllm.checks import prompt, wait_free, within
+from tests.support.vllm.engines import Answer, Cluster, Engine, both_legs
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

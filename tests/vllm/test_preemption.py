@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from checks import assert_same_bytes, prompt, wait_free
-from engines import Cluster, Engine, both_legs
+
+from tests.support.vllm.checks import assert_same_bytes, prompt, wait_free
+from tests.support.vllm.engines import Cluster, Engine, both_legs
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from checks import prompt, wait_free
-from engines import Cluster, both_legs, hand_over
+
+from tests.support.vllm.checks import prompt, wait_free
+from tests.support.vllm.engines import Cluster, both_legs, hand_over
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),

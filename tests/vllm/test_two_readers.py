@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from checks import assert_same_bytes, prompt, wait_free
-from engines import Cluster
+
+from tests.support.vllm.checks import assert_same_bytes, prompt, wait_free
+from tests.support.vllm.engines import Cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from checks import BLOCKS, prompt, wait_free
-from conftest import HOLD_TTL_S
-from engines import Cluster, Engine, both_legs, hand_over
+
+from tests.support.vllm.checks import BLOCKS, prompt, wait_free
+from tests.support.vllm.engines import HOLD_TTL_S, Cluster, Engine, both_legs, hand_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

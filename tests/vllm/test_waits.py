@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from checks import BLOCKS, prompt, wait_free, within
-from conftest import HOLD_TTL_S
-from engines import Answer, Cluster, Engine, both_legs
+
+from tests.support.vllm.checks import BLOCKS, prompt, wait_free, within
+from tests.support.vllm.engines import HOLD_TTL_S, Answer, Cluster, Engine, both_legs
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

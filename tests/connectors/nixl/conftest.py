@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-import pathlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-from nixl_support import MakeAgent
-
 from kvxfer.connectors.nixl import nixl_agent, nixl_agent_config, settings
+from tests.support.nixl.agents import MakeAgent
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from nixl_support import MakeAgent, finish, memory, register, row
 
 from kvxfer.connectors.nixl import nixl_agent
 from kvxfer.connectors.nixl.bindings import (
@@ -12,6 +11,7 @@ from kvxfer.connectors.nixl.bindings import (
     nixlNotFoundError,
     nixlNotSupportedError,
 )
+from tests.support.nixl.agents import MakeAgent, finish, memory, register, row
 
 
 def test_backends(make_agent: MakeAgent) -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nixl_support import MakeAgent, finish, memory, notifications, register, row
 
 from kvxfer.connectors.nixl import nixl_agent
 from kvxfer.connectors.nixl.bindings import DRAM_SEG, nixlInvalidParamError, nixlNotFoundError, nixlXferDList
 from kvxfer.connectors.nixl.prepared import are_inside
 from kvxfer.types import RegionRecord
+from tests.support.nixl.agents import MakeAgent, finish, memory, notifications, register, row
 
 SIZE = 4096
 

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from nixl_support import MakeAgent, finish, held_port, logged, memory, notifications, register, row, until
 
 from kvxfer.connectors.nixl import nixl_agent, p2p
 from kvxfer.connectors.nixl.bindings import nixlBackendError, nixlInvalidParamError
 from kvxfer.connectors.nixl.etcd import EtcdClient
 from kvxfer.connectors.nixl.metadata import decode_metadata
 from kvxfer.connectors.nixl.tcpstore import TcpStoreClient
+from tests.support.nixl.agents import MakeAgent, finish, held_port, logged, memory, notifications, register, row, until
 
 HOST = "127.0.0.1"
 

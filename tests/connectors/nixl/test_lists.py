@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nixl_support import logged
 
 from kvxfer.connectors.nixl import codec, nixl_agent
 from kvxfer.connectors.nixl.bindings import (
@@ -26,6 +25,7 @@ from kvxfer.connectors.nixl.bindings import (
 )
 from kvxfer.connectors.nixl.descs import to_dlist
 from kvxfer.connectors.nixl.dlists import strided_rows
+from tests.support.nixl.agents import logged
 
 ROWS = [(1000, 105, 0), (2000, 30, 0), (1010, 20, 0)]
 HIGH = (1 << 64) - 1

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nixl_support import MakeAgent, finish, memory, notifications, register, row, until
 
 from kvxfer.connectors.nixl import nixl_agent, settings
 from kvxfer.connectors.nixl.bindings import nixlInvalidParamError, nixlNotAllowedError
+from tests.support.nixl.agents import MakeAgent, finish, memory, notifications, register, row, until
 
 LONGEST = 16 << 20
 NAME = "a target / whose name is no agent id"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nixl_support import MakeAgent, memory, register, row
 
 from kvxfer.connectors.nixl import metadata as form
 from kvxfer.connectors.nixl import nixl_agent
@@ -25,6 +24,7 @@ from kvxfer.connectors.nixl.bindings import (
 from kvxfer.connectors.nixl.inbox import envelope_for, open_envelope
 from kvxfer.connectors.nixl.registry import newest
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, RegionRecord
+from tests.support.nixl.agents import MakeAgent, memory, register, row
 
 REF = AgentRef("a", Incarnation(0, bytes(range(16))))
 RECORD = RegionRecord(1 << 24, 4096, 100)

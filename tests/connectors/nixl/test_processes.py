@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import pathlib
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from nixl_support import POISON, finish, memory, register, row
 
 from kvxfer.connectors.nixl import (
     nixl_agent,
@@ -22,8 +19,9 @@ from kvxfer.connectors.nixl import (
     nixlNotFoundError,
     nixlRemoteDisconnectError,
 )
+from tests.support import child
+from tests.support.nixl.agents import POISON, finish, memory, register, row
 
-SCRIPT = pathlib.Path(__file__).with_name("target_process.py")
 LENGTH, BLOCK = 1 << 20, 4096
 COUNT = LENGTH // BLOCK
 DEATH_S = 20.0
@@ -32,8 +30,10 @@ DEATH_S = 20.0
 
 class Target:
     def __init__(self) -> None:
-        command = [sys.executable, str(SCRIPT), "target", str(LENGTH), "7"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = child.command("nixl.target_process", "target", str(LENGTH), "7")
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child.environment()
+        )
         self.said = self.hear()
 
     def hear(self) -> Any:

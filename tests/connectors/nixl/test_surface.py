@@ -9,10 +9,10 @@ import pathlib
 from typing import Any
 
 import pytest
-from nixl_support import surface
 
 from kvxfer.connectors.nixl import api, bindings, errors, utils
 from kvxfer.errors import InvalidArgument, KvxferError, PeerGone, TransferCancelled
+from tests.support.nixl.agents import surface
 
 SNAPSHOT = json.loads(pathlib.Path(__file__).with_name("surface.json").read_text())
 OURS = surface(api, bindings, utils)

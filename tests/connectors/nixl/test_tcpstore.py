@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from nixl_support import MakeAgent, finish, held_port, logged, memory, notifications, register, row, until
-from small_store import SET, SmallStore
 
 from kvxfer.connectors.nixl import exchange, tcpstore
 from kvxfer.connectors.nixl.bindings import nixlBackendError, nixlInvalidParamError, nixlNotAllowedError
 from kvxfer.connectors.nixl.exchange import Exchange
 from kvxfer.connectors.nixl.tcpstore import TcpStoreClient
+from tests.support.nixl.agents import MakeAgent, finish, held_port, logged, memory, notifications, register, row, until
+from tests.support.nixl.small_store import SET, SmallStore
 
 HOST = "127.0.0.1"
 

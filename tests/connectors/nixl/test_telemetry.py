@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nixl_support import MakeAgent, finish, memory, register, row
 
 from kvxfer.connectors.nixl import nixl_agent, nixl_agent_config, settings
 from kvxfer.connectors.nixl.bindings import (
@@ -27,6 +26,7 @@ from kvxfer.connectors.nixl.bindings import (
 from kvxfer.connectors.nixl.requests import RemoteRequest
 from kvxfer.connectors.nixl.telemetry import Event, Ring
 from kvxfer.errors import ConfigError
+from tests.support.nixl.agents import MakeAgent, finish, memory, register, row
 
 ALL = frozenset(Event)
 

@@ -16,7 +16,8 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 
 import pytest
-from nixl_support import held_port, until
+
+from tests.support.nixl.agents import held_port, until
 
 SOURCE = os.environ.get("KVXFER_NIXL_SOURCE", "")
 TESTS, EXAMPLES = pathlib.Path(SOURCE, "test/python"), pathlib.Path(SOURCE, "examples/python")

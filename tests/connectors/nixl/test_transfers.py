@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nixl_support import POISON, MakeAgent, finish, memory, notifications, register, row, rows, until
 
 from kvxfer.connectors.nixl import nixl_agent
 from kvxfer.connectors.nixl.bindings import (
@@ -25,6 +24,7 @@ from kvxfer.connectors.nixl.bindings import (
     nixlXferDList,
 )
 from kvxfer.connectors.nixl.requests import LoopRequest
+from tests.support.nixl.agents import POISON, MakeAgent, finish, memory, notifications, register, row, rows, until
 
 BLOCK = 512
 COUNT = 64

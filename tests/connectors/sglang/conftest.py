@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .cores import Rank, pair
+from tests.support.sglang_core.cores import Rank, pair
 
 
 @pytest.fixture

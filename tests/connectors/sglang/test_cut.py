@@ -15,11 +15,10 @@ from kvxfer.connectors.sglang.source import Reader
 from kvxfer.connectors.sglang.views import VIEWS_MAX
 from kvxfer.errors import BlocksBusy, Incompatible, InvalidArgument, LimitExceeded
 from kvxfer.types import Lane, Role
-
-from .cores import POISON, RECORD, Rank, introduce, new_id, options, running, until
-from .engines import LATENT, LAYERS, Cutting, Engine, Room, aux_is_of, content, engines
-from .test_coordinator import coordinator
-from .test_endings import held_reads
+from tests.support.sglang_core.coordinator import coordinator
+from tests.support.sglang_core.cores import POISON, RECORD, Rank, introduce, new_id, options, running, until
+from tests.support.sglang_core.engines import LATENT, LAYERS, Cutting, Engine, Room, aux_is_of, content, engines
+from tests.support.sglang_core.held_reads import held_reads
 
 SOURCE, TARGET = [7, 3, 12, 5, 20, 1, 9, 14], [2, 21, 8, 6, 15, 11, 4, 18]
 LANES = [Lane.CMA, Lane.UNIX, Lane.STREAM]

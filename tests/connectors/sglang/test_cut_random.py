@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from kvxfer.types import Lane
-
-from .cores import Rank, until
-from .engines import Cutting, Engine, Room, engines
+from tests.support.sglang_core.cores import Rank, until
+from tests.support.sglang_core.engines import Cutting, Engine, Room, engines
 
 ROOMS, WAVES = 6, 3
 OTHERS_P, OTHERS_D = 0xEE, 0xE1

@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from kvxfer.agent import Agent, Transfer
 from kvxfer.connectors.sglang.source import Reader
 from kvxfer.errors import Closed, InvalidArgument
 from kvxfer.types import Role, unknown_fingerprint
-
-from .cores import RECORD, Copy, Rank, begin, check, committed, idle, introduce, new_id, options, pair, running, until
+from tests.support.sglang_core.cores import (
+    RECORD,
+    Copy,
+    Rank,
+    begin,
+    check,
+    committed,
+    idle,
+    introduce,
+    new_id,
+    options,
+    pair,
+    running,
+    until,
+)
+from tests.support.sglang_core.held_reads import held_reads
 
 Ranks = tuple[Rank, Rank]
 STATES = ("begun", "accepted", "queued", "chunk", "fenced", "all sent")
-
-
-@contextlib.contextmanager
-def held_reads(rank: Rank) -> Iterator[Callable[[], None]]:
-    """No pull of that rank drains, as far as its owner is told, until the function is called or the block ends."""
-    agent, pull, release = rank.core._agent, rank.core._agent.pull, threading.Event()
-
-    def held_pull(*arguments: Any, on_ended: Callable[[Transfer], None], **more: Any) -> Transfer:
-        def ended(transfer: Transfer) -> None:
-            def tell() -> None:
-                release.wait(20)
-                rank.core._runtime.call(on_ended, transfer)
-
-            threading.Thread(target=tell, daemon=True).start()
-
-        return pull(*arguments, on_ended=ended, **more)
-
-    agent.pull = held_pull  # type: ignore[method-assign]
-    try:
-        yield release.set
-    finally:
-        release.set()
-        agent.pull = pull  # type: ignore[method-assign]
-        assert isinstance(agent, Agent)
 
 
 def bring_to(state: str, p: Rank, d: Rank, room: int = 5) -> threading.Event:

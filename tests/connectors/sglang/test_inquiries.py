@@ -10,8 +10,7 @@ import pytest
 
 from kvxfer.connectors.sglang import inquiries
 from kvxfer.connectors.sglang.inquiries import Inquiries
-
-from .cores import until
+from tests.support.sglang_core.cores import until
 
 
 class Host:

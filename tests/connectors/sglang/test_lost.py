@@ -7,7 +7,6 @@ import json
 import pathlib
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ import pytest
 
 from kvxfer.connectors.sglang.source import Reader
 from kvxfer.types import Role
-
-from .cores import Copy, Rank, check, committed, new_id, options, running, until
+from tests.support import child
+from tests.support.sglang_core.cores import Copy, Rank, check, committed, new_id, options, running, until
 
 KILLED_S, STOPPED_S = 1.5, 3.0
 """By then it is known that a process was killed (one second, and what a busy machine adds), or stopped."""
@@ -29,8 +28,10 @@ class Other:
 
     def __init__(self, name: str, role: Role, directory: pathlib.Path) -> None:
         self.name = name
-        command = [sys.executable, str(pathlib.Path(__file__).with_name("rank_process.py")), name, role, str(directory)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = child.command("sglang_core.rank_process", name, role, str(directory))
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child.environment()
+        )
         self.events: list[list[Any]] = []
         self._reading = threading.Thread(target=self._read)
         self._reading.start()

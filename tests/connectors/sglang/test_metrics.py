@@ -16,8 +16,7 @@ from kvxfer.connectors.sglang.destination import DestinationCallbacks
 from kvxfer.connectors.sglang.metrics import PREFIX, RankMetrics
 from kvxfer.connectors.sglang.source import SourceCallbacks
 from kvxfer.types import Role
-
-from .cores import Rank, begin, new_id, options, running, until
+from tests.support.sglang_core.cores import Rank, begin, new_id, options, running, until
 
 PAGE, ROW = 1536, 640
 """Bytes of a page and an auxiliary row of ``cores``."""

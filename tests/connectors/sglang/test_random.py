@@ -9,8 +9,7 @@ import time
 import pytest
 
 from kvxfer.types import Lane
-
-from .cores import PAGES, Rank, begin, idle, pair, until
+from tests.support.sglang_core.cores import PAGES, Rank, begin, idle, pair, until
 
 ROOMS, WAVES = 8, 4
 SOURCE_PAGES, TARGET_PAGES = PAGES // ROOMS, (PAGES - 8) // ROOMS

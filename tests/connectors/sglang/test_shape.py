@@ -16,8 +16,7 @@ from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
 from kvxfer.connectors.sglang.shape import KvShape, asking, axes_of, choose, common, packing_of, spans
 from kvxfer.connectors.sglang.views import Cut, PageBook
 from kvxfer.errors import BlocksBusy, ConfigError, InvalidArgument, ProtocolViolation
-
-from .engines import Cutting
+from tests.support.sglang_core.engines import Cutting
 
 SHAPE = Cutting(tp=2).shape(0, 1)
 powers = st.sampled_from([1, 2, 4, 8])

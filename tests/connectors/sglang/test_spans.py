@@ -8,8 +8,7 @@ import pytest
 
 from kvxfer.connectors.sglang.source import Reader
 from kvxfer.observe import Span, next_traceparent, spans_to
-
-from .cores import Rank, new_id, until
+from tests.support.sglang_core.cores import Rank, new_id, until
 
 P, D = next_traceparent(None), next_traceparent(None)
 

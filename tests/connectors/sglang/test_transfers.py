@@ -12,8 +12,19 @@ import pytest
 
 from kvxfer.connectors.sglang.source import Reader
 from kvxfer.types import Lane, Role
-
-from .cores import Copy, Rank, begin, check, committed, idle, new_id, options, pair, running, until
+from tests.support.sglang_core.cores import (
+    Copy,
+    Rank,
+    begin,
+    check,
+    committed,
+    idle,
+    new_id,
+    options,
+    pair,
+    running,
+    until,
+)
 
 Ranks = tuple[Rank, Rank]
 

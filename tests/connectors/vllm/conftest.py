@@ -7,8 +7,7 @@ import pathlib
 import pytest
 
 from kvxfer.connectors.common import file_digests
-
-from .pair import ranks
+from tests.support.vllm_connector.pair import ranks
 
 __all__ = ["ranks"]
 

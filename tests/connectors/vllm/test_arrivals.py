@@ -19,8 +19,7 @@ from kvxfer.connectors.vllm.arrival_place import find_socket
 from kvxfer.connectors.vllm.arrivals import BODY_MAX, Arrivals, ArrivalSocket, arrival_of
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.types import TransferId
-
-from .pair import until
+from tests.support.vllm_connector.pair import until
 
 ID = TransferId(bytes(range(16)))
 SHARED = {"transfer_id": str(ID), "source": {"agent_id": "p-of-arrivals"}, "destination": {"agent_id": "d"}}

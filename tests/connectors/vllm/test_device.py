@@ -6,10 +6,8 @@ No GPU: a stand-in for the driver, whose memory crashes whoever touches it from 
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,20 +18,20 @@ from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.record import check_groups, check_pages
 from kvxfer.connectors.vllm.worker import WorkerHalf
 from kvxfer.errors import ConfigError
-
-from ...native.cuda_driver import build
-from .two_devices import BLOCKS, LAYERS, PAGE, Tensor
+from tests.support import child
+from tests.support.native.cuda_driver import build
+from tests.support.vllm_connector.two_devices import BLOCKS, LAYERS, PAGE, Tensor
 
 MEMORY: Any = SimpleNamespace(address=PAGE)
-SCRIPT = pathlib.Path(__file__).with_name("two_devices.py")
 
 
 @pytest.mark.checkout
 def test_worker_halves_over_device_memory(tmp_path: pathlib.Path) -> None:
     library = tmp_path / "libcuda.so.1"
     build(library)
-    environment = {**os.environ, "KVXFER_CUDA_LIBRARY": str(library)}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=100)
+    command = child.command("vllm_connector.two_devices")
+    environment = child.environment(KVXFER_CUDA_LIBRARY=str(library))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     ((code, lane),) = said.pop("reports")

@@ -11,8 +11,7 @@ import pytest
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.steps import Load, Remote
 from kvxfer.types import Incarnation
-
-from .pair import Rank, finish_order, load_order, new_id, two_ranks, until
+from tests.support.vllm_connector.pair import Rank, finish_order, load_order, new_id, two_ranks, until
 
 ALONE = ConnectorOptions.from_config("kv_both", "x", {"introductions": True, "hold_ttl_s": 0.8})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 
 from kvxfer.connectors.vllm.limits import KINDS, check_engine, check_transferable
 from kvxfer.errors import ConfigError
-
-MANIFEST = pathlib.Path(__file__).with_name("interface.txt")
+from tests.support.vllm_connector.interface import MANIFEST
 
 
 def engine(**model: Any) -> SimpleNamespace:

@@ -14,8 +14,7 @@ from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Report, Standing, StepOrders
 from kvxfer.types import TransferId
-
-from .test_scheduler import BLOCK, Request, Status, step
+from tests.support.vllm_connector.scheduler import BLOCK, Request, Status, step
 
 STEP_NS = 10_000_000
 BLOCKS, PROMPT = 23, 8 * BLOCK

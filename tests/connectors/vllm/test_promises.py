@@ -12,8 +12,17 @@ from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Chunk, Load, StepOrders
 from kvxfer.connectors.vllm.wire import Release
 from kvxfer.errors import LimitExceeded
-
-from .pair import LAYERS, OPTIONS, Rank, finish_order, is_idle, load_order, new_id, open_order, until
+from tests.support.vllm_connector.pair import (
+    LAYERS,
+    OPTIONS,
+    Rank,
+    finish_order,
+    is_idle,
+    load_order,
+    new_id,
+    open_order,
+    until,
+)
 
 
 async def test_what_a_prompt_of_the_same_step_writes_is_not_announced_before(ranks: tuple[Rank, Rank]) -> None:

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvxfer.agent import Agent
-
-from .pair import OPTIONS, Rank, finish_order, load_order, until
+from tests.support.vllm_connector.pair import OPTIONS, Rank, finish_order, load_order, until
 
 
 @contextlib.asynccontextmanager

@@ -10,8 +10,7 @@ import pytest
 from kvxfer.connectors.vllm.params import Declined, declined, parse
 from kvxfer.connectors.vllm.steps import Close, Standing
 from kvxfer.types import TransferId, unknown_fingerprint
-
-from .test_scheduler import ID, PREFILL, Request, Status, concurrent, new_half, step
+from tests.support.vllm_connector.scheduler import ID, PREFILL, Request, Status, concurrent, new_half, step
 
 WHY = "its weights are still being read"
 UNKNOWN = unknown_fingerprint("LoRA adapter 'poet': changed", bytes(16))

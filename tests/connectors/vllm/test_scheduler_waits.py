@@ -10,8 +10,7 @@ from kvxfer.connectors.vllm.params import handed_over
 from kvxfer.connectors.vllm.requests import Gauges
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Accept, Close, Standing, StepOrders, Wait
-
-from .test_scheduler import ID, OPTIONS, PREFILL, Request, Status, concurrent, new_half, step
+from tests.support.vllm_connector.scheduler import ID, OPTIONS, PREFILL, Request, Status, concurrent, new_half, step
 
 GRANTED = Standing("r", True, is_over=True, seconds=0.5)
 GONE = Standing("r", True, is_over=True, code="peer_gone", text="the engine made no step", seconds=11.0)

@@ -17,8 +17,7 @@ from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.steps import Chunk, Remote, StepOrders
 from kvxfer.connectors.vllm.wire import Release
 from kvxfer.observe import Span, spans_to
-
-from .pair import (
+from tests.support.vllm_connector.pair import (
     LAYERS,
     OPTIONS,
     PAGE,

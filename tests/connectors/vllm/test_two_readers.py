@@ -16,9 +16,8 @@ from kvxfer.connectors.vllm import source as source_module
 from kvxfer.connectors.vllm.params import DecodeLeg, handed_over, parse
 from kvxfer.connectors.vllm.steps import Load
 from kvxfer.connectors.vllm.wire import Ask, Claim, Claimed, Keep, Refuse, Release
-
-from .orders import Reader, Script, Table, interleavings, run
-from .pair import OPTIONS, engines_of, finish_order, load_order, new_id, until
+from tests.support.vllm_connector.orders import Reader, Script, Table, interleavings, run
+from tests.support.vllm_connector.pair import OPTIONS, engines_of, finish_order, load_order, new_id, until
 
 Way = Callable[[Reader], Script]
 TURNS = 5

@@ -15,8 +15,17 @@ from kvxfer.connectors.vllm.steps import Accept, Chunk, Close, Remote, Revoke, S
 from kvxfer.connectors.vllm.waits import Waits
 from kvxfer.connectors.vllm.wire import Await, Queued, Release
 from kvxfer.errors import PeerGone
-
-from .pair import OPTIONS, Rank, close_order, finish_order, load_order, new_id, open_order, two_ranks, until
+from tests.support.vllm_connector.pair import (
+    OPTIONS,
+    Rank,
+    close_order,
+    finish_order,
+    load_order,
+    new_id,
+    open_order,
+    two_ranks,
+    until,
+)
 
 QUICK = dataclasses.replace(OPTIONS, unknown_wait_s=0.3, engine_silent_s=0.6)
 NOTHING = StepOrders()

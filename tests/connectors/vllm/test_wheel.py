@@ -15,7 +15,7 @@ import zipfile
 
 import pytest
 
-from .interface import MANIFEST, DirectoryTree, differences, facts_of, lines_of, open_tree
+from tests.support.vllm_connector.interface import MANIFEST, DirectoryTree, differences, facts_of, lines_of, open_tree
 
 VERSION = os.environ.get("VLLM_READ_VERSION", "0.33.0")
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "kvxfer" / "vllm-wheels"
@@ -45,7 +45,7 @@ def test_the_newest_vllm_has_every_fact_that_the_connector_relies_on() -> None:
     assert not changed, "\n".join(
         [
             f"{path.name} differs from what the connector was last held against ({MANIFEST.name}); where it is right,",
-            f"`python tests/connectors/vllm/interface.py {path} --write` says so:",
+            f"`python -m tests.support.vllm_connector.interface {path} --write` says so:",
             *changed,
         ]
     )

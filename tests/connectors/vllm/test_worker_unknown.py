@@ -5,46 +5,22 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from kvxfer.agent import Agent
 from kvxfer.connectors.common.weights import PENDING
 from kvxfer.connectors.vllm.loaded import Loaded, source_of
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.steps import Chunk, Finish, Load, News, Open, StepOrders
 from kvxfer.connectors.vllm.worker import WorkerHalf
-from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo, unknown_fingerprint, why_unknown
+from kvxfer.types import TransferId, unknown_fingerprint
+from tests.support.vllm_connector.pair import OPTIONS as PAIR_OPTIONS
+from tests.support.vllm_connector.pair import engines_of, finish_order, load_order, until
+from tests.support.vllm_connector.worker_half import Told, new_half
 
-from .pair import OPTIONS as PAIR_OPTIONS
-from .pair import TOKEN, engines_of, finish_order, load_order, until
-
-RECORD = CompatibilityRecord("m", "", "", "f32", 1, 1, 16, 4, "page:HNC", "", "", "none")
 ID = TransferId(b"i" * 16)
-OPTIONS = ConnectorOptions.from_config("kv_both", "a", {"coordinator": "127.0.0.1:1"})
-
-
-class Told:
-    """Weights of which a test says what is known."""
-
-    def __init__(self) -> None:
-        self.why: str | None = PENDING
-        self.fingerprint = unknown_fingerprint(PENDING, bytes(16))
-        self.listeners: list[Callable[[], None]] = []
-        self.is_stopped = False
-
-    def listen(self, listener: Callable[[], None]) -> None:
-        self.listeners.append(listener)
-
-    def become(self, fingerprint: str) -> None:
-        self.fingerprint, self.why = fingerprint, why_unknown(fingerprint)
-        for listener in self.listeners:
-            listener()
-
-    def stop(self) -> None:
-        self.is_stopped = True
 
 
 @pytest.fixture
@@ -55,22 +31,6 @@ def weights() -> Told:
 @pytest.fixture
 def loaded() -> Loaded:
     return Loaded()
-
-
-def new_half(
-    weights: Told, loaded: Loaded, *, options: ConnectorOptions = OPTIONS, rank: int = 0, ranks: int = 1
-) -> WorkerHalf:
-    config = options.agent_config(0) if options.introductions else None
-    return WorkerHalf(
-        options,
-        lambda _: RECORD,
-        model="m",
-        rank=rank,
-        ranks=ranks,
-        new_agent=lambda _: Agent(WorkerInfo("a", Role.BOTH, "m", ""), token=TOKEN, config=config),
-        weights=weights,  # type: ignore[arg-type]
-        loaded=loaded,
-    )
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from kvxfer.connectors.vllm.loaded import Loaded
 from kvxfer.connectors.vllm.steps import Accept, Finish, Load, News, Remote, Revoke, Standing, StepOrders, Wait
 from kvxfer.connectors.vllm.worker import WorkerHalf
 from kvxfer.types import TransferId
-
-from .test_worker_unknown import Told, new_half
+from tests.support.vllm_connector.worker_half import Told, new_half
 
 ID = TransferId(b"i" * 16)
 OTHER = TransferId(b"o" * 16)

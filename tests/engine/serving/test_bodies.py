@@ -8,8 +8,9 @@ import logging
 from urllib.parse import urlsplit
 
 import pytest
-from engine_harness import make_prompt
-from worker_harness import body, serving
+
+from tests.support.engine.engine_harness import make_prompt
+from tests.support.engine.worker_harness import body, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 

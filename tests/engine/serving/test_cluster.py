@@ -7,12 +7,12 @@ import contextlib
 
 import httpx
 import pytest
-from engine_harness import make_prompt, new_id, reference
-from worker_harness import body, params, serving
 
 from kvxfer.coordinator.options import CoordinatorOptions
 from kvxfer.coordinator.server import serve as serve_coordinator
 from kvxfer.types import Lane, Role
+from tests.support.engine.engine_harness import make_prompt, new_id, reference
+from tests.support.engine.worker_harness import body, params, serving
 
 
 @contextlib.asynccontextmanager

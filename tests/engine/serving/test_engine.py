@@ -9,14 +9,14 @@ import random
 import threading
 
 import pytest
-from engine_harness import answer, greedy, legs, make_prompt, new_id, prefill, reference, running
-from fake_agent import World
 
 from kvxfer.engine.request import FailurePolicy, Leg, Remote, Request
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.sampling import SamplingParams
 from kvxfer.errors import Closed, KvxferError, Overloaded, PeerGone, TransportError
 from kvxfer.types import GrantState
+from tests.support.engine.engine_harness import answer, greedy, legs, make_prompt, new_id, prefill, reference, running
+from tests.support.engine.fake_agent import World
 
 LENGTHS = (1, 15, 16, 17, 33, 200)
 COUNT = 24

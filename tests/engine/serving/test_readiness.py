@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from engine_harness import make_prompt
-from fake_agent import FakeAgent, World
-from worker_harness import body, serving
 
 from kvxfer.engine import worker as worker_module
 from kvxfer.engine.readiness import Readiness
 from kvxfer.errors import KvxferError
 from kvxfer.types import Role
+from tests.support.engine.engine_harness import make_prompt
+from tests.support.engine.fake_agent import FakeAgent, World
+from tests.support.engine.worker_harness import body, serving
 
 
 async def probe(client):

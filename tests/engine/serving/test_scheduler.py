@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine_harness import greedy, legs, make_prompt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from kvxfer.engine.pool import BlockPool
 from kvxfer.engine.request import Leg, Phase, Request, Sequence, blocks_for
 from kvxfer.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from kvxfer.errors import ConfigError, Overloaded
+from tests.support.engine.engine_harness import greedy, legs, make_prompt
 
 TOKENS = 4
 

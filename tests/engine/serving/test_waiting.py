@@ -6,11 +6,21 @@ import asyncio
 import time
 
 import pytest
-from engine_harness import BLOCK_TOKENS, answer, greedy, legs, make_prompt, new_id, prefill, reference, running
-from fake_agent import World
 
 from kvxfer.engine.request import Leg, Remote, Request
 from kvxfer.errors import DeadlineExceeded, KvxferError, Overloaded
+from tests.support.engine.engine_harness import (
+    BLOCK_TOKENS,
+    answer,
+    greedy,
+    legs,
+    make_prompt,
+    new_id,
+    prefill,
+    reference,
+    running,
+)
+from tests.support.engine.fake_agent import World
 
 pytestmark = pytest.mark.asyncio
 

@@ -14,9 +14,6 @@ import time
 import httpx
 import numpy as np
 import pytest
-from engine_harness import make_prompt, new_id, reference
-from fake_agent import FakeAgent, World
-from worker_harness import body, params, serving
 
 from kvxfer.engine import worker as worker_module
 from kvxfer.engine.model import LoadedModel
@@ -26,6 +23,9 @@ from kvxfer.engine.runner import Runner
 from kvxfer.errors import ConfigError, PeerGone
 from kvxfer.openai.sse import EventDecoder
 from kvxfer.types import GrantState, Role
+from tests.support.engine.engine_harness import make_prompt, new_id, reference
+from tests.support.engine.fake_agent import FakeAgent, World
+from tests.support.engine.worker_harness import body, params, serving
 
 # A client that leaves while its answer is made. Connecting may take as long as a busy machine likes.
 GIVE_UP = httpx.Timeout(30, read=0.2)

@@ -18,7 +18,7 @@ from kvxfer.protocol.liveness import LivenessLimits
 from kvxfer.protocol.mirror import Mirror
 from kvxfer.rpc import convert, link
 from kvxfer.types import AgentRef, CompatibilityRecord, RegionRecord
-from python_targets.samples import CHANGE, HELLO, INFO, MEMBER, POOL, RECORD, REF, REGIONS, Target, look_up
+from tests.fuzz.python_targets.samples import CHANGE, HELLO, INFO, MEMBER, POOL, RECORD, REF, REGIONS, Target, look_up
 
 
 def text_of(data: bytes) -> str:

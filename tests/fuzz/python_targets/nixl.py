@@ -13,7 +13,7 @@ from kvxfer.connectors.nixl.inbox import envelope_for, open_envelope
 from kvxfer.connectors.nixl.line import Line
 from kvxfer.connectors.nixl.registry import newest
 from kvxfer.openai.sse import encode_object
-from python_targets.samples import ADDRESS, REF, REGIONS, Target, look_up
+from tests.fuzz.python_targets.samples import ADDRESS, REF, REGIONS, Target, look_up
 
 
 def nixl_descriptors(data: bytes) -> object:

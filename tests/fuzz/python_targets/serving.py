@@ -29,7 +29,7 @@ from kvxfer.openai.transfer_params import (
 from kvxfer.router import dialects, failure, headers, legs, merge
 from kvxfer.router.auth import ApiKeys
 from kvxfer.router.inbound import Inbound
-from python_targets.samples import REF, TRANSFER, Target
+from tests.fuzz.python_targets.samples import REF, TRANSFER, Target
 
 
 def transfer_params(data: bytes) -> object:

@@ -6,7 +6,7 @@ from kvxfer.connectors.sglang import greetings, messages
 from kvxfer.connectors.sglang.limits import Layout
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.errors import AuthenticationFailed, ProtocolViolation
-from python_targets.samples import RECORD, TRANSFER, Target
+from tests.fuzz.python_targets.samples import RECORD, TRANSFER, Target
 
 SEAL = greetings.seal_of(bytes(32))
 ADDRESS = "127.0.0.1:4000"
