@@ -124,6 +124,17 @@ def test_nothing_unpickles_or_evaluates() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(("one", "other"), [("sim", "contract"), ("contract", "sim")])
+def test_the_two_products_of_testing_do_not_see_each_other(one: str, other: str) -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {name}"
+        for path in sorted((PACKAGE / "testing" / one).rglob("*.py"))
+        for line, name in imports(path)
+        if name.startswith(f"kvxfer.testing.{other}")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize(("floor", "part"), [(FLOORS["engine"], "router"), (FLOORS["coordinator"], "agent")])
 def test_equal_floors_do_not_see_each_other(floor: int, part: str) -> None:
     """The two pairs that would be easiest to join stay apart in the table itself."""
