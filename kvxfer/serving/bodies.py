@@ -20,7 +20,7 @@ LENGTH_DIGITS_MAX = 18
 
 
 @dataclasses.dataclass(eq=False)
-class _Body:
+class _ReceivedBody:
     """One body that is being read."""
 
     clock: asyncio.Timeout
@@ -37,7 +37,7 @@ class Bodies:
 
     def __init__(self, limits: ServingLimits) -> None:
         self._limits = limits
-        self._reading: dict[_Body, None] = {}
+        self._reading: dict[_ReceivedBody, None] = {}
         """Oldest first."""
         self._held = 0
         self._is_closed = False
@@ -59,7 +59,7 @@ class Bodies:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._limits.body_timeout_s
         clock = asyncio.timeout_at(min(end_s, loop.time() + self._limits.body_stall_s))
-        body = _Body(clock, end_s)
+        body = _ReceivedBody(clock, end_s)
         self._reading[body] = None
         try:
             async with clock:
@@ -87,7 +87,7 @@ class Bodies:
     def _too_long(self) -> RequestError:
         return RequestError(f"the body is longer than max_body_bytes {self._limits.max_body_bytes}", status=413)
 
-    def _take(self, body: _Body, chunk: bytes, now_s: float) -> None:
+    def _take(self, body: _ReceivedBody, chunk: bytes, now_s: float) -> None:
         if body.refusal is not None:
             raise body.refusal
         body.size += len(chunk)
@@ -108,21 +108,21 @@ class Bodies:
             body.step = 0
             body.clock.reschedule(min(body.end_s, now_s + self._limits.body_stall_s))
 
-    def _refuse(self, body: _Body, refusal: KvxferError) -> None:
+    def _refuse(self, body: _ReceivedBody, refusal: KvxferError) -> None:
         """Give its bytes back now, and wake its reader."""
         body.refusal = refusal
         self._let_go(body)
         if not body.clock.expired():  # otherwise it is being woken already
             body.clock.reschedule(0.0)
 
-    def _let_go(self, body: _Body) -> None:
+    def _let_go(self, body: _ReceivedBody) -> None:
         if body in self._reading:
             del self._reading[body]
             self._held -= sum(map(len, body.parts))
             if body.refusal is not None:
                 body.parts.clear()
 
-    def _late(self, body: _Body, now_s: float) -> RequestError:
+    def _late(self, body: _ReceivedBody, now_s: float) -> RequestError:
         limits = self._limits
         if now_s >= body.end_s:
             return RequestError(f"the body did not arrive within body_timeout_s {limits.body_timeout_s:g}", status=408)

@@ -13,7 +13,7 @@ PARTING_MAX = 4
 """Most connections that are given up and still open: each is a descriptor beyond the maximum, of those kept spare."""
 
 
-class Phase(enum.Enum):
+class ConnectionPhase(enum.Enum):
     """What a connection is doing; in the order in which connections are given up for a new one."""
 
     CLOSING = enum.auto()
@@ -49,8 +49,8 @@ class Connections:
         self.maximum = maximum
         self.on_room: Callable[[], None] = lambda: None
         self.given_up = 0
-        self._phases: dict[Dispensable, Phase] = {}
-        self._members: dict[Phase, dict[Dispensable, None]] = {phase: {} for phase in Phase}
+        self._phases: dict[Dispensable, ConnectionPhase] = {}
+        self._members: dict[ConnectionPhase, dict[Dispensable, None]] = {phase: {} for phase in ConnectionPhase}
         self._parting: dict[Dispensable, None] = {}
         """Given up and still open, longest first; at most PARTING_MAX."""
 
@@ -62,10 +62,10 @@ class Connections:
         """Connections that count against the maximum."""
         return len(self._phases) - len(self._parting)
 
-    def count(self, phase: Phase) -> int:
+    def count(self, phase: ConnectionPhase) -> int:
         return len(self._members[phase])
 
-    def move(self, connection: Dispensable, phase: Phase) -> bool:
+    def move(self, connection: Dispensable, phase: ConnectionPhase) -> bool:
         """``connection``, new or not, is in ``phase`` now; False where it was before."""
         before = self._phases.get(connection)
         if before is phase:
@@ -74,7 +74,7 @@ class Connections:
             del self._members[before][connection]
         self._phases[connection] = phase
         self._members[phase][connection] = None
-        if before is Phase.WORK:
+        if before is ConnectionPhase.WORK:
             self.on_room()
         return True
 
@@ -110,8 +110,8 @@ class Connections:
         return first is not None
 
     def _least(self) -> Dispensable | None:
-        for phase in Phase:
-            if phase is not Phase.WORK:
+        for phase in ConnectionPhase:
+            if phase is not ConnectionPhase.WORK:
                 for connection in self._members[phase]:
                     if connection not in self._parting:
                         return connection
@@ -123,5 +123,5 @@ class Connections:
             connection.abort()
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{phase.name.lower()}={self.count(phase)}" for phase in Phase)
+        counts = ", ".join(f"{phase.name.lower()}={self.count(phase)}" for phase in ConnectionPhase)
         return f"Connections({len(self)} of {self.maximum}: {counts})"

@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 from kvxfer.errors import Overloaded, ProtocolViolation
 from kvxfer.openai.errors import INVALID_REQUEST, error_body, status_for
 from kvxfer.openai.sse import encode_object
-from kvxfer.serving.connections import Connections, Phase
+from kvxfer.serving.connections import ConnectionPhase, Connections
 from kvxfer.serving.transport import LingeringTransport
 from kvxfer.serving.wire import Wire
 
@@ -104,9 +104,9 @@ class Connection(H11Protocol):
     def give_up(self) -> None:
         """Close for a new connection's sake. An unfinished request is told so: a reset would look like a crash."""
         phase = self._phase()
-        if phase is Phase.IDLE:
+        if phase is ConnectionPhase.IDLE:
             self.transport.close()
-        elif phase in (Phase.HEAD, Phase.BODY):
+        elif phase in (ConnectionPhase.HEAD, ConnectionPhase.BODY):
             self._is_refused_amid_request = True
             busy = Overloaded("the server has too many connections, and this request was not whole yet")
             self._refuse(status_for(busy), error_body(busy))
@@ -135,26 +135,26 @@ class Connection(H11Protocol):
                 self.transport.write(self.conn.send(event))
         self.transport.close()
 
-    def _phase(self) -> Phase:
+    def _phase(self) -> ConnectionPhase:
         if self.flow.write_paused:  # an answer is going out
-            return Phase.WORK
+            return ConnectionPhase.WORK
         if self.transport.is_closing():
-            return Phase.CLOSING
+            return ConnectionPhase.CLOSING
         if self.cycle is None or self.cycle.response_complete:
-            return Phase.HEAD if self.conn.has_partial_head else Phase.IDLE
-        return Phase.BODY if self.cycle.more_body else Phase.WORK
+            return ConnectionPhase.HEAD if self.conn.has_partial_head else ConnectionPhase.IDLE
+        return ConnectionPhase.BODY if self.cycle.more_body else ConnectionPhase.WORK
 
     def _settle(self) -> None:
         """Take note of what this connection does now; called after everything that may have changed it."""
         phase = self._phase()
         if not self._roster.move(self, phase):
             return
-        if phase is Phase.CLOSING:
+        if phase is ConnectionPhase.CLOSING:
             self.connections.discard(self)  # uvicorn's, which it waits for when it stops
-        if phase is Phase.HEAD:
+        if phase is ConnectionPhase.HEAD:
             if self._head_timer is None:
                 self._start_head_timer()
-        elif phase is not Phase.IDLE:  # a connection that never sent a byte keeps its clock
+        elif phase is not ConnectionPhase.IDLE:  # a connection that never sent a byte keeps its clock
             self._stop_head_timer()
 
     def _start_head_timer(self) -> None:
@@ -167,7 +167,7 @@ class Connection(H11Protocol):
 
     def _on_head_late(self) -> None:
         self._head_timer = None
-        if self._phase() is Phase.HEAD:
+        if self._phase() is ConnectionPhase.HEAD:
             self._refuse_malformed(
                 TIMED_OUT, f"the request's head did not arrive within header_timeout_s {self._header_timeout_s:g}"
             )

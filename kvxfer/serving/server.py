@@ -99,7 +99,7 @@ async def serving(
         timeout_keep_alive=KEEPALIVE_S,
         timeout_graceful_shutdown=STOP_GRACE_S,
     )
-    server = _Server(config)
+    server = _UvicornServer(config)
     connections = Connections(connections_max)
 
     def new_connection() -> Connection:
@@ -142,7 +142,7 @@ async def _wait_none(connections: Connections) -> None:
                 await changed.wait()
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """Says when it is set up, and leaves signals alone: they belong to the process's own stop."""
 
     def __init__(self, config: uvicorn.Config) -> None:

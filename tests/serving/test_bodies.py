@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
-from kvxfer.serving.bodies import Bodies, _Body
+from kvxfer.serving.bodies import Bodies, _ReceivedBody
 from kvxfer.serving.limits import ServingLimits
 from tests.support.serving.servers import (
-    Phase,
+    ConnectionPhase,
     eventually,
     hang_up,
     head,
@@ -48,7 +48,7 @@ async def test_server_413_waits_for_no_client_that_stops_sending(monkeypatch: py
         reader, writer = await server.connect()
         writer.write(head(2000) + b"x")
         assert (await read_answer(reader))[0] == 413
-        await server.wait_phase(Phase.CLOSING, 0)
+        await server.wait_phase(ConnectionPhase.CLOSING, 0)
         assert len(server.http.connections) == 0
         writer.close()
 
@@ -128,7 +128,7 @@ class Clock:
 def test_bodies_clock_is_set_anew_by_each_step_and_never_beyond_the_end() -> None:
     bodies = Bodies(ServingLimits(max_body_bytes=MIB, body_stall_s=5.0, body_timeout_s=30.0))
     clock = Clock()
-    body = _Body(clock, end_s=130.0)  # type: ignore[arg-type]
+    body = _ReceivedBody(clock, end_s=130.0)  # type: ignore[arg-type]
     for size, now_s, expected_s in ((4095, 104.0, 0.0), (1, 104.0, 109.0), (1, 108.0, 109.0), (9000, 128.0, 130.0)):
         bodies._take(body, b"x" * size, now_s)
         assert clock.at_s == expected_s
@@ -141,7 +141,7 @@ async def test_server_bodies_beyond_the_budget_refuse_the_one_that_is_read_for_l
             reader, writer = await server.connect()
             writer.write(head(1000) + b"x" * 800)
             slow.append((reader, writer))
-            await server.wait_phase(Phase.BODY, len(slow))
+            await server.wait_phase(ConnectionPhase.BODY, len(slow))
             await eventually(lambda: server.bodies.held_bytes == 800 * len(slow))
         reader, writer = await server.connect()
         writer.write(head(1000) + b"x" * 1000)
@@ -162,7 +162,7 @@ async def test_server_many_unfinished_bodies_keep_no_other_request_out() -> None
         slow = [await server.connect() for _ in range(200)]
         for _, writer in slow:
             writer.write(head(1000) + b"x")
-        await server.wait_phase(Phase.BODY, 200)
+        await server.wait_phase(ConnectionPhase.BODY, 200)
         reader, writer = await server.connect()
         writer.write(head(2) + b"{}")
         assert (await read_answer(reader))[0] == 200
@@ -178,7 +178,7 @@ async def test_server_client_that_leaves_amid_its_body_is_no_line_of_log(is_rese
         with logged(logging.INFO) as records:
             _, writer = await server.connect()
             writer.write(head(1000) + b"x")
-            await server.wait_phase(Phase.BODY, 1)
+            await server.wait_phase(ConnectionPhase.BODY, 1)
             if is_reset:
                 writer.transport.abort()
             else:
@@ -192,7 +192,7 @@ async def test_server_that_stops_ends_unfinished_bodies_with_503_and_no_tracebac
         async with served() as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(head(1000) + b"x")
-            await server.wait_phase(Phase.BODY, 1)
+            await server.wait_phase(ConnectionPhase.BODY, 1)
         status, code, _ = await read_error(reader)
         assert (status, code) == (503, "closed")
         await hang_up(writer)

@@ -14,7 +14,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.serving.connections import PARTING_MAX, Connections
 from kvxfer.serving.limits import CONNECTIONS_MAX, Sockets, share_descriptors
 from tests.support.serving.servers import (
-    Phase,
+    ConnectionPhase,
     eventually,
     hang_up,
     head,
@@ -31,7 +31,7 @@ async def test_server_full_of_idle_connections_gives_up_the_oldest() -> None:
         idle = []
         for count in range(1, 6):
             idle.append(await server.connect())
-            await server.wait_phase(Phase.IDLE, count)
+            await server.wait_phase(ConnectionPhase.IDLE, count)
         for number in range(3):
             reader, writer = await server.connect()
             writer.write(head(2) + b"{}")
@@ -64,10 +64,10 @@ async def test_server_full_of_unfinished_requests_gives_up_heads_before_bodies()
     async with served(connections_max=2) as server:
         body_reader, body_writer = await server.connect()
         body_writer.write(head(1000) + b"x")
-        await server.wait_phase(Phase.BODY, 1)
+        await server.wait_phase(ConnectionPhase.BODY, 1)
         head_reader, head_writer = await server.connect()
         head_writer.write(b"POST")
-        await server.wait_phase(Phase.HEAD, 1)
+        await server.wait_phase(ConnectionPhase.HEAD, 1)
         for refused, refused_writer in ((head_reader, head_writer), (body_reader, body_writer)):
             _, writer = await server.connect()
             writer.write(head(1000) + b"y")
@@ -80,7 +80,7 @@ async def test_server_body_given_up_for_a_new_connection_is_read_on_until_its_cl
     async with served(connections_max=1, max_body_bytes=4 << 20) as server:
         reader, writer = await server.connect()
         writer.write(head(4 << 20) + b"x")
-        await server.wait_phase(Phase.BODY, 1)
+        await server.wait_phase(ConnectionPhase.BODY, 1)
         other_reader, other = await server.connect()
         other.write(head(2) + b"{}")
         assert (await read_answer(other_reader))[0] == 200  # at once, although the first is still open
@@ -122,7 +122,7 @@ async def test_server_full_of_idle_clients_that_do_not_read_serves_others_at_onc
                 connection: Any = list(server.http.connections._phases)[number]
                 while not connection.transport.get_write_buffer_size():  # as after many answers, and none at work
                     connection.transport.write(b"x" * 9000)
-            assert server.http.connections.count(Phase.IDLE) == 6
+            assert server.http.connections.count(ConnectionPhase.IDLE) == 6
             async with asyncio.timeout(10):
                 for _ in range(6):
                     reader, writer = await server.connect()
@@ -139,7 +139,7 @@ async def test_server_full_of_requests_at_work_lets_others_wait_and_serves_them_
         working = [await server.connect() for _ in range(2)]
         for _, writer in working:
             writer.write(head(2) + b"{}")
-        await server.wait_phase(Phase.WORK, 2)
+        await server.wait_phase(ConnectionPhase.WORK, 2)
         with logged(logging.WARNING) as records:
             waiting = [await server.connect() for _ in range(3)]  # the kernel takes them
             for _, writer in waiting:
@@ -188,7 +188,7 @@ async def test_server_client_that_takes_no_byte_is_hung_up_on(monkeypatch: pytes
 
 
 class Fake:
-    def __init__(self, connections: Connections, phase: Phase) -> None:
+    def __init__(self, connections: Connections, phase: ConnectionPhase) -> None:
         self.is_given_up = False
         self.is_aborted = False
         connections.move(self, phase)
@@ -202,7 +202,7 @@ class Fake:
 
 def test_connections_given_up_leave_room_at_once_up_to_a_bound() -> None:
     connections = Connections(8)
-    fakes = [Fake(connections, Phase.IDLE) for _ in range(8)]
+    fakes = [Fake(connections, ConnectionPhase.IDLE) for _ in range(8)]
     for number in range(PARTING_MAX):
         assert connections.make_room()
         assert (connections.kept, len(connections)) == (7 - number, 8)
@@ -217,9 +217,13 @@ def test_connections_given_up_leave_room_at_once_up_to_a_bound() -> None:
 
 def test_connections_give_up_by_phase_and_then_by_age() -> None:
     connections = Connections(10)
-    work, body, young_idle = (Fake(connections, phase) for phase in (Phase.WORK, Phase.BODY, Phase.BODY))
-    old_idle, first_head, closing = (Fake(connections, phase) for phase in (Phase.IDLE, Phase.HEAD, Phase.CLOSING))
-    connections.move(young_idle, Phase.IDLE)
+    work, body, young_idle = (
+        Fake(connections, phase) for phase in (ConnectionPhase.WORK, ConnectionPhase.BODY, ConnectionPhase.BODY)
+    )
+    old_idle, first_head, closing = (
+        Fake(connections, phase) for phase in (ConnectionPhase.IDLE, ConnectionPhase.HEAD, ConnectionPhase.CLOSING)
+    )
+    connections.move(young_idle, ConnectionPhase.IDLE)
     for expected in (closing, old_idle, young_idle, first_head, body):
         assert connections.make_room()
         assert expected.is_given_up
@@ -233,10 +237,10 @@ def test_connections_tell_of_room_when_work_ends_and_when_a_connection_does() ->
     connections = Connections(1)
     told: list[int] = []
     connections.on_room = lambda: told.append(1)
-    one = Fake(connections, Phase.IDLE)
-    connections.move(one, Phase.WORK)
+    one = Fake(connections, ConnectionPhase.IDLE)
+    connections.move(one, ConnectionPhase.WORK)
     assert not told
-    connections.move(one, Phase.IDLE)
+    connections.move(one, ConnectionPhase.IDLE)
     assert len(told) == 1
     connections.remove(one)
     connections.remove(one)

@@ -7,7 +7,16 @@ import logging
 
 import pytest
 
-from tests.support.serving.servers import Phase, eventually, head, is_closed, logged, read_answer, read_error, served
+from tests.support.serving.servers import (
+    ConnectionPhase,
+    eventually,
+    head,
+    is_closed,
+    logged,
+    read_answer,
+    read_error,
+    served,
+)
 
 
 @pytest.mark.parametrize("is_second", [False, True])
@@ -89,13 +98,13 @@ async def test_server_body_with_a_bad_chunk_ends_its_request_without_a_traceback
         with logged(logging.WARNING) as records:
             reader, writer = await server.connect()
             writer.write(head(None, "transfer-encoding: chunked") + b"1\r\na\r\n")
-            await server.wait_phase(Phase.BODY, 1)
+            await server.wait_phase(ConnectionPhase.BODY, 1)
             writer.write(b"not a chunk\r\n")
             assert (await read_error(reader))[0] == 400
             await eventually(lambda: server.left == 1, within_s=5)
-            assert server.http.connections.count(Phase.CLOSING) == 1
+            assert server.http.connections.count(ConnectionPhase.CLOSING) == 1
             writer.close()
-            await server.wait_phase(Phase.CLOSING, 0)
+            await server.wait_phase(ConnectionPhase.CLOSING, 0)
         assert not records
         assert server.bodies.held_bytes == 0
 
@@ -107,5 +116,5 @@ async def test_server_requests_on_one_connection_are_served_in_turn() -> None:
         for size in (2, 3):
             status, _, body = await read_answer(reader)
             assert (status, body) == (200, b'{"size":%d}' % size)
-        await server.wait_phase(Phase.IDLE, 1)
+        await server.wait_phase(ConnectionPhase.IDLE, 1)
         writer.close()

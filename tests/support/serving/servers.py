@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from kvxfer.errors import KvxferError
 from kvxfer.openai.errors import error_body, status_for
 from kvxfer.serving.bodies import Bodies
-from kvxfer.serving.connections import Phase
+from kvxfer.serving.connections import ConnectionPhase
 from kvxfer.serving.limits import ServingLimits
 from kvxfer.serving.server import HttpServer, listening, serving
 
@@ -40,7 +40,7 @@ class Served:
         self.writers.append(writer)
         return reader, writer
 
-    async def wait_phase(self, phase: Phase, count: int) -> None:
+    async def wait_phase(self, phase: ConnectionPhase, count: int) -> None:
         await eventually(lambda: self.http.connections.count(phase) == count)
 
 
