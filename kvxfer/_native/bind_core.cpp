@@ -3,7 +3,7 @@
 #include <nanobind/ndarray.h>
 
 #include "bind_casters.hpp"
-#include "core/core.hpp"
+#include "io/core.hpp"
 
 namespace kvxfer {
 namespace {

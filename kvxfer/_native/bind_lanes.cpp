@@ -5,7 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind_casters.hpp"
-#include "core/cache_reads.hpp"
+#include "io/cache_reads.hpp"
 #include "lanes/cma.hpp"
 #include "lanes/crc32c.hpp"
 

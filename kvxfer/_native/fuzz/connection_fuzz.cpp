@@ -9,8 +9,8 @@
 #include <csignal>
 #include <utility>
 
-#include "core/io_thread.hpp"
-#include "core/sockets.hpp"
+#include "io/io_thread.hpp"
+#include "io/sockets.hpp"
 #include "frame_maker.hpp"
 #include "lanes/stream.hpp"
 #include "owner_book.hpp"

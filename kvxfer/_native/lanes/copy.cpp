@@ -6,8 +6,8 @@
 #include <cstring>
 #include <system_error>
 
-#include "core/clock.hpp"
-#include "core/signals.hpp"
+#include "memory/clock.hpp"
+#include "signals.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

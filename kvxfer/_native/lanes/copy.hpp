@@ -14,8 +14,8 @@
 #include <thread>
 #include <vector>
 
-#include "core/pool.hpp"
-#include "core/processor.hpp"
+#include "memory/pool.hpp"
+#include "processors.hpp"
 #include "machines/ids.hpp"
 
 namespace kvxfer {

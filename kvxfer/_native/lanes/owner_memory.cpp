@@ -7,7 +7,7 @@
 #include <atomic>
 #include <cerrno>
 
-#include "core/fd.hpp"
+#include "memory/fd.hpp"
 
 namespace kvxfer {
 namespace {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/pool.hpp"
+#include "memory/pool.hpp"
 #include "stream.hpp"
 
 namespace kvxfer {

@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/fd.hpp"
+#include "memory/fd.hpp"
 
 namespace kvxfer {
 

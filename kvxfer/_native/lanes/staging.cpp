@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "core/shared_endpoint.hpp"
+#include "memory/clock.hpp"
 #include "owner_memory.hpp"
 #include "stream.hpp"
 

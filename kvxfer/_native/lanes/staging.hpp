@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "core/fd.hpp"
-#include "core/pool.hpp"
+#include "memory/fd.hpp"
+#include "memory/pool.hpp"
 #include "cuda_api.hpp"
 
 namespace kvxfer {

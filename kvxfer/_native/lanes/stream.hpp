@@ -9,7 +9,8 @@
 
 #include <optional>
 
-#include "core/pool.hpp"
+#include "machines/endpoint.hpp"
+#include "memory/pool.hpp"
 #include "staging.hpp"
 
 namespace kvxfer {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/shared_endpoint.hpp"
+#include "memory/clock.hpp"
 
 namespace kvxfer {
 namespace {

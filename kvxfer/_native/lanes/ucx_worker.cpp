@@ -1,6 +1,6 @@
 #include "ucx_worker.hpp"
 
-#include "core/shared_endpoint.hpp"
+#include "memory/clock.hpp"
 #include "ucx_key.hpp"
 #include "ucx_read.hpp"
 

@@ -1,26 +1,21 @@
-// Where own and remote memory lies, and a walk over its bytes that sees through blocks, pieces and neighbours.
+// Where memory lies, and a walk over its bytes that sees through blocks, pieces and neighbours.
 //
-// Memory is seen in one of two ways. As blocks: block b is the concatenation of its segments, segment s being `length` bytes
-// at `offset + b * stride`; that order is what goes over the wire, so two pools whose segments are cut differently still
-// exchange blocks. Or as pieces of ranges, which name regions: a table says where each region lies. Nothing is copied out
-// of either form; a walk finds the next piece when it comes to it, and takes pieces that touch for one.
+// A layout describes memory in one of two ways. As blocks: block b is the concatenation of its segments, segment s being
+// `length` bytes at `offset + b * stride`; that order goes over the wire, so two pools whose segments are cut differently
+// can still exchange blocks. As pieces of ranges, which name regions: a table says at which address each region begins. No
+// list of addresses is made from either form: the walk computes the next piece when it reaches it, and joins pieces that
+// touch.
 #pragma once
 
 #include <algorithm>
-#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
-#include "machines/endpoint.hpp"
-#include "region.hpp"
+#include "machines/frames.hpp"
+#include "machines/ranges.hpp"
 
 namespace kvxfer {
-
-class UcxMemory;  // lanes/ucx.hpp
-
-namespace cuda {
-class Context;  // lanes/cuda_api.hpp
-}
 
 // Throws Error(code) unless every segment of every block lies inside `bytes`, and, where `block_bytes` is not 0, the
 // lengths add up to it. Returns the bytes of one block.
@@ -62,55 +57,6 @@ struct Layout {
   std::vector<Segment> segments;
   std::shared_ptr<const Ranges> ranges;
   std::shared_ptr<const Bases> bases;
-};
-
-struct Pool {
-  PoolInfo info;
-  Layout layout;
-  uint64_t region_bytes = 0;
-  std::shared_ptr<Region> region;  // null: memory of somebody else
-  uint64_t serial = 0;             // never used twice, unlike the id
-  std::shared_ptr<UcxMemory> ucx;  // null: not readable by that lane, nor filled by it
-  std::shared_ptr<cuda::Context> device;  // null: the host's memory
-};
-
-// A registered region of our own.
-struct OwnRegion {
-  static constexpr uint64_t kSerial = 1;  // every region's: its id never comes back
-  RegionInfo info;
-  uint8_t* base = nullptr;
-  std::shared_ptr<Region> region;
-  std::shared_ptr<UcxMemory> ucx;
-  std::shared_ptr<cuda::Context> device;
-};
-
-// A pool or region that is not there any more. Its id may be a new pool's already.
-struct Withdrawn {
-  uint32_t id = 0;
-  uint64_t serial = 0;
-};
-
-// All of them at one moment.
-struct RegionTable {
-  explicit RegionTable(const std::map<uint32_t, std::shared_ptr<const OwnRegion>>& regions);
-  // Those that `extent` names, each once; empty where one of them is not known.
-  std::vector<std::shared_ptr<const OwnRegion>> of(const Extent& extent) const;
-
-  std::shared_ptr<const Bases> bases;  // keeps no region there
-
- private:
-  std::vector<std::shared_ptr<const OwnRegion>> regions_;  // as they stand in `bases`
-};
-
-// Own memory that an extent names, found, and what keeps it there while it is used. Whether it may be used is another question.
-struct OwnMemory {
-  std::shared_ptr<const Layout> layout;
-  std::shared_ptr<const Pool> pool;                        // of blocks
-  std::vector<std::shared_ptr<const OwnRegion>> regions;  // of pieces, and no other
-  std::shared_ptr<cuda::Context> device;       // some of it is there: nobody else may touch it
-  bool is_exposed = false;                     // one-sided lanes may read it
-  bool is_ours = false;                        // kvxfer allocated all of it: it is there as long as this is
-  explicit operator bool() const { return layout != nullptr; }
 };
 
 // Where byte `at` of some blocks or pieces lies, in words: for errors.

@@ -18,10 +18,11 @@
 #include <mutex>
 #include <set>
 
-#include "clock.hpp"
+#include "machines/endpoint.hpp"
+#include "memory/clock.hpp"
+#include "memory/pool.hpp"
+#include "memory/process.hpp"
 #include "owner_queue.hpp"
-#include "pool.hpp"
-#include "process.hpp"
 
 namespace kvxfer {
 

@@ -5,8 +5,8 @@
 #include <sched.h>
 #include <sys/random.h>
 
+#include "lanes/signals.hpp"
 #include "lanes/stream.hpp"
-#include "signals.hpp"
 #include "sockets.hpp"
 
 namespace kvxfer {

@@ -11,7 +11,7 @@
 #include "lanes/cma.hpp"
 #include "lanes/read_job.hpp"
 #include "outbox.hpp"
-#include "processor.hpp"
+#include "lanes/processors.hpp"
 #include "sockets.hpp"
 
 namespace kvxfer {

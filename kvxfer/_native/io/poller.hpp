@@ -12,7 +12,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "fd.hpp"
+#include "memory/fd.hpp"
 #include "machines/ids.hpp"
 
 namespace kvxfer {

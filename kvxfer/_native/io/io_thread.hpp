@@ -15,7 +15,7 @@
 
 #include "connection.hpp"
 #include "poller.hpp"
-#include "processor.hpp"
+#include "lanes/processors.hpp"
 #include "reads.hpp"
 
 namespace kvxfer {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "clock.hpp"
+#include "memory/clock.hpp"
 
 namespace kvxfer {
 

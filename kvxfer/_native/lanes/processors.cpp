@@ -1,4 +1,4 @@
-#include "processor.hpp"
+#include "processors.hpp"
 
 #include <fcntl.h>
 #include <sched.h>

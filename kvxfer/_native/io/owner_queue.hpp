@@ -5,7 +5,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "fd.hpp"
+#include "memory/fd.hpp"
 #include "machines/effects.hpp"
 
 namespace kvxfer {

@@ -1,7 +1,7 @@
 // Sockets as a core wants them: non-blocking, closed on exec, without delay. Knows addresses, and nothing of who is behind.
 #pragma once
 
-#include "fd.hpp"
+#include "memory/fd.hpp"
 
 namespace kvxfer {
 
