@@ -1775,19 +1775,6 @@ def cma_missing_calls() -> str:
     Why this process cannot make the system calls with which the `cma` lane reads (process_vm_readv, pidfd_open); empty: it can.
     """
 
-class CacheReads:
-    """
-    Whether `stream` reads blocks into the cache before a call: what of the two was quicker lately, on one connection.
-    """
-
-    def __init__(self) -> None: ...
-
-    @property
-    def is_on(self) -> bool: ...
-
-    def spent(self, began_ns: int, time_ns: int, nbytes: int) -> None:
-        """What a call took of the kind that `is_on` said."""
-
 class UcxProbe:
     """What a UCX library can do on this host."""
 

@@ -1,11 +1,9 @@
-// What the lanes tell Python beside the core: checksums, what stands in the way of a lane on this host, how a call of
-// `stream` is prepared.
+// What the lanes tell Python beside the core: checksums, and what stands in the way of a lane on this host.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind_casters.hpp"
-#include "io/cache_reads.hpp"
 #include "lanes/cma.hpp"
 #include "lanes/crc32c.hpp"
 
@@ -64,10 +62,6 @@ void bind_lanes(nb::module_& m) {
         "With a process id: why it cannot read that one.");
   m.def("cma_missing_calls", &cma_missing_calls,
         "Why this process cannot make the system calls with which the `cma` lane reads (process_vm_readv, pidfd_open); empty: it can.");
-  nb::class_<CacheReads>(m, "CacheReads", "Whether `stream` reads blocks into the cache before a call: what of the two was quicker lately, on one connection.")
-      .def(nb::init<>())
-      .def_prop_ro("is_on", &CacheReads::is_on)
-      .def("spent", &CacheReads::spent, nb::arg("began_ns"), nb::arg("time_ns"), nb::arg("nbytes"), "What a call took of the kind that `is_on` said.");
 }
 
 }  // namespace kvxfer

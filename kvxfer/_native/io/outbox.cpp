@@ -11,9 +11,8 @@ namespace {
 
 constexpr size_t kIovecsMax = 1024;  // IOV_MAX
 constexpr size_t kSendBytesMax = 1 << 20;
-constexpr size_t kReadBytesMax = 256 * 1024;    // of a call whose bytes are read first: what still is in the cache then
+constexpr size_t kSummedBytesMax = 256 * 1024;  // of a call whose bytes are summed first: they are still in the cache when it copies them
 constexpr size_t kPromptBytesMax = 128 * 1024;  // the same where the receiver is to begin sooner
-constexpr size_t kLongRun = 32 * 1024;    // from here on that pays on loopback too; shorter ones rather fill larger calls
 constexpr size_t kZerosBytes = 64 * 1024;
 constexpr size_t kSpliceBytesMax = 256 * 1024;  // of a call
 constexpr size_t kSpliceRunsMax = 256;
@@ -90,25 +89,16 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
   const bool is_looking = left != 0 && !payload.has_ended && sending.begin(payload.frame.id, payload.serial);
   if (is_looking && payload.is_staged) {
     const auto [data, size] = staged;
-    const size_t looked = payload.frame.has_sums ? std::min(size, kReadBytesMax) : size;
+    const size_t looked = payload.frame.has_sums ? std::min(size, kSummedBytesMax) : size;
     payload.sum(data, looked);
     vectors[count++] = {const_cast<uint8_t*>(data), looked};
     bytes += looked;
     left -= looked;
   } else if (is_looking) {
     size_t looked = 0;
-    iovec* const runs = vectors + count;
-    const size_t room = kIovecsMax - count;
-    size_t used = payload.walk.gather(runs, room, is_prompt_ ? kPromptBytesMax : kReadBytesMax, looked);
-    is_timed_ = !payload.frame.has_sums && (is_prompt_ || used <= looked / kLongRun + 1);
-    if (payload.frame.has_sums) {
-      payload.sum(looked);
-    } else if (is_timed_ && cache_reads_.is_on()) {
-      read_into_cache(runs, used, payload.memory.is_ours);
-    } else if (!is_prompt_) {
-      looked = 0;
-      used = payload.walk.gather(runs, room, kSendBytesMax, looked);
-    }
+    const size_t bytes_max = is_prompt_ ? kPromptBytesMax : payload.frame.has_sums ? kSummedBytesMax : kSendBytesMax;
+    const size_t used = payload.walk.gather(vectors + count, kIovecsMax - count, bytes_max, looked);
+    if (payload.frame.has_sums) payload.sum(looked);
     count += used;
     bytes += looked;
     left -= looked;
@@ -157,7 +147,7 @@ bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& fin
 
 bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_hold) {
   sent_last_ = 0;
-  is_waiting_ = is_timed_ = false;
+  is_waiting_ = false;
   if (items_.empty()) return false;
   if (const Item& first = items_.front(); first.payload && first.begin == first.bytes.size() && is_spliced(*first.payload)) {
     return send_spliced(fd, shared, finished, may_hold);
@@ -167,7 +157,6 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
   bool is_more = false;  // a payload that is spliced follows
   OutgoingBlocks* looked = nullptr;
   Sending sending(shared);
-  const Nanos began = monotonic_now();
   int passed_fd = -1;
   for (Item& item : items_) {
     if (count == kIovecsMax || bytes >= kSendBytesMax) break;
@@ -212,7 +201,6 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
   may_hold = may_hold && last != nullptr && !last->frame.is_lent && bytes == frame_bytes_ + last->left + last->trailer_left;
   const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_hold || is_more ? MSG_MORE : 0));
   const int error = errno;
-  if (is_timed_) cache_reads_.spent(began, monotonic_now() - began, static_cast<size_t>(std::max<ssize_t>(sent, 0)));
   // The kernel takes what comes before such a byte first: this call found it where the payload goes on.
   if (sent < 0 && error == EFAULT && looked != nullptr && !looked->has_ended) {
     iovec runs[kLookRuns];

@@ -9,7 +9,6 @@
 
 #include <deque>
 
-#include "cache_reads.hpp"
 #include "lanes/splice.hpp"
 #include "lanes/stream.hpp"
 #include "shared_endpoint.hpp"
@@ -81,8 +80,7 @@ class Outbox {
   std::deque<Item> items_;
   size_t frame_bytes_ = 0;
   size_t sent_last_ = 0;
-  bool is_waiting_ = false, is_held_ = false, is_prompt_ = false, is_timed_ = false;
-  CacheReads cache_reads_;
+  bool is_waiting_ = false, is_held_ = false, is_prompt_ = false;
   SplicePipes& pipes_;
   std::vector<Unreadable> unreadable_;
   std::unique_ptr<SplicePipe> pipe_;  // holds what is next of the first item's payload, or null
