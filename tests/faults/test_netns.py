@@ -22,10 +22,6 @@ BLOCKS, BLOCK_BYTES = 64, 65536
 TOTAL = BLOCKS * BLOCK_BYTES
 STALL_S, RECONNECT_S, PATIENT_S = 0.5, 1.0, 30.0
 SILENCE_S = 2 * STALL_S + RECONNECT_S
-SEND_BYTES = 2 * min(2 << 20, int(pathlib.Path("/proc/sys/net/core/wmem_max").read_text()))  # as the kernel counts
-SEGMENTS_UNDER_WAY = SEND_BYTES // 1448
-LEAST_SEND_BYTES = 64 << 10
-HOST_ROUND_TRIP_US = 15
 KERNELS_CONTROL = pathlib.Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 FRAME_BYTES = 4 << 20
 """More than one DATA frame is long: what a cut can cost."""
@@ -115,32 +111,22 @@ def test_transfers_between_hosts_commit(hosts: Hosts) -> None:
     assert hosts.source.wait_idle() == hosts.reader.wait_idle() == ""
 
 
-def test_a_host_that_is_only_a_namespace_away_is_known_by_its_round_trip(hosts: Hosts) -> None:
-    """Who sends bounds its send buffer; neither measures rates, unless much went without a short round trip."""
+def expect_kernel_settings(hosts: Hosts) -> None:
+    for connection in (*hosts.source.connections(), *hosts.reader.connections()):
+        assert connection == {"bounded": 0, "control": KERNELS_CONTROL}
+
+
+def test_tcp_between_namespaces_of_one_host_keeps_the_kernels_settings_and_sends_without_copies(hosts: Hosts) -> None:
     for party in (hosts.source, hosts.reader):
         party.allocate(8 << 20)
     hosts.meet()
-    known_us = 0
-    for turn in range(20):
-        hosts.reader.post(f"read {turn}", "READ", "source", 0, 0)
-        assert hosts.reader.outcome(f"read {turn}") == "committed"
-        (source,), (reader,) = hosts.source.connections(), hosts.reader.connections()
-        if source["bounded"]:
-            break
-        assert not 0 < known_us <= HOST_ROUND_TRIP_US, "it had been seen before this read"
-        known_us = source["round_trip_us"]
-    assert not source["bounded"] or source["round_trip_us"] <= HOST_ROUND_TRIP_US
-    assert source["control"] == ("reno" if source["bounded"] else KERNELS_CONTROL)
-    if source["bounded"] and turn == 0:  # so no other control had a block
-        assert source["losses"] or source["threshold"] > SEGMENTS_UNDER_WAY, "what another control left behind"
-    assert not reader["bounded"]
-    assert reader["control"] == "reno"
-    if source["bounded"]:
-        assert hosts.source.statistics()["bytes_spliced_out"] > 0
+    hosts.reader.post("read", "READ", "source", 0, 0)
+    assert hosts.reader.outcome("read") == "committed"
+    expect_kernel_settings(hosts)
+    assert hosts.source.statistics()["bytes_spliced_out"] > 0
 
 
-def test_a_host_elsewhere_has_the_kernels_congestion_control(hosts: Hosts) -> None:
-    """The handshake went by losses there too: who it is with is known after it."""
+def test_tcp_to_another_host_keeps_the_kernels_settings_and_copies(hosts: Hosts) -> None:
     for party, other in ((hosts.source, hosts.reader), (hosts.reader, hosts.source)):
         card = other.card()
         host, port, _, *rest = card["address"]
@@ -149,9 +135,7 @@ def test_a_host_elsewhere_has_the_kernels_congestion_control(hosts: Hosts) -> No
     hosts.source.grant(transfer, list(range(BLOCKS)), BLOCKS)
     hosts.reader.pull(transfer, "source", list(range(BLOCKS)))
     assert hosts.reader.outcome(transfer) == "committed"
-    assert [one["control"] for one in (*hosts.source.connections(), *hosts.reader.connections())] == [
-        KERNELS_CONTROL
-    ] * 2
+    expect_kernel_settings(hosts)
     assert hosts.source.statistics()["bytes_spliced_out"] == 0
 
 

@@ -116,15 +116,6 @@ class Namespaces:
         shape = ["rate", f"{megabits}mbit", "burst", "256kb", "latency", "100ms"]
         _run(["tc", "-n", self._names[end], "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape])
 
-    def bound_windows(self, segments: int, end: int = 0) -> None:
-        """Connections of ``end``, from the second to the other end on, open their congestion window slowly from so many
-        segments on, as after losses: a slow start threshold, kept by the route, for a control that does not set it anew
-        (``reno``). Raises ConfigError where there is no ``sysctl``, or the kernel does not know that."""
-        name, other = self._names[end], self.addresses[1 - end]
-        _ip("-n", name, "route", "add", f"{other}/32", "dev", INTERFACE, "ssthresh", "lock", str(segments))
-        settings = ("tcp_congestion_control=reno", "tcp_no_ssthresh_metrics_save=0")
-        _run([*self.command(end), "sysctl", "-qw", *(f"net.ipv4.{setting}" for setting in settings)])
-
     def _remove(self) -> None:
         while self._names:
             with contextlib.suppress(ConfigError):

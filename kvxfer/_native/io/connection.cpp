@@ -150,10 +150,7 @@ void Connection::on_up(const AgentRef& peer) {
   is_near_ = kind_ == SessionKind::Unix;
   if (is_near_) return;
   const std::optional<PeerAddress> address = shared_.address(peer);
-  const bool is_loopback = is_local(fd());  // known when it was made, and tuned then
-  is_near_ = is_loopback || (address && !address->unix_path.empty());
-  if (!is_near_) give_back_control(fd());
-  if (is_near_ && !is_loopback) path_.emplace(fd());
+  is_near_ = is_local(fd()) || (address && !address->unix_path.empty());
 }
 
 // What it would tell an owner who takes nothing at the moment. A push that is known brings nothing that was not let in.
@@ -316,7 +313,6 @@ bool Connection::may_lend(const SendData& data, const OwnMemory& memory) const {
 }
 
 void Connection::send_data(SendData data, OwnMemory memory) {
-  if (path_ && path_->is_found_short(fd_.get())) outbox_.be_prompt();
   data.frame.is_lent = may_lend(data, memory);
   outbox_.push_data(std::move(data), std::move(memory), *tools_.staging);
 }
@@ -341,7 +337,6 @@ void Connection::flush(size_t budget) {
       finished.clear();
     }
     if (is_near_ && outbox_.sent_last() != 0) asker_.said(monotonic_now());
-    if (path_) path_->sent(fd_.get(), outbox_.sent_last());
     if (!can_more) break;
     budget -= std::min(budget, outbox_.sent_last());
   }

@@ -116,7 +116,6 @@ class Connection {
   bool is_paused_ = false;
   bool is_near_ = false;                    // the peer is under the same kernel
   Asker asker_;                             // where it is
-  std::optional<HostPath> path_;            // to such a one, over TCP that is not loopback
   Nanos close_at_ = 0;
 };
 

@@ -12,7 +12,6 @@ namespace {
 constexpr size_t kIovecsMax = 1024;  // IOV_MAX
 constexpr size_t kSendBytesMax = 1 << 20;
 constexpr size_t kSummedBytesMax = 256 * 1024;  // of a call whose bytes are summed first: they are still in the cache when it copies them
-constexpr size_t kPromptBytesMax = 128 * 1024;  // the same where the receiver is to begin sooner
 constexpr size_t kZerosBytes = 64 * 1024;
 constexpr size_t kSpliceBytesMax = 256 * 1024;  // of a call
 constexpr size_t kSpliceRunsMax = 256;
@@ -96,7 +95,7 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
     left -= looked;
   } else if (is_looking) {
     size_t looked = 0;
-    const size_t bytes_max = is_prompt_ ? kPromptBytesMax : payload.frame.has_sums ? kSummedBytesMax : kSendBytesMax;
+    const size_t bytes_max = payload.frame.has_sums ? kSummedBytesMax : kSendBytesMax;
     const size_t used = payload.walk.gather(vectors + count, kIovecsMax - count, bytes_max, looked);
     if (payload.frame.has_sums) payload.sum(looked);
     count += used;

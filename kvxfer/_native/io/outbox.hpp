@@ -36,8 +36,6 @@ class Outbox {
   Outbox& operator=(const Outbox&) = delete;
   ~Outbox() { pipes_.give_back(std::move(pipe_)); }
 
-  // From now on in smaller calls: between two network namespaces a receiver that begins sooner is worth more than fewer calls.
-  void be_prompt() { is_prompt_ = true; }
   void push(const Frame& frame);
   void push_map(const Map& map, std::shared_ptr<Region> region);  // `region`: of the descriptor beside it, or none
   void push_data(SendData send, OwnMemory memory, Staging& staging);
@@ -80,7 +78,7 @@ class Outbox {
   std::deque<Item> items_;
   size_t frame_bytes_ = 0;
   size_t sent_last_ = 0;
-  bool is_waiting_ = false, is_held_ = false, is_prompt_ = false;
+  bool is_waiting_ = false, is_held_ = false;
   SplicePipes& pipes_;
   std::vector<Unreadable> unreadable_;
   std::unique_ptr<SplicePipe> pipe_;  // holds what is next of the first item's payload, or null

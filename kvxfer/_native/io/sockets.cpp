@@ -1,28 +1,19 @@
 #include "sockets.hpp"
 
 #include <arpa/inet.h>
-#include <linux/tcp.h>  // netinet/tcp.h has an older tcp_info
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
-#include <algorithm>
-#include <cstdlib>
 #include <cstring>
 
 namespace kvxfer {
 namespace {
 
 constexpr int kBacklog = 512;
-constexpr int kHostSendBytes = 2 << 20;
-constexpr int kLeastSendBytes = 64 * 1024;
-constexpr int kOfWindow = 9;                  // sixteenths of it: the kernel counts each byte of a buffer twice
-constexpr size_t kLookEvery = 1 << 20;        // bytes, at the window
-constexpr uint32_t kHostRoundTripUs = 15;     // hardly a network card answers so soon
-constexpr const char* kHostControl = "reno";  // nothing congests inside a host: the plainest, which every kernel has
-constexpr const char* kPacing = "bbr";        // and what its name begins with
-constexpr int kKeepIdleS = 20, kKeepIntervalS = 5, kKeepCount = 3;  // what forgets an idle connection waits longer, as a rule
-constexpr uint64_t kUnknownBytesMax = 8 << 20;  // of so many round trips one is undisturbed, or the path is long
+constexpr int kLoopbackSendBytes = 2 << 20;  // there most of the buffer is on its way at once, sent by the call that filled it
+constexpr int kKeepIdleS = 20, kKeepIntervalS = 5, kKeepCount = 3;  // a device that forgets idle connections usually waits longer
 
 struct Address {
   sockaddr_storage storage{};
@@ -66,43 +57,14 @@ Fd make_socket(int family) {
   return fd;
 }
 
-void set_control(int fd, const std::string& name) {
-  ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size()));
-}
-
-std::string control(int fd) {
-  char name[16] = {};  // TCP_CA_NAME_MAX
-  socklen_t size = sizeof name;
-  if (::getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &size) != 0) return {};
-  return {name, ::strnlen(name, sizeof name)};
-}
-
-// Before there is a connection.
-void begin_unpaced(int fd) {
-  if (control(fd).rfind(kPacing, 0) == 0) set_control(fd, kHostControl);
-}
-
 Fd dial(const Address& address, const std::string& where) {
   Fd fd = make_socket(address.storage.ss_family);
-  if (address.storage.ss_family != AF_UNIX) begin_unpaced(fd.get());
   if (::connect(fd.get(), address.get(), address.size) != 0 && errno != EINPROGRESS) fail_errno(Code::transport, "cannot connect to " + where);
   return fd;
 }
 
 std::string show(const std::string& host, uint16_t port) {
   return (host.find(':') == std::string::npos ? host : "[" + host + "]") + ":" + std::to_string(port);
-}
-
-bool get_info(int fd, tcp_info& info) {
-  socklen_t size = sizeof info;
-  return ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0;
-}
-
-void set_send_bytes(int fd, int bytes) { ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes); }
-
-void tune_to_host(int fd) {
-  set_control(fd, kHostControl);
-  set_send_bytes(fd, kHostSendBytes);
 }
 
 }  // namespace
@@ -112,7 +74,6 @@ Fd listen_tcp(const std::string& host, uint16_t port, uint16_t& bound_port) {
   Fd fd = make_socket(address.storage.ss_family);
   const int on = 1;
   ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  begin_unpaced(fd.get());  // and so what it accepts
   if (::bind(fd.get(), address.get(), address.size) != 0 || ::listen(fd.get(), kBacklog) != 0) {
     fail_errno(Code::transport, "cannot listen on " + show(host, port));
   }
@@ -166,7 +127,8 @@ void send_at_once(int fd) {
   ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
-// By the kernel: an idle session stays known on its way, and one that is gone ends within 35 s, without a process being woken.
+// The kernel probes: an idle session stays known to the devices on its way, and a session whose peer is gone ends within 35 s,
+// without waking a process.
 void keep_alive(int fd) {
   const int on = 1;
   ::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
@@ -178,47 +140,7 @@ void keep_alive(int fd) {
 void tune_tcp(int fd) {
   send_at_once(fd);
   keep_alive(fd);
-  if (is_local(fd)) tune_to_host(fd);  // across a network the kernel's own tuning follows the round-trip time
-}
-
-void give_back_control(int fd) noexcept {
-  if (control(fd) != kHostControl) return;
-  sockaddr_storage own{};
-  socklen_t size = sizeof own;
-  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &size) != 0) return;
-  const Fd fresh(::socket(own.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (fresh) set_control(fd, control(fresh.get()));
-}
-
-HostPath::HostPath(int fd) { set_control(fd, kHostControl); }
-
-bool HostPath::is_found_short(int fd) {
-  tcp_info info{};
-  if (stage_ == Stage::Short || !get_info(fd, info)) return false;
-  if (info.tcpi_min_rtt != 0 && info.tcpi_min_rtt <= kHostRoundTripUs) {
-    stage_ = Stage::Short;
-    send_bytes_ = kHostSendBytes;
-    tune_to_host(fd);
-    return true;
-  }
-  if (stage_ == Stage::Unknown && info.tcpi_bytes_acked >= kUnknownBytesMax) {
-    stage_ = Stage::Long;
-    give_back_control(fd);
-  }
-  return false;
-}
-
-void HostPath::sent(int fd, size_t bytes) {
-  tcp_info info{};
-  if (stage_ != Stage::Short || (unlooked_ += bytes) < kLookEvery) return;
-  unlooked_ = 0;
-  if (!get_info(fd, info)) return;
-  // Up to the threshold it opens at once, and again after a pause; without losses there is none.
-  const uint64_t window = uint64_t{std::max(info.tcpi_snd_cwnd, info.tcpi_snd_ssthresh)} * info.tcpi_snd_mss;
-  const int fits = static_cast<int>(std::clamp<uint64_t>(window / 16 * kOfWindow, kLeastSendBytes, kHostSendBytes));
-  if (std::abs(fits - send_bytes_) < send_bytes_ / 16) return;
-  send_bytes_ = fits;
-  set_send_bytes(fd, fits);
+  if (is_local(fd)) ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kLoopbackSendBytes, sizeof kLoopbackSendBytes);
 }
 
 bool is_same_user(int fd) {

@@ -44,8 +44,6 @@ POISON = 0xEE
 SOON_S = 20.0
 SO_BUF_LOCK = 72
 """asm-generic/socket.h"""
-MSS_AT, SLOW_START_THRESHOLD_AT, WINDOW_AT, RETRANSMITTED_AT, MIN_RTT_AT, REORDERED_AT = 16, 76, 80, 100, 148, 220
-"""Fields of tcp_info (linux/tcp.h)."""
 
 
 class Party:
@@ -371,8 +369,7 @@ class Party:
         return {name: getattr(native, name) for name in dir(native) if not name.startswith("_")}
 
     def connections(self) -> list[dict[str, Any]]:
-        """Of each TCP connection: whether its send buffer is bounded, to how many bytes as the kernel counts them, its
-        congestion control and window (bytes), and its least round trip in us (0: not known)."""
+        """Of each TCP connection: whether its send buffer has a fixed size, and its congestion control."""
         return connections()
 
     # --- memory ---
@@ -428,11 +425,6 @@ def resources() -> dict[str, int]:
     }
 
 
-def number(info: bytes, at: int) -> int:
-    """A field of ``tcp_info``."""
-    return int.from_bytes(info[at : at + 4], "little")
-
-
 def connections() -> list[dict[str, Any]]:
     found = []
     for name in os.listdir("/proc/self/fd"):
@@ -440,20 +432,9 @@ def connections() -> list[dict[str, Any]]:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
             one.getpeername()  # raises where it listens
-            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             lock = one.getsockopt(socket.SOL_SOCKET, SO_BUF_LOCK)
             control = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-            found.append(
-                {
-                    "bounded": lock & 1,
-                    "send_bytes": one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF),
-                    "window": number(info, WINDOW_AT) * number(info, MSS_AT),
-                    "control": control.rstrip(b"\0").decode(),
-                    "round_trip_us": number(info, MIN_RTT_AT),
-                    "threshold": number(info, SLOW_START_THRESHOLD_AT),
-                    "losses": number(info, RETRANSMITTED_AT) + number(info, REORDERED_AT),
-                }
-            )
+            found.append({"bounded": lock & 1, "control": control.rstrip(b"\0").decode()})
     return found
 
 
