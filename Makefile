@@ -218,7 +218,7 @@ fuzz-build: $(VENV)/.installed
 # kept corpus through every fuzz target), and with every pair of accesses from two threads (tsan), which the pure machines
 # have none of.
 MARKS = not nightly
-TSAN_TESTS = tests/contract tests/native/test_threads.py tests/native/test_driving.py tests/native/test_lending.py \
+TSAN_TESTS = tests/contract tests/native/test_threads.py tests/native/test_progress.py tests/native/test_lending.py \
     tests/native/test_regions.py tests/native/test_endings.py tests/native/test_sessions.py
 asan: PART = asan
 asan: $(VENV)/.installed

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kvxfer.errors import ConfigError
-from kvxfer.types import Lane
+from kvxfer.types import Lane, ProgressMode
 
 
 def check_positive(name: str, value: float, *, maximum: float = math.inf) -> None:
@@ -146,6 +146,8 @@ class AgentConfig:
     copy_threads: int = 0
     """That copy large reads (lanes ``mapped`` and ``cma``), the agent's own among them, at most COPY_THREADS_MAX. 0:
     one for every four processors, and more while others are idle; four at most."""
+    progress: ProgressMode = ProgressMode.THREAD
+    """Which threads move the agent's bytes."""
     stream_checks: str = "off"
     """When posts over registered memory carry CRC-32Cs, which ``stream`` and ``unix`` alone can: one of CHECKS."""
     notifications_max: int = 1024
@@ -194,6 +196,8 @@ class AgentConfig:
         if not 0 <= self.stripes <= STRIPES_MAX:
             raise ConfigError(f"stripes must be 1 to {STRIPES_MAX}, or 0 to have it measured, not {self.stripes!r}")
         check_copy_threads("copy_threads", self.copy_threads)
+        if self.progress not in tuple(ProgressMode):
+            raise ConfigError(f"progress must be one of {', '.join(ProgressMode)}, not {self.progress!r}")
         check_checks("stream_checks", self.stream_checks)
         if not self.lanes:
             raise ConfigError("lanes must name at least one lane")

@@ -62,6 +62,15 @@ class Lane(enum.StrEnum):
     __hash__ = str.__hash__  # an enum's own is Python code, and every post looks lanes up several times
 
 
+class ProgressMode(enum.StrEnum):
+    """Which threads move an agent's bytes and answer its peers. docs/lanes.md compares the two."""
+
+    THREAD = "thread"
+    """The agent's IO thread alone. Callers are told by a descriptor."""
+    CALLER = "caller"
+    """The IO thread, and in its place a thread that is just posting, polling or waiting."""
+
+
 class MemoryKind(enum.StrEnum):
     """Where memory lies: what the CPU may touch, and what only a device's own engines may."""
 

@@ -1436,13 +1436,7 @@ class CoreStatistics:
 
     @property
     def wakeups(self) -> int:
-        """Times that the IO thread looked at its sockets."""
-
-    @property
-    def moves_over(self) -> int:
-        """
-        Times that the IO thread left the processor of a peer on this host, while blocks flowed.
-        """
+        """Times that the event loop looked at its sockets, or slept on them."""
 
     @property
     def connections(self) -> int: ...
@@ -1537,11 +1531,12 @@ class Core:
     nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). What happened is told through `fileno()` and `drain()`.
     """
 
-    def __init__(self, agent: AgentRef, limits: EndpointLimits, *, bind_host: str, bind_port: int, unix_path: str, ucx_library: str = '', ucx_tls: str = '', copy_threads: int = 0) -> None:
+    def __init__(self, agent: AgentRef, limits: EndpointLimits, *, bind_host: str, bind_port: int, unix_path: str, ucx_library: str = '', ucx_tls: str = '', copy_threads: int = 0, progress: str = 'thread') -> None:
         """
         `bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).
         `ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of
-        `mapped` and `cma`, 0: as processors are idle.
+        `mapped` and `cma`, 0: as processors are idle. `progress`: which threads run the event loop: "thread", the core's own alone; "caller",
+        also a thread that posts, drains or waits.
         """
 
     def start(self) -> None:
@@ -1575,20 +1570,14 @@ class Core:
 
     def drain(self) -> list[GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp | SessionRefused | CoreFailed]:
         """
-        What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. Where there is nothing, the
-        sockets are looked at by the caller itself: who polls need not wait for a thread to be woken.
+        What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. With progress "caller", and where
+        there is nothing, the calling thread looks at the sockets first.
         """
 
     def wait(self, timeout_ns: int) -> bool:
         """
-        Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. The caller's thread
-        does meanwhile what the core's own would do, so that nobody has to be woken.
-        """
-
-    def take(self, timeout_ns: int) -> list[GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp | SessionRefused | CoreFailed]:
-        """
-        `wait` and `drain` in one: what the caller's thread brings is told to nobody else, nor is `fileno()` readable for it. Where a signal's
-        handler raises, the next `drain` or `take` has it.
+        Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. With
+        progress "caller" the calling thread runs the event loop meanwhile, and the core's own thread is not woken by sockets.
         """
 
     def add_pool(self, info: PoolInfo, region: Region, segments: Sequence[tuple[int, int, int]]) -> None:

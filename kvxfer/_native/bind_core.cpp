@@ -11,7 +11,7 @@ namespace {
 using BlockArray = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using SegmentTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
 
-// More ids than this are copied without the GIL.
+// Longer lists are looked at without the GIL.
 constexpr size_t kSmallList = 256;
 
 IdList to_ids(const BlockArray& array) {
@@ -28,9 +28,6 @@ std::vector<Segment> to_segments(const std::vector<SegmentTuple>& tuples) {
   for (const auto& [offset, stride, length] : tuples) segments.push_back({offset, stride, length});
   return segments;
 }
-
-constexpr Nanos kLongWait = kMillisecond;          // for the GIL: another thread computes in Python, and keeps it for 5 ms at a time ...
-constexpr Nanos kCrowded = 1'000 * kMillisecond;  // ... as it will for so long
 
 template <class F>
 auto without_gil(F&& call) {
@@ -50,18 +47,12 @@ class PyCore {
     return without_gil([&] { return core_.shared().act(std::forward<F>(call)); });
   }
 
-  // What is asked of a peer (a post, a pull, a notification): `call(may_help)`. Who helps goes through the loop, where a peer's memory
-  // may have to be waited for, and gives the GIL away for it. Where that has cost a caller dear, the next ones keep it, and leave
-  // all of it to the core's thread.
+  // What is asked of a peer: a post or a pull of so many pieces, a notification. Where callers run the event loop, this call may
+  // copy and send, and does it without the GIL. Otherwise a small one only enters the endpoint, which takes microseconds, and
+  // keeps the GIL: to get it back from a thread that computes in Python can take 5 ms.
   template <class F>
-  uint64_t ask(F&& call) {
-    if (monotonic_now() < crowded_until_.load(std::memory_order_relaxed)) return call(false);
-    std::optional<nb::gil_scoped_release> away(std::in_place);
-    const uint64_t got = call(true);
-    const Nanos done = monotonic_now();
-    away.reset();
-    if (const Nanos now = monotonic_now(); now - done > kLongWait) crowded_until_.store(now + kCrowded, std::memory_order_relaxed);
-    return got;
+  auto ask(size_t pieces, F&& call) {
+    return core_.is_run_by_callers() || pieces > kSmallList ? without_gil(std::forward<F>(call)) : call();
   }
 
   void add_foreign_pool(const PoolInfo& info, uint64_t address, uint64_t bytes, nb::object owner, const std::vector<SegmentTuple>& segments,
@@ -88,13 +79,6 @@ class PyCore {
     const nb::object owner = std::move(found->second);  // its end may run anything, which finds it gone
     region_owners_.erase(found);
   }
-  // What was taken and is not with Python yet.
-  bool has_left() const { return !left_.empty(); }
-  void leave(std::vector<OwnerEvent> events) {
-    if (left_.empty()) return left_.swap(events);
-    left_.insert(left_.end(), std::make_move_iterator(events.begin()), std::make_move_iterator(events.end()));
-  }
-  std::vector<OwnerEvent> take_left() { return std::exchange(left_, {}); }
   void close() {
     without_gil([&] { core_.close(); });
     const std::map<uint32_t, nb::object> owners = std::exchange(owners_, {});  // whatever their end runs finds them gone
@@ -107,8 +91,6 @@ class PyCore {
  private:
   Core core_;
   std::map<uint32_t, nb::object> owners_, region_owners_;
-  std::vector<OwnerEvent> left_;  // under the GIL
-  std::atomic<Nanos> crowded_until_{0};
 };
 
 // Some pieces of ranges, in order, as they are posted again and again: copied out of Python's arrays once.
@@ -153,7 +135,7 @@ void bind_events(nb::module_& m) {
 struct CoreStatistics {
   uint64_t bytes_mapped, bytes_cma, bytes_ucx, bytes_streamed_in, bytes_streamed_out, bytes_spliced_out, bytes_discarded;
   uint64_t runs_mapped, runs_cma, calls_cma, gets_ucx, gets_ucx_most, runs_streamed_out, calls_streamed_out;
-  uint64_t frames_in, frames_out, wakeups, moves_over;
+  uint64_t frames_in, frames_out, wakeups;
   uint64_t connections, sessions_tcp, sessions_unix, sessions_refused, sessions_ended, dials, dials_failed;
   uint64_t mappings, mappings_refused, checksum_failures;
 };
@@ -177,8 +159,7 @@ void bind_statistics(nb::module_& m) {
       .def_ro("calls_streamed_out", &S::calls_streamed_out, "System calls that offered them.")
       .def_ro("frames_in", &S::frames_in)
       .def_ro("frames_out", &S::frames_out)
-      .def_ro("wakeups", &S::wakeups, "Times that the IO thread looked at its sockets.")
-      .def_ro("moves_over", &S::moves_over, "Times that the IO thread left the processor of a peer on this host, while blocks flowed.")
+      .def_ro("wakeups", &S::wakeups, "Times that the event loop looked at its sockets, or slept on them.")
       .def_ro("connections", &S::connections)
       .def_ro("sessions_tcp", &S::sessions_tcp)
       .def_ro("sessions_unix", &S::sessions_unix)
@@ -196,7 +177,7 @@ CoreStatistics snapshot(PyCore& self) {
   return {s.bytes_mapped.get(),      s.bytes_cma.get(),   s.bytes_ucx.get(),     s.bytes_streamed_in.get(), s.bytes_streamed_out.get(),
           s.bytes_spliced_out.get(), s.bytes_discarded.get(),   s.runs_mapped.get(),
           s.runs_cma.get(),          s.calls_cma.get(),   s.gets_ucx.get(),      s.gets_ucx_most.get(),     s.runs_streamed_out.get(),
-          s.calls_streamed_out.get(), s.frames_in.get(),   s.frames_out.get(),    s.wakeups.get(),           s.moves_over.get(),
+          s.calls_streamed_out.get(), s.frames_in.get(),   s.frames_out.get(),    s.wakeups.get(),
           s.connections.get(),       s.sessions_tcp.get(),      s.sessions_unix.get(), s.sessions_refused.get(), s.sessions_ended.get(), s.dials.get(),         s.dials_failed.get(),
           s.mappings.get(),          s.mappings_refused.get(), s.checksum_failures.get()};
 }
@@ -226,13 +207,19 @@ void bind_region(nb::module_& m) {
       .def("fileno", [](const PyRegion& r) { return r.region->fd(); }, "The memfd, which stays the region's: for a look from another process.");
 }
 
+ProgressMode to_progress(const std::string& word) {
+  if (word == "thread") return ProgressMode::Thread;
+  if (word == "caller") return ProgressMode::Caller;
+  throw Error(Code::invalid_argument, "progress is \"thread\" or \"caller\", not \"" + word + "\"");
+}
+
 // From now, at most an hour.
 Nanos in_time(uint64_t timeout_ns) { return monotonic_now() + static_cast<Nanos>(std::min<uint64_t>(timeout_ns, 3'600'000'000'000)); }
 
 // What many posts have in common; the core outlives it.
 struct PyPreparedPost {
   PyCore& core;
-  void (Core::*method)(PostSpec, bool may_help);
+  void (Core::*method)(PostSpec);
   PostSpec common;
 
   void start(const TransferId& id, Nanos timeout_ns, const std::optional<nb::bytes>& notification, bool wants_sums) const {
@@ -241,7 +228,7 @@ struct PyPreparedPost {
     spec.deadline = monotonic_now() + std::min(timeout_ns, kNever / 2);
     spec.wants_sums = wants_sums;
     if (notification) spec.notification = std::string(view(*notification));
-    core.ask([&](bool may_help) { return (core.core().*method)(std::move(spec), may_help), 0; });
+    core.ask(common.local.count(), [&] { (core.core().*method)(std::move(spec)); });
   }
 };
 
@@ -269,15 +256,17 @@ void bind_core_class(nb::module_& m) {
                      "nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). What happened is told through `fileno()` and `drain()`.")
       .def("__init__",
            [](PyCore* self, AgentRef agent, EndpointLimits limits, std::string bind_host, uint16_t bind_port, std::string unix_path,
-              std::string ucx_library, std::string ucx_tls, unsigned copy_threads) {
-             CoreOptions options{std::move(bind_host), bind_port, std::move(unix_path), {std::move(ucx_library), std::move(ucx_tls)}, copy_threads};
+              std::string ucx_library, std::string ucx_tls, unsigned copy_threads, const std::string& progress) {
+             CoreOptions options{std::move(bind_host), bind_port, std::move(unix_path), {std::move(ucx_library), std::move(ucx_tls)}, copy_threads, to_progress(progress)};
              without_gil([&] { new (self) PyCore(std::move(agent), limits, std::move(options)); });
            },
            nb::arg("agent"), nb::arg("limits"), nb::kw_only(), nb::arg("bind_host"), nb::arg("bind_port"), nb::arg("unix_path"),
            nb::arg("ucx_library") = "", nb::arg("ucx_tls") = "", nb::arg("copy_threads") = 0,
+           nb::arg("progress") = "thread",
            "`bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).\n"
            "`ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of\n"
-           "`mapped` and `cma`, 0: as processors are idle.")
+           "`mapped` and `cma`, 0: as processors are idle. `progress`: which threads run the event loop: \"thread\", the core's own alone; \"caller\",\n"
+           "also a thread that posts, drains or waits.")
       .def("start", [](PyCore& self) { without_gil([&] { self.core().start(); }); }, "Listen and start the thread. Raises TransportError where a socket cannot be bound.")
       .def("close", &PyCore::close, "Drop every session and join the thread. Idempotent; afterwards only `drain` and what merely looks may be called.")
       .def_prop_ro("agent", [](PyCore& self) { return self.core().shared().look([](const Endpoint& e) { return e.self(); }); })
@@ -289,30 +278,19 @@ void bind_core_class(nb::module_& m) {
       .def("drain",
            [](PyCore& self) -> std::vector<OwnerEvent> {
              self.core().shared().check_process();
-             if (self.has_left()) return self.take_left();
-             SharedEndpoint& shared = self.core().shared();
-             return shared.has_events() ? shared.take_events() : without_gil([&] { return self.core().drain(); });
+             const bool runs_loop = self.core().is_run_by_callers() && !self.core().shared().has_events();
+             return runs_loop ? without_gil([&] { return self.core().drain(); }) : self.core().drain();
            },
-           "What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. Where there is nothing, the\n"
-           "sockets are looked at by the caller itself: who polls need not wait for a thread to be woken.")
+           "What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. With progress \"caller\", and where\n"
+           "there is nothing, the calling thread looks at the sockets first.")
       .def("wait",
            [](PyCore& self, uint64_t timeout_ns) {
              self.core().shared().check_process();
-             return self.has_left() || without_gil([&] { return self.core().wait(in_time(timeout_ns)); });
+             return without_gil([&] { return self.core().wait(in_time(timeout_ns)); });
            },
            nb::arg("timeout_ns"),
-           "Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. The caller's thread\n"
-           "does meanwhile what the core's own would do, so that nobody has to be woken.")
-      .def("take",
-           [](PyCore& self, uint64_t timeout_ns) {
-             self.core().shared().check_process();
-             if (!self.has_left()) self.leave(without_gil([&] { return self.core().take(in_time(timeout_ns)); }));
-             if (PyErr_CheckSignals() != 0) throw nb::python_error();
-             return self.take_left();
-           },
-           nb::arg("timeout_ns"),
-           "`wait` and `drain` in one: what the caller's thread brings is told to nobody else, nor is `fileno()` readable for it. Where a signal's\n"
-           "handler raises, the next `drain` or `take` has it.")
+           "Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. With\n"
+           "progress \"caller\" the calling thread runs the event loop meanwhile, and the core's own thread is not woken by sockets.")
       .def("add_pool",
            [](PyCore& self, const PoolInfo& info, const PyRegion& region, const std::vector<SegmentTuple>& segments) {
              without_gil([&] { self.core().add_pool(info, region.region, to_segments(segments)); });
@@ -432,7 +410,7 @@ void bind_core_class(nb::module_& m) {
              spec.granted_ns = granted_ns;
              spec.content = content;
              spec.wants_sums = wants_sums;
-             self.ask([&](bool may_help) { return self.core().pull(pool, std::move(spec), may_help), 0; });
+             self.ask(blocks.size(), [&] { self.core().pull(pool, std::move(spec)); });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0, nb::arg("lanes"),
            nb::arg("deadline_ns") = kNever, nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false, nb::arg("count") = 0, nb::arg("granted_ns") = 0,
@@ -469,7 +447,7 @@ void bind_core_class(nb::module_& m) {
       .def("notify",
            [](PyCore& self, const AgentRef& to, const nb::bytes& payload) {
              std::string text(view(payload));
-             return self.ask([&](bool may_help) { return self.core().notify(to, std::move(text), may_help); });
+             return self.ask(1, [&] { return self.core().notify(to, std::move(text)); });
            },
            nb::arg("to"), nb::arg("payload"), "Returns the notification's number, which NotifDelivered or NotifFailed will name.")
       .def("hold_notifications", [](PyCore& self, size_t bytes) { self.core().shared().hold_notifications(bytes); }, nb::arg("bytes"),

@@ -381,9 +381,9 @@ class Agent(RegisteredMemory):
         return PullOrder(*what, as_content(content), pool.checks)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait a moment, at most so long, for news of any kind, and do the transport's work meanwhile, so that nobody
-        has to be woken for it; whose ``on_ended`` is due is told. On a thread that is not the loop's. Raises Closed,
-        InvalidArgument on the loop, or what broke the agent."""
+        """Wait for news of any kind, at most so long and 5 ms, on a thread that is not the loop's; calls ``on_ended``
+        of transfers that ended. With ``AgentConfig.progress`` "caller" this thread moves bytes meanwhile. Raises
+        Closed, InvalidArgument on the loop, or what broke the agent."""
         self._open().wait(timeout_s)
 
     def give_up(self, transfer_id: TransferId, source: str) -> None:

@@ -68,7 +68,7 @@ class Life:
         """See :meth:`Agent.wait`."""
         if self.pulls.is_on_loop:
             raise InvalidArgument("the agent's own loop has to await; only another thread may wait in place")
-        self.pump.take(timeout_s, lambda event: isinstance(event, _OF_TRANSFERS) and self.pulls.handle(event))
+        self.pump.wait(timeout_s, lambda event: isinstance(event, _OF_TRANSFERS) and self.pulls.handle(event))
 
     async def close(self, error: KvxferError) -> None:
         """End: what is open ends with ``error``, grants are revoked, what is under way drains, at most CLOSE_S."""

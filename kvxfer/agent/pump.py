@@ -1,29 +1,23 @@
 """Brings the transport's events to the asyncio loop: in batches, in order, each batch in one pass. Decides nothing
 about an event; must never let one bad handler keep the others from theirs.
 
-Another thread may take events too, where it waits for one itself: what is not for it goes on to the loop.
+A thread that is not the loop's may wait for events too. It handles those that are its own, and the loop the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from kvxfer._native import _core
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.transport.base import Event, Transport
 
-TAKE_MAX_S = 0.5e-3
-"""How long another thread keeps the loop from its events where it waits for its own; to the transport, which finishes
-what it is at and may sleep by the millisecond, that is a wish."""
-
-ASIDE_S = 0.1e-3
-"""How long it stands aside for a loop that waits to be let at them."""
+MOMENT_S = 5e-3
+"""The longest that one call waits: the loop may have handled what that thread waits for just before the call."""
 
 
 class EventPump:
@@ -36,19 +30,18 @@ class EventPump:
         on_failure: Callable[[KvxferError], None],
         on_drained: Callable[[], None],
     ) -> None:
-        """``on_failure`` is told once, if the transport broke; the pump has stopped then. ``on_drained`` comes after
-        each batch."""
+        """``on_failure`` is called once, if the transport broke; the pump has stopped then. ``on_drained`` is called
+        after each batch."""
         self._transport = transport
         self._on_event = on_event
         self._on_failure = on_failure
         self._on_drained = on_drained
         self._lock = threading.RLock()
         """Held while events are taken and handled: they keep their order."""
-        self._is_asked = self._is_told = False
-        """The loop waits for the lock, which whoever takes and takes would not leave to it; the loop was told that some
-        events are left."""
         self._left: collections.deque[Event] = collections.deque()
-        """Taken by another thread, and not for it."""
+        """Taken, and not handled yet: the loop's."""
+        self._is_told = False
+        """Whether the loop was told that some are left."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fileno = -1
 
@@ -63,14 +56,14 @@ class EventPump:
 
     def stop(self) -> None:
         """Callable twice; must come before the transport is closed."""
-        with self._turn():
+        with self._lock:
             if self._loop is not None:
                 self._loop.remove_reader(self._fileno)
                 self._loop = None
 
     def drain(self) -> None:
-        """Handle what waits now. On the loop."""
-        with self._turn():
+        """Take what there is, and handle it. On the loop."""
+        with self._lock:
             if self._loop is None:
                 return
             try:
@@ -80,30 +73,34 @@ class EventPump:
                 return
             self._handle_left()
 
-    def take(self, timeout_s: float, take: Callable[[Event], bool]) -> None:
-        """Wait for events, at most so long and TAKE_MAX_S, on a thread that is not the loop's; the loop gets those that
-        ``take(event)`` does not want. While the loop is at its events there is nothing to take, and at most as long is
-        waited for it."""
-        timeout_s = min(max(timeout_s, 0.0), TAKE_MAX_S)
-        if self._is_asked:
-            time.sleep(min(timeout_s, ASIDE_S))
+    def wait(self, timeout_s: float, take: Callable[[Event], bool]) -> None:
+        """On a thread that is not the loop's: wait for news, at most so long and MOMENT_S, and take what there is. The
+        loop gets the events that ``take(event)`` does not want. Where the loop is handling events, this waits for it,
+        at most as long again."""
+        timeout_s = min(max(timeout_s, 0.0), MOMENT_S)
+        loop = self._loop
+        if loop is None:
+            return
+        try:
+            if timeout_s > 0:
+                self._transport.wait(timeout_s)
+        except Exception as error:
+            loop.call_soon_threadsafe(self._fail, error)
+            return
         if not self._lock.acquire(timeout=timeout_s):
             return
         try:
             if self._loop is not None:
-                self._take(self._loop, timeout_s, take)
+                self._hand_out(self._loop, take)
         finally:
             self._lock.release()
 
-    def _take(self, loop: asyncio.AbstractEventLoop, timeout_s: float, take: Callable[[Event], bool]) -> None:
+    def _hand_out(self, loop: asyncio.AbstractEventLoop, take: Callable[[Event], bool]) -> None:
         try:
-            events = self._transport.take(timeout_s) if timeout_s > 0 else self._transport.drain()
+            events = self._transport.drain()
         except Exception as error:
             loop.call_soon_threadsafe(self._fail, error)
             return
-        except BaseException:  # a signal's handler raised: what was taken waits in the transport
-            loop.call_soon_threadsafe(self.drain)
-            raise
         rest = collections.deque(events)
         try:
             while rest:
@@ -121,16 +118,8 @@ class EventPump:
                 self._is_told = True
                 loop.call_soon_threadsafe(self._handle_left)
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """The loop's, at the events."""
-        self._is_asked = True
-        with self._lock:
-            self._is_asked = False
-            yield
-
     def _handle_left(self) -> None:
-        with self._turn():
+        with self._lock:
             self._is_told = False
             while self._left and self._loop is not None:
                 event = self._left.popleft()

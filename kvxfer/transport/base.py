@@ -3,7 +3,8 @@
 It decides the words of that conversation and nothing else; it must never know sockets, asyncio or a coordinator. A
 transport owns the machines of one agent (sessions, grants, transfers, notifications) and performs what they ask for.
 It is thread-safe; its calls return at once, and what happens later comes out of :meth:`Transport.drain` as the
-machines' own events, in order. Whoever waits for events waits for :meth:`Transport.fileno` to become readable.
+machines' own events, in order. A program waits for them in :meth:`Transport.wait`, or for :meth:`Transport.fileno` to
+become readable.
 """
 
 from __future__ import annotations
@@ -129,13 +130,8 @@ class Transport(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until :meth:`drain` has more to give than progress, at most so long; whether it has anything. A signal
-        may end it early."""
-        ...
-
-    def take(self, timeout_s: float) -> list[Event]:
-        """:meth:`wait` and :meth:`drain` in one; the descriptor need not become readable for what is taken so. Where a
-        signal's handler raises out of it, the next :meth:`drain` has what was there."""
+        """Sleep until :meth:`drain` has more to give than progress, at most so long; whether it has anything. Another
+        thread may have taken it by then. A signal may end it early."""
         ...
 
     def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:

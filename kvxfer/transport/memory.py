@@ -128,9 +128,6 @@ class MemoryTransport:
     def wait(self, timeout_s: float) -> bool:
         return bool(select.select([self.fileno()], [], [], max(0.0, timeout_s))[0])
 
-    def take(self, timeout_s: float) -> list[Event]:
-        return self.drain() if self.wait(timeout_s) else []
-
     def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
         with self._open() as endpoint:
             memory = BlockMemory(pool, region, segments)

@@ -1,4 +1,4 @@
-"""The native core as a transport: sockets, mappings and machines on one native thread.
+"""The native core as a transport: sockets, mappings and machines behind one event loop.
 
 It decides where an agent listens (address, port, socket file) and how that is written down for peers; it must never
 know membership, futures or what a transfer is for.
@@ -118,6 +118,7 @@ class NativeBinding:
             ucx_library=self._ucx[0],
             ucx_tls=self._ucx[1],
             copy_threads=config.copy_threads,
+            progress=str(config.progress),
         )
         core.start()
         if self._held is not None:
@@ -164,7 +165,7 @@ class NativeTransport:
     def __init__(self, core: _core.Core, ref: AgentRef, binding: NativeBinding) -> None:
         """Takes a started core and what it is bound to over; both end with :meth:`close`."""
         self.core = core
-        self.drain: Callable[[], list[Event]] = core.drain  # polled without end: one call less each time
+        self.drain: Callable[[], list[Event]] = core.drain  # a program polls it in a loop: one call less each time
         self._ref = ref
         self._binding = binding
         self._is_closed = False
@@ -187,9 +188,6 @@ class NativeTransport:
 
     def wait(self, timeout_s: float) -> bool:
         return self.core.wait(max(0, round(timeout_s * NS_PER_S)))
-
-    def take(self, timeout_s: float) -> list[Event]:
-        return self.core.take(max(0, round(timeout_s * NS_PER_S)))
 
     def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
         check_segments(

@@ -102,7 +102,8 @@ async def test_what_a_thread_took_and_could_not_handle_comes_to_the_loop(
 ) -> None:
     pump, handled = pair[1]._life.pump, []
     monkeypatch.setattr(pump, "_on_event", handled.append)
-    monkeypatch.setattr(pump, "_transport", SimpleNamespace(take=lambda _: ["first", "second", "third"]))
+    events = ["first", "second", "third"]
+    monkeypatch.setattr(pump, "_transport", SimpleNamespace(wait=lambda _: True, drain=lambda: events))
 
     def take(event: str) -> bool:
         if event == "second":
@@ -110,23 +111,42 @@ async def test_what_a_thread_took_and_could_not_handle_comes_to_the_loop(
         return False
 
     with pytest.raises(KeyboardInterrupt):
-        pump.take(0.01, take)
+        pump.wait(0.01, take)
     await asyncio.sleep(0)
     assert handled == ["first", "third"]
 
 
-async def test_what_was_taken_when_a_signal_came_comes_to_the_loop(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_came_when_a_signal_ended_a_wait_stays_for_the_loop(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pump, handled = pair[1]._life.pump, []
 
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pump, "_on_event", handled.append)
-    monkeypatch.setattr(pump, "_transport", SimpleNamespace(take=interrupted, drain=lambda: ["first"]))
+    monkeypatch.setattr(pump, "_transport", SimpleNamespace(wait=interrupted, drain=lambda: ["first"]))
     with pytest.raises(KeyboardInterrupt):
-        pump.take(0.01, lambda _: True)
-    await asyncio.sleep(0)
+        pump.wait(0.01, lambda _: True)
+    assert handled == []
+    pump.drain()
     assert handled == ["first"]
+
+
+async def test_wait_of_a_broken_transport_ends_the_agent_on_its_loop(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pump, failures = pair[1]._life.pump, []
+
+    def broken(_: float) -> bool:
+        raise ValueError("no such descriptor")
+
+    monkeypatch.setattr(pump, "_on_failure", failures.append)
+    monkeypatch.setattr(pump, "_transport", SimpleNamespace(wait=broken))
+    await asyncio.to_thread(pump.wait, 0.01, lambda _: True)
+    await asyncio.sleep(0)
+    assert [str(failure) for failure in failures] == ["the native core broke: ValueError('no such descriptor')"]
+    assert not pump.is_running
 
 
 @pytest.mark.parametrize("pair", ["sockets"], indirect=True)  # a memory network moves with its loop

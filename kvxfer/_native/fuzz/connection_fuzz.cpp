@@ -9,7 +9,7 @@
 #include <csignal>
 #include <utility>
 
-#include "io/io_thread.hpp"
+#include "io/event_loop.hpp"
 #include "io/sockets.hpp"
 #include "frame_maker.hpp"
 #include "lanes/stream.hpp"
@@ -81,7 +81,7 @@ class World {
  public:
   explicit World(Input& in) : in_(in), limits_(limits_of(in)), shared_(kSelf, limits_) {
     Fd tcp = listen_nameless(addresses_[0], address_bytes_[0]), local = listen_nameless(addresses_[1], address_bytes_[1]);
-    io_ = std::make_unique<IoThread>(shared_, statistics_, limits_, tools(), turn_, std::move(tcp), std::move(local));
+    loop_ = std::make_unique<EventLoop>(shared_, statistics_, limits_, tools(), ProgressMode::Caller, mutex_, std::move(tcp), std::move(local));
     const uint64_t half = kBlockBytes / 2;
     Layout layout{pool_.data(), {{0, half, half}, {half * kBlockCount, half, half}}, nullptr, nullptr};
     const PoolInfo info{kPool, kBlockCount, kBlockBytes, {}, false, in.flag(), in.flag()};
@@ -122,9 +122,9 @@ class World {
     lines_.clear();
     step();
     shared_.shut("");
-    io_->run();
+    loop_->run();
     check(!shared_.has_failed(), "the loop failed");
-    io_.reset();
+    loop_.reset();
     take_events();
     const auto is_untouched = [](const std::vector<uint8_t>& bytes) { return std::all_of(bytes.begin(), bytes.end(), [](uint8_t b) { return b == kUntouched; }); };
     check(is_untouched(regions_[kReadOnly - kRegionFirst]), "a peer changed memory that it may only read");
@@ -147,8 +147,8 @@ class World {
 
   void step() {
     accept_dialed();
-    io_->help(false);
-    io_->help(true);
+    loop_->progress(false);
+    loop_->progress(true);
     check(!shared_.has_failed(), "the loop failed");
     take_events();
   }
@@ -334,10 +334,10 @@ class World {
   std::vector<uint8_t> regions_[kRegionCount];
   SharedEndpoint shared_;
   Statistics statistics_;
-  LoopTurn turn_;
+  std::mutex mutex_;
   sockaddr_un addresses_[2];
   socklen_t address_bytes_[2];
-  std::unique_ptr<IoThread> io_;
+  std::unique_ptr<EventLoop> loop_;
   FrameMaker maker_;
   OwnerBook book_;
   std::set<uint32_t> pulled_;  // blocks

@@ -38,7 +38,6 @@ Connection::~Connection() {
 // --- in ---
 
 void Connection::receive(size_t budget) {
-  if (is_near_ && kind_ == SessionKind::Tcp) asker_.heard(fd(), monotonic_now());
   if (is_paused_ && !must_wait()) take_frames();
   while (budget != 0 && !must_wait()) {
     const bool is_frames = !is_closing() && decoder_.payload_pending() == 0;
@@ -336,7 +335,6 @@ void Connection::flush(size_t budget) {
       });
       finished.clear();
     }
-    if (is_near_ && outbox_.sent_last() != 0) asker_.said(monotonic_now());
     if (!can_more) break;
     budget -= std::min(budget, outbox_.sent_last());
   }
@@ -346,10 +344,10 @@ void Connection::flush(size_t budget) {
   }
 }
 
-void Connection::let_go() {
-  if (!outbox_.is_held()) return;
+void Connection::uncork() {
+  if (!outbox_.is_corked()) return;
   send_at_once(fd_.get());
-  outbox_.let_go();
+  outbox_.uncork();
 }
 
 void Connection::begin_close(Nanos close_at) {

@@ -1,5 +1,5 @@
-// One connection: its socket, what waits to go out, what comes in, and the memory its peer lets us read. The IO thread alone
-// touches it. It turns bytes into events of the endpoint; what follows from them is the IO thread's to perform.
+// One connection: its socket, what waits to go out, what comes in, and the memory its peer lets us read. Only the thread that
+// runs the event loop touches it. It turns bytes into events of the endpoint; the event loop performs what follows from them.
 //
 // While blocks come in, each read from the socket is vectored into the blocks themselves with room behind them for the
 // header of the frame that follows, so that a chunk costs no extra call.
@@ -11,7 +11,6 @@
 #include "lanes/cma.hpp"
 #include "lanes/read_job.hpp"
 #include "outbox.hpp"
-#include "lanes/processors.hpp"
 #include "sockets.hpp"
 
 namespace kvxfer {
@@ -35,16 +34,11 @@ class Connection {
   void receive(size_t budget);
   // Whether nothing more is taken from the socket until a device has taken what came for it.
   bool is_paused() const { return is_paused_; }
-  // The peer is under this kernel.
-  bool is_near() const { return is_near_; }
-  const Asker& asker() const { return asker_; }
-  // Blocks come in from such a one.
-  bool is_landing_from_near() const { return landing_ != nullptr && is_near_ && !is_paused_; }
   // Writes what the kernel takes, about `budget` bytes. Throws Error(transport).
   void flush(size_t budget);
-  bool is_held() const { return outbox_.is_held(); }
-  // Has the kernel send what it holds.
-  void let_go();
+  bool is_corked() const { return outbox_.is_corked(); }
+  // Has the kernel send what it holds back.
+  void uncork();
   // Lets the peer read our pool or region `id` by `lane`, or says why it cannot; once a session.
   void send_map(uint32_t id, Lane lane);
   void send_data(SendData data, OwnMemory memory);
@@ -115,7 +109,6 @@ class Connection {
   bool is_shut_down_ = false;
   bool is_paused_ = false;
   bool is_near_ = false;                    // the peer is under the same kernel
-  Asker asker_;                             // where it is
   Nanos close_at_ = 0;
 };
 

@@ -1,6 +1,5 @@
 #include "core.hpp"
 
-#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <sys/random.h>
@@ -12,9 +11,7 @@
 namespace kvxfer {
 namespace {
 
-constexpr Nanos kAside = 5'000'000;  // another thread that waits may take the events that would end this wait
-constexpr Nanos kLate = 50'000;     // who has polled in vain for so long yields; most answers to a small post are there sooner
-constexpr uint32_t kSmallPost = 1024;  // pieces; larger ones leave the sending to the IO thread
+constexpr uint32_t kSmallPost = 1024;  // pieces; larger posts leave the sending to the IO thread
 
 EndpointLimits checked(EndpointLimits limits) {
   if (limits.notification_bytes_max > kNotificationMax) {
@@ -29,20 +26,10 @@ EndpointLimits checked(EndpointLimits limits) {
 
 std::shared_ptr<cuda::Context> context_of(int device) { return device < 0 ? nullptr : cuda::Context::of(device); }
 
-// Drawn many at a time: to ask the kernel for each is a tenth of what a post takes here. A forked child draws its own.
 uint64_t random_seed() {
-  thread_local struct {
-    pid_t owner = 0;
-    size_t left = 0;
-    std::array<uint64_t, 32> drawn;
-  } seeds;
-  if (seeds.left == 0 || seeds.owner != this_process()) {
-    constexpr ssize_t bytes = sizeof seeds.drawn;  // not more than 256: all of it or nothing
-    if (::getrandom(seeds.drawn.data(), bytes, 0) != bytes) throw Error(Code::internal, errno_text("getrandom"));
-    seeds.left = seeds.drawn.size();
-    seeds.owner = this_process();
-  }
-  return std::exchange(seeds.drawn[--seeds.left], 0);
+  uint64_t seed;
+  if (::getrandom(&seed, sizeof seed, 0) != sizeof seed) throw Error(Code::internal, errno_text("getrandom"));
+  return seed;
 }
 
 }  // namespace
@@ -89,22 +76,22 @@ void Core::start() {
   } catch (const Error& error) {
     ucx_obstacle_ = error.what();
   }
-  auto io = std::make_unique<IoThread>(shared_, statistics_, limits_, std::move(tools), turn_, std::move(tcp), std::move(local));
+  auto loop = std::make_unique<EventLoop>(shared_, statistics_, limits_, std::move(tools), options_.progress, loop_mutex_, std::move(tcp), std::move(local));
   tcp_port_ = port;
   {
-    std::lock_guard turn(turn_.mutex);
-    io_ = std::move(io);
+    std::lock_guard lock(loop_mutex_);
+    loop_ = std::move(loop);
   }
 
   try {
     const NoSignals inherited;
     thread_ = std::thread([this] {
       ::pthread_setname_np(::pthread_self(), "kvxfer-io");
-      io_->run();
+      loop_->run();
     });
   } catch (const std::system_error& error) {
-    std::lock_guard turn(turn_.mutex);
-    io_.reset();
+    std::lock_guard lock(loop_mutex_);
+    loop_.reset();
     throw Error(Code::limit_exceeded, std::string("no thread can be had: ") + error.what());
   }
 }
@@ -112,7 +99,7 @@ void Core::start() {
 void Core::close() {
   if (owner_ != this_process()) {  // no lock: a thread that is not here may have held it
     if (thread_.joinable()) thread_.detach();
-    static_cast<void>(io_.release());
+    static_cast<void>(loop_.release());
     new auto(ucx_);
     shared_.leak_memory();
     return;
@@ -121,80 +108,35 @@ void Core::close() {
   shared_.shut("");
   if (thread_.joinable()) thread_.join();
   {
-    std::lock_guard turn(turn_.mutex);  // who still helps
-    io_.reset();
+    std::lock_guard lock(loop_mutex_);  // a caller may still do a round
+    loop_.reset();
   }
   if (is_bound_) ::unlink(options_.unix_path.c_str());
   is_bound_ = false;
 }
 
-bool Core::help() {
-  if (owner_ != this_process()) return false;  // sockets and epoll are the parent's
-  const std::unique_lock turn(turn_.mutex, std::try_to_lock);
-  if (!turn || !io_) return false;
-  return io_->help(false);
+// One round of the event loop on this thread. Returns false where this thread may not run it, or another thread does.
+bool Core::progress(bool looks) {
+  if (!is_run_by_callers() || owner_ != this_process()) return false;  // a forked child's sockets and epoll are the parent's
+  const std::unique_lock lock(loop_mutex_, std::try_to_lock);
+  return lock && loop_ && loop_->progress(looks);
 }
 
 std::vector<OwnerEvent> Core::drain() {
-  if (!shared_.has_events() && owner_ == this_process()) {
-    const std::unique_lock turn(turn_.mutex, std::try_to_lock);
-    if (turn && io_ && !turn_.is_driven) {
-      const SharedEndpoint::Quiet quiet(shared_);
-      io_->help(true);
-      if (shared_.has_events()) return news();
-    }
-  }
-  if (!shared_.has_events() && !shared_.owes_signal()) {
-    polled_in_vain();
-    return {};
-  }
-  return news();
-}
-
-std::vector<OwnerEvent> Core::news() {
-  vain_at_.store(0, std::memory_order_relaxed);
-  return shared_.take_events();
-}
-
-// Who polls never sleeps, and whoever is to answer may have been put on his processor: it would wait for a tick of the clock.
-void Core::polled_in_vain() {
-  const Nanos now = monotonic_now();
-  if (now - vain_at_.load(std::memory_order_relaxed) > IoThread::kPollPause) vain_since_.store(now, std::memory_order_relaxed);
-  const bool is_late = now - vain_since_.load(std::memory_order_relaxed) > kLate;
-  if (is_late) ::sched_yield();
-  vain_at_.store(is_late ? monotonic_now() : now, std::memory_order_relaxed);
-}
-
-// `taken`, where it is given and nobody else drives, gets what there is when the drive ends.
-bool Core::drive(Nanos until, std::vector<OwnerEvent>* taken) {
-  if (owner_ != this_process() || turn_.is_driven) return false;
-  ++turn_.drivers;
-  std::unique_lock turn(turn_.mutex);
-  if (!io_) {
-    --turn_.drivers;
-    return false;
-  }
-  if (taken == nullptr || turn_.is_driven) return io_->drive(turn, until);
-  const SharedEndpoint::Quiet quiet(shared_);
-  io_->drive(turn, until);
-  *taken = shared_.take_events();  // before the thread can have the turn, which would signal what is still there
-  return true;
-}
-
-std::vector<OwnerEvent> Core::take(Nanos until) {
-  std::vector<OwnerEvent> taken;
-  if (drive(until, &taken)) return taken;
-  wait(until);
-  return shared_.take_events();
+  if (!shared_.has_events()) progress(true);
+  if (shared_.has_events() || shared_.owes_signal()) return shared_.take_events();
+  // A program that polls in a loop never sleeps, and the kernel may have put the thread that is to answer on its processor.
+  if (is_run_by_callers()) ::sched_yield();
+  return {};
 }
 
 bool Core::wait(Nanos until) {
-  if (drive(until, nullptr)) return shared_.has_events();
-  const Nanos left = std::min(until - monotonic_now(), kAside);
-  if (shared_.has_news() || left <= 0) return shared_.has_events();
-  pollfd look{shared_.event_fd(), POLLIN, 0};
-  const timespec timeout{left / 1'000'000'000, static_cast<long>(left % 1'000'000'000)};
-  return ::ppoll(&look, 1, &timeout, nullptr) > 0;
+  if (shared_.has_news()) return true;
+  if (is_run_by_callers() && owner_ == this_process()) {
+    std::unique_lock lock(loop_mutex_, std::try_to_lock);
+    if (lock && loop_ && !shared_.is_shut() && loop_->progress_until(lock, until)) return shared_.has_events();
+  }
+  return shared_.wait_for_news(until);
 }
 
 void Core::add_pool(const PoolInfo& info, std::shared_ptr<Region> region, std::vector<Segment> segments) {
@@ -238,7 +180,7 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
   const auto becoming = [&](const Endpoint& endpoint) { return endpoint.becoming_ready(id, blocks); };
   auto [pool, list] = shared_.look(becoming);
   std::vector<uint32_t> sums;
-  // The grant may end meanwhile, its pool may not go: who removes it waits.
+  // The grant may end meanwhile; its pool may not go: a thread that removes it waits.
   struct Looking {
     ~Looking() {
       if (number != 0) shared.gathers_ended({number});
@@ -261,31 +203,33 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
   });
 }
 
-void Core::pull(uint32_t pool, TransferSpec spec, bool may_help) {
+template <class F>
+void Core::act(bool is_small, F&& act) {
+  const bool must_wake = shared_.act_awake(std::forward<F>(act));
+  if (must_wake && !(is_small && progress(false))) shared_.wake();
+}
+
+void Core::pull(uint32_t pool, TransferSpec spec) {
   spec.nonce_seed = random_seed();
   const bool is_small = spec.blocks.size() <= kSmallPost;
-  const bool must_wake = shared_.act_awake([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.pull(pool, std::move(spec), now, out); });
-  if (must_wake && !(may_help && is_small && help())) shared_.wake();
+  act(is_small, [&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.pull(pool, std::move(spec), now, out); });
 }
 
-void Core::fetch(PostSpec spec, bool may_help) {
+void Core::fetch(PostSpec spec) {
   spec.nonce_seed = random_seed();
   const bool is_small = spec.local.count() <= kSmallPost;
-  const bool must_wake = shared_.act_awake([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.fetch(std::move(spec), now, out); });
-  if (must_wake && !(may_help && is_small && help())) shared_.wake();
+  act(is_small, [&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.fetch(std::move(spec), now, out); });
 }
 
-void Core::push(PostSpec spec, bool may_help) {
+void Core::push(PostSpec spec) {
   spec.nonce_seed = random_seed();
   const bool is_small = spec.local.count() <= kSmallPost;
-  const bool must_wake = shared_.act_awake([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.push(std::move(spec), now, out); });
-  if (must_wake && !(may_help && is_small && help())) shared_.wake();
+  act(is_small, [&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.push(std::move(spec), now, out); });
 }
 
-uint64_t Core::notify(const AgentRef& to, std::string payload, bool may_help) {
+uint64_t Core::notify(const AgentRef& to, std::string payload) {
   uint64_t seq = 0;
-  const bool must_wake = shared_.act_awake([&](Endpoint& endpoint, Nanos now, Effects& out) { seq = endpoint.notify(to, std::move(payload), now, out); });
-  if (must_wake && !(may_help && help())) shared_.wake();
+  act(true, [&](Endpoint& endpoint, Nanos now, Effects& out) { seq = endpoint.notify(to, std::move(payload), now, out); });
   return seq;
 }
 

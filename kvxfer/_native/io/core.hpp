@@ -1,9 +1,9 @@
-// One agent's native half: machines, sockets, pools, and the thread that joins them. Thread-safe; knows no Python.
+// One agent's native half: machines, sockets, pools, and the event loop that joins them. Thread-safe; knows no Python.
 #pragma once
 
 #include <thread>
 
-#include "io_thread.hpp"
+#include "event_loop.hpp"
 
 namespace kvxfer {
 
@@ -13,6 +13,7 @@ struct CoreOptions {
   std::string unix_path;       // empty: none
   UcxOptions ucx;
   unsigned copy_threads = 0;   // of `mapped` and `cma`, the IO thread being one of them; 0: as processors are idle
+  ProgressMode progress = ProgressMode::Thread;
 };
 
 class Core {
@@ -23,18 +24,16 @@ class Core {
   ~Core() { close(); }
 
   void start();
-  // Joins the thread. Idempotent; calls beside it wait for the same end. In a forked child, which has a copy of the memory
-  // and nothing else of the core, it leaves alone what is the parent's.
+  // Joins the thread. Idempotent; calls beside it wait for the same end. In a forked child, which has a copy of the memory and
+  // nothing else of the core, it leaves alone what is the parent's.
   void close();
-  // Where the IO loop is free and nobody drives it, does a small portion of its work on this thread. Returns whether it did.
-  bool help();
-  // Until the owner has more to take than progress, a signal came or it is `until`; does the loop's work meanwhile, unless
-  // another thread that waits does it. Returns whether there is anything to take.
+  // Sleeps until the owner has more to take than progress, a signal came or it is `until`; with ProgressMode::Caller this thread
+  // runs the event loop meanwhile, unless another thread does. Returns whether there is anything to take.
   bool wait(Nanos until);
-  // What there is, or what a look at the sockets by the caller's own thread brings, of which nobody else is told. Never waits.
+  // What there is to take. Never waits; with ProgressMode::Caller, and where there is nothing, this thread first does one round of
+  // the event loop, unless another thread runs it.
   std::vector<OwnerEvent> drain();
-  // As wait(), and takes what there is: of what the caller's own thread brings nobody else is told.
-  std::vector<OwnerEvent> take(Nanos until);
+  bool is_run_by_callers() const { return options_.progress == ProgressMode::Caller; }
 
   SharedEndpoint& shared() { return shared_; }
   const Statistics& statistics() const { return statistics_; }
@@ -50,20 +49,21 @@ class Core {
   void add_region(const RegionInfo& info, std::shared_ptr<Region> region, uint8_t* address, int device = -1);
   void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,
              const Bytes32& content);
-  // `may_help`: this thread may do what is to be done for it, where it is small. Otherwise none of these waits for a socket or a peer.
-  void pull(uint32_t pool, TransferSpec spec, bool may_help = true);
-  void fetch(PostSpec spec, bool may_help = true);
-  void push(PostSpec spec, bool may_help = true);
-  uint64_t notify(const AgentRef& to, std::string payload, bool may_help = true);
+  // Each returns at once, and none waits for a socket or a peer. With ProgressMode::Caller this thread does a round of the event loop
+  // for it, where it is small.
+  void pull(uint32_t pool, TransferSpec spec);
+  void fetch(PostSpec spec);
+  void push(PostSpec spec);
+  uint64_t notify(const AgentRef& to, std::string payload);
   // Tells the machines how far a grant's blocks are ready, with checksums of the new ones where their pool has checks:
   // taken here, on the caller's thread.
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete);
 
  private:
-  // Returns false where another thread drives, or nobody can. `taken`: see take().
-  bool drive(Nanos until, std::vector<OwnerEvent>* taken);
-  std::vector<OwnerEvent> news();
-  void polled_in_vain();
+  // Calls `act` on the endpoint, and sees to it that the event loop performs what follows from it.
+  template <class F>
+  void act(bool is_small, F&& act);
+  bool progress(bool looks);
   std::shared_ptr<UcxMemory> ucx_memory(uint8_t* address, uint64_t bytes, bool is_exposed, bool is_device = false) const;
 
   const EndpointLimits limits_;
@@ -73,11 +73,10 @@ class Core {
   std::shared_ptr<UcxContext> ucx_;
   std::string ucx_obstacle_;
   std::mutex lifetime_;  // start and close
-  LoopTurn turn_;
-  std::unique_ptr<IoThread> io_;
+  std::mutex loop_mutex_;
+  std::unique_ptr<EventLoop> loop_;
   std::thread thread_;
   std::atomic<uint16_t> tcp_port_{0};
-  std::atomic<Nanos> vain_at_{0}, vain_since_{0};  // polls that brought nothing: the last, and the first since news or a pause
   bool is_bound_ = false;
   const pid_t owner_ = this_process();
 };

@@ -125,7 +125,7 @@ void Outbox::give_up(OutgoingBlocks& payload, const std::string& text) {
 
 // As send(), of the first item's payload. Where its grant has ended, or its pages are not to be had, what is left goes out as
 // that of others does.
-bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_hold) {
+bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork) {
   OutgoingBlocks& payload = *items_.front().payload;
   Sending sending(shared);
   const bool is_looking = sending.begin(payload.frame.id, payload.serial);
@@ -133,7 +133,7 @@ bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& fin
     payload.is_lent = false;
     pipe_.reset();  // and what is held for a grant that has ended
     sending.end();
-    return send(fd, shared, finished, may_hold);
+    return send(fd, shared, finished, may_cork);
   }
   const size_t bytes = pipe_->held();
   const ssize_t sent = pipe_->drain(fd, items_.size() > 1 && bytes == payload.left);  // a frame follows
@@ -144,12 +144,12 @@ bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& fin
   return took(sent, error, bytes, false, finished);
 }
 
-bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_hold) {
+bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork) {
   sent_last_ = 0;
   is_waiting_ = false;
   if (items_.empty()) return false;
   if (const Item& first = items_.front(); first.payload && first.begin == first.bytes.size() && is_spliced(*first.payload)) {
-    return send_spliced(fd, shared, finished, may_hold);
+    return send_spliced(fd, shared, finished, may_cork);
   }
   iovec vectors[kIovecsMax];
   size_t count = 0, bytes = 0;
@@ -197,8 +197,8 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
     std::memcpy(CMSG_DATA(header), &passed_fd, sizeof passed_fd);
   }
   const OutgoingBlocks* const last = items_.back().payload.get();
-  may_hold = may_hold && last != nullptr && !last->frame.is_lent && bytes == frame_bytes_ + last->left + last->trailer_left;
-  const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_hold || is_more ? MSG_MORE : 0));
+  may_cork = may_cork && last != nullptr && !last->frame.is_lent && bytes == frame_bytes_ + last->left + last->trailer_left;
+  const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_cork || is_more ? MSG_MORE : 0));
   const int error = errno;
   // The kernel takes what comes before such a byte first: this call found it where the payload goes on.
   if (sent < 0 && error == EFAULT && looked != nullptr && !looked->has_ended) {
@@ -210,18 +210,18 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
     return true;
   }
   sending.end();
-  return took(sent, error, bytes, may_hold, finished);
+  return took(sent, error, bytes, may_cork, finished);
 }
 
 // After a system call that was to send `bytes`. Returns whether the kernel may take more now.
-bool Outbox::took(ssize_t sent, int error, size_t bytes, bool is_held, std::vector<Sent>& finished) {
+bool Outbox::took(ssize_t sent, int error, size_t bytes, bool is_corked, std::vector<Sent>& finished) {
   if (sent < 0) {
     if (error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS) return false;
     if (error == EINTR) return true;
     throw Error(Code::transport, errno_text("sending failed", error));
   }
   sent_last_ = static_cast<size_t>(sent);
-  is_held_ = is_held;
+  is_corked_ = is_corked;
   consume(sent_last_, finished);
   return sent_last_ == bytes && !items_.empty();
 }

@@ -49,14 +49,14 @@ class Outbox {
   void withdraw(SharedEndpoint& shared);  // some memory is not registered any more
 
   // One system call. Returns whether the kernel may take more now; what it took the last byte of is appended to `finished`.
-  // `may_hold`: over TCP, the end of a payload may wait in the kernel for what is sent next: the verdict, as a rule. See
-  // is_held(). Throws Error(transport).
-  bool send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_hold);
+  // `may_cork`: over TCP, the kernel may hold the end of a payload back (MSG_MORE) for what is sent next, usually the verdict.
+  // See is_corked(). Throws Error(transport).
+  bool send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork);
   // Payloads that were found unreadable since the last call: to be told before anything of them is.
   std::vector<Unreadable> take_unreadable() { return std::exchange(unreadable_, {}); }
   size_t sent_last() const { return sent_last_; }
-  bool is_held() const { return is_held_; }  // the kernel has all, and waits for more of it
-  void let_go() { is_held_ = false; }        // it was told not to wait
+  bool is_corked() const { return is_corked_; }  // the kernel has all, and waits for more of it
+  void uncork() { is_corked_ = false; }        // it was told not to wait
 
  private:
   struct Item {
@@ -68,8 +68,8 @@ class Outbox {
 
   bool is_spliced(const OutgoingBlocks& payload) const;
   bool fill_pipe(const OutgoingBlocks& payload);
-  bool send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_hold);
-  bool took(ssize_t sent, int error, size_t bytes, bool is_held, std::vector<Sent>& finished);
+  bool send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork);
+  bool took(ssize_t sent, int error, size_t bytes, bool is_corked, std::vector<Sent>& finished);
   void gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes);
   void give_up(OutgoingBlocks& payload, const std::string& text);
   void consume(size_t bytes, std::vector<Sent>& finished);
@@ -78,7 +78,7 @@ class Outbox {
   std::deque<Item> items_;
   size_t frame_bytes_ = 0;
   size_t sent_last_ = 0;
-  bool is_waiting_ = false, is_held_ = false;
+  bool is_waiting_ = false, is_corked_ = false;
   SplicePipes& pipes_;
   std::vector<Unreadable> unreadable_;
   std::unique_ptr<SplicePipe> pipe_;  // holds what is next of the first item's payload, or null

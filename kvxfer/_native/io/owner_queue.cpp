@@ -18,7 +18,7 @@ OwnerQueue::OwnerQueue() : fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!fd_) fail_errno(Code::limit_exceeded, "eventfd");
 }
 
-bool OwnerQueue::push(OwnerEvent event, Nanos now, bool is_quiet) {
+bool OwnerQueue::push(OwnerEvent event, Nanos now) {
   const auto* progress = std::get_if<TransferProgress>(&event);
   const bool is_progress = progress != nullptr;
   if (is_progress) {
@@ -36,8 +36,8 @@ bool OwnerQueue::push(OwnerEvent event, Nanos now, bool is_quiet) {
     events_.push_back(std::move(event));
   }
   if (is_signalled_) return false;
-  if (is_progress || is_quiet) {
-    due_ = std::min(due_, is_progress ? now + kProgressPeriod : now);
+  if (is_progress) {
+    due_ = std::min(due_, now + kProgressPeriod);
     return false;
   }
   due_ = kNever;

@@ -1,5 +1,5 @@
 // What the owner of a core is told, in order, through one eventfd. Not thread-safe: the shared endpoint's mutex guards it,
-// but for signal(), which is called after the mutex was let go, so that who wakes does not run into it.
+// but for signal(), which is called once the mutex was let go, so that the thread that wakes up does not run into it.
 #pragma once
 
 #include <unordered_map>
@@ -11,7 +11,7 @@
 namespace kvxfer {
 
 struct SessionRefused {  // a session that never came up
-  std::optional<AgentRef> peer;  // unknown where nobody had said who dials
+  std::optional<AgentRef> peer;  // unknown where the connection ended before its HELLO
   SessionKind kind;
   Code code;
   std::string text;
@@ -29,18 +29,17 @@ class OwnerQueue {
 
   int fd() const { return fd_.get(); }
   // Returns whether the owner is to be signalled now. Of a transfer's progress only the newest is kept, and where nothing
-  // else is there its signal waits until due(): an owner woken for every chunk takes the core that moves the bytes, and of a
-  // short transfer it hears but the end. Of one that is final too no progress is taken: its end says more. Of ended offers,
-  // which peers cause and nobody waits for, the oldest of too many are dropped.
-  // `is_quiet`: who pushes takes it next, and the signal is due only where it did not.
-  bool push(OwnerEvent event, Nanos now, bool is_quiet = false);
+  // else is there its signal waits until due(): an owner woken for every chunk takes the processor that moves the bytes, and of
+  // a short transfer it hears only the end. Of a transfer that is final no progress is taken: its end says more. Of ended
+  // offers, which peers cause and no thread waits for, the oldest of too many are dropped.
+  bool push(OwnerEvent event, Nanos now);
   Nanos due() const { return due_; }
   bool is_due(Nanos now);  // true once
   void signal();
   std::vector<OwnerEvent> take();
-  // What was taken is yet to be signalled: take() once more then.
+  // Events that were taken are yet to be signalled: take() once more then.
   bool owes_signal() const { return signals_owed_ != 0; }
-  // What notifications that nobody took yet weigh: their payload, and a little for each.
+  // The bytes of notifications that wait here: their payload, and a little for each.
   size_t notification_bytes() const { return notification_bytes_; }
 
  private:

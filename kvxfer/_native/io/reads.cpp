@@ -44,14 +44,6 @@ bool Reads::is_in_flight() const {
          std::any_of(stopped_.begin(), stopped_.end(), [&](const Stopped& stopped) { return is_flying(stopped.job); });
 }
 
-bool Reads::is_small(size_t bytes) const {
-  for (const auto& job : jobs_) {
-    if (job->bytes() > bytes) return false;
-    bytes -= job->bytes();
-  }
-  return true;
-}
-
 void Reads::keep() {
   new auto(std::move(jobs_));
   new auto(std::move(stopped_));

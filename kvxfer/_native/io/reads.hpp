@@ -1,5 +1,5 @@
 // The reads of one-sided lanes under way: each in its turn, in portions, and asked before each whether its blocks are still
-// held. Whoever drives the IO loop drives these.
+// held. The thread that runs the event loop runs these.
 #pragma once
 
 #include <deque>
@@ -25,7 +25,6 @@ class Reads {
   void report_stopped(const TransferId& id, uint64_t token, Code code, const std::string& text);
   bool has_new() const { return has_new_; }  // since the last work()
   bool is_idle() const { return jobs_.empty() && stopped_.empty(); }
-  bool is_small(size_t bytes) const;  // all of them together
   bool is_in_flight() const;  // something may still land
   // Of those that are in flight nothing is ever given back.
   void keep();

@@ -1,5 +1,6 @@
 #include "shared_endpoint.hpp"
 
+#include <poll.h>
 #include <sys/eventfd.h>
 
 #include <algorithm>
@@ -22,19 +23,11 @@ constexpr bool is_alternative = false;
 template <class T, class... All>
 constexpr bool is_alternative<T, std::variant<All...>> = (std::is_same_v<T, All> || ...);
 
-// What is for the owner is told already.
-template <class E>
-bool is_pressing(const E& effect) {
-  if constexpr (is_alternative<E, OwnerEvent>) return false;
-  if constexpr (std::is_same_v<E, SendFrame>) return !effect.is_leisurely;
-  return true;
-}
-
 }  // namespace
 
 SharedEndpoint::SharedEndpoint(AgentRef self, EndpointLimits limits)
-    : endpoint_(std::move(self), limits), wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!wake_fd_) fail_errno(Code::limit_exceeded, "eventfd");
+    : endpoint_(std::move(self), limits), wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), news_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!wake_fd_ || !news_fd_) fail_errno(Code::limit_exceeded, "eventfd");
 }
 
 void SharedEndpoint::check_process() const {
@@ -46,9 +39,9 @@ void SharedEndpoint::check_open() const {
   if (is_shut_) throw Error(Code::closed, "the native core is closed");
 }
 
-// Owner's events to the owner, the rest to the IO thread; it also learns which sessions are up. Only what gives back memory that is being sent from is told later, after
-// the send: the end of a grant, the drain of a push. The IO thread goes on meanwhile, and what it then tells of a transfer
-// must not overtake what is told here.
+// The owner's events go to the owner's queue, the other effects to the event loop, which also learns which sessions are up. An event
+// that gives back memory that is being sent from (the end of a grant, the drain of a push) is told after that send. The loop goes
+// on meanwhile, and what it tells of a transfer then must not overtake what is told here.
 void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
   std::vector<OwnerEvent> told_after_send;
   const Nanos now = monotonic_now();
@@ -84,9 +77,29 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
 void SharedEndpoint::push_event(Turn& turn, OwnerEvent&& event, Nanos now, bool is_io) {
   if (is_failure_told_) return;
   const bool is_news = !std::holds_alternative<TransferProgress>(event);
-  turn.must_signal |= events_.push(std::move(event), now, is_io && is_quiet_);
+  turn.must_signal |= events_.push(std::move(event), now);
   has_events_.store(true, std::memory_order_release);
-  if (is_news) has_news_.store(true, std::memory_order_release);
+  if (!is_news) return;
+  has_news_ = true;
+  turn.must_tell |= news_waiters_ != 0;
+  turn.must_wake |= !is_io && caller_waits_;
+}
+
+bool SharedEndpoint::wait_for_news(Nanos until) {
+  {
+    std::lock_guard lock(mutex_);
+    if (is_shut_) return has_events();
+    ++news_waiters_;
+  }
+  if (const Nanos left = until - monotonic_now(); left > 0 && !has_news()) {
+    pollfd news{news_fd_.get(), POLLIN, 0};
+    const timespec timeout{left / 1'000'000'000, static_cast<long>(left % 1'000'000'000)};
+    ::ppoll(&news, 1, &timeout, nullptr);
+  }
+  std::lock_guard lock(mutex_);
+  eventfd_t ignored;
+  if (--news_waiters_ == 0) ::eventfd_read(news_fd_.get(), &ignored);  // the others that wait are to be woken by it too
+  return has_events();
 }
 
 void SharedEndpoint::wait_send_ended(std::unique_lock<std::mutex>& lock) {
@@ -102,14 +115,15 @@ void SharedEndpoint::wait_gathers_ended(std::unique_lock<std::mutex>& lock) {
 
 SharedEndpoint::Turn::~Turn() {
   lock.unlock();
-  if (must_wake) ::eventfd_write(shared_.wake_fd_.get(), 1);
+  if (must_wake) shared_.wake();
+  if (must_tell) ::eventfd_write(shared_.news_fd_.get(), 1);
   if (must_signal) shared_.events_.signal();
 }
 
 void SharedEndpoint::shut(const std::string& failure) {
   Turn turn(*this);
   is_shut_ = true;
-  turn.must_wake = true;
+  turn.must_wake = turn.must_tell = true;
   if (failure_.empty()) failure_ = failure;
 }
 
@@ -123,7 +137,7 @@ void SharedEndpoint::tell_failure() {
   if (failure_.empty()) return;
   push_event(turn, CoreFailed{failure_}, monotonic_now(), false);
   is_failure_told_ = true;
-  endings_->reads.notify_all();  // who takes a region back need not wait any more
+  endings_->reads.notify_all();  // a thread that takes a region back need not wait any more
 }
 
 void SharedEndpoint::keep_memory() {
@@ -214,7 +228,7 @@ void SharedEndpoint::remove_region(uint32_t region) {
       if (error.code() != Code::blocks_busy || !endpoint_.is_withdrawn(region)) throw;
     }
     withdraw(turn, {region, OwnRegion::kSerial});  // what still fills it is found to be over
-    if (std::exchange(turn.must_wake, false)) ::eventfd_write(wake_fd_.get(), 1);
+    if (std::exchange(turn.must_wake, false)) wake();
     if (std::exchange(turn.must_signal, false)) events_.signal();
     ++removing_;
     const bool is_late = endings_->reads.wait_until(turn.lock, give_up_at) == std::cv_status::timeout;
@@ -256,7 +270,7 @@ std::vector<OwnerEvent> SharedEndpoint::take_events() {
   check_process();
   std::lock_guard lock(mutex_);
   has_events_.store(false, std::memory_order_release);
-  has_news_.store(false, std::memory_order_release);
+  has_news_ = false;
   std::vector<OwnerEvent> events = events_.take();
   owes_signal_.store(events_.owes_signal(), std::memory_order_release);
   return events;
@@ -264,18 +278,11 @@ std::vector<OwnerEvent> SharedEndpoint::take_events() {
 
 std::deque<Effect> SharedEndpoint::take_effects(Nanos& sleep_until, Nanos& tick_at) {
   Turn turn(*this);
-  const bool is_taken_here = is_quiet_;
-  if (events_.due() != kNever && !is_taken_here) turn.must_signal = events_.is_due(monotonic_now());
+  if (events_.due() != kNever) turn.must_signal = events_.is_due(monotonic_now());
   tick_at = endpoint_.next_deadline();
-  sleep_until = std::min({sleep_until, tick_at, is_taken_here ? kNever : events_.due()});
+  sleep_until = std::min({sleep_until, tick_at, events_.due()});
   sleep_until_ = effects_.empty() && withdrawn_.empty() && !is_shut_ ? sleep_until : 0;
   return std::exchange(effects_, {});
-}
-
-bool SharedEndpoint::is_pressed() const {
-  std::lock_guard lock(mutex_);
-  if (is_shut_ || sleep_until_ == 0) return true;
-  return std::any_of(effects_.begin(), effects_.end(), [](const Effect& effect) { return std::visit([](const auto& e) { return is_pressing(e); }, effect); });
 }
 
 void SharedEndpoint::tell(OwnerEvent event) {

@@ -1,12 +1,13 @@
-// The endpoint behind its one mutex: any thread may ask it; what it wants done waits for the IO thread, in order, and what
-// the owner must know waits in the owner's queue. The mutex is never held during a system call on data or a copy.
+// The endpoint behind its one mutex. Any thread may call it. Effects wait in order for the thread that runs the event loop,
+// and events wait in the owner's queue. No thread holds the mutex during a copy or a system call on data.
 //
-// The IO thread names the grant whose blocks it is about to send, or the read whose blocks it is about to fill, under the
-// mutex. A read keeps its blocks reserved or quarantined in the machines until its end is reported. A grant has no such
-// state, so whoever ends one waits here until no send of it is under way: after that not one more byte of its blocks is
-// taken out of memory by us; of what was lent, the kernel has references still, and nobody is told that it is good. A region that peers' pushes may still fill is taken back once the IO thread has let go of it.
+// The event loop names, under the mutex, the grant whose blocks it is about to send, or the read whose blocks it is about to
+// fill. A read keeps its blocks reserved or quarantined in the machines until its end is reported. A grant has no such state,
+// so a thread that ends one waits here until no send of it is under way: after that we read not one more byte of its blocks.
+// Of zero-copy sends the kernel still has references to pages; such bytes are never confirmed. A region that peers' pushes
+// may still fill is given back once the event loop has let go of it.
 //
-// All of it is of the process that made it. In a forked child every call of any thread throws before it takes the mutex.
+// All of it belongs to the process that made it. In a forked child every call throws before it takes the mutex.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -46,7 +47,7 @@ class SharedEndpoint {
     check_open();
     return run(turn, false, std::forward<F>(act));
   }
-  // As act(), but returns whether the IO thread is now to be woken, or its work to be done by the caller.
+  // As act(), but leaves it to the caller to wake the event loop, or to run it: returns whether that is due.
   template <class F>
   [[nodiscard]] bool act_awake(F&& act) {
     Turn turn(*this);
@@ -85,15 +86,18 @@ class SharedEndpoint {
   void peer_dead(const AgentRef& peer);
   GrantState end_grant(const TransferId& id, GrantEvent event, const std::string& why = {});
   std::vector<OwnerEvent> take_events();
+  // Sleeps until has_news(), a signal comes, the endpoint is shut or it is `until`; another thread may take the news all the
+  // same. Returns has_events().
+  bool wait_for_news(Nanos until);
   // False: take_events() would give nothing, as of a moment ago. Takes no lock.
   bool has_events() const { return has_events_.load(std::memory_order_acquire); }
-  bool has_news() const { return has_news_.load(std::memory_order_acquire); }  // more than progress
-  // True: the descriptor is, or soon will be, readable for events that were taken: another call takes that back.
+  bool has_news() const { return has_news_; }  // more than progress
+  // True: the descriptor is, or soon will be, readable for events that were taken already: the next take_events() clears it.
   bool owes_signal() const { return owes_signal_.load(std::memory_order_acquire); }
   int event_fd() const { return events_.fd(); }
   int wake_fd() const { return wake_fd_.get(); }
   // From here on every call throws: Error(closed), or Error(internal) where `failure` says what broke. And nothing is
-  // confirmed to anybody: an owner who is told so takes its grants for ended.
+  // confirmed to any peer: an owner that is told so takes its grants for ended.
   void shut(const std::string& failure);
   bool is_shut() const;
   bool has_failed() const;
@@ -104,32 +108,21 @@ class SharedEndpoint {
   // thread that is not here may have held it.
   void leak_memory();
 
-  // --- the IO thread ---
+  // --- the thread that runs the event loop ---
   template <class F>
   auto act_io(F&& act) {
     Turn turn(*this);
     return run(turn, true, std::forward<F>(act));
   }
-  // What is to be done now. Nothing: the thread may sleep until `sleep_until`, and is woken where that gets earlier. Sets
+  // What is to be done now. Nothing: the loop may sleep until `sleep_until`, and is woken where that gets earlier. Sets
   // `tick_at` to when the endpoint wants to be ticked.
   std::deque<Effect> take_effects(Nanos& sleep_until, Nanos& tick_at);
-  // Whether some of that, or of what the IO thread was or would have been woken for, cannot wait.
-  bool is_pressed() const;
   // Pools and regions that were removed since the last call.
   std::vector<Withdrawn> take_withdrawn();
   bool has_withdrawn() const { return has_withdrawn_.load(std::memory_order_acquire); }
   void tell(OwnerEvent event);
-  // While it lives the thread that runs the loop takes the events itself when it stops: nobody else is woken for them.
-  class Quiet {
-   public:
-    explicit Quiet(SharedEndpoint& shared) : shared_(shared) { shared_.is_quiet_.store(true, std::memory_order_release); }
-    ~Quiet() { shared_.is_quiet_.store(false, std::memory_order_release); }
-    Quiet(const Quiet&) = delete;
-    Quiet& operator=(const Quiet&) = delete;
-
-   private:
-    SharedEndpoint& shared_;
-  };
+  // While true, a caller waits inside the loop: news that another thread brings wakes the loop.
+  void set_caller_waits(bool waits) { caller_waits_ = waits; }
   // Where it failed: that it is over, the last that is told. Nothing is read or written any more.
   void tell_failure();
   bool can_take_notification(size_t bytes) const;
@@ -154,7 +147,7 @@ class SharedEndpoint {
   bool may_land(SessionId session, const TransferId& id, uint64_t token);
 
  private:
-  // The mutex held, and after it was let go the wakeups that became due: who is woken finds it free.
+  // The mutex held, and, once it was let go, the wakeups that became due: a thread that is woken finds it free.
   struct Turn {
     explicit Turn(SharedEndpoint& shared) : shared_(shared) {
       shared.check_process();
@@ -163,7 +156,7 @@ class SharedEndpoint {
     ~Turn();
     SharedEndpoint& shared_;
     std::unique_lock<std::mutex> lock;
-    bool must_signal = false, must_wake = false;
+    bool must_signal = false, must_wake = false, must_tell = false;  // the owner; the event loop; threads in wait_for_news()
   };
 
   template <class F>
@@ -209,13 +202,14 @@ class SharedEndpoint {
   std::atomic<bool> has_withdrawn_{false};
   std::atomic<size_t> held_notification_bytes_{0};
   OwnerQueue events_;
-  std::atomic<bool> has_events_{false}, has_news_{false}, owes_signal_{false}, keeps_memory_{false}, is_quiet_{false};
+  std::atomic<bool> has_events_{false}, has_news_{false}, owes_signal_{false}, keeps_memory_{false}, caller_waits_{false};
   size_t removing_ = 0;  // threads that wait for reads to end
   std::optional<TransferId> sending_;
   uint64_t sends_ = 0;
   std::set<uint64_t> gathers_;  // under way
   uint64_t next_gather_ = 1;
-  Fd wake_fd_;
+  Fd wake_fd_, news_fd_;
+  uint32_t news_waiters_ = 0;
   Nanos sleep_until_ = 0;  // 0: awake
   uint64_t next_pool_serial_ = 1;
   bool is_shut_ = false, is_failure_told_ = false;  // after that nothing is told

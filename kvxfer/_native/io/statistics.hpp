@@ -1,4 +1,4 @@
-// What the IO thread counts. Written by that thread alone, read by any.
+// What the event loop counts. Written by the thread that runs it, read by any.
 #pragma once
 
 #include <atomic>
@@ -35,7 +35,7 @@ class Counted {
 struct Statistics {
   Counter bytes_mapped, bytes_cma, bytes_ucx, bytes_streamed_in, bytes_streamed_out, bytes_spliced_out, bytes_discarded;
   Counter runs_mapped, runs_cma, calls_cma, gets_ucx, gets_ucx_most, runs_streamed_out, calls_streamed_out;
-  Counter frames_in, frames_out, wakeups, moves_over;
+  Counter frames_in, frames_out, wakeups;
   Counter connections, sessions_tcp, sessions_unix, sessions_refused, sessions_ended, dials, dials_failed;
   Counter mappings, mappings_refused, checksum_failures;
 };

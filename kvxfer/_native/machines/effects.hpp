@@ -22,7 +22,6 @@ struct Hangup {  // close the connection after what was queued on it; answer wit
 struct SendFrame {
   SessionId session;
   Frame frame;
-  bool is_leisurely = false;  // nobody waits for it: it may go a few milliseconds later, with what is said next
 };
 struct SendMap {  // send, once a session, the MAP frame that lets the peer read pool or region `pool` by `lane`
   SessionId session;

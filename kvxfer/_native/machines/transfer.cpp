@@ -388,7 +388,7 @@ void Transfer::finish(TransferState state, Code code, const std::string& text, N
     throw Error(Code::internal, "commit of a transfer that has not landed");
   }
   // A fetch reads what stays granted: its release ends bookkeeping alone.
-  if (session_ != 0) out.push_back(SendFrame{session_, Release{spec_.id}, is_fetch()});
+  if (session_ != 0) out.push_back(SendFrame{session_, Release{spec_.id}});
   if (reading_ != 0) out.push_back(StopRead{spec_.id});
   into_->quarantine();
   const Nanos first = first_read_at_ == 0 ? now : first_read_at_;

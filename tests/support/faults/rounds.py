@@ -72,8 +72,6 @@ def check_rounds(made: Rounds, rounds: int, warm_up: int, record_property: Any) 
     """Play ``rounds`` of them after some to warm up; nothing is held afterwards that was not before."""
     for number in range(warm_up):
         made.round(number)
-    for party in made.parties():
-        party.transport.wait(0.0)  # the first caller that drives or polls costs a core one epoll for good
     made.settle()
     before, open_before, threads = held(), descriptors(), threading.active_count()
     gauges = [{name: party.statistics()[name] for name in GAUGES} for party in made.parties()]
