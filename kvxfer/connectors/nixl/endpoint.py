@@ -11,7 +11,6 @@ import hmac
 import os
 import secrets
 import threading
-import time
 
 from kvxfer.connectors.nixl.dlists import nixlRegDList
 from kvxfer.connectors.nixl.errors import (
@@ -36,10 +35,6 @@ from kvxfer.connectors.nixl.settings import Settings
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.posts import Poster
 from kvxfer.types import AgentRef, Incarnation, RegionRecord
-
-HOT_LOOP_S = 50e-6
-"""A poll that finds nothing so soon after another one is a loop: the processor is offered to whoever moves the
-bytes."""
 
 
 class Link:
@@ -77,7 +72,6 @@ class Endpoint:
         self._lock = threading.RLock()
         self._link: Link | None = None
         self._is_closed = False
-        self._last_poll_s = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -110,14 +104,9 @@ class Endpoint:
             link.transport.close()
 
     def poll(self) -> None:
-        """Take what happened since the last call; never waits, but offers the processor where it is called in a
-        loop."""
+        """Take what happened since the last call, and move bytes where there is nothing yet. Never waits."""
         with translated():
             self.link.poster.poll()
-        now_s = time.monotonic()
-        if now_s - self._last_poll_s < HOT_LOOP_S:
-            os.sched_yield()
-        self._last_poll_s = now_s
 
     # --- metadata ---
 

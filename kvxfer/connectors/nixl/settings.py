@@ -27,6 +27,7 @@ from collections.abc import Mapping
 
 from kvxfer.config import DEFAULT_LANES, AgentConfig, allowed_lanes
 from kvxfer.errors import ConfigError
+from kvxfer.types import ProgressMode
 
 FILE = "/etc/nixl.cfg"
 TRUE = frozenset({"y", "yes", "on", "1", "true", "enable", "enabled"})
@@ -105,6 +106,7 @@ class Settings:
             stream_checks=self.checks,
             stripes=self.stripes,
             copy_threads=self.copy_threads,
+            progress=ProgressMode.CALLER,  # programs of NIXL post small transfers, and poll for their end
             notifications_max=65536,
             notification_bytes_max=MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX,
             notification_queue_bytes_max=QUEUE_BYTES_MAX,
