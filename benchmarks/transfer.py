@@ -251,6 +251,7 @@ def parse() -> argparse.Namespace:
     add("--direction", default="read", help="of read, write")
     add("--at-once", default="1", help="how many transfers are posted together: 1,8,64")
     add("--copy-threads", type=int, default=0, help="of kvxfer's reader, on mapped and cma; 0: as processors are idle")
+    add("--progress", default="thread", choices=("thread", "caller"), help="which threads of kvxfer move bytes")
     add("--via", default="post", help="of post (descriptors), pull (a pull under a grant)")
     add("--prepared", dest="lists", action="append_const", const=PREPARED, help="lists made before the clock starts")
     add("--one-shot", dest="lists", action="append_const", const=ONE_SHOT, help="lists given while the clock runs")
@@ -303,6 +304,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     command = shlex.join(["benchmarks/transfer.py", *sys.argv[1:]])
     os.environ.setdefault("PYTHONDONTWRITEBYTECODE", "1")
+    os.environ["KVXFER_BENCH_PROGRESS"] = options.progress
     run = Run(options, command)
     print(" ".join(f"{key}={value}" for key, value in run.report.machine.items()), f"commit={run.report.commit}")
     try:

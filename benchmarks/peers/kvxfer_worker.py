@@ -29,11 +29,13 @@ from kvxfer.transport.base import write_ref
 from kvxfer.transport.native import NativeBinding, NativeTransport
 from kvxfer.transport.peer import RemotePeer
 from kvxfer.transport.posts import Op, Plan, Post, Poster
-from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, RegionRecord, TransferState
+from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, ProgressMode, RegionRecord, TransferState
 from peers.limits import Limits
 from peers.memory import Bytes, Ids, Pages, huge_share
 from peers.worker import SOURCE, Job, Worker, run
 
+PROGRESS = "KVXFER_BENCH_PROGRESS"
+"""What ``benchmarks/transfer.py --progress`` hands down."""
 KEY = b"k" * 32
 NONCE = b"n" * 16
 DIGEST = b"d" * 32
@@ -71,6 +73,7 @@ class KvxferWorker(Worker):
             lanes=ALL_LANES,
             stripes=self.settings.get("stripes", 1),
             copy_threads=self.settings.get("copy_threads", 0),
+            progress=ProgressMode(os.environ.get(PROGRESS, ProgressMode.THREAD)),
         )
         transport = NativeBinding(config).open(ref_of(name), config)
         return transport, Poster(transport, config=config, on_event=self.on_event)

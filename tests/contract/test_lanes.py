@@ -10,7 +10,7 @@ import pytest
 from kvxfer.testing.contract.parties import LaneMaker, MemoryLaneMaker, NativeLaneMaker
 from kvxfer.testing.contract.suite import CHECKS
 from kvxfer.transport import ucx
-from kvxfer.types import Lane
+from kvxfer.types import Lane, ProgressMode
 
 MAKERS: dict[str, Callable[[], LaneMaker]] = {
     "memory": MemoryLaneMaker,
@@ -19,6 +19,8 @@ MAKERS: dict[str, Callable[[], LaneMaker]] = {
     "unix": functools.partial(NativeLaneMaker, Lane.UNIX),
     "cma": functools.partial(NativeLaneMaker, Lane.CMA),
     "ucx": functools.partial(NativeLaneMaker, Lane.UCX),
+    "mapped-by-callers": functools.partial(NativeLaneMaker, Lane.MAPPED, ProgressMode.CALLER),
+    "stream-by-callers": functools.partial(NativeLaneMaker, Lane.STREAM, ProgressMode.CALLER),
 }
 
 UCX = ucx.find_library()

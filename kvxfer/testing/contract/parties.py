@@ -36,6 +36,7 @@ from kvxfer.types import (
     Incarnation,
     Lane,
     PoolRecord,
+    ProgressMode,
     Segment,
     TransferId,
     TransferState,
@@ -242,8 +243,9 @@ class MemoryLaneMaker:
 class NativeLaneMaker:
     """A lane of the native core, on this host and in real time."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, progress: ProgressMode = ProgressMode.THREAD) -> None:
         self._lane = lane
+        self._progress = progress
 
     @property
     def lane(self) -> Lane:
@@ -251,7 +253,7 @@ class NativeLaneMaker:
 
     def open(self, agent_id: str, config: AgentConfig) -> Transport:
         ref = AgentRef(agent_id, Incarnation(next(_numbers), secrets.token_bytes(16)))
-        config = dataclasses.replace(config, lanes=(self._lane,))
+        config = dataclasses.replace(config, lanes=(self._lane,), progress=self._progress)
         return NativeBinding(config).open(ref, config)
 
     def wait(self, parties: Sequence[LaneParty], until: Callable[[], bool], within_s: float) -> bool:
