@@ -11,14 +11,14 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kStagingBytes = 32 * 1024;
-constexpr size_t kTailBytes = 46;  // a DATA header, as it most often follows a payload
+constexpr size_t kTailBytes = 46;  // a DATA header, which most often follows a payload
 constexpr size_t kIovecsMax = 1024;
-constexpr size_t kLandedRuns = 64;         // of what came with its header, at a time
+constexpr size_t kLandedRuns = 64;         // of payload that came with its header, at a time
 constexpr size_t kReadBytesMax = 1 << 20;
-constexpr uint64_t kLentMin = 768 * 1024;  // of a DATA frame: what is less is over sooner than the question
-constexpr size_t kLentRuns = 64;           // of it that are looked at: what follows is cut alike, as a rule
+constexpr uint64_t kLentMin = 768 * 1024;  // bytes of a DATA frame; fewer are copied faster than the reader asks for its verdict
+constexpr size_t kLentRuns = 64;           // runs of it that are looked at; the rest is usually cut alike
 constexpr size_t kDescriptorsMax = 8;     // received and not yet claimed by a MAP
-constexpr size_t kUnprovenBytesMax = 4096;  // kept of a peer that has not proven itself: a HELLO has a few hundred
+constexpr size_t kUnprovenBytesMax = 4096;  // kept of a peer that has not proven its key; a HELLO has a few hundred
 
 }  // namespace
 
@@ -43,7 +43,7 @@ void Connection::receive(size_t budget) {
     const bool is_frames = !is_closing() && decoder_.payload_pending() == 0;
     const size_t got = is_closing() ? read_away() : is_frames ? read_frames() : read_payload();
     if (got == 0) return;
-    if (is_frames && got < kStagingBytes && decoder_.payload_pending() == 0) return;  // that was all: epoll tells of what follows
+    if (is_frames && got < kStagingBytes && decoder_.payload_pending() == 0) return;  // that was all: epoll tells when more comes
     budget -= std::min(budget, got);
     if (shared_.is_backed_up()) return;
   }
@@ -54,7 +54,7 @@ bool Connection::must_wait() {
   return is_paused_;
 }
 
-// Returns 0 where nothing is there just now.
+// Returns 0 where there is nothing to read now.
 size_t Connection::check_read(ssize_t got) const {
   if (got > 0) return static_cast<size_t>(got);
   if (got == 0) throw Error(Code::transport, "the peer closed the connection");
@@ -75,7 +75,7 @@ size_t Connection::read_frames() {
   return got;
 }
 
-// On a Unix socket whatever is read may have descriptors with it: those not asked for would be lost.
+// Any read from a Unix socket may bring descriptors; a read without room for them would lose them.
 ssize_t Connection::read_some(iovec* vectors, size_t count) {
   if (kind_ != SessionKind::Unix) {
     return count == 1 ? ::recv(fd_.get(), vectors->iov_base, vectors->iov_len, MSG_DONTWAIT) : ::readv(fd_.get(), vectors, static_cast<int>(count));
@@ -152,12 +152,13 @@ void Connection::on_up(const AgentRef& peer) {
   is_near_ = is_local(fd()) || (address && !address->unix_path.empty());
 }
 
-// What it would tell an owner who takes nothing at the moment. A push that is known brings nothing that was not let in.
+// Whether a frame is turned away because it would bring a notification to an owner that takes none at the moment. A push that is
+// known already brings none.
 bool Connection::refuses(const Frame& frame) {
   const char* const why = "the owner takes no notifications at the moment";
   if (const auto* notif = std::get_if<Notif>(&frame); notif != nullptr && notif->kind != NotifKind::Ack) {
     if (!is_up_ || shared_.can_take_notification(std::max<size_t>(notif->payload.size(), notif->total))) return false;
-    // Not answered, so it comes again; what else is under way in this session goes on.
+    // It gets no acknowledgement, so it comes again; the rest of the session goes on.
     shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects&) { endpoint.heard(session, now); });
     return true;
   }
@@ -222,7 +223,7 @@ void Connection::land(std::string_view bytes) {
   landing_->landed(bytes.size());
 }
 
-// Returns how many bytes there was a place for.
+// Returns how many bytes had a place in memory.
 size_t Connection::put_into(const iovec* runs, size_t count, const uint8_t* from, size_t bytes) const {
   if (!landing_->memory.is_ours) return copy_to_owner(runs, count, from);
   for (size_t i = 0; i < count; from += runs[i++].iov_len) std::memcpy(runs[i].iov_base, from, runs[i].iov_len);
@@ -248,7 +249,7 @@ size_t Connection::read_payload() {
   }
   if (bytes == pending) vectors[count++] = {tail, sizeof tail};
   const ssize_t read = read_some(vectors, count);
-  // What came stays in the socket, and is thrown away with the rest of it.
+  // The bytes stay in the socket, and are thrown away with the rest of the payload.
   if (read < 0 && errno == EFAULT && is_wanted && !landing_->scatter) {
     const Error error = landing_->memory_gone(readable_bytes(vectors, count));
     stop_landing(error.code(), error.what());
@@ -299,9 +300,9 @@ void Connection::stop_landing(Code code, const std::string& text, const Transfer
 
 // --- out ---
 
-// Whether the kernel may read these blocks when the peer does, instead of copying them now. Such a reader asks for its verdict
-// afterwards, and may see what comes to be there instead once the grant has ended: of memory that one-sided lanes may read,
-// then, and where that asking is little of the time.
+// Whether these blocks go out without a copy: the kernel then reads them when the peer does. The peer asks for its verdict
+// afterwards, and may see what is written there once the grant has ended. So this is for memory that one-sided lanes may read
+// too, and where asking takes little of the time.
 bool Connection::may_lend(const SendData& data, const OwnMemory& memory) const {
   if (!is_near_ || !memory.is_exposed || memory.device || data.frame.has_sums || data.frame.payload_bytes < kLentMin) return false;
   if (kind_ == SessionKind::Unix && !SplicePipe::serves_unix()) return false;

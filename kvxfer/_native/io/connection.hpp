@@ -32,7 +32,7 @@ class Connection {
   // Reads what is there, about `budget` bytes of it. Throws Error: transport where the connection is lost, protocol or overloaded
   // where the peer is at fault.
   void receive(size_t budget);
-  // Whether nothing more is taken from the socket until a device has taken what came for it.
+  // Whether this reads no more from the socket until a device has taken the bytes that came for it.
   bool is_paused() const { return is_paused_; }
   // Writes what the kernel takes, about `budget` bytes. Throws Error(transport).
   void flush(size_t budget);
@@ -42,17 +42,17 @@ class Connection {
   // Lets the peer read our pool or region `id` by `lane`, or says why it cannot; once a session.
   void send_map(uint32_t id, Lane lane);
   void send_data(SendData data, OwnMemory memory);
-  // Pools or regions of ours are gone: a peer that was told how to read one is told so, and lets go of it; what comes in lands
-  // no more if it was for there, and what waits to go out keeps none of them. What has its id now stays.
+  // Pools or regions of ours are gone. A peer that knows how to read one is told, and lets go of it; bytes that come in for one do
+  // not land any more, and frames that wait to go out keep none of them alive. A newer pool under the same id stays.
   void withdraw(const std::vector<Withdrawn>& gone);
-  // Memory that came and was not yet taken from here, or nothing.
+  // Memory of the peer that a MAP brought since the last call, or null.
   std::shared_ptr<RemoteMemory> take_new_remote();
-  // What the peer gave as its pool or region `id` by `lane`; throws Error, with the reason why there is none:
-  // transport where there was, and it was taken back; else no_lane.
+  // The memory that the peer gave as its pool or region `id` by `lane`. Throws Error, with the reason why there is none: transport
+  // where the peer took it back; else no_lane.
   std::shared_ptr<const RemoteMemory> remote(uint32_t id, Lane lane) const;
-  // No byte goes into the blocks of the read under way any more; with an id, only where it is of that transfer.
+  // Not one more byte goes into the blocks of the read under way; with an id, only if the read is of that transfer.
   void stop_landing(Code code, const std::string& text, const TransferId* only = nullptr);
-  // The session is over: sends what was queued, takes nothing more, waits for the peer to hang up until `close_at`.
+  // The session has ended: sends what was queued, takes nothing more, and waits until `close_at` for the peer to hang up.
   void begin_close(Nanos close_at);
 
   SessionId session = 0;  // 0: none any more

@@ -1,4 +1,5 @@
-// Which memory a connection's two ends let each other read by themselves: what ours is told of, and what the peer said of its own.
+// Which memory the two ends of a connection let each other read by one-sided lanes: what the peer is told of ours, and what it said
+// of its own.
 #include "connection.hpp"
 #include "lanes/mapped.hpp"
 
@@ -7,7 +8,7 @@ namespace {
 
 constexpr size_t kRemotesMax = 16384;     // pools and regions that one peer may let us read
 constexpr size_t kRemoteBytesMax = 8 << 20;  // kept of what it said of them: segments, keys, reasons
-// Said by a source, and known by a reader: the end of the grant is on its way, and says more than that no lane is left.
+// A reader knows this text: the end of the grant is on its way, and says more than that no lane is left.
 constexpr const char* kGone = "the source's memory is not registered any more";
 
 }  // namespace
@@ -67,7 +68,7 @@ std::shared_ptr<RemoteMemory> Connection::take_new_remote() {
 std::shared_ptr<const RemoteMemory> Connection::remote(uint32_t id, Lane lane) const {
   const auto found = remotes_.find({id, lane});
   if (found == remotes_.end()) throw Error(Code::no_lane, "the source did not let its memory be read by this lane");
-  // Of memory that is gone the source says more, under this transfer's own id, and it is on its way: no lane would do better.
+  // Of memory that is gone the source says more under this transfer's own id, which is on its way: another lane would do no better.
   if (!found->second.memory) throw Error(found->second.is_withdrawn ? Code::transport : Code::no_lane, found->second.refusal);
   return found->second.memory;
 }
@@ -101,7 +102,7 @@ void Connection::withdraw_maps(const Withdrawn& gone) {
   }
 }
 
-// `serial`: of what is described; 0 where there is nothing. `region`: what is to be sent with it.
+// `serial`: of the memory that is described; 0 where there is none. `region`: its descriptor goes with the frame.
 Map Connection::describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region, uint64_t& serial) const {
   Map map;
   map.pool = id;

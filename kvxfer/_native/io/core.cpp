@@ -48,7 +48,7 @@ Core::Core(AgentRef self, EndpointLimits limits, CoreOptions options)
   }
 }
 
-// Null where the lane is off, or cannot be had for this memory: reads by it are then told to take another.
+// Null where the lane is off, or cannot be had for this memory: a read by it then goes on by another lane.
 std::shared_ptr<UcxMemory> Core::ucx_memory(uint8_t* address, uint64_t bytes, bool is_exposed, bool is_device) const {
   if (!ucx_ || (is_device && !ucx_->has_cuda())) return nullptr;
   try {
@@ -97,7 +97,7 @@ void Core::start() {
 }
 
 void Core::close() {
-  if (owner_ != this_process()) {  // no lock: a thread that is not here may have held it
+  if (owner_ != this_process()) {  // no lock: a thread of the parent may have held it
     if (thread_.joinable()) thread_.detach();
     static_cast<void>(loop_.release());
     new auto(ucx_);
@@ -125,7 +125,7 @@ bool Core::progress(bool looks) {
 std::vector<OwnerEvent> Core::drain() {
   if (!shared_.has_events()) progress(true);
   if (shared_.has_events() || shared_.owes_signal()) return shared_.take_events();
-  // A program that polls in a loop never sleeps, and the kernel may have put the thread that is to answer on its processor.
+  // A program that polls in a loop never sleeps, and the kernel may have put the peer that is to answer on the same processor.
   if (is_run_by_callers()) ::sched_yield();
   return {};
 }
@@ -191,14 +191,14 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
   if (const Looking looking{shared_, list.empty() ? 0 : shared_.begin_gather(id, 0)}; looking.number != 0) {
     const auto count = static_cast<uint32_t>(list.size());
     const Extent extent{pool, nullptr, std::make_shared<const std::vector<uint32_t>>(std::move(list)), 0, count};
-    if (const OwnMemory memory = shared_.find(extent); memory && !memory.device) {  // a device's: as they are sent
+    if (const OwnMemory memory = shared_.find(extent); memory && !memory.device) {  // memory on a device is summed while it is sent
       RunningSums running(memory, extent, RunningSums::Bytes::Anywhere, "source");
       running.advance(count * memory.pool->info.block_bytes);
       sums = running.sums();
     }
   }
   shared_.act([&](Endpoint& endpoint, Nanos now, Effects& out) {
-    if (becoming(endpoint).second.size() != sums.size()) sums.clear();  // another thread said so too
+    if (becoming(endpoint).second.size() != sums.size()) sums.clear();  // another thread announced them too
     endpoint.ready(id, blocks, layers, complete, now, out, sums);
   });
 }

@@ -25,7 +25,7 @@ EventLoop::EventLoop(SharedEndpoint& shared, Statistics& statistics, EndpointLim
   if (mode == ProgressMode::Caller) poller_.make_thread_epoll();
 }
 
-// --- who runs it ---
+// --- which thread runs it ---
 
 void EventLoop::run() noexcept {
   std::unique_lock lock(mutex_);

@@ -35,7 +35,7 @@ void EventLoop::finish_reads(Nanos until) {
 void EventLoop::close_all() {
   Nanos ignored = kNever;
   for (Effect& effect : shared_.take_effects(ignored, ignored)) {
-    // With what a frame speaks of: a READY without its MAP would cost the reader the lane.
+    // A MAP goes with its READY: without it the reader would give the lane up.
     const bool is_said = std::holds_alternative<SendFrame>(effect) || std::holds_alternative<SendMap>(effect);
     if (is_said || std::holds_alternative<Hangup>(effect)) perform(effect);
   }
@@ -56,7 +56,7 @@ void EventLoop::close_all() {
   reads_.work(0);
 }
 
-// Connections go first: that cancels what is in flight on them. Only then is the owner told of a failure.
+// Connections go first, which cancels what is in flight on them. Only at the end is the owner told of a failure.
 void EventLoop::end() noexcept {
   connections_.clear();
   by_session_.clear();

@@ -47,7 +47,7 @@ void Outbox::abandon_data() {
   items_.erase(std::remove_if(items_.begin(), items_.end(), is_unsent), items_.end());
 }
 
-// Of what waits here nothing keeps memory there whose grant has ended.
+// No payload that waits here keeps memory alive whose grant has ended.
 void Outbox::withdraw(SharedEndpoint& shared) {
   for (Item& item : items_) {
     if (!item.payload || item.payload->has_ended) continue;
@@ -62,7 +62,7 @@ void Outbox::withdraw(SharedEndpoint& shared) {
 
 bool Outbox::is_spliced(const OutgoingBlocks& payload) const { return payload.is_lent && payload.left != 0; }
 
-// Puts what comes next of the payload into the pipe. False where it is not to go that way.
+// Puts the next part of the payload into the pipe. False where it cannot go that way.
 bool Outbox::fill_pipe(const OutgoingBlocks& payload) {
   iovec runs[kSpliceRunsMax];
   size_t bytes = 0;
@@ -74,7 +74,7 @@ bool Outbox::fill_pipe(const OutgoingBlocks& payload) {
   return pipe_ && pipe_->fill(runs, count);
 }
 
-// What may go out of an item's payload now. Where that is a look at blocks, `sending` has begun.
+// Adds what may go out of an item's payload now. Where those are blocks, `sending` has begun.
 void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes) {
   OutgoingBlocks& payload = *item.payload;
   uint64_t left = payload.left;
@@ -123,15 +123,15 @@ void Outbox::give_up(OutgoingBlocks& payload, const std::string& text) {
   unreadable_.push_back({payload.frame.id, payload.serial, text});
 }
 
-// As send(), of the first item's payload. Where its grant has ended, or its pages are not to be had, what is left goes out as
-// that of others does.
+// As send(), for the first item's payload, without a copy. Where its grant has ended, or its pages cannot be referenced, the rest goes
+// out as other payloads do.
 bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork) {
   OutgoingBlocks& payload = *items_.front().payload;
   Sending sending(shared);
   const bool is_looking = sending.begin(payload.frame.id, payload.serial);
   if (!is_looking || !(pipe_ || fill_pipe(payload))) {
     payload.is_lent = false;
-    pipe_.reset();  // and what is held for a grant that has ended
+    pipe_.reset();  // with the references that it holds
     sending.end();
     return send(fd, shared, finished, may_cork);
   }
@@ -153,7 +153,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
   }
   iovec vectors[kIovecsMax];
   size_t count = 0, bytes = 0;
-  bool is_more = false;  // a payload that is spliced follows
+  bool is_more = false;  // a payload that goes out without a copy follows
   OutgoingBlocks* looked = nullptr;
   Sending sending(shared);
   int passed_fd = -1;
@@ -200,7 +200,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
   may_cork = may_cork && last != nullptr && !last->frame.is_lent && bytes == frame_bytes_ + last->left + last->trailer_left;
   const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_cork || is_more ? MSG_MORE : 0));
   const int error = errno;
-  // The kernel takes what comes before such a byte first: this call found it where the payload goes on.
+  // The kernel takes the bytes before an unreadable one first: this one is where the payload goes on.
   if (sent < 0 && error == EFAULT && looked != nullptr && !looked->has_ended) {
     iovec runs[kLookRuns];
     size_t next = 0;

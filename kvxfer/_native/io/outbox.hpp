@@ -1,8 +1,8 @@
 // What waits to go out on one connection, first in, first out: frames, frames with a descriptor, frames with blocks.
 //
-// Blocks are looked at only while their grant is alive, asked anew before every system call. What is left of a frame whose
-// grant ended meanwhile goes out as zeros: the peer was promised so many bytes, and will not be told that they are good.
-// Blocks that are lent go out as references to their pages (lanes/splice.hpp).
+// Blocks are read only while their grant is alive, which is asked before every system call. The rest of a frame whose grant
+// ended meanwhile goes out as zeros: the peer was promised so many bytes, and they are never confirmed. Blocks that are sent
+// without a copy go out as references to their pages (lanes/splice.hpp).
 #pragma once
 
 #include <sys/uio.h>
@@ -22,7 +22,7 @@ struct Sent {
   uint64_t serial;  // of the grant
 };
 
-// Memory of its blocks is not there. What is left of it goes out as zeros, and must never be confirmed.
+// A payload, some memory of which is gone. The rest of it goes out as zeros, and must never be confirmed.
 struct Unreadable {
   TransferId id;
   uint64_t serial;
@@ -42,21 +42,21 @@ class Outbox {
   bool is_empty() const { return items_.empty(); }
   bool is_waiting() const { return is_waiting_; }  // for bytes out of a device, not for the kernel
   size_t frame_bytes() const { return frame_bytes_; }  // queued, payload not counted
-  // Frames that have not begun and carry blocks are dropped. One that has begun goes on as ever: where its grant is alive the
-  // reader may have it confirmed over another session, and takes what came for what was there.
+  // Drops frames that carry blocks and have not begun. A frame that has begun goes on as before: while its grant is alive the
+  // reader may have it confirmed over another session, and then takes the bytes that came for those of the blocks.
   void abandon_data();
 
   void withdraw(SharedEndpoint& shared);  // some memory is not registered any more
 
-  // One system call. Returns whether the kernel may take more now; what it took the last byte of is appended to `finished`.
+  // One system call. Returns whether the kernel may take more now; appends to `finished` the payloads whose last byte it took.
   // `may_cork`: over TCP, the kernel may hold the end of a payload back (MSG_MORE) for what is sent next, usually the verdict.
   // See is_corked(). Throws Error(transport).
   bool send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork);
-  // Payloads that were found unreadable since the last call: to be told before anything of them is.
+  // Payloads that were found unreadable since the last call. They are reported before anything else of them is.
   std::vector<Unreadable> take_unreadable() { return std::exchange(unreadable_, {}); }
   size_t sent_last() const { return sent_last_; }
-  bool is_corked() const { return is_corked_; }  // the kernel has all, and waits for more of it
-  void uncork() { is_corked_ = false; }        // it was told not to wait
+  bool is_corked() const { return is_corked_; }  // the kernel has all of it, and holds the end back
+  void uncork() { is_corked_ = false; }          // it was told to send
 
  private:
   struct Item {

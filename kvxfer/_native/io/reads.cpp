@@ -77,7 +77,7 @@ void Reads::count(Lane lane, size_t bytes, const ReadJob::Effort& effort) {
 bool Reads::work(size_t budget) {
   has_new_ = false;
   settle_stopped();
-  size_t idle = 0;  // reads in a row that could do nothing just now
+  size_t idle = 0;  // reads in a row that could do nothing now
   while (budget != 0 && idle < jobs_.size()) {
     ReadJob* const job = jobs_.front().get();  // it stays there, whatever is thrown: it may be in flight
     if (!shared_.may_land(job->session(), job->id(), job->token())) {

@@ -1,5 +1,5 @@
-// The reads of one-sided lanes under way: each in its turn, in portions, and asked before each whether its blocks are still
-// held. The thread that runs the event loop runs these.
+// The reads by one-sided lanes that are under way. They take turns, in portions, and before each portion the endpoint is asked
+// whether the read still holds its blocks. Only the thread that runs the event loop touches them.
 #pragma once
 
 #include <deque>
@@ -21,12 +21,12 @@ class Reads {
   // About `budget` bytes of what can be read now. True: there is more to be read at once.
   bool work(size_t budget);
   void stop(const TransferId& id);  // the transfer is over
-  void stop_all();                  // the core is
+  void stop_all();                  // the core closes
   void report_stopped(const TransferId& id, uint64_t token, Code code, const std::string& text);
   bool has_new() const { return has_new_; }  // since the last work()
   bool is_idle() const { return jobs_.empty() && stopped_.empty(); }
   bool is_in_flight() const;  // something may still land
-  // Of those that are in flight nothing is ever given back.
+  // Keeps those in flight, and all that they use, for ever.
   void keep();
 
  private:

@@ -40,7 +40,7 @@ class SharedEndpoint {
   // --- any thread ---
   // Throws Error(closed) in a forked child.
   void check_process() const;
-  // Calls `act(endpoint, now, effects)` under the mutex. What it throws is thrown, after its effects were taken care of.
+  // Calls `act(endpoint, now, effects)` under the mutex. Throws what it throws, after its effects were delivered.
   template <class F>
   auto act(F&& act) {
     Turn turn(*this);
@@ -60,14 +60,14 @@ class SharedEndpoint {
     eventfd_t ignored;
     ::eventfd_read(wake_fd_.get(), &ignored);
   }
-  // Only looks; allowed after the end too.
+  // Only reads; allowed after the end too.
   template <class F>
   auto look(F&& look) const {
     check_process();
     std::lock_guard lock(mutex_);
     return look(static_cast<const Endpoint&>(endpoint_));
   }
-  // As look(), where the mutex is free at this moment: for callers that hold what others wait for.
+  // As look(), if the mutex is free at this moment: for callers that hold a lock for which other threads wait (the GIL).
   template <class F>
   auto try_look(F&& look) const -> std::optional<decltype(look(std::declval<const Endpoint&>()))> {
     check_process();
@@ -101,11 +101,11 @@ class SharedEndpoint {
   void shut(const std::string& failure);
   bool is_shut() const;
   bool has_failed() const;
-  // Something still moves bytes and does not end: own memory is never given back any more.
+  // Something still moves bytes and does not end: from now on our memory is never given back.
   void keep_memory();
   bool keeps_memory() const { return keeps_memory_.load(std::memory_order_acquire); }
-  // In a forked child: what would be taken back from devices is the parent's, and its threads may wait here. Takes no lock, a
-  // thread that is not here may have held it.
+  // In a forked child: leaves alone what belongs to the parent (registrations with devices, what its threads wait on). Takes no lock,
+  // because a thread of the parent may have held it.
   void leak_memory();
 
   // --- the thread that runs the event loop ---
@@ -123,27 +123,27 @@ class SharedEndpoint {
   void tell(OwnerEvent event);
   // While true, a caller waits inside the loop: news that another thread brings wakes the loop.
   void set_caller_waits(bool waits) { caller_waits_ = waits; }
-  // Where it failed: that it is over, the last that is told. Nothing is read or written any more.
+  // If it failed: tells the owner so, as the last event. Nothing is read or written any more.
   void tell_failure();
   bool can_take_notification(size_t bytes) const;
-  // What its owner took, and its program did not yet: that counts as not taken.
+  // Bytes of notifications that the owner took and its program has not fetched yet: they count as waiting here.
   void hold_notifications(size_t bytes) { held_notification_bytes_ = bytes; }
-  // More waits to be performed than a peer should be able to ask for before something of it is.
+  // More effects wait than a peer should be able to cause before some of them are performed.
   bool is_backed_up() const;
   std::shared_ptr<const Pool> pool(uint32_t id) const;
   std::shared_ptr<const OwnRegion> region(uint32_t id) const;
   // Where the blocks or pieces lie; empty where a pool or a region of them is not there any more.
   OwnMemory find(const Extent& extent) const;
-  const Bytes16& boot_nonce() const { return endpoint_.self().boot_nonce; }  // stays where it is, never changes
+  const Bytes16& boot_nonce() const { return endpoint_.self().boot_nonce; }  // at an address that stays
   std::optional<PeerAddress> address(const AgentRef& peer) const;
-  // True where that very grant is alive now: its blocks may be read until end_send(). `serial` 0: whichever has the id.
+  // True where that very grant is alive now: its blocks may be read until end_send(). `serial` 0: any grant of that id.
   bool begin_send(const TransferId& id, uint64_t serial);
   void end_send();
-  // The number of a copy out of the memory of `id`'s blocks that takes its time, 0 where the grant is not alive. What it
-  // gives may be looked at between begin_send() and end_send(): the grant was alive all the while, then.
+  // Begins a copy out of the memory of `id`'s blocks that runs on its own (on a device). Returns its number, 0 where the grant is not
+  // alive. Its result may be used between begin_send() and end_send(): then the grant was alive all the while.
   uint64_t begin_gather(const TransferId& id, uint64_t serial);
   void gathers_ended(const std::vector<uint64_t>& numbers);
-  // True where the read still holds its blocks: they may be filled until its end is reported. Also: bytes came.
+  // True where the read still holds its blocks: they may be filled until its end is reported. Also notes that the peer was heard.
   bool may_land(SessionId session, const TransferId& id, uint64_t token);
 
  private:
@@ -187,7 +187,7 @@ class SharedEndpoint {
 
   const pid_t owner_ = this_process();
   mutable std::mutex mutex_;
-  // In memory of its own, which a forked child leaves alone: destroying one waits for threads that are not there.
+  // In memory of its own, which a forked child leaves alone: the destructor would wait for threads that only the parent has.
   struct Endings {
     std::condition_variable sends, reads;
   };
@@ -210,7 +210,7 @@ class SharedEndpoint {
   uint64_t next_gather_ = 1;
   Fd wake_fd_, news_fd_;
   uint32_t news_waiters_ = 0;
-  Nanos sleep_until_ = 0;  // 0: awake
+  Nanos sleep_until_ = 0;  // of the event loop; 0: it is awake, and takes effects before it sleeps
   uint64_t next_pool_serial_ = 1;
   bool is_shut_ = false, is_failure_told_ = false;  // after that nothing is told
   std::string failure_;

@@ -1,4 +1,4 @@
-// Threads of the core take no signals: those are for the threads that Python knows.
+// The core's threads take no signals: those are for the threads that Python knows.
 #pragma once
 
 #include <signal.h>
@@ -7,9 +7,8 @@
 
 namespace kvxfer {
 
-// While it lives the calling thread, and whoever it starts for good, takes none. A fault of the thread itself is never
-// blocked: the kernel would end the process at once, and no handler (Python's faulthandler, a sanitizer's) could say where it
-// was.
+// While it lives, the calling thread takes no signals; a thread that it starts never does. Faults of the thread itself are not
+// blocked: the kernel would end the process at once, and no handler (Python's faulthandler, a sanitizer's) could say where.
 class NoSignals {
  public:
   NoSignals() {

@@ -21,16 +21,16 @@ namespace kvxfer {
 // lengths add up to it. Returns the bytes of one block.
 uint64_t check_segments(const std::vector<Segment>& segments, uint32_t block_count, uint64_t bytes, uint64_t block_bytes, Code code);
 
-// Region ids to addresses. Not changed any more once it is shared.
+// Region ids to addresses. Does not change once it is shared.
 class Bases {
  public:
-  void add(uint32_t region, uint8_t* base);  // replaces what was said of the same region
+  void add(uint32_t region, uint8_t* base);  // replaces an earlier address of the same region
   uint8_t* find(uint32_t region) const {     // null: not known
     const size_t slot = slot_of(region);
     return slot == kNoSlot ? nullptr : slots_[slot].base;
   }
   static constexpr size_t kNoSlot = ~size_t{0};
-  // Where it stands, below slot_count(), until another is added; kNoSlot: not known.
+  // Its place, below slot_count(), until another region is added; kNoSlot: not known.
   size_t slot_of(uint32_t region) const {
     for (size_t i = hash(region) & mask_; !slots_.empty() && slots_[i].base != nullptr; i = (i + 1) & mask_) {
       if (slots_[i].region == region) return i;
@@ -61,7 +61,7 @@ struct Layout {
 
 // Where byte `at` of some blocks or pieces lies, in words: for errors.
 std::string place_name(const Layout& layout, const Extent& extent, uint64_t at);
-// What is said of memory that is registered, and not there at that byte. `whose`: "source" or "destination".
+// The error for memory that is registered, and not mapped at that byte. `whose`: "source" or "destination".
 Error memory_gone(const char* whose, const Layout& layout, const Extent& extent, uint64_t at);
 
 // A position inside the bytes of some blocks or pieces. Layout and extent must stay where they are.
@@ -73,7 +73,7 @@ class BlockWalk {
   };
 
   BlockWalk() = default;
-  // Every block lies inside the layout's memory, every region is known to its bases: checked by who made them.
+  // The caller has checked that every block lies inside the layout's memory and that every region is in its bases.
   BlockWalk(const Layout& layout, const Extent& extent)
       : layout_(&layout), ids_(extent.ids ? extent.ids->data() + extent.first : nullptr), count_(extent.count) {
     if (layout.ranges) {

@@ -21,9 +21,9 @@ struct Pool {
   PoolInfo info;
   Layout layout;
   uint64_t region_bytes = 0;
-  std::shared_ptr<Region> region;  // null: memory of somebody else
+  std::shared_ptr<Region> region;  // null: memory that kvxfer did not allocate
   uint64_t serial = 0;             // never used twice, unlike the id
-  std::shared_ptr<UcxMemory> ucx;  // null: not readable by that lane, nor filled by it
+  std::shared_ptr<UcxMemory> ucx;  // null: that lane neither reads nor fills it
   std::shared_ptr<cuda::Context> device;  // null: the host's memory
 };
 
@@ -37,32 +37,32 @@ struct OwnRegion {
   std::shared_ptr<cuda::Context> device;
 };
 
-// A pool or region that is not there any more. Its id may be a new pool's already.
+// A pool or region that was removed. A new pool may have its id already.
 struct Withdrawn {
   uint32_t id = 0;
   uint64_t serial = 0;
 };
 
-// All of them at one moment.
+// All registered regions at one moment.
 struct RegionTable {
   explicit RegionTable(const std::map<uint32_t, std::shared_ptr<const OwnRegion>>& regions);
   // Those that `extent` names, each once; empty where one of them is not known.
   std::vector<std::shared_ptr<const OwnRegion>> of(const Extent& extent) const;
 
-  std::shared_ptr<const Bases> bases;  // keeps no region there
+  std::shared_ptr<const Bases> bases;  // keeps no region alive
 
  private:
   std::vector<std::shared_ptr<const OwnRegion>> regions_;  // as they stand in `bases`
 };
 
-// Own memory that an extent names, found, and what keeps it there while it is used. Whether it may be used is another question.
+// Our memory that an extent names, and what keeps it alive while it is used. Whether it may be used is for the endpoint to say.
 struct OwnMemory {
   std::shared_ptr<const Layout> layout;
-  std::shared_ptr<const Pool> pool;                        // of blocks
-  std::vector<std::shared_ptr<const OwnRegion>> regions;  // of pieces, and no other
-  std::shared_ptr<cuda::Context> device;       // some of it is there: nobody else may touch it
+  std::shared_ptr<const Pool> pool;                        // if the extent names blocks
+  std::vector<std::shared_ptr<const OwnRegion>> regions;  // if it names pieces: those that they lie in
+  std::shared_ptr<cuda::Context> device;       // some of it lies there: only that driver may touch it
   bool is_exposed = false;                     // one-sided lanes may read it
-  bool is_ours = false;                        // kvxfer allocated all of it: it is there as long as this is
+  bool is_ours = false;                        // kvxfer allocated all of it: it is mapped as long as this lives
   explicit operator bool() const { return layout != nullptr; }
 };
 

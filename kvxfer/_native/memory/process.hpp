@@ -5,7 +5,7 @@
 
 namespace kvxfer {
 
-// As getpid(), without a system call: a child made by fork() is told before anything of it runs.
+// As getpid(), without a system call: a handler of fork() renews the number in a child before any other code of it runs.
 pid_t this_process();
 
 }  // namespace kvxfer

@@ -86,7 +86,7 @@ bool Region::try_reserved(bool populate) {
   try {
     make(MFD_HUGETLB, round_up(bytes_, page), HugePages::Never);
   } catch (const Error&) {
-    return false;  // somebody else was faster, or a kernel that cannot seal them
+    return false;  // another process was faster, or the kernel cannot seal them
   }
   page_bytes_ = page;
   if (populate) make_resident();

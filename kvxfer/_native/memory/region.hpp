@@ -1,6 +1,6 @@
 // A region: memory made by kvxfer, which a same-host reader can be given to look at and can never change.
 //
-// It is a memfd that its owner maps read-write first and then seals: FUTURE_WRITE (nobody else can map it writable),
+// It is a memfd that its owner maps read-write first and then seals: FUTURE_WRITE (no other process can map it writable),
 // SHRINK and GROW (a reader that checked the size once cannot be made to fault), SEAL (the seals stay). Where the host has
 // huge pages set aside, or gives them to shared memory on request, it is made of those: a copy of scattered blocks spends
 // much of its time on the translations of small ones.
