@@ -323,7 +323,7 @@ class WorkerHalf:
             runtime.call(self._start_loads, rest, orders.cancels)
 
     def _wait_loads(self, timeout_s: float) -> None:
-        """Until one ends, at most so long. Of those that were begun here this thread moves the bytes."""
+        """Until one ends, at most so long. The ends of those that were begun here are handled on this thread."""
         _, _, runtime = self._parts()
         end_s = time.monotonic() + timeout_s
         left_s = timeout_s
