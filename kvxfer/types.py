@@ -141,16 +141,6 @@ class TransferId:
         return self.raw.hex()
 
 
-class BlockState(enum.StrEnum):
-    """``free`` and ``cached`` belong to the pool's owner; the other three to the agent."""
-
-    FREE = "free"
-    CACHED = "cached"
-    RESERVED = "reserved"
-    GRANTED = "granted"
-    QUARANTINED = "quarantined"
-
-
 class TransferState(enum.IntEnum):
     """The life of one pull; values equal the native core's. COMMITTED, FAILED and CANCELLED are final."""
 

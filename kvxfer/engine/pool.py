@@ -90,12 +90,6 @@ class BlockPool:
             self._references[block] = 1
         return blocks
 
-    def retain(self, blocks: Sequence[int]) -> None:
-        """Add one reference to each of ``blocks``, which must have one already."""
-        self._check_referenced(blocks)
-        for block in blocks:
-            self._references[block] += 1
-
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference of each of ``blocks``.
 
@@ -153,10 +147,6 @@ class BlockPool:
             if block in self._evictable:
                 del self._evictable[block]
                 self._free.append(block)
-
-    def forget_all(self) -> None:
-        """Empty the prefix cache."""
-        self.forget(list(self._by_digest.values()))
 
     def references(self, block: int) -> int:
         """How many references ``block`` has."""

@@ -80,13 +80,6 @@ class PoolMachine(RuleBasedStateMachine):
             self.clock += 1
             self.last_used[block] = self.clock
 
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.sampled_from(self.sequences))
-        self.pool.retain(blocks)
-        self.sequences.append(list(blocks))
-
     @rule(block=st.integers(0, BLOCKS - 1))
     def forget(self, block: int) -> None:
         self.pool.forget([block])
