@@ -142,7 +142,7 @@ class AgentConfig:
     transfers_max: int = 65536
     stripes: int = 1
     """Connections to one peer over which its transfers may be spread (lanes ``stream`` and ``unix``), and a large post
-    is. 0: up to four, and a post over as many as were the fastest so far (:mod:`kvxfer.policy.striping`)."""
+    is."""
     copy_threads: int = 0
     """That copy large reads (lanes ``mapped`` and ``cma``), the agent's own among them, at most COPY_THREADS_MAX. 0:
     one for every four processors, and more while others are idle; four at most."""
@@ -193,8 +193,8 @@ class AgentConfig:
             raise ConfigError(
                 f"grant_ttl_s {self.grant_ttl_s} must not exceed grant_life_max_s {self.grant_life_max_s}"
             )
-        if not 0 <= self.stripes <= STRIPES_MAX:
-            raise ConfigError(f"stripes must be 1 to {STRIPES_MAX}, or 0 to have it measured, not {self.stripes!r}")
+        if not 1 <= self.stripes <= STRIPES_MAX:
+            raise ConfigError(f"stripes must be 1 to {STRIPES_MAX}, not {self.stripes!r}")
         check_copy_threads("copy_threads", self.copy_threads)
         if self.progress not in tuple(ProgressMode):
             raise ConfigError(f"progress must be one of {', '.join(ProgressMode)}, not {self.progress!r}")

@@ -20,7 +20,6 @@ from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument, LaneUnavailable
-from kvxfer.policy import striping
 from kvxfer.transport.counts import TransportCounts
 from kvxfer.transport.private_memory import allocate_private
 from kvxfer.types import (
@@ -434,7 +433,7 @@ def limits_from(config: AgentConfig, lanes: Sequence[Lane]) -> _core.EndpointLim
     transfers.reconnect_ns = round(config.reconnect_s * NS_PER_S)
     limits.grants, limits.transfers = grants, transfers
     limits.transfers_max = limits.finished_max = config.transfers_max
-    limits.stripes = config.stripes or max(striping.CHOICES)
+    limits.stripes = config.stripes
     limits.lanes = sum(1 << int(LANES[lane].value) for lane in set(lanes))
     limits.notifications_max = config.notifications_max
     limits.notification_bytes_max = config.notification_bytes_max

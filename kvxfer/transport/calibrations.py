@@ -7,12 +7,10 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.policy.calibration import Calibration, LaneFigure, Order
-from kvxfer.policy.striping import Striping
 from kvxfer.transport.base import LANES_BACK
 from kvxfer.transport.peer import RemotePeer
 from kvxfer.types import AgentRef, Lane
@@ -34,7 +32,6 @@ class Calibrations:
         self._is_used = is_used
         self._lock = threading.RLock()
         self._peers: dict[AgentRef, Calibration] = {}
-        self._striping: dict[AgentRef, Striping] = {}
         self._news: collections.deque[tuple[RemotePeer, int, _core.TransferFinal]] = collections.deque()
 
     def __repr__(self) -> str:
@@ -63,23 +60,6 @@ class Calibrations:
             with self._lock:
                 self._learn()
 
-    def stripes(self, peer: AgentRef) -> int:
-        """Over how many connections the next large post to ``peer`` goes, where that is to be measured."""
-        if not self._is_used:
-            return 1
-        with self._lock:
-            found = self._striping.get(peer)
-            return 1 if found is None else found.choose()
-
-    def striped(self, peer: AgentRef, wanted: int, connections: int, nbytes: int, seconds: float) -> None:
-        """A large post that was to go over ``wanted`` connections, and went over so many, committed."""
-        with self._lock:
-            found = self._striping.get(peer)
-            if found is None:
-                _make_room(self._striping)
-                found = self._striping[peer] = Striping()
-            found.measured(wanted, connections, nbytes, seconds)
-
     def figures(self) -> dict[str, Mapping[Lane, LaneFigure]]:
         """By peer, what was measured."""
         with self._lock:
@@ -96,11 +76,7 @@ class Calibrations:
     def _of(self, peer: AgentRef, host_id: str) -> Calibration:
         found = self._peers.get(peer)
         if found is None:
-            _make_room(self._peers)
+            if len(self._peers) >= PEERS_MAX:
+                del self._peers[next(iter(self._peers))]
             found = self._peers[peer] = Calibration(is_same_host=host_id == self._host_id)
         return found
-
-
-def _make_room(peers: dict[AgentRef, Any]) -> None:
-    if len(peers) >= PEERS_MAX:
-        del peers[next(iter(peers))]

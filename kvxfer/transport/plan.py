@@ -15,7 +15,6 @@ import numpy.typing as npt
 from kvxfer._native import _core
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument
-from kvxfer.policy.striping import CHOICES
 from kvxfer.transport.base import Blocks, StartPost, Transport, as_blocks
 from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Prepared, Words
 from kvxfer.transport.peer import RemotePeer
@@ -77,8 +76,6 @@ class Plan:
     parts: tuple[Part, ...]
     pieces: int
     nbytes: int
-    measured_shares: int = 0
-    """Over how many connections it was to go, where what it takes says how many are best; 0: it says nothing."""
     routes: list[Route] = dataclasses.field(default_factory=list, repr=False)
     """What was found when it was started before."""
 
@@ -91,10 +88,9 @@ def make_plan(
     remote_ids: npt.ArrayLike | None,
     *,
     shares: int = 1,
-    is_measured: bool = False,
 ) -> Plan:
     """Descriptor ``local_ids[i]`` of ours and ``remote_ids[i]`` of the peer's are one move; ``None``: all of a list, in
-    order. ``shares``: over how many connections a large post is spread; ``is_measured``: that it is so many is a try.
+    order. ``shares``: over how many connections a large post is spread.
 
     Raises InvalidArgument: lists of unequal length, an index outside its list, a pair of unequal lengths, a local list
     that is remote or the reverse.
@@ -111,7 +107,6 @@ def make_plan(
         nbytes = local.length_bytes * count
     else:
         nbytes = _compare(local.lengths(mine), remote.lengths(theirs), count)
-    tried = shares if is_measured and nbytes >= SHARE_BYTES_MIN * max(CHOICES) else 0
     shares = max(1, min(shares, nbytes // SHARE_BYTES_MIN))
     size = -(-len(mine) // shares)
     on_wire = (remote,) if op is Op.READ else (local, remote)
@@ -123,7 +118,7 @@ def make_plan(
         )
         for begin in range(0, len(mine), size)
     )
-    return Plan(op, local, remote, remote.peer, parts, count, nbytes, tried)
+    return Plan(op, local, remote, remote.peer, parts, count, nbytes)
 
 
 def _compare(mine: Words, theirs: Words, count: int) -> int:

@@ -25,7 +25,6 @@ SLEEP_S = 50e-3
 """Of one wait, so that signals are seen to."""
 
 _CONNECTING, _COMMITTED = TransferState.CONNECTING, TransferState.COMMITTED
-_STRIPED = (Lane.STREAM, Lane.UNIX)
 _CORE_COMMITTED = _core.TransferState.COMMITTED
 """An attribute of an enumeration takes a while, and so does one of an event: whoever waits for a small post, waits for
 each."""
@@ -297,16 +296,7 @@ class Post:
 
     def _end(self, state: TransferState, error: KvxferError | None) -> None:
         self._state, self._error, self._is_final = state, error, True
-        if self.plan.measured_shares and state is _COMMITTED:
-            self._measure()
         self._tell_final()
-
-    def _measure(self) -> None:
-        """Where its bytes went over connections: over how many, and what that took."""
-        if all(LANES_BACK[final.lane] in _STRIPED for final in self._finals):
-            plan, seconds = self.plan, (time.monotonic_ns() - self._begun_ns) / NS_PER_S
-            connections = len({final.session for final in self._finals})
-            self._poster.calibrations.striped(plan.peer.ref, plan.measured_shares, connections, plan.nbytes, seconds)
 
     def _tell_final(self) -> None:
         """Once."""

@@ -180,11 +180,7 @@ class Poster:
         remote_ids: npt.ArrayLike | None,
     ) -> Plan:
         """Check a post and cut it, to be started once or many times. Raises InvalidArgument; see :func:`make_plan`."""
-        stripes = self.config.stripes
-        if stripes or remote.peer is None:
-            return make_plan(op, local, local_ids, remote, remote_ids, shares=stripes)
-        shares = self.calibrations.stripes(remote.peer.ref)
-        return make_plan(op, local, local_ids, remote, remote_ids, shares=shares, is_measured=True)
+        return make_plan(op, local, local_ids, remote, remote_ids, shares=self.config.stripes)
 
     def start(
         self,

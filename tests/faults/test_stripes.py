@@ -6,14 +6,12 @@ import contextlib
 import itertools
 import os
 import socket
-import statistics
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from kvxfer.policy.striping import CHOICES, GAIN, KEPT, TRIES
 from tests.support.faults.counting_proxy import CountingProxy
 from tests.support.faults.lanes import STREAMS
 from tests.support.faults.parties import POISON, Party
@@ -35,8 +33,6 @@ BLOCKS, GUARD = [0, PIECES - 1], [PIECES, PIECES]
 TTL_S = 2.0
 BYTES_ACKED_AT = 120
 """In tcp_info (linux/tcp.h); the received ones follow."""
-LATER = 6
-"""Posts after it is known how many connections are the fastest; fewer than until others are tried again."""
 
 each_lane = pytest.mark.parametrize("lane", STREAMS)
 each_op = pytest.mark.parametrize("op", ["READ", "WRITE"])
@@ -124,8 +120,8 @@ def striped() -> Iterator[Make]:
     """Makes pairs; ``remote``: which of ``poster`` and ``peer`` lives in a process of its own."""
     made: list[Striped] = []
 
-    def make(lane: str, op: str, *, remote: str = "", stripes: int = STRIPES, **limits: float) -> Striped:
-        options: dict[str, Any] = {**limits, "blocks": 1, "block_bytes": PIECE, "stripes": stripes}
+    def make(lane: str, op: str, *, remote: str = "", **limits: float) -> Striped:
+        options: dict[str, Any] = {**limits, "blocks": 1, "block_bytes": PIECE, "stripes": STRIPES}
         ends = [(Remote if name == remote else Party)(name, [lane], **options) for name in ("poster", "peer")]
         made.append(Striped(*ends, op))
         return made[-1]
@@ -265,56 +261,6 @@ def test_who_posted_is_killed(striped: Make, lane: str, op: str) -> None:
     for number in held:
         assert pair.proxy.wait_gone(number)
     assert pair.peer.is_painted(PAINT, region=0)
-
-
-@each_op
-@each_lane
-def test_how_many_is_found_out(striped: Make, lane: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Posts go over 1, 2 and 4 connections, and after that over as many as were the fastest in them; each counts for as
-    many as it went over, which are fewer while another is dialed."""
-    pair = striped(lane, op, stripes=0)
-    calibrations = pair.poster.poster.calibrations
-    seen: dict[int, list[float]] = {count: [] for count in range(1, max(CHOICES) + 1)}
-    told: list[tuple[int, int]] = []
-    tell = calibrations.striped
-
-    def tell_us(peer: Any, wanted: int, connections: int, nbytes: int, seconds: float) -> None:
-        told.append((wanted, connections))
-        seen[connections].append(nbytes / seconds)
-        tell(peer, wanted, connections, nbytes, seconds)
-
-    monkeypatch.setattr(calibrations, "striped", tell_us)
-
-    def post() -> None:
-        name = f"post-{len(told)}"
-        seed = pair.begin(name)
-        assert pair.poster.outcome(name) == "committed"
-        pair.expect_bytes(seed)
-        carried = pair.proxy.carried(pair.way)
-        assert sum(carried.values()) == SIZE
-        assert told[-1] == (len(pair.poster.posts[name].plan.parts), len(carried))
-        assert pair.poster.wait_dialed()
-
-    while any(len(seen[count]) < TRIES for count in CHOICES):
-        wanted = next(count for count in CHOICES if len(seen[count]) < TRIES)
-        post()
-        assert told[-1][0] == wanted
-        assert len(told) < len(CHOICES) * TRIES + ROUNDS_MAX, f"{told}: more connections never came"
-    for _ in range(LATER):
-        best = fastest(seen)
-        post()
-        assert told[-1] == (best, best)
-    assert pair.poster.transport.counts().sessions_up == max(CHOICES)
-
-
-def fastest(seen: dict[int, list[float]]) -> int:
-    """More connections only where they are so much faster than the best of fewer."""
-    medians = {count: statistics.median(rates[-KEPT:]) for count, rates in seen.items()}
-    best = CHOICES[0]
-    for count in CHOICES[1:]:
-        if medians[count] > medians[best] * GAIN:
-            best = count
-    return best
 
 
 def moved_over_tcp() -> list[tuple[int, int]]:

@@ -120,7 +120,6 @@ class Setting:
                 queue_ns=1000,
                 wire_ns=2000,
                 confirm_ns=3000,
-                session=int.from_bytes(identity, "little"),  # each part over another
             )
         )
 

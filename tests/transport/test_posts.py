@@ -25,7 +25,6 @@ from kvxfer.errors import (
     TransferCancelled,
     TransportError,
 )
-from kvxfer.policy.striping import TRIES
 from kvxfer.transport import posts
 from kvxfer.transport.posts import Op, Post, RemotePeer, asks_for_sums
 from kvxfer.types import Lane, TransferState
@@ -362,40 +361,6 @@ def test_two_threads_poll(setting: Setting) -> None:
     for thread in threads:
         thread.join(20)
     assert all(post.poll() is TransferState.COMMITTED for post in posts)
-
-
-def test_how_many_connections_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``stripes=0``: what a large post over connections took says how many parts the next is cut into."""
-    setting = Setting(monkeypatch, stripes=0)
-    rows = np.zeros((8192, 3), np.uint64)  # 64 MiB out of little memory: nothing is moved here
-    rows[:, 0], rows[:, 1] = setting.registration.record.address, 8192
-    parts = []
-    for _ in range(3 * TRIES + 1):
-        ours, theirs = setting.poster.prepare(rows), setting.poster.prepare(rows, peer=setting.peer)
-        post = setting.poster.post(Op.READ, ours, None, theirs, None, lanes=[Lane.STREAM])
-        parts.append(len(post.transfer_ids))
-        for identity in post.transfer_ids:
-            setting.finish(identity)
-        post._begun_ns -= 10**9 * (3 if parts[-1] != 2 else 1)  # two connections are the fastest here
-        assert post.poll() is TransferState.COMMITTED
-        setting.drained(post)
-    assert parts == [1] * TRIES + [2] * TRIES + [4] * TRIES + [2]
-
-
-def test_a_list_that_is_cut_further_counts_as_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = Setting(monkeypatch, stripes=0)
-    plan = setting.plan(MANY, length=2048)
-    assert plan.nbytes >= 32 << 20
-    assert len(plan.parts) == 3
-    assert plan.measured_shares == 1
-    post = setting.poster.start(plan, lanes=[Lane.STREAM])
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(setting.poster.calibrations, "striped", lambda peer, *numbers: told.append(numbers[:2]))
-    for identity in post.transfer_ids:
-        setting.finish(identity)
-    assert post.poll() is TransferState.COMMITTED
-    setting.drained(post)
-    assert told == [(1, 3)]
 
 
 def test_registrations(setting: Setting) -> None:

@@ -64,9 +64,10 @@ def test_what_is_wrong_is_named(variable: str, text: str, says: str) -> None:
         Options.from_environment({variable: text})
 
 
-def test_a_number_of_stripes_that_there_cannot_be_is_refused() -> None:
+@pytest.mark.parametrize("stripes", ["0", "65"])
+def test_a_number_of_stripes_that_there_cannot_be_is_refused(stripes: str) -> None:
     with pytest.raises(ConfigError, match=r"KVXFER_SGLANG_\*: stripes must be 1 to 64"):
-        Options.from_environment({"KVXFER_SGLANG_STRIPES": "65"})
+        Options.from_environment({"KVXFER_SGLANG_STRIPES": stripes})
 
 
 @pytest.mark.parametrize(

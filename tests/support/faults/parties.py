@@ -48,8 +48,8 @@ SO_BUF_LOCK = 72
 
 class Party:
     """``lanes``: by name, best first; ``remembered``: how many grants and transfers at most, and how many of those that
-    are over; ``stripes``: connections to one peer, 0 has it find out. Transfers and posts go by a name of the test's
-    choice: 32 hex digits, or "p1"."""
+    are over; ``stripes``: connections to one peer. Transfers and posts go by a name of the test's choice: 32 hex
+    digits, or "p1"."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Party:
     ) -> None:
         self.config = AgentConfig(
             lanes=tuple(Lane(lane) for lane in lanes),
-            calibrate=stripes == 0,
+            calibrate=False,
             stall_s=stall_s,
             reconnect_s=reconnect_s,
             grant_ttl_s=grant_ttl_s,
