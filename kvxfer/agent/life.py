@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from kvxfer._native import _core
-from kvxfer.agent.books import Books, outcome_of
+from kvxfer.agent.books import Books
 from kvxfer.agent.grants import Grants
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Notifications
@@ -21,7 +21,7 @@ from kvxfer.agent.pump import EventPump
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.ratelimit import RateLimitedWarning
-from kvxfer.transport.base import LANES_BACK, Event, Transport, read_ref
+from kvxfer.transport.base import Event, Transport, read_ref
 from kvxfer.transport.calibrations import Calibrations
 from kvxfer.types import AgentRef
 
@@ -48,7 +48,6 @@ class Life:
         """``on_failure`` is told once if the transport broke; everything that was open has ended then."""
         self.transport = transport
         self.books = books
-        self.metrics = metrics
         self.notifications = notifications
         self.calibrations = Calibrations(transport.address.host_id, is_used=config.calibrate)
         self.grants = Grants(transport, asyncio.get_running_loop())
@@ -113,7 +112,6 @@ class Life:
             self.on_session_up(read_ref(event.peer))
         elif isinstance(event, _core.OfferEnded):
             self.books.offer_ended(event)
-            self.metrics.offer_ended(LANES_BACK[event.lane].value, outcome_of(event))
         elif isinstance(event, _core.SessionRefused):
             self.books.session_refused()
             self._refusals.say(self.transport.ref, event.code.name, event.text)

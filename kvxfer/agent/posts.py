@@ -191,10 +191,7 @@ class Posts:
         numbers = post.statistics()
         if post.error is None and numbers.lane is not None:
             self._books.committed(numbers.lane, numbers.bytes)
-            seconds = {**numbers.seconds, "plan": numbers.post_us / 1e6}
-            self._metrics.committed(numbers.lane.value, numbers.bytes, seconds)
+            self._metrics.committed({**numbers.seconds, "plan": numbers.post_us / 1e6})
         elif post.error is not None:
             log.info("%r ended: %s", post, post.error)
-            name = "none" if numbers.lane is None else numbers.lane.value
-            self._books.failed(name, post.error)
-            self._metrics.failed(name, post.error.code)
+            self._books.failed(numbers.lane, post.error)

@@ -326,12 +326,10 @@ class Pulls:
             self._books.committed(outcome.lane, outcome.bytes)
             if outcome.bytes_before_complete == 0:  # else it waited for the source to compute
                 self._measure(outcome)
-            self._metrics.committed(outcome.lane.value, outcome.bytes, outcome.seconds)
+            self._metrics.committed(outcome.seconds)
             return
         log.info("%r ended: %s", transfer, outcome)
-        name = "none" if transfer.lane is None else transfer.lane.value
-        self._books.failed(name, outcome)
-        self._metrics.failed(name, outcome.code)
+        self._books.failed(transfer.lane, outcome)
 
 
 def choose_pool(ours: PoolRecord, member: Member) -> PoolRecord:

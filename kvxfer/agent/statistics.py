@@ -1,5 +1,5 @@
-"""What an agent says of itself at a moment: frozen counts that turn into JSON. Decides nothing; must never hold a
-reference to anything alive.
+"""What an agent says of itself at a moment: frozen counts that turn into JSON. The native core counts what its machines
+hold; this is the one copy that Python makes of it. Decides nothing; must never hold a reference to anything alive.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from kvxfer._native import _core
 from kvxfer.agent.notifications import NotificationStatistics
 from kvxfer.policy.calibration import LaneFigure
 from kvxfer.types import GrantState, Lane
@@ -23,6 +24,10 @@ class PoolStatistics:
     granted: int
     quarantined: int
 
+    @classmethod
+    def of(cls, counts: _core.PoolCounts) -> PoolStatistics:
+        return cls(counts.pool, counts.blocks, counts.reserved, counts.granted, counts.quarantined)
+
 
 @dataclasses.dataclass(frozen=True)
 class RegionStatistics:
@@ -33,6 +38,10 @@ class RegionStatistics:
     bytes: int
     grants: int
     transfers: int
+
+    @classmethod
+    def of(cls, counts: _core.RegionCounts) -> RegionStatistics:
+        return cls(counts.region, counts.bytes, counts.grants, counts.transfers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +65,23 @@ class GrantStatistics:
     verdicts_refused: int = 0
     requests_refused: int = 0
     """Reads and writes that peers asked for and may not have: another's grant, blocks or bytes outside it."""
+
+    @classmethod
+    def of(cls, counts: _core.GrantCounts) -> GrantStatistics:
+        return cls(
+            alive=counts.alive,
+            released=counts.released,
+            expired=counts.expired,
+            revoked=counts.revoked,
+            reader_gone=counts.reader_gone,
+            unread=counts.unread,
+            blocks_unread=counts.unread_blocks,
+            expected=counts.expected,
+            pulls_waiting=counts.waiting_pulls,
+            verdicts_ok=counts.verdicts_ok,
+            verdicts_refused=counts.verdicts_refused,
+            requests_refused=counts.refused,
+        )
 
     def by_state(self) -> dict[GrantState, int]:
         return {state: int(getattr(self, state.name.lower())) for state in GrantState}
@@ -97,21 +123,53 @@ class AgentStatistics:
     """
 
     agent: str
-    pools: tuple[PoolStatistics, ...]
-    regions: tuple[RegionStatistics, ...]
-    grants: GrantStatistics
-    pulls: PullStatistics
-    transfers_live: int
-    transfers_draining: int
-    outcomes: Mapping[str, Mapping[str, int]]
-    bytes: Mapping[Lane, int]
-    offers: Mapping[str, Mapping[str, int]]
-    lanes: Mapping[str, Mapping[Lane, LaneFigure]]
-    quarantines: tuple[Quarantine, ...]
-    sessions: SessionStatistics
-    notifications: NotificationStatistics
-    peers: int
-    is_coordinator_connected: bool | None
+    pools: tuple[PoolStatistics, ...] = ()
+    regions: tuple[RegionStatistics, ...] = ()
+    grants: GrantStatistics = GrantStatistics()
+    pulls: PullStatistics = PullStatistics()
+    transfers_live: int = 0
+    transfers_draining: int = 0
+    outcomes: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    bytes: Mapping[Lane, int] = dataclasses.field(default_factory=dict)
+    offers: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    lanes: Mapping[str, Mapping[Lane, LaneFigure]] = dataclasses.field(default_factory=dict)
+    quarantines: tuple[Quarantine, ...] = ()
+    sessions: SessionStatistics = SessionStatistics()
+    notifications: NotificationStatistics = dataclasses.field(
+        default_factory=lambda: NotificationStatistics(sent=0, delivered=0, failed=0, received=0, dropped=0, pending=0)
+    )
+    peers: int = 0
+    is_coordinator_connected: bool | None = None
+
+    @classmethod
+    def of(cls, agent: str, counts: _core.EndpointCounts) -> AgentStatistics:
+        """What the machines hold and decided; the rest is empty."""
+        return cls(
+            agent=agent,
+            pools=tuple(PoolStatistics.of(pool) for pool in counts.pools),
+            regions=tuple(RegionStatistics.of(region) for region in counts.regions),
+            grants=GrantStatistics.of(counts.grants),
+            pulls=PullStatistics(counts.pulls_unknown, counts.pulls_queued, counts.pulls_granted),
+            transfers_live=counts.transfers_live,
+            transfers_draining=counts.transfers_draining,
+            sessions=SessionStatistics(counts.sessions_up, counts.sessions_opening),
+            peers=counts.peers,
+        )
+
+    def closed(self) -> AgentStatistics:
+        """What is left of these once the transport closed: it holds nothing, and revoked the grants that were alive."""
+        now = self.grants
+        grants = GrantStatistics(
+            released=now.released,
+            expired=now.expired,
+            revoked=now.revoked + now.alive,
+            reader_gone=now.reader_gone,
+            verdicts_ok=now.verdicts_ok,
+            verdicts_refused=now.verdicts_refused,
+            requests_refused=now.requests_refused,
+        )
+        pools = tuple(PoolStatistics(pool.pool_id, pool.blocks, 0, 0, 0) for pool in self.pools)
+        return AgentStatistics(self.agent, pools=pools, grants=grants)
 
     @property
     def is_idle(self) -> bool:

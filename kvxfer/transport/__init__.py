@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvxfer.transport.base import Blocks, Event, Region, Transport
-from kvxfer.transport.counts import PoolCounts, TransportCounts
 from kvxfer.transport.memory import MemoryBinding, MemoryTransport
 from kvxfer.transport.native import NativeBinding, NativeTransport
 from kvxfer.transport.network import Fate, MemoryNetwork, Passage
@@ -18,8 +17,6 @@ __all__ = [
     "NativeBinding",
     "NativeTransport",
     "Passage",
-    "PoolCounts",
     "Region",
     "Transport",
-    "TransportCounts",
 ]

@@ -20,7 +20,6 @@ from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument, LaneUnavailable
-from kvxfer.transport.counts import TransportCounts
 from kvxfer.transport.private_memory import allocate_private
 from kvxfer.types import (
     AgentRef,
@@ -312,7 +311,9 @@ class Transport(Protocol):
         """Send a small message; returns its number. Raises PeerGone, InvalidArgument, LimitExceeded."""
         ...
 
-    def counts(self) -> TransportCounts: ...
+    def counts(self) -> _core.EndpointCounts:
+        """What the machines hold now, and how many grants and verdicts there were so far."""
+        ...
 
     def close(self) -> None:
         """Hang up and end at once, without another event; after it returned no byte lands any more. Callable twice."""

@@ -30,7 +30,6 @@ from kvxfer.transport.base import (
     read_ref,
     write_ref,
 )
-from kvxfer.transport.counts import TransportCounts, counts_from
 from kvxfer.transport.memory_bytes import BlockMemory, Memories, RegionMemory
 from kvxfer.transport.network import MemoryNetwork, Passage
 from kvxfer.types import (
@@ -324,9 +323,9 @@ class MemoryTransport:
             self.act(effects)
             return int(sequence)
 
-    def counts(self) -> TransportCounts:
+    def counts(self) -> _core.EndpointCounts:
         with self._open() as endpoint:
-            return counts_from(endpoint.counts())
+            return endpoint.counts()
 
     def close(self) -> None:
         with self._network.lock:

@@ -41,7 +41,6 @@ from kvxfer.transport.base import (
     limits_from,
     write_ref,
 )
-from kvxfer.transport.counts import TransportCounts, counts_from
 from kvxfer.transport.socket_place import SocketPlace, find_socket_place
 from kvxfer.types import (
     AgentRef,
@@ -359,8 +358,8 @@ class NativeTransport:
         that peers are not listened to without bound."""
         self.core.hold_notifications(nbytes)
 
-    def counts(self) -> TransportCounts:
-        return counts_from(self.core.counts())
+    def counts(self) -> _core.EndpointCounts:
+        return self.core.counts()
 
     def close(self) -> None:
         if not self._is_closed:

@@ -87,7 +87,7 @@ def check_pull_before_grant(maker: LaneMaker) -> None:
         truth, transfer_id = source.fill(3), fresh_id()
         pull(maker, destination, source, transfer_id, [4, 5])
         parties = [source, destination]
-        expect(maker, parties, "a waiting pull", lambda: source.transport.counts().pulls_waiting == 1, SOON_S)
+        expect(maker, parties, "a waiting pull", lambda: source.transport.counts().grants.waiting_pulls == 1, SOON_S)
         grant(source, transfer_id, [9, 2])
         expect_outcome(maker, parties, destination, transfer_id, "committed")
         assert (destination.read([4, 5]) == truth[[9, 2]]).all()

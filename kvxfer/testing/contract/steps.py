@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvxfer.config import AgentConfig
 from kvxfer.testing.contract.parties import POISON, POOL_ID, LaneMaker, LaneParty, PoolLayout, introduce, make_party
 from kvxfer.transport.base import as_blocks
+from kvxfer.transport.counts import describe, is_idle
 from kvxfer.types import TransferId
 
 SOON_S = 20.0
@@ -38,13 +39,13 @@ def expect(
 ) -> None:
     """Wait until it is so; AssertionError ``what`` otherwise."""
     if not maker.wait(parties, until, within_s):
-        states = "; ".join(f"{party.ref.agent_id}: {party.transport.counts()}" for party in parties)
+        states = "; ".join(f"{party.ref.agent_id}: {describe(party.transport.counts())}" for party in parties)
         raise AssertionError(f"{what} not within {within_s:g} s ({states})")
 
 
 def expect_idle(maker: LaneMaker, parties: Sequence[LaneParty]) -> None:
     """No block reserved, granted or quarantined, nothing alive; and every final state was reported exactly once."""
-    expect(maker, parties, "idle", lambda: all(party.transport.counts().is_idle for party in parties), SOON_S)
+    expect(maker, parties, "idle", lambda: all(is_idle(party.transport.counts()) for party in parties), SOON_S)
     maker.wait(parties, lambda: False, 0.0)
     for party in parties:
         for identity, finals in party.finals.items():

@@ -59,13 +59,13 @@ def check_asked_then_reserved(maker: LaneMaker) -> None:
                 grant(source, transfer_id, [1, 2, 3])
             _ask(maker, source, destination, transfer_id, 3)
             if is_early:
-                expect(maker, parties, "asked", lambda: source.transport.counts().pulls_waiting == 1, SOON_S)
+                expect(maker, parties, "asked", lambda: source.transport.counts().grants.waiting_pulls == 1, SOON_S)
                 grant(source, transfer_id, [1, 2, 3])
             expect(maker, parties, "granted", _is_granted(destination, transfer_id), SOON_S)
             expect(maker, parties, "told", _is_told(destination, transfer_id), SOON_S)
             assert destination.transport.counts().pools[0].reserved == 0
             assert not source.transport.has_begun(transfer_id)
-            assert source.transport.counts().blocks_unread == 3
+            assert source.transport.counts().grants.unread_blocks == 3
             expect_poison(destination)
             destination.transport.reserve(transfer_id, as_blocks([7, 6]), first=1)
             expect_outcome(maker, parties, destination, transfer_id, COMMITTED)
@@ -82,7 +82,7 @@ def check_early_blocks_go_back(maker: LaneMaker) -> None:
         destination.transport.pull(
             transfer_id, source.ref, POOL_ID, as_blocks([1, 2]), first=0, lanes=[maker.lane], deadline_s=60.0
         )
-        expect(maker, parties, "asked", lambda: source.transport.counts().pulls_waiting == 1, SOON_S)
+        expect(maker, parties, "asked", lambda: source.transport.counts().grants.waiting_pulls == 1, SOON_S)
         assert destination.transport.unreserve(transfer_id)
         assert not destination.transport.unreserve(transfer_id)
         assert destination.transport.counts().pools[0].reserved == 0
@@ -105,7 +105,7 @@ def check_races_of_taking_back(maker: LaneMaker) -> None:
             destination.transport.pull(
                 transfer_id, source.ref, POOL_ID, as_blocks([1, 2]), first=0, lanes=[maker.lane], deadline_s=60.0
             )
-            expect(maker, parties, "asked", lambda: source.transport.counts().pulls_waiting == 1, SOON_S)
+            expect(maker, parties, "asked", lambda: source.transport.counts().grants.waiting_pulls == 1, SOON_S)
             grant(source, transfer_id, [1, 2])
             maker.wait(parties, lambda: False, wait_s)
             blocks = [1, 2]

@@ -21,6 +21,7 @@ from kvxfer._native import _core
 from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusy, KvxferError
 from kvxfer.testing.contract.parties import RECORD
+from kvxfer.transport import counts
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.posts import Op, Post, Poster, Registration, RemotePeer
@@ -335,9 +336,9 @@ class Party:
 
     def wait_idle(self, timeout_s: float = 8.0) -> str:
         """ "" once nothing is promised, under way or quarantined; what is, where that does not come."""
-        is_idle = self._wait(lambda: self.transport.counts().is_idle and not self.poster.posts, timeout_s)
+        is_idle = self._wait(lambda: counts.is_idle(self.transport.counts()) and not self.poster.posts, timeout_s)
         self.drain()  # what ended between the last look at the events and the one that found it idle
-        return "" if is_idle else repr(self.transport.counts())
+        return "" if is_idle else counts.describe(self.transport.counts())
 
     def wait_hung_up(self, left: int = 0, timeout_s: float = SOON_S) -> bool:
         """Until so many sessions are up at most."""
