@@ -59,8 +59,6 @@ class Lane(enum.StrEnum):
     STREAM = "stream"
     MEMORY = "memory"
 
-    __hash__ = str.__hash__  # an enum's own is Python code, and every post looks lanes up several times
-
 
 class ProgressMode(enum.StrEnum):
     """Which threads move an agent's bytes and answer its peers. docs/lanes.md compares the two."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvxfer.types import Lane
 
@@ -60,9 +60,9 @@ class LaneFigure:
 _UNSEEN = LaneFigure(0.0, 0, 0.0, 0)
 
 
-class Order(NamedTuple):
-    """Lanes, likely the fastest first, and what they were judged by then, for whoever asks later (a tuple, because that
-    is quick to make)."""
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Lanes, likely the fastest first, and the figures by which they were judged then: a result says later why."""
 
     lanes: tuple[Lane, ...]
     nbytes: int

@@ -6,22 +6,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvxfer._native import _core
-from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument
 from kvxfer.transport.base import Blocks, StartPost, Transport, as_blocks
 from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Prepared, Words
 from kvxfer.transport.peer import RemotePeer
 from kvxfer.types import Lane
-
-if TYPE_CHECKING:
-    from kvxfer.transport.post import Post
 
 LIST_BYTES_MAX = 384 * 1024
 """Of one list of ranges in one frame; the core's own bound."""
@@ -36,33 +32,29 @@ class Op(enum.StrEnum):
     WRITE = "WRITE"
 
 
-class Part(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
     """One transfer: pieces of our memory, and as many of the peer's."""
 
     local: _core.Pieces
     remote: _core.Pieces
 
 
-@dataclasses.dataclass(eq=False)
-class Route:
-    """How a plan is started: what does not change from one start to the next."""
+RouteKey: TypeAlias = tuple[Transport, tuple[Lane, ...] | None, bool | None]
+"""Over which transport a plan is started, and what the call says of lanes and checksums."""
 
-    asked: tuple[tuple[Lane, ...] | None, bool | None]
-    """By the call: lanes, and whether it wants sums."""
-    transport: Transport
-    config: AgentConfig
-    """As it was then."""
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Route:
+    """What is found out at the first start of a plan and does not change until the next one."""
+
     lanes: tuple[Lane, ...]
     """Allowed and possible, best first as the operator sees it."""
     reasons: Mapping[Lane, str]
-    timeout_ns: int
-    """Of its transfers, where the call gives none."""
-    checks: bool | None
-    """Whether its transfers ask for checksums; ``None``: one in so many does."""
-    starts: tuple[tuple[Lane, ...], tuple[StartPost, ...]]
-    """One of each part, by these lanes."""
-    spare: list[tuple[Post, Sequence[bool]]] = dataclasses.field(default_factory=list)
-    """What the next start needs, once it was started again: one, as a rule."""
+    checks: str
+    """The checksum policy, one of ``config.CHECKS``."""
+    starts: dict[tuple[Lane, ...], tuple[StartPost, ...]] = dataclasses.field(default_factory=dict)
+    """One of each part, by the order in which lanes are tried."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,8 +68,7 @@ class Plan:
     parts: tuple[Part, ...]
     pieces: int
     nbytes: int
-    routes: list[Route] = dataclasses.field(default_factory=list, repr=False)
-    """What was found when it was started before."""
+    routes: dict[RouteKey, Route] = dataclasses.field(default_factory=dict, repr=False)
 
 
 def make_plan(

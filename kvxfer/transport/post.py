@@ -5,9 +5,11 @@ an event that is not its own.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
@@ -21,23 +23,18 @@ from kvxfer.types import Lane, TransferId, TransferState
 if TYPE_CHECKING:
     from kvxfer.transport.posts import Poster
 
+ID_BYTES = 16
 SLEEP_S = 50e-3
 """Of one wait, so that signals are seen to."""
-
-_CONNECTING, _COMMITTED = TransferState.CONNECTING, TransferState.COMMITTED
-_CORE_COMMITTED = _core.TransferState.COMMITTED
-"""An attribute of an enumeration takes a while, and so does one of an event: whoever waits for a small post, waits for
-each."""
-
 BRIEF_S = 100e-6
 BRIEF_BYTES = 64 << 10
 """How long, and for how small a post, an event loop waits in place instead of sleeping."""
 
 
-class PostStatistics(NamedTuple):
-    """One post in numbers (a tuple, because that is quick to make). ``post_us``: the call that started it;
-    ``transfer_us``: from that call's begin until it was final here (until now, while it is not). ``seconds``: of its
-    slowest transfer, by phase as in TransferResult."""
+@dataclasses.dataclass(frozen=True)
+class PostStatistics:
+    """One post in numbers. ``post_us``: the call that started it; ``transfer_us``: from that call's begin until it was
+    final here (until now, while it is not). ``seconds``: of its slowest transfer, by phase as in TransferResult."""
 
     bytes: int
     pieces: int
@@ -51,78 +48,56 @@ class PostStatistics(NamedTuple):
     is_checked: bool | None
     """Whether that is all of them; ``None``: nobody asked, or it is not committed."""
     seconds: Mapping[str, float]
-    reasons: Mapping[Lane, str]
-    lane_notes: str
-    order: Order | None
-    """In which its lanes were to be tried, and why; ``None``: there was one alone."""
-
-    def __repr__(self) -> str:
-        shown = (f"{name}={value!r}" for name, value in zip(self._fields[:-3], self, strict=False))
-        return f"PostStatistics({', '.join(shown)})"
+    reasons: Mapping[Lane, str] = dataclasses.field(repr=False)
+    lane_notes: str = dataclasses.field(repr=False)
+    order: Order = dataclasses.field(repr=False)
+    """In which its lanes were to be tried, and why."""
 
     @property
     def lane_reason(self) -> str:
         """Why this lane, and why not those that were allowed before it. Found out when it is asked for."""
-        passed_over = self.order.passed_over(self.lane) if self.order and self.lane else None
+        passed_over = self.order.passed_over(self.lane) if self.lane else None
         return explain(self.lane, self.reasons, self.lane_notes, passed_over=passed_over, is_checked=self.is_checked)
 
 
 class Post:
     """Made by :meth:`Poster.start`. After it is final the memory of a read may be used; after it drained, any of it may
     be given back.
+
+    A signal handler that raises may interrupt any of its methods. Each event can be handled again, and then changes
+    nothing that it changed before: the poster repeats the event that was interrupted.
     """
-
-    plan: Plan
-
-    __slots__ = (
-        "__weakref__",
-        "_begun_ns",
-        "_end_with",
-        "_error",
-        "_failed",
-        "_final_ns",
-        "_finals",
-        "_has_asked_sums",
-        "_is_final",
-        "_live",
-        "_notification",
-        "_on_drained",
-        "_on_final",
-        "_order",
-        "_post_ns",
-        "_poster",
-        "_reasons",
-        "_state",
-        "_states",
-        "plan",
-        "transfer_ids",
-    )
 
     def __init__(
         self,
         poster: Poster,
-        ids: Sequence[bytes],
+        plan: Plan,
         reasons: Mapping[Lane, str],
-        has_asked_sums: bool,
+        order: Order,
+        notification: bytes | None,
+        begun_ns: int,
     ) -> None:
-        """Its plan, and what differs from one start of it to the next, is set by :meth:`Poster.start`."""
-        self.transfer_ids = tuple(ids)
+        """``notification``: what the peer is told once several transfers have committed (a single one takes it along).
+        ``begun_ns``: when the call began that starts it."""
+        self.plan = plan
+        self.transfer_ids = tuple(os.urandom(ID_BYTES) for _ in plan.parts)
         self._poster = poster
         self._reasons = reasons
-        self._order: Order | None = None
-        self._notification: bytes | None = None
+        self._order = order
+        self._notification = notification if len(plan.parts) > 1 else None
         self._on_final: Callable[[Post], None] | None = None
         self._on_drained: Callable[[Post], None] | None = None
-        self._states = dict.fromkeys(ids, _CONNECTING)
-        self._live = len(ids)  # transfers that have not drained
+        self._states = dict.fromkeys(self.transfer_ids, TransferState.CONNECTING)
+        self._live: set[bytes] = set()
+        """Transfers that the transport was asked for, and that have not drained."""
         self._is_final = False
-        self._state = _CONNECTING
+        self._state = TransferState.CONNECTING
         self._error: KvxferError | None = None
         self._end_with: KvxferError | None = None
-        self._finals: list[_core.TransferFinal] = []
+        self._finals: dict[bytes, _core.TransferFinal] = {}
         self._failed: _core.TransferFinal | None = None
-        self._has_asked_sums = has_asked_sums
-        self._begun_ns = self._post_ns = self._final_ns = 0
+        self._has_asked_sums = False
+        self._begun_ns, self._started_ns, self._final_ns = begun_ns, 0, 0
 
     def __repr__(self) -> str:
         drained = "" if self.is_drained or not self.is_final else ", draining"
@@ -138,7 +113,7 @@ class Post:
     @property
     def is_drained(self) -> bool:
         """Whether the transport is done with our memory."""
-        return not self._live
+        return self._is_final and not self._live
 
     @property
     def error(self) -> KvxferError | None:
@@ -147,7 +122,7 @@ class Post:
 
     def poll(self) -> TransferState:
         """The state now; takes the transport's events first. Never waits. Raises only what on_event callbacks raise."""
-        if self._live or not self._is_final:
+        if not self.is_drained:
             self._poster.poll()
         return self._state
 
@@ -185,29 +160,28 @@ class Post:
                 self._cancel_rest()
 
     def statistics(self) -> PostStatistics:
-        finals, plan = self._finals, self.plan
-        final = self._failed or self._slowest()
-        if final is None:
-            lane, notes, queue_ns, wire_ns, confirm_ns = None, "", 0, 0, 0
-        else:
-            lane, notes = LANES_BACK[final.lane], final.lane_notes
-            queue_ns, wire_ns, confirm_ns = final.queue_ns, final.wire_ns, final.confirm_ns
+        finals, plan = list(self._finals.values()), self.plan
+        final = self._failed or _slowest(finals)
+        seconds = dict.fromkeys(("queue", "wire", "confirm"), 0.0)
+        if final is not None:
+            phases = ("queue", final.queue_ns), ("wire", final.wire_ns), ("confirm", final.confirm_ns)
+            seconds = {phase: duration_ns / NS_PER_S for phase, duration_ns in phases}
         checked = sum(each.blocks_checked for each in finals)
-        has_committed = self._state is _COMMITTED
+        is_told = self._has_asked_sums and self._state is TransferState.COMMITTED
         end_ns = self._final_ns or time.monotonic_ns()
         return PostStatistics(
             bytes=plan.nbytes,
             pieces=plan.pieces,
             parts=len(plan.parts),
-            post_us=self._post_ns / 1e3,
+            post_us=max(self._started_ns - self._begun_ns, 0) / 1e3,
             transfer_us=(end_ns - self._begun_ns) / 1e3,
-            lane=lane,
+            lane=None if final is None else LANES_BACK[final.lane],
             attempts=sum(each.attempts for each in finals),
             pieces_checked=checked,
-            is_checked=checked == plan.pieces if self._has_asked_sums and has_committed else None,
-            seconds={"queue": queue_ns / NS_PER_S, "wire": wire_ns / NS_PER_S, "confirm": confirm_ns / NS_PER_S},
+            is_checked=checked == plan.pieces if is_told else None,
+            seconds=seconds,
             reasons=self._reasons,
-            lane_notes=notes,
+            lane_notes="" if final is None else final.lane_notes,
             order=self._order,
         )
 
@@ -225,105 +199,99 @@ class Post:
 
     # --- for the poster; its lock is held ---
 
+    def _started(self, on_final: Callable[[Post], None] | None, on_drained: Callable[[Post], None] | None) -> None:
+        """All of its transfers were asked for, or, where it ended meanwhile, as many as were to be."""
+        self._started_ns = time.monotonic_ns()
+        self._on_final, self._on_drained = on_final, on_drained
+        self._tell()
+
     def _abandon(self, error: KvxferError) -> None:
-        """Not all of its transfers could be started: the call raises, and those that were are cancelled."""
-        self._live = sum(identity in self._poster._posts for identity in self.transfer_ids)
+        """The call that starts it raises: it is told to nobody, and what the transport has of it is cancelled."""
         self._on_final = self._on_drained = None
+        for identity in tuple(self._live):
+            if not self._has_begun(identity):
+                self._poster._posts.pop(identity, None)
+                self._live.discard(identity)
         self._cancel_rest()
         if not self._is_final:
             self._end(TransferState.FAILED, error)
 
-    def _skip(self, unstarted: int) -> None:
-        """It has ended, and so many transfers of it will not be started."""
-        if self._live:
-            self._live -= unstarted
-            self._tell_drained()
+    def _has_begun(self, identity: bytes) -> bool:
+        with contextlib.suppress(KvxferError):  # a transport that is gone has begun nothing
+            return self._poster.transport.transfer_state(TransferId(identity)) is not None
+        return False
 
     def _moved(self, event: _core.TransferProgress) -> None:
         if not self._is_final:
             self._states[event.id] = STATES[event.state]
             self._state = min(min(self._states.values()), TransferState.CONFIRMING)
 
-    def _finished(self, identity: bytes, event: _core.TransferFinal) -> None:
-        """Reads no more of the event than it must: the rest is there for whoever asks. Where a signal's handler raises
-        in between, it is called again with the same event."""
-        native, states, finals = event.state, self._states, self._finals
-        if not finals or finals[-1] is not event:
-            finals.append(event)
-        if native is not _CORE_COMMITTED:
-            self._broke(identity, event)
-            return
-        states[identity] = _COMMITTED
-        if self._is_final:
-            self._tell_final()
-            return
-        if len(states) == 1:
-            self._poster.calibrations.committed(self.plan.peer, self.plan.nbytes, event)
-            self._end(_COMMITTED, None)
-        elif all(other is _COMMITTED for other in states.values()):
-            self._commit_all()
+    def _finished(self, event: _core.TransferFinal) -> None:
+        state = self._states[event.id] = STATES[event.state]
+        self._finals[event.id] = event
+        if not self._is_final:
+            if state is not TransferState.COMMITTED:
+                self._failed = event
+                self._cancel_rest()
+                text = f"{self.plan.op} with {self.plan.peer.ref}: {event.text}"
+                self._end(state, self._end_with or from_code(event.code.name, text))
+            elif all(other is TransferState.COMMITTED for other in self._states.values()):
+                self._commit(event)
+        self._tell()
 
-    def _broke(self, identity: bytes, event: _core.TransferFinal) -> None:
-        state = self._states[identity] = STATES[event.state]
-        if self._is_final:
-            self._tell_final()
-            return
-        text = f"{self.plan.op} with {self.plan.peer.ref}: {event.text}"
-        self._failed = event
-        self._cancel_rest()
-        self._end(state, self._end_with or from_code(event.code.name, text))
-
-    def _commit_all(self) -> None:
-        """Of several transfers."""
+    def _commit(self, last: _core.TransferFinal) -> None:
+        plan, peer = self.plan, self.plan.peer
         if self._notification is not None:
             try:
-                self._poster.transport.notify(self.plan.peer.ref, self._notification)
+                self._poster.transport.notify(peer.ref, self._notification)
             except KvxferError as error:
                 self._end(TransferState.FAILED, error)
                 return
-            self._notification = None  # this may be called again
-        slowest, peer = self._slowest(), self.plan.peer
-        assert slowest is not None
-        seconds = (time.monotonic_ns() - self._begun_ns) / NS_PER_S
-        measured = self._poster.calibrations.measured
-        measured(peer.ref, peer.address.host_id, LANES_BACK[slowest.lane], self.plan.nbytes, seconds)
-        self._end(_COMMITTED, None)
-
-    def _slowest(self) -> _core.TransferFinal | None:
-        """The last of those that took longest."""
-        finals = self._finals
-        return finals[0] if len(finals) == 1 else max(reversed(finals), key=_duration_ns, default=None)
+            self._notification = None
+        if len(plan.parts) == 1:
+            seconds = (last.wire_ns + last.confirm_ns) / NS_PER_S
+        else:
+            seconds = (time.monotonic_ns() - self._begun_ns) / NS_PER_S
+        lane = LANES_BACK[(_slowest(list(self._finals.values())) or last).lane]
+        self._poster.calibrations.measured(peer.ref, peer.address.host_id, lane, plan.nbytes, seconds)
+        self._end(TransferState.COMMITTED, None)
 
     def _end(self, state: TransferState, error: KvxferError | None) -> None:
-        self._state, self._error, self._is_final = state, error, True
-        self._tell_final()
+        self._state, self._error, self._final_ns = state, error, time.monotonic_ns()
+        self._is_final = True
 
-    def _tell_final(self) -> None:
-        """Once."""
-        self._final_ns = self._final_ns or time.monotonic_ns()
-        on_final, self._on_final = self._on_final, None
-        if on_final is not None:
-            on_final(self)
-
-    def _tell_drained(self) -> None:
-        """Once, and only if it did."""
-        on_drained = self._on_drained
-        if not self._live and on_drained is not None:
-            self._on_drained = None
-            on_drained(self)
+    def _gone(self, identity: bytes) -> None:
+        """That transfer drained."""
+        self._live.discard(identity)
+        self._tell()
 
     def _broken(self, error: KvxferError) -> None:
-        self._live = 0
+        """The transport moves nothing any more."""
+        self._live.clear()
         if not self._is_final:
             is_cancel = isinstance(error, TransferCancelled)
             self._end(TransferState.CANCELLED if is_cancel else TransferState.FAILED, self._end_with or error)
-        self._tell_drained()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Each callback once: when it is final, and when it drained."""
+        if self._is_final and self._on_final is not None:
+            on_final, self._on_final = self._on_final, None
+            on_final(self)
+        if self.is_drained and self._on_drained is not None:
+            on_drained, self._on_drained = self._on_drained, None
+            on_drained(self)
 
     def _cancel_rest(self) -> None:
-        for identity, state in self._states.items():
-            if not state.is_final and identity in self._poster._posts:
+        for identity in tuple(self._live):
+            if not self._states[identity].is_final:
                 with contextlib.suppress(KvxferError):  # a transport that is gone has nothing left to cancel
                     self._poster.transport.cancel(TransferId(identity))
+
+
+def _slowest(finals: Sequence[_core.TransferFinal]) -> _core.TransferFinal | None:
+    """The last of those that took longest."""
+    return max(reversed(finals), key=_duration_ns, default=None)
 
 
 def _duration_ns(event: _core.TransferFinal) -> int:

@@ -9,47 +9,40 @@ there is one, and is sent when the last has committed where there are several.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, starmap
-from time import monotonic_ns
 from typing import Any
 
 import numpy.typing as npt
 
 from kvxfer._native import _core
-from kvxfer._native._core import TransferDrained, TransferFinal, TransferProgress
+from kvxfer._native._core import TransferDrained, TransferFinal, TransferGranted, TransferProgress
 from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, LaneUnavailable, TransportError
-from kvxfer.policy.calibration import Order
 from kvxfer.policy.lanes import checking_lanes, explain, is_same_host
 from kvxfer.transport.base import Event, PostOrder, Region, StartPost, Transport, allocate_region, as_nanoseconds
 from kvxfer.transport.calibrations import Calibrations
 from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared
 from kvxfer.transport.host_memory import region_of
 from kvxfer.transport.peer import RemotePeer
-from kvxfer.transport.plan import Op, Plan, Route, make_plan
+from kvxfer.transport.plan import Op, Plan, Route, RouteKey, make_plan
 from kvxfer.transport.post import Post
-from kvxfer.types import Exposure, Lane, RegionRecord, TransferId
+from kvxfer.types import Exposure, Lane, RegionRecord
 
 __all__ = ["Op", "Plan", "Post", "Poster", "Registration", "RemotePeer"]
 
 REGION_ID_FIRST = 1 << 24
 """Regions are numbered from here on, pools below: one name on the wire is one memory."""
-ID_BYTES = 16
-IDS = 64
-"""Drawn at a time."""
-ONCE = ((),)
-"""The arguments of one call."""
 ROUTES_MAX = 8
-"""Ways of asking (lanes, checksums) for which a plan keeps how it is started."""
+"""Ways of asking (lanes, checksums) for which a plan keeps what was found out."""
 SAMPLE = 16
 """One transfer of so many is checked where checks are sampled."""
+_OF_TRANSFERS = (TransferProgress, TransferGranted, TransferFinal, TransferDrained)
 
 
 class Registration:
@@ -90,10 +83,9 @@ class Poster:
         self._registrations: dict[int, Registration] = {}
         self._table: MemoryTable | None = None
         self._posts: dict[bytes, Post] = {}
-        self._ids: list[bytes] = []
         self._failure: KvxferError | None = None
-        self._left: deque[Event] = deque()  # taken from the transport, and not by a post yet
-        self._drained: dict[bytes, Post] = {}  # the last transfer that did
+        self._left: deque[Event] = deque()
+        """Taken from the transport, and not handled yet."""
 
     def __repr__(self) -> str:
         return f"<Poster of {self.transport.ref}: {len(self._registrations)} regions, {len(self.posts)} posts>"
@@ -200,119 +192,65 @@ class Poster:
 
         Raises InvalidArgument, LimitExceeded, PeerGone, LaneUnavailable (names each lane's obstacle).
         """
-        # Little is called from here, nothing is found out twice, and what the next start needs is made when this one's
-        # bytes are on their way: between two small posts a processor forgets what it ran, and to run it anew takes as
-        # long as the wire.
-        begun_ns = monotonic_ns()
-        asked = (None if lanes is None else tuple(lanes), wants_sums)
-        for route in plan.routes:
-            if route.asked == asked and route.config is self.config and route.transport is self.transport:
-                is_again = True
-                break
-        else:
-            route, is_again = self._route(plan, *asked), False
-        timeout_ns = route.timeout_ns if deadline_s is None else as_nanoseconds("deadline_s", deadline_s)
-        starts, order = (route.starts[1], None) if len(route.lanes) == 1 else self._best_starts(plan, route)
-        post: Post | None = None
-        begun = 0
+        begun_ns = time.monotonic_ns()
+        route = self._route(plan, None if lanes is None else tuple(lanes), wants_sums)
+        order = self.calibrations.order(plan.peer.ref, plan.peer.address.host_id, route.lanes, plan.nbytes)
+        starts = self._starts(plan, route, order.lanes)
+        deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
+        timeout_ns = as_nanoseconds("deadline_s", deadline_s)
+        post = Post(self, plan, route.reasons, order, notification, begun_ns)
+        is_near = is_same_host(self.transport.address, plan.peer.address)
+        checks = [asks_for_sums(route.checks, identity, is_same_host=is_near) for identity in post.transfer_ids]
+        post._has_asked_sums = all(checks)
+        rides = notification if len(starts) == 1 else None
         try:
             with self._lock:
                 if self._failure is not None:
                     raise self._failure
-                post, sums = route.spare.pop() if route.spare else self._new_post(len(starts), route)
-                post.plan, ids = plan, post.transfer_ids
-                rides = None
-                if len(ids) == 1:
-                    rides = notification
-                else:
-                    post._notification = notification
-                post._begun_ns, post._order, post._on_final, post._on_drained = begun_ns, order, on_final, on_drained
-                try:
-                    for identity in ids:
-                        if post._is_final:  # a signal's handler polled, and found that one had failed
-                            post._skip(len(ids) - begun)
-                            break
-                        self._posts[identity] = post  # before anybody can hear of it
-                        starts[begun](identity, timeout_ns, rides, sums[begun])
-                        begun += 1
-                    if is_again and not route.spare:
-                        route.spare.append(self._new_post(len(starts), route))
-                    post._post_ns = monotonic_ns() - begun_ns  # before anybody else may hear that it drained
-                except BaseException as error:
-                    self._abandon(post, begun, error)  # ... and before anybody else hears of those that were begun
-                    raise
+                for identity, start, is_checked in zip(post.transfer_ids, starts, checks, strict=True):
+                    if post.is_final:  # a signal handler polled, and found that one had failed
+                        break
+                    post._live.add(identity)
+                    self._posts[identity] = post  # before anybody can hear of it
+                    start(identity, timeout_ns, rides, is_checked)
+                post._started(on_final, on_drained)
         except BaseException as error:
-            if post is not None and not post._is_final:  # a signal's handler may have raised when all was done
-                self._abandon(post, begun, error)
+            with self._lock:
+                post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
             raise
         return post
 
-    def _abandon(self, post: Post, begun: int, error: BaseException) -> None:
-        """The call that starts it raises, after so many of its transfers, and perhaps right after one more."""
-        with self._lock:
-            for identity in post.transfer_ids[begun : begun + 1]:
-                if not self._has_begun(identity):
-                    self._posts.pop(identity, None)
-            post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
-
-    def _new_post(self, count: int, route: Route) -> tuple[Post, Sequence[bool]]:
-        """One of so many transfers that has not begun, and which of them ask for checksums. It knows no plan yet: one
-        that lies with a plan's route would keep it for ever."""
-        ids = self._new_ids(count)
-        checks = route.checks
-        sums = [checks] * count if checks is not None else [_is_sampled(identity) for identity in ids]
-        return Post(self, ids, route.reasons, False not in sums), sums
-
-    def _best_starts(self, plan: Plan, route: Route) -> tuple[tuple[StartPost, ...], Order]:
-        """By those of the route's lanes first that are likely the fastest now."""
-        order = self.calibrations.order(plan.peer.ref, plan.peer.address.host_id, route.lanes, plan.nbytes)
-        by, starts = route.starts
-        if by != order.lanes:
-            starts = self._prepare_parts(plan, order.lanes)
-            route.starts = order.lanes, starts
-        return starts, order
-
-    def _prepare_parts(self, plan: Plan, lanes: tuple[Lane, ...]) -> tuple[StartPost, ...]:
-        prepare = self.transport.prepare_fetch if plan.op is Op.READ else self.transport.prepare_push
-        return tuple(prepare(PostOrder(plan.peer.ref, part.local, part.remote, lanes)) for part in plan.parts)
+    def _starts(self, plan: Plan, route: Route, lanes: tuple[Lane, ...]) -> tuple[StartPost, ...]:
+        """One of each part, by these lanes."""
+        found = route.starts.get(lanes)
+        if found is None:
+            prepare = self.transport.prepare_fetch if plan.op is Op.READ else self.transport.prepare_push
+            orders = (PostOrder(plan.peer.ref, part.local, part.remote, lanes) for part in plan.parts)
+            found = route.starts[lanes] = tuple(prepare(order) for order in orders)
+        return found
 
     def _route(self, plan: Plan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
-        """Found, and kept with the plan. Raises LaneUnavailable."""
-        config, peer, ours = self.config, plan.peer, self.transport.address
+        """Found once for each way of asking, and kept with the plan. Raises LaneUnavailable."""
+        key: RouteKey = (self.transport, lanes, wants_sums)
+        route = plan.routes.get(key)
+        if route is None:
+            route = self._find_route(plan, lanes, wants_sums)
+            if len(plan.routes) >= ROUTES_MAX:
+                plan.routes.clear()
+            plan.routes[key] = route
+        return route
+
+    def _find_route(self, plan: Plan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
+        config, peer = self.config, plan.peer
         allowed = tuple(config.lanes) if lanes is None else lanes
-        chosen, reasons = peer.lanes(ours, plan.local, plan.remote, allowed, is_read=plan.op is Op.READ)
-        policy = config.stream_checks if wants_sums is None else "on" if wants_sums else "off"
-        if policy == "on":
+        is_read = plan.op is Op.READ
+        chosen, reasons = peer.lanes(self.transport.address, plan.local, plan.remote, allowed, is_read=is_read)
+        checks = config.stream_checks if wants_sums is None else "on" if wants_sums else "off"
+        if checks == "on":
             chosen, reasons = checking_lanes(chosen, reasons)
             if not chosen:
                 raise LaneUnavailable(f"no lane joins us and {peer.ref}: {explain(None, reasons)}")
-        is_near = is_same_host(ours, peer.address)
-        is_sampled = policy == "sampled"
-        checks = None if is_sampled else asks_for_sums(policy, b"", is_same_host=is_near)
-        timeout_ns = as_nanoseconds("transfer_deadline_s", config.transfer_deadline_s)
-        starts = chosen, self._prepare_parts(plan, chosen)
-        asked = (lanes, wants_sums)
-        route = Route(asked, self.transport, config, chosen, reasons, timeout_ns, checks, starts)
-        live = [old for old in plan.routes if old.config is config and old.transport is self.transport]
-        plan.routes[:] = [*(old for old in live[1 - ROUTES_MAX :] if old.asked != asked), route]
-        return route
-
-    def _new_ids(self, count: int) -> list[bytes]:
-        """Drawn many at a time: a system call for each takes a microsecond and more. Taken one by one, because a
-        signal's handler may post in between. A fork of this process would draw the same, but has no use of the core."""
-        ids: list[bytes] = []
-        while len(ids) < count:
-            try:
-                ids.append(self._ids.pop())
-            except IndexError:
-                drawn = os.urandom(ID_BYTES * IDS)
-                self._ids += [drawn[at : at + ID_BYTES] for at in range(0, len(drawn), ID_BYTES)]
-        return ids
-
-    def _has_begun(self, identity: bytes) -> bool:
-        with contextlib.suppress(KvxferError):  # a transport that is gone has begun nothing
-            return self.transport.transfer_state(TransferId(identity)) is not None
-        return False
+        return Route(chosen, reasons, checks)
 
     def post(
         self,
@@ -330,7 +268,7 @@ class Poster:
     def posts(self) -> tuple[Post, ...]:
         """Those that have not drained."""
         with self._lock:
-            return tuple(dict.fromkeys(self._posts.values()))
+            return tuple(post for post in dict.fromkeys(self._posts.values()) if not post.is_drained)
 
     def is_alone(self, post: Post) -> bool:
         """Whether every other post is final."""
@@ -339,55 +277,49 @@ class Poster:
 
     def poll(self) -> None:
         """Take what happened since; never waits. Raises what a callback raises (each is called once all the same), and
-        whatever a signal's handler does; the next poll goes on where that came between."""
+        whatever a signal handler does; the next poll goes on where that came between."""
         if self._drain is not None:
             self._drain()
             return
         with self._drain_lock:
             left = self._left
-            # From the drain until they are kept one call of C, and no signal's handler runs in between.
-            left.extend(chain.from_iterable(starmap(self.transport.drain, ONCE)))
+            # One call of C, so that no signal handler runs between the drain and the keeping of what it gave.
+            left.extend(chain.from_iterable(starmap(self.transport.drain, [()])))
             while left:
                 event = left[0]
-                if not self.handle(event):
+                if not self.handle(event) and not isinstance(event, _OF_TRANSFERS):
                     try:
-                        self._tell(event)
+                        self._pass_on(event)
                     except Exception:  # as it would again
                         self._taken(event)
                         raise
                 self._taken(event)
 
-    def _tell(self, event: Event) -> None:
+    def _pass_on(self, event: Event) -> None:
         if isinstance(event, _core.CoreFailed):
             self.fail_all(TransportError(f"the native core failed: {event.text}"))
         if self._on_event is not None:
             self._on_event(event)
 
     def _taken(self, event: Event) -> None:
-        """Unless a signal's handler polled, and took it before."""
+        """Unless a signal handler polled, and took it before."""
         if self._left and self._left[0] is event:
             self._left.popleft()
 
     def handle(self, event: Any) -> bool:
-        """Take one event of the transport (an Event); False where it belongs to no post here. If a signal's handler
+        """Take one event of the transport (an Event); False where it belongs to no post here. If a signal handler
         raised before it returned, it is to be called again with the same event."""
-        kind = type(event)  # isinstance() asks the metaclass wherever it says no
-        if kind is not TransferFinal and kind is not TransferDrained and kind is not TransferProgress:
+        if not isinstance(event, (TransferProgress, TransferFinal, TransferDrained)):
             return False
-        identity = event.id
         with self._lock:
-            post = self._posts.get(identity)
+            post = self._posts.get(event.id)
             if post is None:
-                if kind is not TransferDrained or identity not in self._drained:
-                    return False
-                self._drained.pop(identity)._tell_drained()
-            elif kind is TransferFinal:
-                post._finished(identity, event)
-            elif kind is TransferDrained:
-                self._drained = {identity: post}
-                post._live -= 1  # and without a call in between, which a signal could end:
-                del self._posts[identity]
-                post._tell_drained()
+                return False
+            if isinstance(event, TransferFinal):
+                post._finished(event)
+            elif isinstance(event, TransferDrained):
+                post._gone(event.id)
+                self._posts.pop(event.id, None)  # last, so that all of it can be done again
             else:
                 post._moved(event)
         return True
@@ -409,9 +341,5 @@ class Poster:
 def asks_for_sums(checks: str, identity: bytes, *, is_same_host: bool) -> bool:
     """Whether checksums are asked for one transfer, by a policy of ``config.CHECKS``; of sampled ones for one in
     SAMPLE, the same one whoever asks."""
-    is_sampled = checks == "sampled" and _is_sampled(identity)
+    is_sampled = checks == "sampled" and zlib.crc32(identity) % SAMPLE == 0
     return checks == "on" or is_sampled or (checks == "auto" and not is_same_host)
-
-
-def _is_sampled(identity: bytes) -> bool:
-    return zlib.crc32(identity) % SAMPLE == 0

@@ -138,11 +138,11 @@ def overlook_a_failure(patch: pytest.MonkeyPatch) -> None:
     """A post of several transfers is called committed when one of them is."""
     finished = Post._finished
 
-    def look_away(self: Post, identity: bytes, event: _core.TransferFinal) -> None:
+    def look_away(self: Post, event: _core.TransferFinal) -> None:
         if len(self.transfer_ids) > 1 and event.state != TransferState.COMMITTED:
-            self._states[identity] = TransferState.COMMITTED
+            self._states[event.id] = TransferState.COMMITTED
         else:
-            finished(self, identity, event)
+            finished(self, event)
 
     patch.setattr(Post, "_finished", look_away)
 

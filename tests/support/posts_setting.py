@@ -98,6 +98,7 @@ class Setting:
         self.peer = RemotePeer(PEER_REF, ADDRESS, [self.registration.record])
         patch.setattr(posts, "TransferFinal", Final)
         patch.setattr(posts, "TransferDrained", Drained)
+        patch.setattr(posts, "_OF_TRANSFERS", (Final, Drained))
 
     def plan(self, count: int = MANY, op: Op = Op.READ, length: int = 16) -> Plan:
         rows = np.zeros((count, 3), np.uint64)
