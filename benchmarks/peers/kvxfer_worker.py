@@ -26,8 +26,8 @@ from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
 from kvxfer.transport.base import write_ref
+from kvxfer.transport.descriptors import RemotePeer
 from kvxfer.transport.native import NativeBinding, NativeTransport
-from kvxfer.transport.peer import RemotePeer
 from kvxfer.transport.posts import Op, Plan, Post, Poster
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, ProgressMode, RegionRecord, TransferState
 from peers.limits import Limits

@@ -417,7 +417,7 @@ class Agent(RegisteredMemory):
         life = self._life
         if life is None or life.is_over:
             return self._books.statistics(None, [], 0, {}, is_connected)
-        figures = life.calibrations.figures()
+        figures = life.lanes.figures()
         return self._books.statistics(life.transport, life.pulls.transfers, life.pulls.searching, figures, is_connected)
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.transport.base import Event, Transport, read_ref
-from kvxfer.transport.calibrations import Calibrations
+from kvxfer.transport.lane_choice import LaneChooser
 from kvxfer.types import AgentRef
 
 log = logging.getLogger("kvxfer.agent")
@@ -49,12 +49,12 @@ class Life:
         self.transport = transport
         self.books = books
         self.notifications = notifications
-        self.calibrations = Calibrations(transport.address.host_id, is_used=config.calibrate)
+        self.lanes = LaneChooser(transport.address, is_calibrated=config.calibrate)
         self.grants = Grants(transport, asyncio.get_running_loop())
         self.peers = Peers(transport)
-        self.pulls = Pulls(transport, self.peers, books, metrics, self.calibrations)
+        self.pulls = Pulls(transport, self.peers, books, metrics, self.lanes)
         self.pump = EventPump(transport, self._on_event, self._fail, self.pulls.tell)
-        self.posts = Posts(transport, config, self.peers, books, metrics, self.calibrations, self.pump.drain)
+        self.posts = Posts(transport, config, self.peers, books, metrics, self.lanes, self.pump.drain)
         self.on_session_up: Callable[[AgentRef], None] = lambda _: None
         self._refusals = RateLimitedWarning(log, "%s: a session was refused (%s): %s")
         self._on_failure = on_failure

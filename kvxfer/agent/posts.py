@@ -17,9 +17,8 @@ from kvxfer.agent.peers import Peers
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.transport.base import Event, Transport
-from kvxfer.transport.calibrations import Calibrations
-from kvxfer.transport.descriptors import Prepared
-from kvxfer.transport.peer import RemotePeer
+from kvxfer.transport.descriptors import Prepared, RemotePeer
+from kvxfer.transport.lane_choice import LaneChooser
 from kvxfer.transport.post import Post, PostStatistics
 from kvxfer.transport.posts import Op, Poster
 from kvxfer.types import Lane, RegionRecord, TransferState
@@ -110,10 +109,10 @@ class Posts:
         peers: Peers,
         books: Books,
         metrics: AgentMetrics,
-        calibrations: Calibrations,
+        lanes: LaneChooser,
         drain: Callable[[], None],
     ) -> None:
-        self.poster = Poster(transport, config=config, calibrations=calibrations, drain=drain)
+        self.poster = Poster(transport, config=config, lanes=lanes, drain=drain)
         self._peers = peers
         self._books = books
         self._metrics = metrics

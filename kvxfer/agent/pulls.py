@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,17 +26,14 @@ from kvxfer.errors import (
     Incompatible,
     InvalidArgument,
     KvxferError,
-    LaneUnavailable,
     PeerGone,
     TransferCancelled,
     UsageError,
 )
-from kvxfer.policy.calibration import Order
-from kvxfer.policy.lanes import LaneEnd, choose_lanes, explain, is_same_host
+from kvxfer.policy.checksums import wants_checksums
 from kvxfer.protocol.handshake import check, compare
 from kvxfer.transport.base import DURATION_MAX_S, NO_CONTENT, Blocks, Transport
-from kvxfer.transport.calibrations import Calibrations
-from kvxfer.transport.posts import asks_for_sums
+from kvxfer.transport.lane_choice import LaneChooser
 from kvxfer.types import Lane, Member, PoolRecord, TransferId
 
 log = logging.getLogger("kvxfer.agent")
@@ -85,13 +82,13 @@ class Pulls:
     what a transfer became is known then, and its ``on_ended`` called; whoever awaits hears of it by :meth:`tell`."""
 
     def __init__(
-        self, transport: Transport, peers: Peers, books: Books, metrics: AgentMetrics, calibrations: Calibrations
+        self, transport: Transport, peers: Peers, books: Books, metrics: AgentMetrics, lanes: LaneChooser
     ) -> None:
         self._transport = transport
         self._peers = peers
         self._books = books
         self._metrics = metrics
-        self._calibrations = calibrations
+        self._lanes = lanes
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._transfers: dict[bytes, Transfer] = {}
@@ -229,15 +226,17 @@ class Pulls:
 
     def _begin(self, transfer: Transfer, order: PullOrder, member: Member) -> None:
         try:
-            ranked, reasons = self._join(order, member)
+            theirs = choose_pool(order.pool, member)
+            choice = self._lanes.possible(member.ref, member.address, [order.pool], [theirs], order.lanes)
         except KvxferError:
             self._transport.give_up(order.transfer_id, member.ref)
             raise
+        nbytes = order.count * order.pool.block_bytes
+        ranked = self._lanes.order(member.ref, member.address, choice.lanes, nbytes)
         planned_s = time.monotonic() - order.started_s
-        is_near = is_same_host(self._transport.address, member.address)
-        sums = asks_for_sums(order.checks, order.transfer_id.raw, is_same_host=is_near)
+        sums = wants_checksums(order.checks, order.transfer_id.raw, is_same_host=self._lanes.is_near(member.address))
         # Before the transport has it: another thread may hear of its end at once.
-        transfer._begin(member.ref, ranked, reasons, planned_s, has_asked_sums=sums)
+        transfer._begin(member.ref, ranked, choice.reasons, planned_s, has_asked_sums=sums)
         self._transport.pull(
             order.transfer_id,
             member.ref,
@@ -252,16 +251,6 @@ class Pulls:
             content=order.content,
             wants_sums=sums,
         )
-
-    def _join(self, order: PullOrder, member: Member) -> tuple[Order, Mapping[Lane, str]]:
-        """The lanes that join the two pools, best first, and of each that is allowed why it does or does not."""
-        theirs = choose_pool(order.pool, member)
-        ours = LaneEnd(self._transport.address, order.pool)
-        lanes, reasons = choose_lanes(ours, LaneEnd(member.address, theirs), order.lanes)
-        if not lanes:
-            raise LaneUnavailable(f"no lane joins {self._transport.ref} and {member.ref}: {explain(None, reasons)}")
-        nbytes = order.count * order.pool.block_bytes
-        return self._calibrations.order(member.ref, member.address.host_id, lanes, nbytes), reasons
 
     def _reserve(self, transfer_id: TransferId, blocks: Blocks, first: int) -> None:
         self._transport.reserve(transfer_id, blocks, first=first)
@@ -319,7 +308,7 @@ class Pulls:
         source = next((member for member in self._peers if member.ref == result.source), None)
         if source is not None:
             seconds = result.seconds["wire"] + result.seconds["confirm"]
-            self._calibrations.measured(result.source, source.address.host_id, result.lane, result.bytes, seconds)
+            self._lanes.measured(result.source, source.address, result.lane, result.bytes, seconds)
 
     def _count(self, transfer: Transfer, outcome: TransferResult | KvxferError) -> None:
         if isinstance(outcome, TransferResult):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +25,7 @@ from kvxfer._native import _core
 from kvxfer.errors import InvalidArgument
 from kvxfer.transport.base import Blocks
 from kvxfer.transport.host_memory import region_of
-from kvxfer.types import Exposure, MemoryKind, RegionRecord
-
-if TYPE_CHECKING:
-    from kvxfer.transport.peer import RemotePeer
+from kvxfer.types import AgentRef, DataAddress, Exposure, MemoryKind, RegionRecord
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 
@@ -290,6 +287,21 @@ class MemoryTable:
         before = np.cumsum(count) - count
         picks = _divide(offset - origin[slot], step) + before[slot]
         return _grids(self._ids[used], origin, step, length, count), picks.astype(np.uint32)
+
+
+class RemotePeer:
+    """One incarnation of a peer, and the memory that it registered. Another incarnation, or other records, are another
+    RemotePeer; lists prepared for the earlier one stay good as long as their regions are registered.
+    """
+
+    def __init__(self, ref: AgentRef, address: DataAddress, records: Sequence[RegionRecord]) -> None:
+        self.ref = ref
+        self.address = address
+        self.records = tuple(records)
+        self.table = MemoryTable(records)
+
+    def __repr__(self) -> str:
+        return f"<RemotePeer {self.ref}: {len(self.table)} regions>"
 
 
 def _cut_rows(rows: Words, is_strided: bool) -> tuple[Words, npt.NDArray[np.int64]]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -15,8 +14,8 @@ import numpy.typing as npt
 from kvxfer._native import _core
 from kvxfer.errors import InvalidArgument
 from kvxfer.transport.base import Blocks, StartPost, Transport, as_blocks
-from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Prepared, Words
-from kvxfer.transport.peer import RemotePeer
+from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Prepared, RemotePeer, Words
+from kvxfer.transport.lane_choice import LaneChoice
 from kvxfer.types import Lane
 
 LIST_BYTES_MAX = 384 * 1024
@@ -48,9 +47,7 @@ RouteKey: TypeAlias = tuple[Transport, tuple[Lane, ...] | None, bool | None]
 class Route:
     """What is found out at the first start of a plan and does not change until the next one."""
 
-    lanes: tuple[Lane, ...]
-    """Allowed and possible, best first as the operator sees it."""
-    reasons: Mapping[Lane, str]
+    choice: LaneChoice
     checks: str
     """The checksum policy, one of ``config.CHECKS``."""
     starts: dict[tuple[Lane, ...], tuple[StartPost, ...]] = dataclasses.field(default_factory=dict)

@@ -253,7 +253,7 @@ class Post:
         else:
             seconds = (time.monotonic_ns() - self._begun_ns) / NS_PER_S
         lane = LANES_BACK[(_slowest(list(self._finals.values())) or last).lane]
-        self._poster.calibrations.measured(peer.ref, peer.address.host_id, lane, plan.nbytes, seconds)
+        self._poster.lanes.measured(peer.ref, peer.address, lane, plan.nbytes, seconds)
         self._end(TransferState.COMMITTED, None)
 
     def _end(self, state: TransferState, error: KvxferError | None) -> None:

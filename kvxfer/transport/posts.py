@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, starmap
@@ -23,13 +22,12 @@ import numpy.typing as npt
 from kvxfer._native import _core
 from kvxfer._native._core import TransferDrained, TransferFinal, TransferGranted, TransferProgress
 from kvxfer.config import AgentConfig
-from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, LaneUnavailable, TransportError
-from kvxfer.policy.lanes import checking_lanes, explain, is_same_host
+from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, TransportError
+from kvxfer.policy.checksums import wants_checksums
 from kvxfer.transport.base import Event, PostOrder, Region, StartPost, Transport, allocate_region, as_nanoseconds
-from kvxfer.transport.calibrations import Calibrations
-from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared
+from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared, RemotePeer
 from kvxfer.transport.host_memory import region_of
-from kvxfer.transport.peer import RemotePeer
+from kvxfer.transport.lane_choice import LaneChooser
 from kvxfer.transport.plan import Op, Plan, Route, RouteKey, make_plan
 from kvxfer.transport.post import Post
 from kvxfer.types import Exposure, Lane, RegionRecord
@@ -40,8 +38,6 @@ REGION_ID_FIRST = 1 << 24
 """Regions are numbered from here on, pools below: one name on the wire is one memory."""
 ROUTES_MAX = 8
 """Ways of asking (lanes, checksums) for which a plan keeps what was found out."""
-SAMPLE = 16
-"""One transfer of so many is checked where checks are sampled."""
 _OF_TRANSFERS = (TransferProgress, TransferGranted, TransferFinal, TransferDrained)
 
 
@@ -64,7 +60,7 @@ class Poster:
         transport: Transport,
         *,
         config: AgentConfig | None = None,
-        calibrations: Calibrations | None = None,
+        lanes: LaneChooser | None = None,
         drain: Callable[[], None] | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
@@ -74,7 +70,7 @@ class Poster:
         """
         self.transport = transport
         self.config = config or AgentConfig()
-        self.calibrations = calibrations or Calibrations(transport.address.host_id, is_used=self.config.calibrate)
+        self.lanes = lanes or LaneChooser(transport.address, is_calibrated=self.config.calibrate)
         self._drain = drain
         self._on_event = on_event
         self._lock = threading.RLock()
@@ -194,13 +190,13 @@ class Poster:
         """
         begun_ns = time.monotonic_ns()
         route = self._route(plan, None if lanes is None else tuple(lanes), wants_sums)
-        order = self.calibrations.order(plan.peer.ref, plan.peer.address.host_id, route.lanes, plan.nbytes)
+        order = self.lanes.order(plan.peer.ref, plan.peer.address, route.choice.lanes, plan.nbytes)
         starts = self._starts(plan, route, order.lanes)
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
         timeout_ns = as_nanoseconds("deadline_s", deadline_s)
-        post = Post(self, plan, route.reasons, order, notification, begun_ns)
-        is_near = is_same_host(self.transport.address, plan.peer.address)
-        checks = [asks_for_sums(route.checks, identity, is_same_host=is_near) for identity in post.transfer_ids]
+        post = Post(self, plan, route.choice.reasons, order, notification, begun_ns)
+        is_near = self.lanes.is_near(plan.peer.address)
+        checks = [wants_checksums(route.checks, identity, is_same_host=is_near) for identity in post.transfer_ids]
         post._has_asked_sums = all(checks)
         rides = notification if len(starts) == 1 else None
         try:
@@ -241,16 +237,17 @@ class Poster:
         return route
 
     def _find_route(self, plan: Plan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
-        config, peer = self.config, plan.peer
-        allowed = tuple(config.lanes) if lanes is None else lanes
-        is_read = plan.op is Op.READ
-        chosen, reasons = peer.lanes(self.transport.address, plan.local, plan.remote, allowed, is_read=is_read)
-        checks = config.stream_checks if wants_sums is None else "on" if wants_sums else "off"
-        if checks == "on":
-            chosen, reasons = checking_lanes(chosen, reasons)
-            if not chosen:
-                raise LaneUnavailable(f"no lane joins us and {peer.ref}: {explain(None, reasons)}")
-        return Route(chosen, reasons, checks)
+        checks = self.config.stream_checks if wants_sums is None else "on" if wants_sums else "off"
+        choice = self.lanes.possible(
+            plan.peer.ref,
+            plan.peer.address,
+            plan.local.traits,
+            plan.remote.traits,
+            self.config.lanes if lanes is None else lanes,
+            is_read=plan.op is Op.READ,
+            must_check=checks == "on",
+        )
+        return Route(choice, checks)
 
     def post(
         self,
@@ -336,10 +333,3 @@ class Poster:
             self._posts.clear()
             for post in posts:
                 post._broken(error)
-
-
-def asks_for_sums(checks: str, identity: bytes, *, is_same_host: bool) -> bool:
-    """Whether checksums are asked for one transfer, by a policy of ``config.CHECKS``; of sampled ones for one in
-    SAMPLE, the same one whoever asks."""
-    is_sampled = checks == "sampled" and zlib.crc32(identity) % SAMPLE == 0
-    return checks == "on" or is_sampled or (checks == "auto" and not is_same_host)

@@ -12,9 +12,10 @@ import pytest
 from kvxfer import Agent, AgentConfig, Lane
 from kvxfer.agent.transfer import TransferResult
 from kvxfer.errors import LaneUnavailable
+from kvxfer.policy.checksums import wants_checksums
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.post import PostStatistics
-from kvxfer.transport.posts import Op, asks_for_sums
+from kvxfer.transport.posts import Op
 from kvxfer.types import TransferId
 from tests.support.agents import BLOCK_BYTES, RECORD, fresh_id, info, introduce
 
@@ -118,7 +119,7 @@ async def test_nothing_is_checked_where_nobody_asked(op: Op) -> None:
 @pytest.mark.parametrize("is_chosen", [True, False])
 async def test_sampled_transfers_say_where_their_lane_has_no_sums(is_chosen: bool) -> None:
     ids = (fresh_id() for _ in range(10_000))
-    chosen = (one for one in ids if asks_for_sums("sampled", one.raw, is_same_host=True) is is_chosen)
+    chosen = (one for one in ids if wants_checksums("sampled", one.raw, is_same_host=True) is is_chosen)
     async with two(pools=("sampled", "sampled")) as (source, destination):
         sent = await pull(source, destination, Lane.STREAM, transfer_id=next(chosen))
         mapped = await pull(source, destination, Lane.MAPPED, transfer_id=next(chosen))

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import InvalidArgument
-from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Descriptors, MemoryTable, Prepared
-from kvxfer.transport.peer import RemotePeer
+from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Descriptors, MemoryTable, Prepared, RemotePeer
 from kvxfer.transport.plan import LIST_BYTES_MAX, SHARE_BYTES_MIN, Op, Part, Plan, make_plan
 from kvxfer.types import AgentRef, DataAddress, Incarnation, RegionRecord
 

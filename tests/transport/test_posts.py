@@ -25,8 +25,9 @@ from kvxfer.errors import (
     TransferCancelled,
     TransportError,
 )
+from kvxfer.policy.checksums import wants_checksums
 from kvxfer.transport import posts
-from kvxfer.transport.posts import Op, Post, RemotePeer, asks_for_sums
+from kvxfer.transport.posts import Op, Post, RemotePeer
 from kvxfer.types import Lane, TransferState
 from tests.support.posts_setting import ADDRESS, MANY, PEER_REF, Drained, Setting
 
@@ -296,7 +297,7 @@ def test_what_was_slow_is_tried_later(monkeypatch: pytest.MonkeyPatch) -> None:
             Op.READ, setting.poster.prepare(row), None, setting.poster.prepare(row, peer=peer), None
         )
         for _ in range(3):
-            setting.poster.calibrations.measured(PEER_REF, ADDRESS.host_id, Lane.MAPPED, 1 << 20, 0.1)
+            setting.poster.lanes.measured(PEER_REF, ADDRESS, Lane.MAPPED, 1 << 20, 0.1)
         setting.poster.start(plan)
         assert setting.transport.asked[-1].lanes[0] is best
 
@@ -307,15 +308,15 @@ def test_why_a_lane_was_passed_over(setting: Setting) -> None:
     peer = RemotePeer(PEER_REF, ADDRESS, [given.record])
     row = [(given.record.address, 1 << 20, 0)]
     plan = setting.poster.plan(Op.READ, setting.poster.prepare(row), None, setting.poster.prepare(row, peer=peer), None)
-    calibrations = setting.poster.calibrations
+    lanes = setting.poster.lanes
     for _ in range(3):
-        calibrations.measured(PEER_REF, ADDRESS.host_id, Lane.MAPPED, 1 << 20, (1 << 20) / 1.5e9)
+        lanes.measured(PEER_REF, ADDRESS, Lane.MAPPED, 1 << 20, (1 << 20) / 1.5e9)
     post = setting.poster.start(plan, lanes=[Lane.MAPPED, Lane.STREAM])
     assert post.statistics().lane_reason == "mapped: possible; stream: possible"
     setting.finish(post.transfer_ids[0])
     assert post.poll() is TransferState.COMMITTED
     for _ in range(30):
-        calibrations.measured(PEER_REF, ADDRESS.host_id, Lane.MAPPED, 1 << 20, 1.0)
+        lanes.measured(PEER_REF, ADDRESS, Lane.MAPPED, 1 << 20, 1.0)
     assert post.result().lane_reason == (
         "stream: the source is reached over TCP "
         "(not mapped: possible, measured at 1.5 GB/s where stream is expected at 3.9 GB/s)"
@@ -333,9 +334,9 @@ def test_sums_are_wanted_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
         setting.poster.start(setting.plan(10), wants_sums=not wanted)
         assert [asked.wants_sums for asked in setting.transport.asked] == [wanted, not wanted]
     ids = [number.to_bytes(16, "big") for number in range(4000)]
-    sampled = [asks_for_sums("sampled", identity, is_same_host=True) for identity in ids]
+    sampled = [wants_checksums("sampled", identity, is_same_host=True) for identity in ids]
     assert 150 < sum(sampled) < 350
-    assert sampled == [asks_for_sums("sampled", identity, is_same_host=False) for identity in ids]
+    assert sampled == [wants_checksums("sampled", identity, is_same_host=False) for identity in ids]
 
 
 def test_two_threads_poll(setting: Setting) -> None:

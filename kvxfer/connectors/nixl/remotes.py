@@ -16,7 +16,7 @@ from kvxfer.connectors.nixl.metadata import AgentMetadata
 from kvxfer.connectors.nixl.registry import newest
 from kvxfer.policy.calibration import SMALL_BYTES, Calibration
 from kvxfer.transport.base import Transport
-from kvxfer.transport.peer import RemotePeer
+from kvxfer.transport.descriptors import RemotePeer
 from kvxfer.types import DataAddress, Lane
 
 REMOTES_MAX = 4096

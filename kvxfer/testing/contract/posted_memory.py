@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvxfer.testing.contract.parties import POISON, LaneMaker, LaneParty
 from kvxfer.testing.contract.steps import SOON_S, expect
-from kvxfer.transport.peer import RemotePeer
+from kvxfer.transport.descriptors import RemotePeer
 from kvxfer.transport.plan import Op
 from kvxfer.transport.post import Post
 from kvxfer.transport.posts import Registration

@@ -10,8 +10,7 @@ import numpy as np
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.protocol.directory import Change, Hello
-from kvxfer.transport.descriptors import Descriptors
-from kvxfer.transport.peer import RemotePeer
+from kvxfer.transport.descriptors import Descriptors, RemotePeer
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,

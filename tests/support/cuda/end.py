@@ -20,9 +20,9 @@ import torch
 from kvxfer._native import _core as native
 from kvxfer.config import AgentConfig
 from kvxfer.transport.base import write_ref
+from kvxfer.transport.descriptors import RemotePeer
 from kvxfer.transport.host_memory import region_of
 from kvxfer.transport.native import NativeBinding
-from kvxfer.transport.peer import RemotePeer
 from kvxfer.transport.posts import Op, Post, Poster
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, MemoryKind, RegionRecord
 
