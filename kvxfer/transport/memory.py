@@ -7,11 +7,12 @@ It decides how the machines' effects become actions of the network; it must neve
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from kvxfer._native import _core
@@ -348,6 +349,12 @@ class MemoryTransport:
     def next_deadline(self) -> int:
         return self.endpoint.next_deadline()
 
+    def cut(self, other: AgentRef) -> None:
+        for session, link in list(self.links.items()):
+            if link.peer.ref == other:
+                self.unlink(session)
+                self.act(self.endpoint.closed(session, self._network.now_ns))
+
     def unlink(self, session: int) -> None:
         """Forget one end of a connection here; the other end hears of it later."""
         link = self.links.pop(session, None)
@@ -396,7 +403,7 @@ class MemoryTransport:
             if self._is_closed:
                 return
             other = self._network.find(read_ref(peer))
-            if kind != MEMORY or other is None:
+            if kind != MEMORY or not isinstance(other, MemoryTransport):
                 fail("that life is not in this network" if kind == MEMORY else "a memory network has no sockets")
                 return
             nonces = [self._network.random.randbytes(32) for _ in range(2)]
@@ -468,29 +475,16 @@ class MemoryTransport:
         """What a reader sees of our memory, while this life lasts."""
         return None if self._is_closed else self._memories.read(extent)
 
-    def _open(self) -> _Open:
-        return _Open(self)
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[_core.Endpoint]:
+        """The machines, under the network's lock. Raises Closed."""
+        with self._network.lock:
+            self._check_open()
+            try:
+                yield self.endpoint
+            finally:
+                self._network.wake()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise Closed(f"{self!r} was closed")
-
-
-class _Open:
-    """Holds the network's lock around a call on a transport that is open."""
-
-    def __init__(self, transport: MemoryTransport) -> None:
-        self._transport = transport
-
-    def __enter__(self) -> _core.Endpoint:
-        self._transport._network.lock.acquire()
-        try:
-            self._transport._check_open()
-        except BaseException:
-            self._transport._network.lock.release()
-            raise
-        return self._transport.endpoint
-
-    def __exit__(self, *_: object) -> None:
-        self._transport._network.wake()
-        self._transport._network.lock.release()

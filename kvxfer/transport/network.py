@@ -19,7 +19,7 @@ import os
 import random
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S, Clock
@@ -27,8 +27,24 @@ from kvxfer.errors import InvalidArgument
 from kvxfer.policy.lanes import MEMORY_HOST
 from kvxfer.types import AgentRef
 
-if TYPE_CHECKING:
-    from kvxfer.transport.memory import MemoryTransport
+
+class Node(Protocol):
+    """What the network asks of a transport that joined it."""
+
+    @property
+    def ref(self) -> AgentRef: ...
+
+    def next_deadline(self) -> int:
+        """When its machines want to see the time."""
+        ...
+
+    def tick(self) -> None:
+        """Let its machines see the time."""
+        ...
+
+    def cut(self, other: AgentRef) -> None:
+        """Lose every connection to that agent."""
+        ...
 
 
 class Fate(enum.Enum):
@@ -72,7 +88,7 @@ class MemoryNetwork:
         self.name = f"{MEMORY_HOST}{os.getpid()}-{next(_numbers)}"
         self._clock = clock
         self._virtual_ns = 0
-        self._transports: dict[AgentRef, MemoryTransport] = {}
+        self._nodes: dict[AgentRef, Node] = {}
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self._held: list[Callable[[], None]] = []
@@ -80,7 +96,7 @@ class MemoryNetwork:
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<MemoryNetwork {len(self._transports)} agents, {len(self._queue)} on the way>"
+        return f"<MemoryNetwork {len(self._nodes)} agents, {len(self._queue)} on the way>"
 
     @property
     def now_ns(self) -> int:
@@ -102,8 +118,8 @@ class MemoryNetwork:
             if self._queue and self._queue[0][0] <= self.now_ns:
                 heapq.heappop(self._queue)[2]()
             else:
-                for transport in list(self._transports.values()):
-                    transport.tick()
+                for node in list(self._nodes.values()):
+                    node.tick()
             return True
 
     def run(self, until: Callable[[], bool], *, steps_max: int = 1_000_000) -> bool:
@@ -127,7 +143,7 @@ class MemoryNetwork:
     def next_ns(self) -> int:
         """When there is something to do next, by the network's clock."""
         with self.lock:
-            moments = [transport.next_deadline() for transport in self._transports.values()]
+            moments = [node.next_deadline() for node in self._nodes.values()]
             if self._queue:
                 moments.append(self._queue[0][0])
             return min(moments, default=_core.NEVER_NS)
@@ -142,11 +158,9 @@ class MemoryNetwork:
     def cut(self, one: AgentRef, other: AgentRef) -> None:
         """Break every connection between the two lives, as a network does: what was on its way is lost."""
         with self.lock:
-            transport = self._transports.get(one)
-            for session, link in list(transport.links.items()) if transport else ():
-                if link.peer.ref == other and transport is not None:
-                    transport.unlink(session)
-                    transport.act(transport.endpoint.closed(session, self.now_ns))
+            node = self.find(one)
+            if node is not None:
+                node.cut(other)
 
     def drive(self) -> None:
         """Run from the running asyncio loop from now on, until :meth:`stop`. Needs a real clock."""
@@ -164,16 +178,16 @@ class MemoryNetwork:
 
     # --- for the transports; the lock is held ---
 
-    def join(self, transport: MemoryTransport) -> None:
-        if transport.ref in self._transports:
-            raise InvalidArgument(f"{transport.ref} is in this network already")
-        self._transports[transport.ref] = transport
+    def join(self, node: Node) -> None:
+        if node.ref in self._nodes:
+            raise InvalidArgument(f"{node.ref} is in this network already")
+        self._nodes[node.ref] = node
 
-    def leave(self, transport: MemoryTransport) -> None:
-        self._transports.pop(transport.ref, None)
+    def leave(self, node: Node) -> None:
+        self._nodes.pop(node.ref, None)
 
-    def find(self, ref: AgentRef) -> MemoryTransport | None:
-        return self._transports.get(ref)
+    def find(self, ref: AgentRef) -> Node | None:
+        return self._nodes.get(ref)
 
     def post(self, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now_ns + self.latency_ns, next(self._sequence), action))
