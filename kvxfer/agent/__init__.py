@@ -6,9 +6,9 @@ from kvxfer.agent.agent import Agent
 from kvxfer.agent.grant import Grant
 from kvxfer.agent.notifications import Delivery, Notification
 from kvxfer.agent.pool import Pool
-from kvxfer.agent.posts import AgentPost
 from kvxfer.agent.statistics import AgentStatistics
-from kvxfer.agent.transfer import Transfer, TransferProgress, TransferResult
+from kvxfer.agent.transfer import AgentPost, Transfer
+from kvxfer.transport.pull import TransferProgress, TransferResult
 
 __all__ = [
     "Agent",

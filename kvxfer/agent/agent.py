@@ -20,7 +20,6 @@ from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Delivery, Notification, Notifications
 from kvxfer.agent.pool import Pool
 from kvxfer.agent.pools import Pools, PoolSpec
-from kvxfer.agent.pulls import PullOrder
 from kvxfer.agent.registered import RegisteredMemory
 from kvxfer.agent.signs import Signs
 from kvxfer.agent.statistics import AgentStatistics
@@ -31,6 +30,7 @@ from kvxfer.transport.base import Binding, Blocks, as_blocks, as_content
 from kvxfer.transport.memory import MemoryBinding
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.network import MemoryNetwork
+from kvxfer.transport.pull import PullOrder
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,
@@ -335,7 +335,7 @@ class Agent(RegisteredMemory):
         is called once it drained, on the thread that hears of it first (see :meth:`wait`), and must not block."""
         index = as_blocks(blocks)
         what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content)
-        return self._open().pulls.start(self._order(pool, index, len(index), *what), on_ended, on_granted)
+        return self._open().transfers.pull(self._order(pool, index, len(index), *what), on_ended, on_granted)
 
     def ask(
         self,
@@ -356,7 +356,7 @@ class Agent(RegisteredMemory):
         exists, on the thread that hears of it first (again after a lost session), and :meth:`Transfer.reserve` gives it
         its blocks. Until then it waits, and keeps its grant alive, for ``deadline_s`` at most."""
         what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content)
-        return self._open().pulls.start(self._order(pool, None, count, *what), on_ended, on_granted)
+        return self._open().transfers.pull(self._order(pool, None, count, *what), on_ended, on_granted)
 
     def _order(
         self,
@@ -416,9 +416,9 @@ class Agent(RegisteredMemory):
         is_connected = None if self._session is None else self._session.is_connected
         life = self._life
         if life is None or life.is_over:
-            return self._books.statistics(None, [], 0, {}, is_connected)
-        figures = life.lanes.figures()
-        return self._books.statistics(life.transport, life.pulls.transfers, life.pulls.searching, figures, is_connected)
+            return self._books.statistics(None, (), 0, {}, is_connected)
+        now = life.transfers
+        return self._books.statistics(life.transport, now.quarantines, now.searching, now.figures(), is_connected)
 
     def __repr__(self) -> str:
         if self._life is None or self._life.is_over:

@@ -7,12 +7,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from kvxfer._native import _core
 from kvxfer.agent.notifications import Notifications
 from kvxfer.agent.statistics import AgentStatistics, Quarantine
-from kvxfer.agent.transfer import Transfer
 from kvxfer.errors import KvxferError
 from kvxfer.policy.calibration import LaneFigure
 from kvxfer.transport.base import LANES_BACK, Transport
@@ -58,7 +57,7 @@ class Books:
     def statistics(
         self,
         transport: Transport | None,
-        transfers: Sequence[Transfer],
+        quarantines: tuple[Quarantine, ...],
         searching: int,
         figures: Mapping[str, Mapping[Lane, LaneFigure]],
         is_connected: bool | None,
@@ -76,15 +75,7 @@ class Books:
             bytes=dict(self._bytes.copy()),
             offers=_copy(self._offers),
             lanes=figures,
-            quarantines=tuple(
-                Quarantine(
-                    str(transfer.transfer_id),
-                    transfer.progress().blocks_total,
-                    f"a read was under way when the transfer ended as {transfer.progress().state.name.lower()}",
-                )
-                for transfer in transfers
-                if transfer.is_final and not transfer.is_drained
-            ),
+            quarantines=quarantines,
             sessions=dataclasses.replace(held.sessions, refused=self._refused),
             notifications=self._notifications.statistics(),
             is_coordinator_connected=is_connected,

@@ -15,22 +15,19 @@ from kvxfer.agent.grants import Grants
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Notifications
 from kvxfer.agent.peers import Peers
-from kvxfer.agent.posts import Posts
-from kvxfer.agent.pulls import Pulls
 from kvxfer.agent.pump import EventPump
+from kvxfer.agent.transfers import Transfers
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.transport.base import Event, Transport, read_ref
-from kvxfer.transport.lane_choice import LaneChooser
+from kvxfer.transport.transfers import TRANSFER_EVENTS
 from kvxfer.types import AgentRef
 
 log = logging.getLogger("kvxfer.agent")
 
 CLOSE_S = 2.0
 """How long an agent that closes waits for reads that are under way."""
-
-_OF_TRANSFERS = (_core.TransferProgress, _core.TransferGranted, _core.TransferFinal, _core.TransferDrained)
 
 
 class Life:
@@ -49,12 +46,10 @@ class Life:
         self.transport = transport
         self.books = books
         self.notifications = notifications
-        self.lanes = LaneChooser(transport.address, is_calibrated=config.calibrate)
         self.grants = Grants(transport, asyncio.get_running_loop())
         self.peers = Peers(transport)
-        self.pulls = Pulls(transport, self.peers, books, metrics, self.lanes)
-        self.pump = EventPump(transport, self._on_event, self._fail, self.pulls.tell)
-        self.posts = Posts(transport, config, self.peers, books, metrics, self.lanes, self.pump.drain)
+        self.transfers = Transfers(transport, config, self.peers, books, metrics, lambda: self.pump.drain())
+        self.pump = EventPump(transport, self._on_event, self._fail, self.transfers.tell)
         self.on_session_up: Callable[[AgentRef], None] = lambda _: None
         self._refusals = RateLimitedWarning(log, "%s: a session was refused (%s): %s")
         self._on_failure = on_failure
@@ -65,20 +60,19 @@ class Life:
 
     def wait(self, timeout_s: float) -> None:
         """See :meth:`Agent.wait`."""
-        if self.pulls.is_on_loop:
+        if self.transfers.is_on_loop:
             raise InvalidArgument("the agent's own loop has to await; only another thread may wait in place")
-        self.pump.wait(timeout_s, lambda event: isinstance(event, _OF_TRANSFERS) and self.pulls.handle(event))
+        self.pump.wait(timeout_s, self.transfers.handle)
 
     async def close(self, error: KvxferError) -> None:
         """End: what is open ends with ``error``, grants are revoked, what is under way drains, at most CLOSE_S."""
         self.peers.close()
         if not self.pump.is_running:
             return
-        self.pulls.cancel_all(error)
-        self.posts.cancel_all(error)
+        self.transfers.cancel_all(error)
         self.grants.revoke_all("the agent closes")
         deadline_s = time.monotonic() + CLOSE_S
-        while (self.pulls or self.posts or self.grants) and self.pump.is_running and time.monotonic() < deadline_s:
+        while (self.transfers or self.grants) and self.pump.is_running and time.monotonic() < deadline_s:
             await asyncio.sleep(0.001)
             self.pump.drain()
 
@@ -95,15 +89,13 @@ class Life:
 
     def end_all(self, error: KvxferError) -> None:
         """Nothing moves any more: end everything that is still open."""
-        self.pulls.fail_all(error)
-        self.posts.fail_all(error)
+        self.transfers.fail_all(error)
         self.grants.fail_all()
         self.notifications.close(error)
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, _OF_TRANSFERS):
-            if not self.posts.handle(event):
-                self.pulls.handle(event)
+        if isinstance(event, TRANSFER_EVENTS):
+            self.transfers.handle(event)
         elif isinstance(event, _core.GrantEnded):
             self.grants.handle(event)
         elif isinstance(event, (_core.NotifReceived, _core.NotifDelivered, _core.NotifFailed)):

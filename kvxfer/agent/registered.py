@@ -10,7 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from kvxfer.agent.life import Life
-from kvxfer.agent.posts import AgentPost
+from kvxfer.agent.transfer import AgentPost
 from kvxfer.transport.descriptors import Prepared
 from kvxfer.transport.posts import Op, Registration
 from kvxfer.types import Lane, RegionRecord
@@ -31,16 +31,16 @@ class RegisteredMemory:
 
         Raises InvalidArgument for memory with gaps, LaneUnavailable for an unusable device.
         """
-        return self._open().posts.poster.register(memory, can_read=can_read, can_write=can_write)
+        return self._open().transfers.poster.register(memory, can_read=can_read, can_write=can_write)
 
     def deregister(self, registration: Registration) -> None:
         """Take it back: once this returned no peer reads or writes it. Raises BlocksBusy while a post of ours uses it,
         or a peer's write into it drains."""
-        self._open().posts.poster.deregister(registration)
+        self._open().transfers.poster.deregister(registration)
 
     def memory(self) -> tuple[RegionRecord, ...]:
         """What is registered here, for peers (``to_json``): they need it to prepare."""
-        return self._open().posts.poster.records()
+        return self._open().transfers.poster.records()
 
     def prepare(
         self, descriptors: Any, *, peer: str | None = None, records: Sequence[RegionRecord] | None = None
@@ -49,7 +49,7 @@ class RegisteredMemory:
         (needed when they are new). Descriptors: see :meth:`~kvxfer.transport.descriptors.Descriptors.of`. Once made, a
         list is posted from many times. Raises InvalidArgument naming the first that lies in no region; PeerGone.
         """
-        return self._open().posts.prepare(descriptors, peer, records)
+        return self._open().transfers.prepare(descriptors, peer, records)
 
     def post(
         self,
@@ -70,6 +70,6 @@ class RegisteredMemory:
         raised by awaiting.
         """
         allowed = self._lanes if lanes is None else lanes
-        return self._open().posts.post(
+        return self._open().transfers.post(
             op, local, local_ids, remote, remote_ids, lanes=allowed, notification=notification, deadline_s=deadline_s
         )

@@ -9,7 +9,6 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
@@ -17,11 +16,10 @@ from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled, from_
 from kvxfer.policy.calibration import Order
 from kvxfer.policy.lanes import explain
 from kvxfer.transport.base import LANES_BACK, STATES
+from kvxfer.transport.lane_choice import LaneChooser
 from kvxfer.transport.plan import Plan
+from kvxfer.transport.transfers import TransferTable
 from kvxfer.types import Lane, TransferId, TransferState
-
-if TYPE_CHECKING:
-    from kvxfer.transport.posts import Poster
 
 ID_BYTES = 16
 SLEEP_S = 50e-3
@@ -64,13 +62,13 @@ class Post:
     """Made by :meth:`Poster.start`. After it is final the memory of a read may be used; after it drained, any of it may
     be given back.
 
-    A signal handler that raises may interrupt any of its methods. Each event can be handled again, and then changes
-    nothing that it changed before: the poster repeats the event that was interrupted.
+    Several of its ids stand in the table for it (:class:`~kvxfer.transport.transfers.Handle`).
     """
 
     def __init__(
         self,
-        poster: Poster,
+        table: TransferTable,
+        lanes: LaneChooser,
         plan: Plan,
         reasons: Mapping[Lane, str],
         order: Order,
@@ -81,7 +79,9 @@ class Post:
         ``begun_ns``: when the call began that starts it."""
         self.plan = plan
         self.transfer_ids = tuple(os.urandom(ID_BYTES) for _ in plan.parts)
-        self._poster = poster
+        self._table = table
+        self._transport = table.transport
+        self._lanes = lanes
         self._reasons = reasons
         self._order = order
         self._notification = notification if len(plan.parts) > 1 else None
@@ -123,7 +123,7 @@ class Post:
     def poll(self) -> TransferState:
         """The state now; takes the transport's events first. Never waits. Raises only what on_event callbacks raise."""
         if not self.is_drained:
-            self._poster.poll()
+            self._table.poll()
         return self._state
 
     def wait(self, timeout_s: float) -> TransferState:
@@ -135,9 +135,9 @@ class Post:
         """Wait for it about 100 us (a millisecond where no processor is free), if it is small and nothing else is under
         way; whether it is final. To sleep and be woken takes as long, so an event loop that has no other post to see to
         may wait for this one here."""
-        if not self.is_final and self.plan.nbytes <= BRIEF_BYTES and self._poster.is_alone(self):
-            self._poster.transport.wait(BRIEF_S)
-            self._poster.poll()
+        if not self.is_final and self.plan.nbytes <= BRIEF_BYTES and self._table.is_alone(self):
+            self._transport.wait(BRIEF_S)
+            self._table.poll()
         return self.is_final
 
     def wait_drained(self, timeout_s: float) -> bool:
@@ -155,17 +155,15 @@ class Post:
     def cancel(self, error: KvxferError | None = None) -> None:
         """Give it up: it ends as cancelled (with ``error``, where given), unless it has ended. Returns at once."""
         if not self._is_final:
-            with self._poster._lock:
+            with self._table.lock:
                 self._end_with = self._end_with or error
                 self._cancel_rest()
 
     def statistics(self) -> PostStatistics:
         finals, plan = list(self._finals.values()), self.plan
         final = self._failed or _slowest(finals)
-        seconds = dict.fromkeys(("queue", "wire", "confirm"), 0.0)
-        if final is not None:
-            phases = ("queue", final.queue_ns), ("wire", final.wire_ns), ("confirm", final.confirm_ns)
-            seconds = {phase: duration_ns / NS_PER_S for phase, duration_ns in phases}
+        queue_ns, wire_ns, confirm_ns = (final.queue_ns, final.wire_ns, final.confirm_ns) if final else (0, 0, 0)
+        post_ns = max(self._started_ns - self._begun_ns, 0)
         checked = sum(each.blocks_checked for each in finals)
         is_told = self._has_asked_sums and self._state is TransferState.COMMITTED
         end_ns = self._final_ns or time.monotonic_ns()
@@ -173,13 +171,18 @@ class Post:
             bytes=plan.nbytes,
             pieces=plan.pieces,
             parts=len(plan.parts),
-            post_us=max(self._started_ns - self._begun_ns, 0) / 1e3,
+            post_us=post_ns / 1e3,
             transfer_us=(end_ns - self._begun_ns) / 1e3,
             lane=None if final is None else LANES_BACK[final.lane],
             attempts=sum(each.attempts for each in finals),
             pieces_checked=checked,
             is_checked=checked == plan.pieces if is_told else None,
-            seconds=seconds,
+            seconds={
+                "queue": queue_ns / NS_PER_S,
+                "plan": post_ns / NS_PER_S,
+                "wire": wire_ns / NS_PER_S,
+                "confirm": confirm_ns / NS_PER_S,
+            },
             reasons=self._reasons,
             lane_notes="" if final is None else final.lane_notes,
             order=self._order,
@@ -191,59 +194,89 @@ class Post:
         while not until():
             left_s = end_s - time.monotonic()
             if left_s > 0:
-                self._poster.transport.wait(min(SLEEP_S, left_s))
-            self._poster.poll()
+                self._transport.wait(min(SLEEP_S, left_s))
+            self._table.poll()
             if left_s <= 0:
                 return until()
         return True
 
-    # --- for the poster; its lock is held ---
+    # --- the call that starts it ---
 
-    def _started(self, on_final: Callable[[Post], None] | None, on_drained: Callable[[Post], None] | None) -> None:
+    def enter(self, identity: bytes) -> None:
+        """The transport is about to be asked for one of its transfers."""
+        self._live.add(identity)
+        self._table.add(identity, self)
+
+    def started(self, on_final: Callable[[Post], None] | None, on_drained: Callable[[Post], None] | None) -> None:
         """All of its transfers were asked for, or, where it ended meanwhile, as many as were to be."""
         self._started_ns = time.monotonic_ns()
         self._on_final, self._on_drained = on_final, on_drained
         self._tell()
 
-    def _abandon(self, error: KvxferError) -> None:
-        """The call that starts it raises: it is told to nobody, and what the transport has of it is cancelled."""
-        self._on_final = self._on_drained = None
-        for identity in tuple(self._live):
-            if not self._has_begun(identity):
-                self._poster._posts.pop(identity, None)
-                self._live.discard(identity)
-        self._cancel_rest()
-        if not self._is_final:
-            self._end(TransferState.FAILED, error)
+    def abandon(self, error: KvxferError) -> None:
+        """The call raises: nobody is told of it, and what the transport has of it is cancelled."""
+        with self._table.lock:
+            self._on_final = self._on_drained = None
+            for identity in tuple(self._live):
+                if not self._has_begun(identity):
+                    self._live.discard(identity)
+                    self._table.remove(identity, self)
+            self._cancel_rest()
+            if not self._is_final:
+                self._end(TransferState.FAILED, error)
 
     def _has_begun(self, identity: bytes) -> bool:
         with contextlib.suppress(KvxferError):  # a transport that is gone has begun nothing
-            return self._poster.transport.transfer_state(TransferId(identity)) is not None
+            return self._transport.transfer_state(TransferId(identity)) is not None
         return False
 
-    def _moved(self, event: _core.TransferProgress) -> None:
-        if not self._is_final:
-            self._states[event.id] = STATES[event.state]
-            self._state = min(min(self._states.values()), TransferState.CONFIRMING)
+    # --- events ---
 
-    def _finished(self, event: _core.TransferFinal) -> None:
-        state = self._states[event.id] = STATES[event.state]
-        self._finals[event.id] = event
-        if not self._is_final:
-            if state is not TransferState.COMMITTED:
-                self._failed = event
-                self._cancel_rest()
-                text = f"{self.plan.op} with {self.plan.peer.ref}: {event.text}"
-                self._end(state, self._end_with or from_code(event.code.name, text))
-            elif all(other is TransferState.COMMITTED for other in self._states.values()):
-                self._commit(event)
-        self._tell()
+    def progressed(self, event: _core.TransferProgress) -> None:
+        with self._table.lock:
+            if not self._is_final:
+                self._states[event.id] = STATES[event.state]
+                self._state = min(min(self._states.values()), TransferState.CONFIRMING)
+
+    def granted(self) -> None:
+        """Grants are told to pulls alone."""
+
+    def finished(self, event: _core.TransferFinal) -> None:
+        with self._table.lock:
+            state = self._states[event.id] = STATES[event.state]
+            self._finals[event.id] = event
+            if not self._is_final:
+                if state is not TransferState.COMMITTED:
+                    self._failed = event
+                    self._cancel_rest()
+                    text = f"{self.plan.op} with {self.plan.peer.ref}: {event.text}"
+                    self._end(state, self._end_with or from_code(event.code.name, text))
+                elif all(other is TransferState.COMMITTED for other in self._states.values()):
+                    self._commit(event)
+            self._tell()
+
+    def drained(self, event: _core.TransferDrained) -> None:
+        with self._table.lock:
+            self._live.discard(event.id)
+            self._tell()
+            self._table.remove(event.id, self)  # last, so that all of it can be done again
+
+    def fail(self, error: KvxferError) -> None:
+        with self._table.lock:
+            for identity in self.transfer_ids:
+                self._table.remove(identity, self)
+            self._live.clear()
+            if not self._is_final:
+                is_cancel = isinstance(error, TransferCancelled)
+                state = TransferState.CANCELLED if is_cancel else TransferState.FAILED
+                self._end(state, self._end_with or error)
+            self._tell()
 
     def _commit(self, last: _core.TransferFinal) -> None:
         plan, peer = self.plan, self.plan.peer
         if self._notification is not None:
             try:
-                self._poster.transport.notify(peer.ref, self._notification)
+                self._transport.notify(peer.ref, self._notification)
             except KvxferError as error:
                 self._end(TransferState.FAILED, error)
                 return
@@ -253,25 +286,12 @@ class Post:
         else:
             seconds = (time.monotonic_ns() - self._begun_ns) / NS_PER_S
         lane = LANES_BACK[(_slowest(list(self._finals.values())) or last).lane]
-        self._poster.lanes.measured(peer.ref, peer.address, lane, plan.nbytes, seconds)
+        self._lanes.measured(peer.ref, peer.address, lane, plan.nbytes, seconds)
         self._end(TransferState.COMMITTED, None)
 
     def _end(self, state: TransferState, error: KvxferError | None) -> None:
         self._state, self._error, self._final_ns = state, error, time.monotonic_ns()
         self._is_final = True
-
-    def _gone(self, identity: bytes) -> None:
-        """That transfer drained."""
-        self._live.discard(identity)
-        self._tell()
-
-    def _broken(self, error: KvxferError) -> None:
-        """The transport moves nothing any more."""
-        self._live.clear()
-        if not self._is_final:
-            is_cancel = isinstance(error, TransferCancelled)
-            self._end(TransferState.CANCELLED if is_cancel else TransferState.FAILED, self._end_with or error)
-        self._tell()
 
     def _tell(self) -> None:
         """Each callback once: when it is final, and when it drained."""
@@ -286,7 +306,7 @@ class Post:
         for identity in tuple(self._live):
             if not self._states[identity].is_final:
                 with contextlib.suppress(KvxferError):  # a transport that is gone has nothing left to cancel
-                    self._poster.transport.cancel(TransferId(identity))
+                    self._transport.cancel(TransferId(identity))
 
 
 def _slowest(finals: Sequence[_core.TransferFinal]) -> _core.TransferFinal | None:

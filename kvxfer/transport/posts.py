@@ -10,17 +10,12 @@ there is one, and is sent when the last has committed where there are several.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain, starmap
 from typing import Any
 
 import numpy.typing as npt
 
-from kvxfer._native import _core
-from kvxfer._native._core import TransferDrained, TransferFinal, TransferGranted, TransferProgress
 from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, TransportError
 from kvxfer.policy.checksums import wants_checksums
@@ -30,6 +25,7 @@ from kvxfer.transport.host_memory import region_of
 from kvxfer.transport.lane_choice import LaneChooser
 from kvxfer.transport.plan import Op, Plan, Route, RouteKey, make_plan
 from kvxfer.transport.post import Post
+from kvxfer.transport.transfers import TransferTable
 from kvxfer.types import Exposure, Lane, RegionRecord
 
 __all__ = ["Op", "Plan", "Post", "Poster", "Registration", "RemotePeer"]
@@ -38,7 +34,6 @@ REGION_ID_FIRST = 1 << 24
 """Regions are numbered from here on, pools below: one name on the wire is one memory."""
 ROUTES_MAX = 8
 """Ways of asking (lanes, checksums) for which a plan keeps what was found out."""
-_OF_TRANSFERS = (TransferProgress, TransferGranted, TransferFinal, TransferDrained)
 
 
 class Registration:
@@ -64,24 +59,18 @@ class Poster:
         drain: Callable[[], None] | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        """Without ``drain`` the poster takes the transport's events itself whenever it is polled, and gives those that
-        are not its own to ``on_event``, which must not block. With it, whoever takes the events gives each to
-        :meth:`handle`, and ``drain`` is how a poll asks for that.
+        """Without ``drain`` a poll takes the transport's events, and gives those of no transfer to ``on_event``, which
+        must not block. With it, somebody else takes them and gives each to :meth:`handle`, and ``drain`` is how a poll
+        asks for that.
         """
         self.transport = transport
         self.config = config or AgentConfig()
         self.lanes = lanes or LaneChooser(transport.address, is_calibrated=self.config.calibrate)
-        self._drain = drain
-        self._on_event = on_event
-        self._lock = threading.RLock()
-        self._drain_lock = threading.RLock()
+        self.transfers = TransferTable(transport, drain=drain, on_event=on_event)
+        self._lock = self.transfers.lock
         self._numbers = itertools.count(REGION_ID_FIRST)
         self._registrations: dict[int, Registration] = {}
         self._table: MemoryTable | None = None
-        self._posts: dict[bytes, Post] = {}
-        self._failure: KvxferError | None = None
-        self._left: deque[Event] = deque()
-        """Taken from the transport, and not handled yet."""
 
     def __repr__(self) -> str:
         return f"<Poster of {self.transport.ref}: {len(self._registrations)} regions, {len(self.posts)} posts>"
@@ -98,8 +87,8 @@ class Poster:
         """
         region = memory if isinstance(memory, Region) else region_of(memory)
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
+            if self.transfers.failure is not None:
+                raise self.transfers.failure
             record = RegionRecord(
                 next(self._numbers),
                 region.address,
@@ -194,25 +183,23 @@ class Poster:
         starts = self._starts(plan, route, order.lanes)
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
         timeout_ns = as_nanoseconds("deadline_s", deadline_s)
-        post = Post(self, plan, route.choice.reasons, order, notification, begun_ns)
+        post = Post(self.transfers, self.lanes, plan, route.choice.reasons, order, notification, begun_ns)
         is_near = self.lanes.is_near(plan.peer.address)
         checks = [wants_checksums(route.checks, identity, is_same_host=is_near) for identity in post.transfer_ids]
         post._has_asked_sums = all(checks)
         rides = notification if len(starts) == 1 else None
         try:
             with self._lock:
-                if self._failure is not None:
-                    raise self._failure
+                if self.transfers.failure is not None:
+                    raise self.transfers.failure
                 for identity, start, is_checked in zip(post.transfer_ids, starts, checks, strict=True):
                     if post.is_final:  # a signal handler polled, and found that one had failed
                         break
-                    post._live.add(identity)
-                    self._posts[identity] = post  # before anybody can hear of it
+                    post.enter(identity)
                     start(identity, timeout_ns, rides, is_checked)
-                post._started(on_final, on_drained)
+                post.started(on_final, on_drained)
         except BaseException as error:
-            with self._lock:
-                post._abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
+            post.abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
             raise
         return post
 
@@ -264,72 +251,12 @@ class Poster:
     @property
     def posts(self) -> tuple[Post, ...]:
         """Those that have not drained."""
-        with self._lock:
-            return tuple(post for post in dict.fromkeys(self._posts.values()) if not post.is_drained)
-
-    def is_alone(self, post: Post) -> bool:
-        """Whether every other post is final."""
-        with self._lock:
-            return all(other is post or other.is_final for other in self._posts.values())
+        return tuple(handle for handle in self.transfers.handles if isinstance(handle, Post))
 
     def poll(self) -> None:
-        """Take what happened since; never waits. Raises what a callback raises (each is called once all the same), and
-        whatever a signal handler does; the next poll goes on where that came between."""
-        if self._drain is not None:
-            self._drain()
-            return
-        with self._drain_lock:
-            left = self._left
-            # One call of C, so that no signal handler runs between the drain and the keeping of what it gave.
-            left.extend(chain.from_iterable(starmap(self.transport.drain, [()])))
-            while left:
-                event = left[0]
-                if not self.handle(event) and not isinstance(event, _OF_TRANSFERS):
-                    try:
-                        self._pass_on(event)
-                    except Exception:  # as it would again
-                        self._taken(event)
-                        raise
-                self._taken(event)
+        """See :meth:`TransferTable.poll`."""
+        self.transfers.poll()
 
-    def _pass_on(self, event: Event) -> None:
-        if isinstance(event, _core.CoreFailed):
-            self.fail_all(TransportError(f"the native core failed: {event.text}"))
-        if self._on_event is not None:
-            self._on_event(event)
-
-    def _taken(self, event: Event) -> None:
-        """Unless a signal handler polled, and took it before."""
-        if self._left and self._left[0] is event:
-            self._left.popleft()
-
-    def handle(self, event: Any) -> bool:
-        """Take one event of the transport (an Event); False where it belongs to no post here. If a signal handler
-        raised before it returned, it is to be called again with the same event."""
-        if not isinstance(event, (TransferProgress, TransferFinal, TransferDrained)):
-            return False
-        with self._lock:
-            post = self._posts.get(event.id)
-            if post is None:
-                return False
-            if isinstance(event, TransferFinal):
-                post._finished(event)
-            elif isinstance(event, TransferDrained):
-                post._gone(event.id)
-                self._posts.pop(event.id, None)  # last, so that all of it can be done again
-            else:
-                post._moved(event)
-        return True
-
-    def cancel_all(self, error: KvxferError | None = None) -> None:
-        """Give every post up; they end with ``error``."""
-        for post in self.posts:
-            post.cancel(error)
-
-    def fail_all(self, error: KvxferError) -> None:
-        """The transport moves nothing any more: end what is still open."""
-        with self._lock:
-            posts, self._failure = self.posts, error
-            self._posts.clear()
-            for post in posts:
-                post._broken(error)
+    def handle(self, event: Event) -> bool:
+        """See :meth:`TransferTable.handle`."""
+        return self.transfers.handle(event)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvxfer import Agent, AgentConfig, Lane
-from kvxfer.agent.transfer import TransferResult
+from kvxfer.agent import TransferResult
 from kvxfer.errors import LaneUnavailable
 from kvxfer.policy.checksums import wants_checksums
 from kvxfer.transport.base import allocate_region

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvxfer import Agent, AgentConfig, Lane
-from kvxfer.agent.posts import AgentPost
+from kvxfer.agent import AgentPost
 from kvxfer.errors import BlocksBusy, Closed, InvalidArgument, PeerGone, TransferCancelled
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.posts import Op

@@ -12,6 +12,7 @@ import pytest
 from kvxfer import Agent
 from kvxfer.agent import Transfer
 from kvxfer.errors import Closed, InvalidArgument, PeerGone, TransportError
+from kvxfer.transport import transfers
 from tests.support.agents import fresh_id, until
 
 Pair = tuple[Agent, Agent]
@@ -27,10 +28,10 @@ def granted(pair: Pair, ready_blocks: int = 1) -> dict[str, Any]:
 
 async def test_a_transfer_is_told_to_be_drained_after_on_ended(pair: Pair) -> None:
     _, destination = pair
-    pulls, told = destination._life.pulls, []
+    alive, told = destination._life.transfers, []
 
     def ended(transfer: Transfer) -> None:
-        pulls.tell()  # the loop may come to it while another thread is here
+        alive.tell()  # the loop may come to it while another thread is here
         told.append(transfer._drained.done())
 
     transfer = destination.pull(destination.pools[0], [0, 1, 2], **granted(pair, 3), on_ended=ended)
@@ -39,14 +40,17 @@ async def test_a_transfer_is_told_to_be_drained_after_on_ended(pair: Pair) -> No
     assert (await transfer).blocks == 3
 
 
-async def test_a_callback_that_raises_keeps_nobody_from_hearing_of_the_drain(pair: Pair) -> None:
+async def test_a_callback_that_raises_keeps_nobody_from_hearing_of_the_drain(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, destination = pair
     caught: list[type[Exception]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: caught.append(type(context["exception"])))
     transfer = destination.pull(destination.pools[0], [0, 1, 2], **granted(pair), on_ended=lambda _: 1 // 0)
-    pulls = destination._life.pulls
-    pulls.handle(SimpleNamespace(id=transfer.transfer_id.raw))  # its drain, alone
-    pulls.tell()
+    monkeypatch.setattr(transfers, "TRANSFER_EVENTS", SimpleNamespace)
+    destination._life.transfers.handle(SimpleNamespace(id=transfer.transfer_id.raw))  # its drain, alone
+    monkeypatch.undo()
+    destination._life.transfers.tell()
     await asyncio.wait_for(transfer.wait_drained(), 5.0)
     await until(lambda: bool(caught))  # the loop tells of it later, or earlier, by the version of Python
     assert caught == [ZeroDivisionError]
@@ -60,7 +64,7 @@ async def test_the_end_of_the_agent_may_come_before_the_pull_began(
     life, ended = destination._life, []
 
     def shut(*_: Any, **options: Any) -> None:
-        life.pulls.fail_all(Closed("the agent was closed"))
+        life.transfers.fail_all(Closed("the agent was closed"))
         raise error("the transport is gone")
 
     monkeypatch.setattr(life.transport, "pull", shut)

@@ -136,7 +136,7 @@ def tell_every_part(patch: pytest.MonkeyPatch) -> None:
 
 def overlook_a_failure(patch: pytest.MonkeyPatch) -> None:
     """A post of several transfers is called committed when one of them is."""
-    finished = Post._finished
+    finished = Post.finished
 
     def look_away(self: Post, event: _core.TransferFinal) -> None:
         if len(self.transfer_ids) > 1 and event.state != TransferState.COMMITTED:
@@ -144,7 +144,7 @@ def overlook_a_failure(patch: pytest.MonkeyPatch) -> None:
         else:
             finished(self, event)
 
-    patch.setattr(Post, "_finished", look_away)
+    patch.setattr(Post, "finished", look_away)
 
 
 def forget_offers(patch: pytest.MonkeyPatch) -> None:

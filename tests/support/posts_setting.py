@@ -14,7 +14,7 @@ from kvxfer.config import AgentConfig
 from kvxfer.errors import (
     LimitExceeded,
 )
-from kvxfer.transport import posts
+from kvxfer.transport import transfers
 from kvxfer.transport.base import PostOrder, StartPost
 from kvxfer.transport.posts import Op, Plan, Post, Poster, RemotePeer
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, RegionRecord, TransferId, TransferState
@@ -96,9 +96,9 @@ class Setting:
         self.memory = np.zeros(MANY * 64, np.uint8)  # longer than what most tests name
         self.registration = self.poster.register(self.memory)
         self.peer = RemotePeer(PEER_REF, ADDRESS, [self.registration.record])
-        patch.setattr(posts, "TransferFinal", Final)
-        patch.setattr(posts, "TransferDrained", Drained)
-        patch.setattr(posts, "_OF_TRANSFERS", (Final, Drained))
+        patch.setattr(transfers, "TransferFinal", Final)
+        patch.setattr(transfers, "TransferDrained", Drained)
+        patch.setattr(transfers, "TRANSFER_EVENTS", (Final, Drained))
 
     def plan(self, count: int = MANY, op: Op = Op.READ, length: int = 16) -> Plan:
         rows = np.zeros((count, 3), np.uint64)

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from kvxfer.transport import posts
 from kvxfer.transport.posts import Post, Poster
+from kvxfer.transport.transfers import TransferTable
 from kvxfer.types import TransferState
 from tests.support.posts_setting import MANY, Drained, Setting
+
+MODULES = {kind.__module__ for kind in (Post, Poster, TransferTable)}
 
 
 class Interrupt:
@@ -28,7 +30,7 @@ class Interrupt:
         self._last: dict[types.FrameType, str] = {}
 
     def trace(self, frame: types.FrameType, event: str, _: object) -> Any:
-        if frame.f_globals["__name__"] not in (posts.__name__, Post.__module__):
+        if frame.f_globals["__name__"] not in MODULES:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -86,7 +88,7 @@ def test_an_interrupt_amid_a_poll(monkeypatch: pytest.MonkeyPatch, end: Transfer
         assert list(dict.fromkeys(setting.others)) == ["of no post", "nor this"]
         assert len(setting.others) <= 2 + has_raised
         assert set(setting.transport.notified) == ({b"done"} if end is TransferState.COMMITTED else set())
-        assert not setting.poster._left
+        assert not setting.poster.transfers._left
         if not has_raised:
             break
     assert places > 50
@@ -133,7 +135,7 @@ def test_a_callback_that_raises(setting: Setting) -> None:
         told.append(what)
         raise ValueError(what)
 
-    setting.poster._on_event = lambda event: fail(str(event))
+    setting.poster.transfers._on_event = lambda event: fail(str(event))
     post = setting.poster.start(setting.plan(100), on_final=lambda post: fail("final"))
     setting.finish(post.transfer_ids[0])
     setting.transport.events += ["other", Drained(id=post.transfer_ids[0])]
