@@ -27,8 +27,8 @@ from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
 from kvxfer.transport.base import write_ref
 from kvxfer.transport.descriptors import RemotePeer
+from kvxfer.transport.engine import Op, TransferBatch, TransferEngine, TransferPlan
 from kvxfer.transport.native import NativeBinding, NativeTransport
-from kvxfer.transport.posts import Op, Plan, Post, Poster
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, ProgressMode, RegionRecord, TransferState
 from peers.limits import Limits
 from peers.memory import Bytes, Ids, Pages, huge_share
@@ -66,7 +66,7 @@ class KvxferWorker(Worker):
             raise RuntimeError("no huge pages for shared memory: see transparent_hugepage/shmem_enabled")
         return owner
 
-    def open_transport(self, name: str) -> tuple[NativeTransport, Poster]:
+    def open_transport(self, name: str) -> tuple[NativeTransport, TransferEngine]:
         config = AgentConfig(
             bind_host=self.host,
             insecure=self.host != "127.0.0.1",
@@ -76,7 +76,7 @@ class KvxferWorker(Worker):
             progress=ProgressMode(os.environ.get(PROGRESS, ProgressMode.THREAD)),
         )
         transport = NativeBinding(config).open(ref_of(name), config)
-        return transport, Poster(transport, config=config, on_event=self.on_event)
+        return transport, TransferEngine(transport, config=config, on_event=self.on_event)
 
     def on_event(self, event: Any) -> None:
         self.events.append(event)
@@ -91,7 +91,7 @@ class KvxferWorker(Worker):
         }
 
     @staticmethod
-    def contact(transport: NativeTransport, poster: Poster) -> dict[str, Any]:
+    def contact(transport: NativeTransport, poster: TransferEngine) -> dict[str, Any]:
         address = transport.address
         return {
             "name": transport.ref.agent_id,
@@ -133,7 +133,7 @@ class KvxferWorker(Worker):
         source, destination = pair
         return (source, destination) if self.role == SOURCE else (destination, source)
 
-    def plan(self, op: str, own: Ids, far: Ids) -> Plan:
+    def plan(self, op: str, own: Ids, far: Ids) -> TransferPlan:
         return self.poster.plan(Op(op.upper()), self.prepared[0], own, self.prepared[1], far)
 
     def do_job(self, op: str, how: dict[str, Any], seed: int, count: int, at_once: int) -> None:
@@ -178,7 +178,7 @@ class KvxferWorker(Worker):
 
     def post(self, job: Job, finished: Callable[[int], None]) -> None:
         lanes = self.lanes
-        live: dict[int, Post] = {}
+        live: dict[int, TransferBatch] = {}
         if job.how["lists"] == "prepared":
             for i, plan in enumerate(job.handles):
                 live[i] = self.poster.start(plan, lanes=lanes)
@@ -253,7 +253,7 @@ class KvxferWorker(Worker):
         took["wake"] = asyncio.run(self.await_wakes(rounds))
         return took
 
-    def time_post(self, plan: Plan, lanes: list[Lane], *, is_waiting: bool) -> float:
+    def time_post(self, plan: TransferPlan, lanes: list[Lane], *, is_waiting: bool) -> float:
         start = time.perf_counter()
         post = self.poster.start(plan, lanes=lanes)
         if is_waiting:
@@ -266,7 +266,7 @@ class KvxferWorker(Worker):
         return seconds
 
     @staticmethod
-    def settle(post: Post) -> None:
+    def settle(post: TransferBatch) -> None:
         """Let go of everything before the next clock starts."""
         while not post.is_drained:
             post.poll()
@@ -279,12 +279,12 @@ class KvxferWorker(Worker):
             self.poster.poll()
         return time.perf_counter() - start
 
-    async def await_posts(self, plan: Plan, lanes: list[Lane], rounds: int) -> list[float]:
+    async def await_posts(self, plan: TransferPlan, lanes: list[Lane], rounds: int) -> list[float]:
         """As ``Agent.post`` is awaited."""
         loop, took = asyncio.get_running_loop(), []
         loop.add_reader(self.transport.fileno(), self.poster.poll)
         for _ in range(rounds):
-            final: asyncio.Future[Post] = loop.create_future()
+            final: asyncio.Future[TransferBatch] = loop.create_future()
             start = time.perf_counter()
             post = self.poster.start(plan, lanes=lanes, on_final=final.set_result)
             if post.wait_briefly():

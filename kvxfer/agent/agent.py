@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
-from kvxfer.agent.books import Books
-from kvxfer.agent.enrolment import alone, cluster_token, open_session
+from kvxfer.agent.counters import AgentCounters
 from kvxfer.agent.grant import Grant
 from kvxfer.agent.introductions import Introductions
-from kvxfer.agent.life import Life
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Delivery, Notification, Notifications
 from kvxfer.agent.pool import Pool
 from kvxfer.agent.pools import Pools, PoolSpec
 from kvxfer.agent.registered import RegisteredMemory
+from kvxfer.agent.registration import alone, cluster_token, open_session
+from kvxfer.agent.runtime import AgentRuntime
 from kvxfer.agent.signs import Signs
 from kvxfer.agent.statistics import AgentStatistics
 from kvxfer.agent.transfer import Transfer
@@ -91,8 +91,8 @@ class Agent(RegisteredMemory):
         self._pools = Pools()
         self._load, self._signs = Load(), Signs()
         self._notifications = Notifications()
-        self._books = Books(info.agent_id, self._notifications)
-        self._life: Life | None = None
+        self._counters = AgentCounters(info.agent_id, self._notifications)
+        self._life: AgentRuntime | None = None
         self._session: CoordinatorSession | None = None
         self._metrics: AgentMetrics | None = None
         self._introductions: Introductions | None = None
@@ -120,7 +120,9 @@ class Agent(RegisteredMemory):
         session = self._session
         try:
             self._metrics = AgentMetrics(self.registry, self.statistics)
-            self._life = Life(transport, self.config, self._books, self._metrics, self._notifications, self._on_failure)
+            self._life = AgentRuntime(
+                transport, self.config, self._counters, self._metrics, self._notifications, self._on_failure
+            )
             self._signs.open(transport)
             self._pools.open(transport, None if session is None else session.set_pools)
             if self.config.introductions:
@@ -416,9 +418,9 @@ class Agent(RegisteredMemory):
         is_connected = None if self._session is None else self._session.is_connected
         life = self._life
         if life is None or life.is_over:
-            return self._books.statistics(None, (), 0, {}, is_connected)
+            return self._counters.statistics(None, (), 0, {}, is_connected)
         now = life.transfers
-        return self._books.statistics(life.transport, now.quarantines, now.searching, now.figures(), is_connected)
+        return self._counters.statistics(life.transport, now.quarantines, now.searching, now.figures(), is_connected)
 
     def __repr__(self) -> str:
         if self._life is None or self._life.is_over:
@@ -488,7 +490,7 @@ class Agent(RegisteredMemory):
         if pool not in self._pools:
             raise InvalidArgument(f"{pool!r} is no pool of agent {self.info.agent_id}")
 
-    def _open(self) -> Life:
+    def _open(self) -> AgentRuntime:
         if self._failure is not None:
             raise self._failure
         if self._life is None or self._is_closing:

@@ -12,9 +12,9 @@ import contextlib
 import dataclasses
 import logging
 
-from kvxfer.agent.life import Life
 from kvxfer.agent.peers import NOWHERE
 from kvxfer.agent.pools import Pools
+from kvxfer.agent.runtime import AgentRuntime
 from kvxfer.errors import InvalidArgument, KvxferError, PeerGone, ProtocolViolation
 from kvxfer.protocol.handshake import session_key, session_root
 from kvxfer.protocol.introduction import Seal
@@ -28,7 +28,7 @@ log = logging.getLogger("kvxfer.agent")
 class Introductions:
     """Of one agent, on its loop."""
 
-    def __init__(self, token: bytes, info: WorkerInfo, pools: Pools, life: Life, transport: Transport) -> None:
+    def __init__(self, token: bytes, info: WorkerInfo, pools: Pools, life: AgentRuntime, transport: Transport) -> None:
         """``info`` and ``pools``: what others shall know of this agent. From now on whoever holds the token is let in.
 
         Raises ConfigError for a token that is too short."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kvxfer.agent.life import Life
+from kvxfer.agent.runtime import AgentRuntime
 from kvxfer.agent.transfer import AgentPost
 from kvxfer.transport.descriptors import Prepared
-from kvxfer.transport.posts import Op, Registration
+from kvxfer.transport.engine import MemoryRegistration, Op
 from kvxfer.types import Lane, RegionRecord
 
 
@@ -21,26 +21,26 @@ class RegisteredMemory:
 
     _lanes: tuple[Lane, ...]
 
-    def _open(self) -> Life:
+    def _open(self) -> AgentRuntime:
         raise NotImplementedError
 
-    def register(self, memory: Any, *, can_read: bool = True, can_write: bool = True) -> Registration:
+    def register(self, memory: Any, *, can_read: bool = True, can_write: bool = True) -> MemoryRegistration:
         """Let every proven peer read and write ``memory`` (contiguous tensor (CPU, CUDA), array, buffer,
         ``(address, length)`` or Region) at any time until :meth:`deregister`: an open-ended grant and offer. It is kept
         alive so long.
 
         Raises InvalidArgument for memory with gaps, LaneUnavailable for an unusable device.
         """
-        return self._open().transfers.poster.register(memory, can_read=can_read, can_write=can_write)
+        return self._open().transfers.engine.register(memory, can_read=can_read, can_write=can_write)
 
-    def deregister(self, registration: Registration) -> None:
+    def deregister(self, registration: MemoryRegistration) -> None:
         """Take it back: once this returned no peer reads or writes it. Raises BlocksBusy while a post of ours uses it,
         or a peer's write into it drains."""
-        self._open().transfers.poster.deregister(registration)
+        self._open().transfers.engine.deregister(registration)
 
     def memory(self) -> tuple[RegionRecord, ...]:
         """What is registered here, for peers (``to_json``): they need it to prepare."""
-        return self._open().transfers.poster.records()
+        return self._open().transfers.engine.records()
 
     def prepare(
         self, descriptors: Any, *, peer: str | None = None, records: Sequence[RegionRecord] | None = None

@@ -15,7 +15,7 @@ from kvxfer.types import GrantState, Lane
 
 
 @dataclasses.dataclass(frozen=True)
-class PoolStatistics:
+class PoolUsage:
     """Blocks of one pool. ``quarantined``: destination blocks of a transfer that is over and may still be written."""
 
     pool_id: int
@@ -25,7 +25,7 @@ class PoolStatistics:
     quarantined: int
 
     @classmethod
-    def of(cls, counts: _core.PoolCounts) -> PoolStatistics:
+    def of(cls, counts: _core.PoolCounts) -> PoolUsage:
         return cls(counts.pool, counts.blocks, counts.reserved, counts.granted, counts.quarantined)
 
 
@@ -123,7 +123,7 @@ class AgentStatistics:
     """
 
     agent: str
-    pools: tuple[PoolStatistics, ...] = ()
+    pools: tuple[PoolUsage, ...] = ()
     regions: tuple[RegionStatistics, ...] = ()
     grants: GrantStatistics = GrantStatistics()
     pulls: PullStatistics = PullStatistics()
@@ -146,7 +146,7 @@ class AgentStatistics:
         """What the machines hold and decided; the rest is empty."""
         return cls(
             agent=agent,
-            pools=tuple(PoolStatistics.of(pool) for pool in counts.pools),
+            pools=tuple(PoolUsage.of(pool) for pool in counts.pools),
             regions=tuple(RegionStatistics.of(region) for region in counts.regions),
             grants=GrantStatistics.of(counts.grants),
             pulls=PullStatistics(counts.pulls_unknown, counts.pulls_queued, counts.pulls_granted),
@@ -168,7 +168,7 @@ class AgentStatistics:
             verdicts_refused=now.verdicts_refused,
             requests_refused=now.requests_refused,
         )
-        pools = tuple(PoolStatistics(pool.pool_id, pool.blocks, 0, 0, 0) for pool in self.pools)
+        pools = tuple(PoolUsage(pool.pool_id, pool.blocks, 0, 0, 0) for pool in self.pools)
         return AgentStatistics(self.agent, pools=pools, grants=grants)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy.typing as npt
 
 from kvxfer.errors import KvxferError
-from kvxfer.transport.post import Post, PostStatistics
+from kvxfer.transport.batch import BatchStatistics, TransferBatch
 from kvxfer.transport.pull import Pull, TransferProgress, TransferResult
 from kvxfer.types import Lane, TransferId, TransferState
 
@@ -128,10 +128,10 @@ class Transfer(Awaited[TransferResult]):
         return repr(self._pull).replace("<Pull", "<Transfer", 1)
 
 
-class AgentPost(Awaited[PostStatistics]):
+class AgentPost(Awaited[BatchStatistics]):
     """Reads or writes of registered memory, made by :meth:`Agent.post`. :meth:`poll` asks without waiting."""
 
-    post: Post
+    post: TransferBatch
     """What it is underneath."""
 
     @property
@@ -151,14 +151,14 @@ class AgentPost(Awaited[PostStatistics]):
         """The state now, everything that has happened taken into account. Never waits. On the agent's loop."""
         return self.post.poll()
 
-    def statistics(self) -> PostStatistics:
+    def statistics(self) -> BatchStatistics:
         """Bytes, pieces and times, also while it is under way."""
         return self.post.statistics()
 
     def cancel(self) -> None:
         self.post.cancel()
 
-    def __await__(self) -> Generator[Any, None, PostStatistics]:
+    def __await__(self) -> Generator[Any, None, BatchStatistics]:
         if not self._future.done() and self.post.wait_briefly():
             yield  # the loop's other tasks: a task that awaits one post after the other must not keep them waiting
         return (yield from super().__await__())

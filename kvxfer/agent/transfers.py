@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kvxfer.agent.books import Books
+from kvxfer.agent.counters import AgentCounters
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.peers import Peers
 from kvxfer.agent.statistics import Quarantine
@@ -25,9 +25,9 @@ from kvxfer.errors import Incompatible, InvalidArgument, KvxferError, PeerGone, 
 from kvxfer.policy.calibration import LaneFigure
 from kvxfer.protocol.handshake import check, compare
 from kvxfer.transport.base import Event, Transport
+from kvxfer.transport.batch import TransferBatch
 from kvxfer.transport.descriptors import Prepared, RemotePeer
-from kvxfer.transport.post import Post
-from kvxfer.transport.posts import Op, Poster
+from kvxfer.transport.engine import Op, TransferEngine
 from kvxfer.transport.pull import Outcome, Pull, PullOrder
 from kvxfer.types import Lane, Member, PoolRecord, RegionRecord
 
@@ -46,17 +46,17 @@ class Transfers:
         transport: Transport,
         config: AgentConfig,
         peers: Peers,
-        books: Books,
+        counters: AgentCounters,
         metrics: AgentMetrics,
         drain: Callable[[], None],
     ) -> None:
         """``drain`` has the transport's events given to :meth:`handle`."""
-        self.poster = Poster(transport, config=config, drain=drain)
+        self.engine = TransferEngine(transport, config=config, drain=drain)
         self._transport = transport
-        self._table = self.poster.transfers
-        self._lanes = self.poster.lanes
+        self._table = self.engine.transfers
+        self._lanes = self.engine.lanes
         self._peers = peers
-        self._books = books
+        self._counters = counters
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -167,8 +167,8 @@ class Transfers:
         if peer is None:
             if records is not None:
                 raise InvalidArgument("records are a peer's: name the peer")
-            return self.poster.prepare(descriptors)
-        return self.poster.prepare(descriptors, peer=self._remote(peer, records))
+            return self.engine.prepare(descriptors)
+        return self.engine.prepare(descriptors, peer=self._remote(peer, records))
 
     def post(
         self,
@@ -185,12 +185,12 @@ class Transfers:
         """See :meth:`Agent.post`."""
         handle = AgentPost(self._loop)
 
-        def ended(post: Post) -> None:
+        def ended(post: TransferBatch) -> None:
             handle.post = post
             self._untold.append((handle, post.error or post.statistics()))
 
-        handle.post = self.poster.start(
-            self.poster.plan(op, local, local_ids, remote, remote_ids),
+        handle.post = self.engine.start(
+            self.engine.plan(op, local, local_ids, remote, remote_ids),
             lanes=lanes,
             notification=notification,
             deadline_s=deadline_s,
@@ -238,9 +238,9 @@ class Transfers:
             transfer._settle(outcome)
             if isinstance(outcome, KvxferError):
                 log.info("%r ended: %s", transfer, outcome)
-                self._books.failed(transfer.lane, outcome)
+                self._counters.failed(transfer.lane, outcome)
             else:
-                self._books.committed(outcome.lane, outcome.bytes)
+                self._counters.committed(outcome.lane, outcome.bytes)
                 self._metrics.committed(outcome.seconds)
 
     def _ended(self, transfer: Transfer, outcome: Outcome) -> None:

@@ -61,7 +61,7 @@ _UNSEEN = LaneFigure(0.0, 0, 0.0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class LaneOrder:
     """Lanes, likely the fastest first, and the figures by which they were judged then: a result says later why."""
 
     lanes: tuple[Lane, ...]
@@ -129,13 +129,13 @@ class Calibration:
                 self._gb_per_s[lane] = value
         self._seen = {**self._seen, lane: figure}
 
-    def order(self, lanes: Sequence[Lane], nbytes: int) -> Order:
+    def order(self, lanes: Sequence[Lane], nbytes: int) -> LaneOrder:
         """``lanes``, likely the fastest for ``nbytes`` first; equals keep their order, which is the operator's."""
         if nbytes < SMALL_BYTES:
             best = sorted(lanes, key=self._small_s.__getitem__)
         else:
             best = sorted(lanes, key=self._gb_per_s.__getitem__, reverse=True)
-        return Order(tuple(best), nbytes, self._is_same_host, self._seen)
+        return LaneOrder(tuple(best), nbytes, self._is_same_host, self._seen)
 
     def figures(self) -> Mapping[Lane, LaneFigure]:
         """What was measured so far; for statistics and people."""

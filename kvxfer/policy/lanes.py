@@ -82,8 +82,8 @@ def explain(
     not.
 
     ``notes`` are the native core's, about lanes that looked possible and were given up. ``passed_over``: of lanes that
-    were possible and would have come later, why (:meth:`kvxfer.policy.calibration.Order.passed_over`). ``is_checked``:
-    whether every byte had its checksum; ``None``: nobody asked.
+    were possible and would have come later, why (:meth:`kvxfer.policy.calibration.LaneOrder.passed_over`).
+    ``is_checked``: whether every byte had its checksum; ``None``: nobody asked.
     """
     names = list(reasons)
     better = names if lane is None else names[: names.index(lane)] if lane in reasons else []

@@ -5,18 +5,18 @@ from __future__ import annotations
 from kvxfer.transport.base import Blocks, Event, Region, Transport
 from kvxfer.transport.memory import MemoryBinding, MemoryTransport
 from kvxfer.transport.native import NativeBinding, NativeTransport
-from kvxfer.transport.network import Fate, MemoryNetwork, Passage
+from kvxfer.transport.network import MemoryNetwork, Passage, PassageFate
 
 __all__ = [
     "Blocks",
     "Event",
-    "Fate",
     "MemoryBinding",
     "MemoryNetwork",
     "MemoryTransport",
     "NativeBinding",
     "NativeTransport",
     "Passage",
+    "PassageFate",
     "Region",
     "Transport",
 ]

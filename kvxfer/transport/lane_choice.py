@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from kvxfer.errors import LaneUnavailable
-from kvxfer.policy.calibration import Calibration, LaneFigure, Order
+from kvxfer.policy.calibration import Calibration, LaneFigure, LaneOrder
 from kvxfer.policy.lanes import LaneEnd, Memory, checking_lanes, choose_lanes, explain, is_same_host
 from kvxfer.types import AgentRef, DataAddress, Lane
 
@@ -72,10 +72,10 @@ class LaneChooser:
             raise LaneUnavailable(f"no lane joins us and {peer}: {explain(None, choice.reasons)}")
         return choice
 
-    def order(self, peer: AgentRef, address: DataAddress, lanes: Sequence[Lane], nbytes: int) -> Order:
+    def order(self, peer: AgentRef, address: DataAddress, lanes: Sequence[Lane], nbytes: int) -> LaneOrder:
         """``lanes``, likely the fastest for ``nbytes`` first."""
         if not self._is_calibrated or len(lanes) < 2:
-            return Order(tuple(lanes), nbytes, self.is_near(address), {})
+            return LaneOrder(tuple(lanes), nbytes, self.is_near(address), {})
         with self._lock:
             return self._of(peer, address).order(lanes, nbytes)
 

@@ -359,7 +359,7 @@ class MemoryTransport:
         """Forget one end of a connection here; the other end hears of it later."""
         link = self.links.pop(session, None)
         if link is not None:
-            self._network.post(lambda: link.peer.lose(link.peer_session))
+            self._network.call_soon(lambda: link.peer.lose(link.peer_session))
 
     def lose(self, session: int) -> None:
         if not self._is_closed and self.links.pop(session, None) is not None:
@@ -415,7 +415,7 @@ class MemoryTransport:
             other.act(their_effects)
 
         passage = Passage(self._ref, read_ref(peer), "dial")
-        self._network.post(lambda: self._network.judge(passage, arrive, cut=fail, drop=fail))
+        self._network.call_soon(lambda: self._network.judge(passage, arrive, cut=fail, drop=fail))
 
     def _send(self, session: int, frame: Any) -> None:
         link = self.links.get(session)
@@ -429,7 +429,7 @@ class MemoryTransport:
             if not self._is_closed:
                 self.act(self.endpoint.closed(session, self._network.now_ns))
 
-        self._network.post(
+        self._network.call_soon(
             lambda: self._network.judge(passage, lambda: link.peer.receive(link.peer_session, data), cut=cut)
         )
 
@@ -469,7 +469,7 @@ class MemoryTransport:
             self.act(self.endpoint.read_landed(effect.id, effect.token, self._network.now_ns))
 
         passage = Passage(source, reader, "read")
-        self._network.post(lambda: self._network.judge(passage, arrive, cut=stop, drop=stop))
+        self._network.call_soon(lambda: self._network.judge(passage, arrive, cut=stop, drop=stop))
 
     def read(self, extent: _core.Extent) -> list[bytes] | None:
         """What a reader sees of our memory, while this life lasts."""

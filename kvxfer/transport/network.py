@@ -47,7 +47,7 @@ class Node(Protocol):
         ...
 
 
-class Fate(enum.Enum):
+class PassageFate(enum.Enum):
     """What becomes of something that is about to arrive. A dial or a read that is dropped or cut fails."""
 
     ARRIVE = "arrive"
@@ -78,7 +78,7 @@ class MemoryNetwork:
         clock: Clock | None = None,
         seed: int = 0,
         latency_ns: int = 0,
-        fault: Callable[[Passage], Fate] | None = None,
+        fault: Callable[[Passage], PassageFate] | None = None,
     ) -> None:
         """``clock``: a real one; without it time is virtual. ``seed`` draws nonces. ``fault`` decides each Passage."""
         self.fault = fault
@@ -153,7 +153,7 @@ class MemoryNetwork:
         with self.lock:
             held, self._held = self._held, []
             for action in held:
-                self.post(action)
+                self.call_soon(action)
 
     def cut(self, one: AgentRef, other: AgentRef) -> None:
         """Break every connection between the two lives, as a network does: what was on its way is lost."""
@@ -189,7 +189,7 @@ class MemoryNetwork:
     def find(self, ref: AgentRef) -> Node | None:
         return self._nodes.get(ref)
 
-    def post(self, action: Callable[[], None]) -> None:
+    def call_soon(self, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now_ns + self.latency_ns, next(self._sequence), action))
         self.wake()
 
@@ -202,16 +202,16 @@ class MemoryNetwork:
         drop: Callable[[], None] = lambda: None,
     ) -> None:
         """Let ``arrive`` happen, or what the fault hook makes of it."""
-        fate = Fate.ARRIVE if self.fault is None else self.fault(passage)
-        if fate is Fate.CUT:
+        fate = PassageFate.ARRIVE if self.fault is None else self.fault(passage)
+        if fate is PassageFate.CUT:
             cut()
-        elif fate is Fate.DROP:
+        elif fate is PassageFate.DROP:
             drop()
-        elif fate is Fate.HOLD:
+        elif fate is PassageFate.HOLD:
             self._held.append(arrive)
         else:
             arrive()
-            if fate is Fate.TWICE and passage.what not in ("dial", "read"):
+            if fate is PassageFate.TWICE and passage.what not in ("dial", "read"):
                 arrive()
 
     def wake(self) -> None:

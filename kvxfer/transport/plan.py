@@ -32,7 +32,7 @@ class Op(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class PlanPart:
     """One transfer: pieces of our memory, and as many of the peer's."""
 
     local: _core.Pieces
@@ -55,14 +55,14 @@ class Route:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class TransferPlan:
     """A checked post that can be started many times."""
 
     op: Op
     local: Prepared
     remote: Prepared
     peer: RemotePeer
-    parts: tuple[Part, ...]
+    parts: tuple[PlanPart, ...]
     pieces: int
     nbytes: int
     routes: dict[RouteKey, Route] = dataclasses.field(default_factory=dict, repr=False)
@@ -76,7 +76,7 @@ def make_plan(
     remote_ids: npt.ArrayLike | None,
     *,
     shares: int = 1,
-) -> Plan:
+) -> TransferPlan:
     """Descriptor ``local_ids[i]`` of ours and ``remote_ids[i]`` of the peer's are one move; ``None``: all of a list, in
     order. ``shares``: over how many connections a large post is spread.
 
@@ -100,13 +100,13 @@ def make_plan(
     on_wire = (remote,) if op is Op.READ else (local, remote)
     size = min(size, *(_pieces_max(prepared) for prepared in on_wire))
     parts = tuple(
-        Part(
+        PlanPart(
             _cut(local, mine[begin : begin + size], is_sent=op is Op.WRITE),
             _cut(remote, theirs[begin : begin + size], is_sent=True),
         )
         for begin in range(0, len(mine), size)
     )
-    return Plan(op, local, remote, remote.peer, parts, count, nbytes)
+    return TransferPlan(op, local, remote, remote.peer, parts, count, nbytes)
 
 
 def _compare(mine: Words, theirs: Words, count: int) -> int:

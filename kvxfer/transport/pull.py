@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled, from_code
-from kvxfer.policy.calibration import Order
+from kvxfer.policy.calibration import LaneOrder
 from kvxfer.policy.checksums import wants_checksums
 from kvxfer.policy.lanes import explain
 from kvxfer.transport.base import DURATION_MAX_S, LANES_BACK, NO_CONTENT, STATES, Blocks, as_blocks
@@ -107,7 +107,7 @@ class _Begun:
     """What is known of a pull since its source is."""
 
     source: Member
-    order: Order
+    order: LaneOrder
     reasons: Mapping[Lane, str]
     plan_s: float
     has_asked_sums: bool

@@ -14,8 +14,8 @@ from kvxfer.agent import TransferResult
 from kvxfer.errors import LaneUnavailable
 from kvxfer.policy.checksums import wants_checksums
 from kvxfer.transport.base import allocate_region
-from kvxfer.transport.post import PostStatistics
-from kvxfer.transport.posts import Op
+from kvxfer.transport.batch import BatchStatistics
+from kvxfer.transport.engine import Op
 from kvxfer.types import TransferId
 from tests.support.agents import BLOCK_BYTES, RECORD, fresh_id, info, introduce
 
@@ -53,7 +53,7 @@ async def pull(
     )
 
 
-async def post(op: Op, source: Agent, destination: Agent, *lanes: Lane) -> PostStatistics:
+async def post(op: Op, source: Agent, destination: Agent, *lanes: Lane) -> BatchStatistics:
     """16 pieces from the source's memory to the destination's, posted by the one that ``op`` says."""
     one, other = (destination, source) if op is Op.READ else (source, destination)
     mine, theirs = one.register(allocate_region(SIZE)), other.register(allocate_region(SIZE))

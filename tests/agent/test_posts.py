@@ -11,7 +11,7 @@ from kvxfer import Agent, AgentConfig, Lane
 from kvxfer.agent import AgentPost
 from kvxfer.errors import BlocksBusy, Closed, InvalidArgument, PeerGone, TransferCancelled
 from kvxfer.transport.base import allocate_region
-from kvxfer.transport.posts import Op
+from kvxfer.transport.engine import Op
 from kvxfer.types import RegionRecord, TransferState
 from tests.support.agents import info, introduce, until
 

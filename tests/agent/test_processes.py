@@ -18,7 +18,7 @@ from kvxfer import Agent, AgentConfig, Lane
 from kvxfer.errors import DeadlineExceeded, LaneUnavailable, PeerGone
 from kvxfer.transport import ucx
 from kvxfer.transport.base import allocate_region
-from kvxfer.transport.posts import Op
+from kvxfer.transport.engine import Op
 from kvxfer.types import RegionRecord
 from tests.support import child
 from tests.support.agents import BLOCK_BYTES, RECORD, Coordinator, fresh_id, info, until

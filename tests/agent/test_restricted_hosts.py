@@ -22,7 +22,7 @@ READS = textwrap.dedent(
     from kvxfer import Agent, CompatibilityRecord, Role, WorkerInfo
     from kvxfer.errors import KvxferError
     from kvxfer.transport.base import allocate_region
-    from kvxfer.transport.posts import Op
+    from kvxfer.transport.engine import Op
 
     logging.basicConfig(format="%(message)s", level="INFO")
     BLOCKS, BLOCK_BYTES = 64, 65536

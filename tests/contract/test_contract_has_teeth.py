@@ -12,9 +12,9 @@ from kvxfer._native import _core
 from kvxfer.testing.contract.parties import MemoryLaneMaker
 from kvxfer.testing.contract.suite import BY_NAME
 from kvxfer.transport.base import Event, PostOrder, StartPost
+from kvxfer.transport.batch import TransferBatch
 from kvxfer.transport.memory import MemoryTransport
 from kvxfer.transport.memory_bytes import BlockMemory, Memories
-from kvxfer.transport.post import Post
 from kvxfer.types import GrantState, TransferId, TransferState
 
 
@@ -53,7 +53,7 @@ def write_late(patch: pytest.MonkeyPatch) -> None:
     def leave_one_behind(self: MemoryTransport, transfer_id: TransferId) -> None:
         cancel(self, transfer_id)
         block = next(iter(self._memories.pools.values()))._views[0][0]
-        self._network.post(lambda: self._network.post(lambda: block.fill(0)))
+        self._network.call_soon(lambda: self._network.call_soon(lambda: block.fill(0)))
 
     patch.setattr(MemoryTransport, "cancel", leave_one_behind)
 
@@ -98,7 +98,7 @@ def land_after_cancel(patch: pytest.MonkeyPatch) -> None:
     def leave_one_behind(self: MemoryTransport, transfer_id: TransferId) -> None:
         cancel(self, transfer_id)
         flat = next(iter(self._memories.regions.values()))._flat
-        self._network.post(lambda: self._network.post(lambda: flat.fill(0)))
+        self._network.call_soon(lambda: self._network.call_soon(lambda: flat.fill(0)))
 
     patch.setattr(MemoryTransport, "cancel", leave_one_behind)
 
@@ -136,15 +136,15 @@ def tell_every_part(patch: pytest.MonkeyPatch) -> None:
 
 def overlook_a_failure(patch: pytest.MonkeyPatch) -> None:
     """A post of several transfers is called committed when one of them is."""
-    finished = Post.finished
+    finished = TransferBatch.finished
 
-    def look_away(self: Post, event: _core.TransferFinal) -> None:
+    def look_away(self: TransferBatch, event: _core.TransferFinal) -> None:
         if len(self.transfer_ids) > 1 and event.state != TransferState.COMMITTED:
             self._states[event.id] = TransferState.COMMITTED
         else:
             finished(self, event)
 
-    patch.setattr(Post, "finished", look_away)
+    patch.setattr(TransferBatch, "finished", look_away)
 
 
 def forget_offers(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Every fault, at every phase of a read and of a write of registered memory, on every lane, through the Poster."""
+"""Every fault, at every phase of a read and of a write of registered memory, on every lane, through the engine."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ import pytest
 from kvxfer._native import _core as native
 from kvxfer.config import AgentConfig
 from kvxfer.errors import InvalidArgument, KvxferError, LaneUnavailable
+from kvxfer.transport.engine import Op, RemotePeer, TransferEngine
 from kvxfer.transport.memory import MemoryBinding
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.network import MemoryNetwork
-from kvxfer.transport.posts import Op, Poster, RemotePeer
 from kvxfer.types import AgentRef, Incarnation, Lane, MemoryKind, RegionRecord
 from tests.support.native.cuda_driver import POOL, DeviceMemory, Driver, add_pool, build, grant, pull, register
 
@@ -430,7 +430,7 @@ def test_tensors_of_two_posters(driver: Driver, op: Op) -> None:
         config = AgentConfig()
         binding = NativeBinding(config)
         posters.append(
-            Poster(binding.open(AgentRef(name, Incarnation(1, bytes([number] * 16))), config), config=config)
+            TransferEngine(binding.open(AgentRef(name, Incarnation(1, bytes([number] * 16))), config), config=config)
         )
     one, other = posters
     key = os.urandom(32)
@@ -461,7 +461,7 @@ def test_tensors_of_two_posters(driver: Driver, op: Op) -> None:
 
 def test_in_process_networks_have_no_devices(driver: Driver) -> None:
     config, binding = AgentConfig(), MemoryBinding(MemoryNetwork())
-    poster = Poster(binding.open(AgentRef("a", Incarnation(1, bytes(16))), config), config=config)
+    poster = TransferEngine(binding.open(AgentRef("a", Incarnation(1, bytes(16))), config), config=config)
     with pytest.raises(LaneUnavailable, match="host memory only"):
         poster.register(tensor(driver.alloc(4096)))
 

@@ -16,7 +16,7 @@ from kvxfer.errors import (
 )
 from kvxfer.transport import transfers
 from kvxfer.transport.base import PostOrder, StartPost
-from kvxfer.transport.posts import Op, Plan, Post, Poster, RemotePeer
+from kvxfer.transport.engine import Op, RemotePeer, TransferBatch, TransferEngine, TransferPlan
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, RegionRecord, TransferId, TransferState
 
 REF = AgentRef("a", Incarnation(1, bytes(16)))
@@ -92,7 +92,7 @@ class Setting:
         self.transport = Recorder()
         self.others: list[object] = []
         settings = AgentConfig(**config)
-        self.poster = Poster(self.transport, config=settings, on_event=self.others.append)  # type: ignore[arg-type]
+        self.poster = TransferEngine(self.transport, config=settings, on_event=self.others.append)  # type: ignore[arg-type]
         self.memory = np.zeros(MANY * 64, np.uint8)  # longer than what most tests name
         self.registration = self.poster.register(self.memory)
         self.peer = RemotePeer(PEER_REF, ADDRESS, [self.registration.record])
@@ -100,7 +100,7 @@ class Setting:
         patch.setattr(transfers, "TransferDrained", Drained)
         patch.setattr(transfers, "TRANSFER_EVENTS", (Final, Drained))
 
-    def plan(self, count: int = MANY, op: Op = Op.READ, length: int = 16) -> Plan:
+    def plan(self, count: int = MANY, op: Op = Op.READ, length: int = 16) -> TransferPlan:
         rows = np.zeros((count, 3), np.uint64)
         rows[:, 0] = self.registration.record.address + np.arange(count) * 50
         rows[:, 0] += np.random.default_rng(1).integers(0, 20, count).astype(np.uint64)
@@ -124,6 +124,6 @@ class Setting:
             )
         )
 
-    def drained(self, post: Post, *identities: bytes) -> None:
+    def drained(self, post: TransferBatch, *identities: bytes) -> None:
         for identity in identities or post.transfer_ids:
             assert self.poster.handle(Drained(id=identity))

@@ -10,7 +10,7 @@ from kvxfer.config import AgentConfig
 from kvxfer.errors import Closed, InvalidArgument
 from kvxfer.testing.contract.parties import LaneParty, MemoryLaneMaker, fresh_id, introduce, make_party
 from kvxfer.testing.contract.steps import PLAIN, expect_outcome, expect_poison, grant, pull
-from kvxfer.transport import Fate, MemoryNetwork, Passage
+from kvxfer.transport import MemoryNetwork, Passage, PassageFate
 from kvxfer.transport.counts import is_idle
 from kvxfer.transport.memory_bytes import BlockMemory
 from kvxfer.types import TransferId
@@ -42,16 +42,16 @@ def move(maker: MemoryLaneMaker, parties: tuple[LaneParty, LaneParty], transfer_
 
 
 @pytest.mark.parametrize("what", ["dial", "hello", "pull", "ready", "read", "confirm", "verdict", "release"])
-@pytest.mark.parametrize("fate", [Fate.DROP, Fate.TWICE, Fate.CUT])
-def test_one_fault_anywhere_is_survived(maker: MemoryLaneMaker, what: str, fate: Fate) -> None:
+@pytest.mark.parametrize("fate", [PassageFate.DROP, PassageFate.TWICE, PassageFate.CUT])
+def test_one_fault_anywhere_is_survived(maker: MemoryLaneMaker, what: str, fate: PassageFate) -> None:
     """A lost, repeated or cut message costs time, never the transfer; nor what it held."""
     met = []
 
-    def fault(passage: Passage) -> Fate:
+    def fault(passage: Passage) -> PassageFate:
         if passage.what == what and not met:
             met.append(passage)
             return fate
-        return Fate.ARRIVE
+        return PassageFate.ARRIVE
 
     parties = join(maker)
     maker.network.fault = fault
@@ -63,7 +63,7 @@ def test_one_fault_anywhere_is_survived(maker: MemoryLaneMaker, what: str, fate:
 
 def test_what_is_held_comes_later(maker: MemoryLaneMaker) -> None:
     source, destination = parties = join(maker)
-    maker.network.fault = lambda passage: Fate.HOLD if passage.what == "read" else Fate.ARRIVE
+    maker.network.fault = lambda passage: PassageFate.HOLD if passage.what == "read" else PassageFate.ARRIVE
     source.fill(1)
     transfer_id = fresh_id()
     grant(source, transfer_id, [1])
@@ -99,9 +99,9 @@ def test_the_same_seed_gives_the_same_run() -> None:
         maker, log = MemoryLaneMaker(), []
         parties = join(maker)
 
-        def note(passage: Passage) -> Fate:
+        def note(passage: Passage) -> PassageFate:
             log.append((passage.sender.agent_id, passage.what, maker.network.now_ns))
-            return Fate.ARRIVE
+            return PassageFate.ARRIVE
 
         maker.network.fault = note
         for number in range(3):

@@ -7,7 +7,7 @@ import pytest
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Descriptors, MemoryTable, Prepared, RemotePeer
-from kvxfer.transport.plan import LIST_BYTES_MAX, SHARE_BYTES_MIN, Op, Part, Plan, make_plan
+from kvxfer.transport.plan import LIST_BYTES_MAX, SHARE_BYTES_MIN, Op, PlanPart, TransferPlan, make_plan
 from kvxfer.types import AgentRef, DataAddress, Incarnation, RegionRecord
 
 RECORD = RegionRecord(7, 1 << 30, 1 << 29)
@@ -39,11 +39,11 @@ def resolve(rows: np.ndarray, peer: RemotePeer | None) -> Prepared:
     return MemoryTable([RECORD]).resolve(Descriptors.of(rows), peer)
 
 
-def is_sent_whole(prepared: Prepared, part: Part) -> bool:
+def is_sent_whole(prepared: Prepared, part: PlanPart) -> bool:
     return part.remote.ranges.grid_count == prepared.ranges.grid_count
 
 
-def wire_bytes(prepared: Prepared, part: Part) -> int:
+def wire_bytes(prepared: Prepared, part: PlanPart) -> int:
     ids, is_whole = part.remote.ids, is_sent_whole(prepared, part)
     if is_whole and prepared.is_table:
         return GRID_BYTES * len(ids)
@@ -51,7 +51,7 @@ def wire_bytes(prepared: Prepared, part: Part) -> int:
     return GRID_BYTES * grids + PICK_BYTES * len(ids)
 
 
-def covered(plan: Plan, prepared: Prepared) -> list[tuple[int, int]]:
+def covered(plan: TransferPlan, prepared: Prepared) -> list[tuple[int, int]]:
     """(offset, length) of every remote piece, in order."""
     out = []
     for part in plan.parts:
@@ -96,7 +96,7 @@ def test_large_posts_are_cut(op: Op, kind: str) -> None:
         assert len(part.local.ids) == len(part.remote.ids)
         assert wire_bytes(remote, part) <= LIST_BYTES_MAX
         if op is Op.WRITE:
-            assert wire_bytes(local, Part(part.remote, part.local)) <= LIST_BYTES_MAX
+            assert wire_bytes(local, PlanPart(part.remote, part.local)) <= LIST_BYTES_MAX
         assert int(part.remote.ids.max()) < part.remote.ranges.count
         assert int(part.local.ids.max()) < part.local.ranges.count
     if kind != "strided":

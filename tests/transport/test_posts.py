@@ -27,7 +27,7 @@ from kvxfer.errors import (
 )
 from kvxfer.policy.checksums import wants_checksums
 from kvxfer.transport import posts
-from kvxfer.transport.posts import Op, Post, RemotePeer
+from kvxfer.transport.engine import Op, RemotePeer, TransferBatch
 from kvxfer.types import Lane, TransferState
 from tests.support.posts_setting import ADDRESS, MANY, PEER_REF, Drained, Setting
 
@@ -113,11 +113,11 @@ def test_a_call_that_raises_leaves_nothing_running(setting: Setting) -> None:
     with pytest.raises(LimitExceeded):
         setting.poster.start(setting.plan())
     assert setting.transport.cancelled == [asked.id for asked in setting.transport.asked]
-    (post,) = setting.poster.posts
+    (post,) = setting.poster.batches
     assert post.is_final
     assert not post.is_drained
     setting.drained(post, *(asked.id for asked in setting.transport.asked))
-    assert setting.poster.posts == ()
+    assert setting.poster.batches == ()
 
 
 def test_an_interrupt_right_after_a_start(setting: Setting) -> None:
@@ -133,7 +133,7 @@ def test_an_interrupt_right_after_a_start(setting: Setting) -> None:
     begun = [asked.id for asked in setting.transport.asked]
     assert len(begun) == 2
     assert setting.transport.cancelled == begun
-    (post,) = setting.poster.posts
+    (post,) = setting.poster.batches
     assert post.is_final
     assert not post.is_drained
     setting.drained(post, *begun)
@@ -148,13 +148,13 @@ def test_an_interrupt_right_before_a_start(setting: Setting) -> None:
     with pytest.raises(KeyboardInterrupt):
         setting.poster.start(setting.plan())
     assert setting.transport.cancelled == []
-    assert setting.poster.posts == ()
+    assert setting.poster.batches == ()
 
 
 @pytest.mark.parametrize("fails", ["a part", "the core"])
 def test_a_post_that_ends_while_it_is_started(setting: Setting, fails: str) -> None:
     """A signal's handler polls between two parts, and the first has failed: the others are not started."""
-    drained: list[Post] = []
+    drained: list[TransferBatch] = []
 
     def fail(identity: bytes) -> None:
         if fails == "the core":
@@ -172,7 +172,7 @@ def test_a_post_that_ends_while_it_is_started(setting: Setting, fails: str) -> N
     assert drained == [post]
     with pytest.raises(TransportError):
         post.result()
-    assert setting.poster.posts == ()
+    assert setting.poster.batches == ()
 
 
 def test_a_post_amid_a_post(setting: Setting) -> None:
@@ -205,11 +205,11 @@ def test_how_long_it_may_take(setting: Setting) -> None:
     poster.config = dataclasses.replace(poster.config, transfer_deadline_s=7.0)
     poster.start(plan, lanes=[Lane.STREAM])
     assert [asked.timeout_ns for asked in setting.transport.asked] == [120 * 10**9, 5 * 10**8, 7 * 10**9]
-    posts = poster.posts
+    posts = poster.batches
     with pytest.raises(InvalidArgument, match="deadline_s"):
         poster.start(plan, lanes=[Lane.STREAM], deadline_s=math.nan)
     assert len(setting.transport.asked) == 3
-    assert poster.posts == posts
+    assert poster.batches == posts
 
 
 def test_a_transport_that_broke(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_other_events_go_on(setting: Setting) -> None:
 @pytest.mark.parametrize("who", ["another thread", "a handler of this one"])
 def test_drained_before_the_call_that_posted_it_is_over(setting: Setting, who: str) -> None:
     """Whoever polls meanwhile loses no event of it: another thread, or what a signal runs within the call."""
-    drained: list[Post] = []
+    drained: list[TransferBatch] = []
     others: list[threading.Thread] = []
 
     def poll_at_once(identity: bytes) -> None:
@@ -344,7 +344,7 @@ def test_two_threads_poll(setting: Setting) -> None:
     """Whoever polls takes the events of all; nobody misses the end of its own."""
     posts = [setting.poster.start(setting.plan(100)) for _ in range(20)]
 
-    def poll(mine: list[Post]) -> None:
+    def poll(mine: list[TransferBatch]) -> None:
         while not all(post.poll().is_final for post in mine):
             pass
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from kvxfer.transport.posts import Post, Poster
+from kvxfer.transport.engine import TransferBatch, TransferEngine
 from kvxfer.transport.transfers import TransferTable
 from kvxfer.types import TransferState
 from tests.support.posts_setting import MANY, Drained, Setting
 
-MODULES = {kind.__module__ for kind in (Post, Poster, TransferTable)}
+MODULES = {kind.__module__ for kind in (TransferBatch, TransferEngine, TransferTable)}
 
 
 class Interrupt:
@@ -43,7 +43,7 @@ class Interrupt:
                     raise self._error
         return self.trace
 
-    def poll(self, poster: Poster) -> bool:
+    def poll(self, poster: TransferEngine) -> bool:
         return self.run(poster.poll)
 
     def run(self, call: Callable[[], object]) -> bool:
@@ -82,7 +82,7 @@ def test_an_interrupt_amid_a_poll(monkeypatch: pytest.MonkeyPatch, end: Transfer
         assert post.poll() is end
         assert told == ["final", "drained"]
         assert post.is_drained
-        assert setting.poster.posts == ()
+        assert setting.poster.batches == ()
         assert post.statistics().attempts == 3
         # Where it comes between the act and the note that it was done, that is done again.
         assert list(dict.fromkeys(setting.others)) == ["of no post", "nor this"]
@@ -109,7 +109,7 @@ def test_an_interrupt_amid_a_start(
         for _ in range(before):
             post = setting.poster.start(plan)
             setting.drained(post)
-        assert setting.poster.posts == ()
+        assert setting.poster.batches == ()
         known = {asked.id for asked in setting.transport.asked}
         has_raised = Interrupt(places, error).run(lambda setting=setting, plan=plan: setting.poster.start(plan))
         begun = [asked.id for asked in setting.transport.asked if asked.id not in known]
@@ -119,10 +119,10 @@ def test_an_interrupt_amid_a_start(
             assert setting.transport.cancelled == []
             break
         assert sorted(setting.transport.cancelled) == sorted(begun)
-        assert len(setting.poster.posts) == bool(begun)
+        assert len(setting.poster.batches) == bool(begun)
         for identity in begun:
             assert setting.poster.handle(Drained(id=identity))
-        assert setting.poster.posts == ()
+        assert setting.poster.batches == ()
         assert setting.poster.start(plan).transfer_ids[0] not in begun
     assert places > 10
 

@@ -32,8 +32,8 @@ from kvxfer.connectors.nixl.metadata import (
 from kvxfer.connectors.nixl.registry import Registry
 from kvxfer.connectors.nixl.remotes import Remotes
 from kvxfer.connectors.nixl.settings import Settings
+from kvxfer.transport.engine import TransferEngine
 from kvxfer.transport.native import NativeBinding
-from kvxfer.transport.posts import Poster
 from kvxfer.types import AgentRef, Incarnation, RegionRecord
 
 
@@ -54,7 +54,7 @@ class Link:
                 raise
             self.transport.set_guest_key(self.capability)
             inbox.on_held = self.transport.hold_notifications
-            self.poster = Poster(self.transport, config=config, on_event=inbox.take_event)
+            self.poster = TransferEngine(self.transport, config=config, on_event=inbox.take_event)
             self.registry = Registry(self.poster)
             self.remotes = Remotes(name, self.transport)
             self.wrap = envelope_for(name)

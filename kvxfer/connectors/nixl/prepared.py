@@ -17,7 +17,7 @@ from kvxfer.connectors.nixl.errors import nixlInvalidParamError, nixlNotFoundErr
 from kvxfer.connectors.nixl.remotes import Remote
 from kvxfer.errors import InvalidArgument
 from kvxfer.transport.descriptors import Descriptors, Prepared
-from kvxfer.transport.posts import Poster
+from kvxfer.transport.engine import TransferEngine
 from kvxfer.types import RegionRecord
 
 Rows = npt.NDArray[np.uint64]
@@ -70,7 +70,7 @@ class DList:
 
 
 def prepare(
-    poster: Poster, agent_name: str, remote: Remote | None, rows: Rows, own_empties: Collection[int] = ()
+    poster: TransferEngine, agent_name: str, remote: Remote | None, rows: Rows, own_empties: Collection[int] = ()
 ) -> DList:
     """Rows [n, 3], or [n, 5] as :class:`~kvxfer.transport.descriptors.Descriptors` takes them, in our memory or the
     remote's. ``own_empties``: where registrations of ours that have no bytes are.
@@ -134,7 +134,7 @@ def _places(dlist: DList, ids: Indices | None) -> npt.NDArray[np.int64]:
     return chosen if dlist.places is None else dlist.places[chosen]
 
 
-def _find(poster: Poster, remote: Remote | None, rows: Rows, whose: str) -> Prepared:
+def _find(poster: TransferEngine, remote: Remote | None, rows: Rows, whose: str) -> Prepared:
     try:
         return poster.prepare(Descriptors(rows), peer=None if remote is None else remote.peer)
     except InvalidArgument as error:

@@ -12,7 +12,7 @@ from kvxfer.connectors.nixl.dlists import nixlRegDList
 from kvxfer.connectors.nixl.errors import nixlError, nixlInvalidParamError, nixlNotFoundError, translate, translated
 from kvxfer.errors import BlocksBusy, KvxferError
 from kvxfer.transport.base import Region
-from kvxfer.transport.posts import Poster, Registration
+from kvxfer.transport.engine import MemoryRegistration, TransferEngine
 from kvxfer.types import RegionRecord
 
 DRAIN_S = 2.0
@@ -25,10 +25,10 @@ Key = tuple[int, int]
 class Registry:
     """Registered rows, by (address, length). A row registered twice must be deregistered twice. Thread-safe."""
 
-    def __init__(self, poster: Poster) -> None:
+    def __init__(self, poster: TransferEngine) -> None:
         self._poster = poster
         self._lock = threading.RLock()
-        self._held: dict[Key, list[Registration | None]] = {}
+        self._held: dict[Key, list[MemoryRegistration | None]] = {}
         """``None``: a row of no bytes, which no peer reads or writes."""
         self.empties: frozenset[int] = frozenset()
         """Where rows of no bytes are registered."""
@@ -38,7 +38,7 @@ class Registry:
         bytes at 0."""
         if descs.isEmpty():
             raise nixlInvalidParamError("a list to register must not be empty")
-        done: list[tuple[Key, Registration | None]] = []
+        done: list[tuple[Key, MemoryRegistration | None]] = []
         with self._lock:
             try:
                 for place, (address, length, _) in enumerate(descs.rows.tolist()):
@@ -94,8 +94,8 @@ class Registry:
     def __repr__(self) -> str:
         return f"<Registry of {sum(map(len, self._held.values()))} rows>"
 
-    def _find(self, descs: nixlRegDList) -> list[tuple[Key, Registration | None]]:
-        left: dict[Key, list[Registration | None]] = {}
+    def _find(self, descs: nixlRegDList) -> list[tuple[Key, MemoryRegistration | None]]:
+        left: dict[Key, list[MemoryRegistration | None]] = {}
         found = []
         for place, (address, length, _) in enumerate(descs.rows.tolist()):
             key = (address, length)
@@ -107,7 +107,7 @@ class Registry:
             raise nixlNotFoundError("an empty list is not registered")
         return found
 
-    def _take_back(self, registration: Registration) -> None:
+    def _take_back(self, registration: MemoryRegistration) -> None:
         end_s = time.monotonic() + DRAIN_S
         while True:
             try:

@@ -30,8 +30,8 @@ from kvxfer.connectors.nixl.errors import (
 from kvxfer.connectors.nixl.remotes import Remote
 from kvxfer.errors import PeerGone
 from kvxfer.transport.base import as_blocks
-from kvxfer.transport.plan import Plan
-from kvxfer.transport.post import Post
+from kvxfer.transport.batch import TransferBatch
+from kvxfer.transport.plan import TransferPlan
 from kvxfer.types import Lane
 
 RELEASE_S = 1.0
@@ -74,7 +74,7 @@ class RemoteRequest:
         self,
         endpoint: Endpoint,
         remote: Remote,
-        plan: Plan,
+        plan: TransferPlan,
         message: bytes,
         backend: int,
         on_end: OnEnd | None = None,
@@ -87,8 +87,8 @@ class RemoteRequest:
         self._plan = plan
         self._message = message
         self._payload: bytes | None = endpoint.link.wrap(message) if message else None
-        self._post: Post | None = None
-        self._unseen: Post | None = None
+        self._post: TransferBatch | None = None
+        self._unseen: TransferBatch | None = None
         self._lock = threading.Lock()
         self._start_us = 0
 
@@ -146,7 +146,7 @@ class RemoteRequest:
         assert self._post is not None
         return self._taken(self._post)
 
-    def _taken(self, post: Post) -> nixlXferTelemetry:
+    def _taken(self, post: TransferBatch) -> nixlXferTelemetry:
         seen = post.statistics()
         post_us = max(1, round(seen.post_us))
         transfer_us = max(post_us, round(seen.transfer_us))
@@ -162,7 +162,7 @@ class RemoteRequest:
         if self._remote.is_gone:
             raise nixlNotFoundError(f"agent {self._remote.name!r} was removed after this transfer was made")
 
-    def _is_first_to_see(self, post: Post) -> bool:
+    def _is_first_to_see(self, post: TransferBatch) -> bool:
         """Whether nobody was told yet how ``post`` ended; several threads may ask."""
         with self._lock:
             if self._unseen is not post:
@@ -170,7 +170,7 @@ class RemoteRequest:
             self._unseen = None
             return True
 
-    def _measure(self, post: Post) -> None:
+    def _measure(self, post: TransferBatch) -> None:
         seen = post.statistics()
         if seen.lane is not None:
             self._remote.speed.measured(seen.lane, seen.bytes, seen.transfer_us / 1e6)

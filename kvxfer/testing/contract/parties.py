@@ -23,11 +23,11 @@ from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
 from kvxfer.transport.base import Region, Transport, allocate_region
+from kvxfer.transport.engine import TransferEngine
 from kvxfer.transport.memory import MemoryBinding
 from kvxfer.transport.memory_bytes import BlockMemory
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.network import MemoryNetwork
-from kvxfer.transport.posts import Poster
 from kvxfer.types import (
     AgentRef,
     CompatibilityRecord,
@@ -111,7 +111,7 @@ class LaneParty:
         self.granted: collections.Counter[bytes] = collections.Counter()
         self.done: dict[bytes, int] = {}
         self.ended: dict[bytes, list[GrantState]] = collections.defaultdict(list)
-        self.poster = Poster(transport, config=config, drain=self.drain)
+        self.poster = TransferEngine(transport, config=config, drain=self.drain)
         self.offers: list[_core.OfferEnded] = []
         self.on_received: Callable[[bytes], None] = lambda payload: None
         self.received: list[tuple[int, bytes]] = []

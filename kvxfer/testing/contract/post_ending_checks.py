@@ -16,8 +16,8 @@ from kvxfer.testing.contract.parties import LaneMaker, LaneParty, introduce, mak
 from kvxfer.testing.contract.post_checks import BOTH, COMMITTED
 from kvxfer.testing.contract.posted_memory import PostedMemory, expect_post, outcome, peer_of, post
 from kvxfer.testing.contract.steps import PLAIN, SOON_S, expect, expect_idle, two_parties
+from kvxfer.transport.batch import TransferBatch
 from kvxfer.transport.plan import Op
-from kvxfer.transport.post import Post
 from kvxfer.types import Lane, TransferState
 
 SIZE, PIECE = 640_000, 20_000
@@ -40,7 +40,7 @@ def _start(
     mine: PostedMemory,
     theirs: PostedMemory,
     **options: object,
-) -> Post:
+) -> TransferBatch:
     return post(maker, op, one, mine.rows(OFFSETS, PIECE), other, theirs.rows(OFFSETS, PIECE), **options)
 
 

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from kvxfer.testing.contract.parties import POISON, LaneMaker, LaneParty
 from kvxfer.testing.contract.steps import SOON_S, expect
+from kvxfer.transport.batch import TransferBatch
 from kvxfer.transport.descriptors import RemotePeer
+from kvxfer.transport.engine import MemoryRegistration
 from kvxfer.transport.plan import Op
-from kvxfer.transport.post import Post
-from kvxfer.transport.posts import Registration
 from kvxfer.types import RegionRecord
 
 Rows = npt.NDArray[np.uint64]
@@ -27,7 +27,7 @@ class PostedMemory:
     """One registered region of one party, poisoned: ``array`` is uint8, all of it."""
 
     party: LaneParty
-    registration: Registration
+    registration: MemoryRegistration
     array: npt.NDArray[np.uint8]
 
     @classmethod
@@ -85,7 +85,7 @@ def post(
     peer: LaneParty | RemotePeer,
     remote: Any,
     **options: Any,
-) -> Post:
+) -> TransferBatch:
     """Post all descriptors of ``local`` against all of ``remote``, over the maker's lane."""
     other = peer_of(peer) if isinstance(peer, LaneParty) else peer
     mine, theirs = party.poster.prepare(local), party.poster.prepare(remote, peer=other)
@@ -97,7 +97,7 @@ def has_received(party: LaneParty, count: int) -> Callable[[], bool]:
     return lambda: len(party.received) >= count
 
 
-def outcome(one: Post) -> str:
+def outcome(one: TransferBatch) -> str:
     """``committed``, the error's code, or ``""`` while it is not over."""
     if not one.is_final:
         return ""
@@ -105,7 +105,7 @@ def outcome(one: Post) -> str:
 
 
 def expect_post(
-    maker: LaneMaker, parties: Sequence[LaneParty], one: Post, *outcomes: str, within_s: float = SOON_S
+    maker: LaneMaker, parties: Sequence[LaneParty], one: TransferBatch, *outcomes: str, within_s: float = SOON_S
 ) -> None:
     """The post ends as one of ``outcomes``, and drains."""
     expect(maker, parties, "post drained", lambda: one.is_final and one.is_drained, within_s)

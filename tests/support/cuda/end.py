@@ -21,9 +21,9 @@ from kvxfer._native import _core as native
 from kvxfer.config import AgentConfig
 from kvxfer.transport.base import write_ref
 from kvxfer.transport.descriptors import RemotePeer
+from kvxfer.transport.engine import Op, TransferBatch, TransferEngine
 from kvxfer.transport.host_memory import region_of
 from kvxfer.transport.native import NativeBinding
-from kvxfer.transport.posts import Op, Post, Poster
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, MemoryKind, RegionRecord
 
 POISON = 0xEE
@@ -49,11 +49,11 @@ class End:
         config = AgentConfig(lanes=tuple(Lane(lane) for lane in lanes.split(",")))
         self.events: list[Any] = []
         self.transport = NativeBinding(config).open(ref_of(name), config)
-        self.poster = Poster(self.transport, config=config, on_event=self.events.append)
+        self.poster = TransferEngine(self.transport, config=config, on_event=self.events.append)
         self.memories: dict[str, tuple[Any, Any]] = {}
         """name -> (the whole tensor, the part of it that is registered)"""
         self.registrations: dict[str, Any] = {}
-        self.posts: dict[int, Post] = {}
+        self.posts: dict[int, TransferBatch] = {}
 
     # --- who is who ---
 

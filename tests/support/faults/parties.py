@@ -23,8 +23,8 @@ from kvxfer.errors import BlocksBusy, KvxferError
 from kvxfer.testing.contract.parties import RECORD
 from kvxfer.transport import counts
 from kvxfer.transport.base import allocate_region
+from kvxfer.transport.engine import MemoryRegistration, Op, RemotePeer, TransferBatch, TransferEngine
 from kvxfer.transport.native import NativeBinding
-from kvxfer.transport.posts import Op, Post, Poster, Registration, RemotePeer
 from kvxfer.types import (
     AgentRef,
     DataAddress,
@@ -84,7 +84,7 @@ class Party:
         self.ref = AgentRef(name, Incarnation(1, secrets.token_bytes(16)))
         self.transport = binding.open(self.ref, self.config)
         self.core = self.transport.core
-        self.poster = Poster(self.transport, config=self.config, drain=self.drain)
+        self.poster = TransferEngine(self.transport, config=self.config, drain=self.drain)
         self.blocks, self.block_bytes = blocks, block_bytes
         region = allocate_region(blocks * block_bytes)
         memory: Any = region.owner
@@ -99,8 +99,8 @@ class Party:
         self.offers: list[Any] = []
         self.received: list[bytes] = []
         self.peers: dict[str, RemotePeer] = {}
-        self.regions: list[Registration | None] = []
-        self.posts: dict[str, Post] = {}
+        self.regions: list[MemoryRegistration | None] = []
+        self.posts: dict[str, TransferBatch] = {}
         self.proxies: list[FaultProxy] = []
         self._drain_lock = threading.RLock()
         self.known_regions: dict[int, Any] = {}
@@ -336,7 +336,7 @@ class Party:
 
     def wait_idle(self, timeout_s: float = 8.0) -> str:
         """ "" once nothing is promised, under way or quarantined; what is, where that does not come."""
-        is_idle = self._wait(lambda: counts.is_idle(self.transport.counts()) and not self.poster.posts, timeout_s)
+        is_idle = self._wait(lambda: counts.is_idle(self.transport.counts()) and not self.poster.batches, timeout_s)
         self.drain()  # what ended between the last look at the events and the one that found it idle
         return "" if is_idle else counts.describe(self.transport.counts())
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from kvxfer._native import _core
-from kvxfer.agent.books import Books
+from kvxfer.agent.counters import AgentCounters
 from kvxfer.agent.grants import Grants
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Notifications
@@ -30,25 +30,25 @@ CLOSE_S = 2.0
 """How long an agent that closes waits for reads that are under way."""
 
 
-class Life:
+class AgentRuntime:
     """One life of one agent, on the loop that made it."""
 
     def __init__(
         self,
         transport: Transport,
         config: AgentConfig,
-        books: Books,
+        counters: AgentCounters,
         metrics: AgentMetrics,
         notifications: Notifications,
         on_failure: Callable[[KvxferError], None],
     ) -> None:
         """``on_failure`` is told once if the transport broke; everything that was open has ended then."""
         self.transport = transport
-        self.books = books
+        self.counters = counters
         self.notifications = notifications
         self.grants = Grants(transport, asyncio.get_running_loop())
         self.peers = Peers(transport)
-        self.transfers = Transfers(transport, config, self.peers, books, metrics, lambda: self.pump.drain())
+        self.transfers = Transfers(transport, config, self.peers, counters, metrics, lambda: self.pump.drain())
         self.pump = EventPump(transport, self._on_event, self._fail, self.transfers.tell)
         self.on_session_up: Callable[[AgentRef], None] = lambda _: None
         self._refusals = RateLimitedWarning(log, "%s: a session was refused (%s): %s")
@@ -82,7 +82,7 @@ class Life:
         self.pump.drain()
         self.pump.stop()
         try:
-            self.books.remember(self.transport)
+            self.counters.remember(self.transport)
             self.transport.close()
         finally:
             self.end_all(error)
@@ -103,9 +103,9 @@ class Life:
         elif isinstance(event, _core.SessionUp):
             self.on_session_up(read_ref(event.peer))
         elif isinstance(event, _core.OfferEnded):
-            self.books.offer_ended(event)
+            self.counters.offer_ended(event)
         elif isinstance(event, _core.SessionRefused):
-            self.books.session_refused()
+            self.counters.session_refused()
             self._refusals.say(self.transport.ref, event.code.name, event.text)
         else:
             log.debug("%s: %s", self.transport.ref, type(event).__name__)

@@ -21,7 +21,7 @@ Outcomes = dict[str, collections.Counter[str]]
 """By lane, then by ``committed`` or the error's code."""
 
 
-class Books:
+class AgentCounters:
     """The counts of one agent."""
 
     def __init__(self, agent_id: str, notifications: Notifications) -> None:

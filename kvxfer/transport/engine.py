@@ -1,15 +1,12 @@
-"""Reads and writes of registered memory, posted and polled: no event loop, any thread. Decides which events of a
-transport belong to which post, and what the transfers that one post was cut into are together; must never judge a grant
-or move a byte (the transport does), nor wait where the caller only asked.
-
-A post is committed once every transfer of it is; the first that fails names its error, and the others are cancelled.
-Its notification is told to the peer exactly once, after all of its bytes are committed: it goes with the transfer where
-there is one, and is sent when the last has committed where there are several.
+"""Registered memory, and the reads and writes of it: no event loop, any thread. Decides which regions are registered
+and how a plan is started; must never judge a grant or move a byte (the transport does), nor wait where the caller only
+asked.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,35 +17,37 @@ from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, TransportError
 from kvxfer.policy.checksums import wants_checksums
 from kvxfer.transport.base import Event, PostOrder, Region, StartPost, Transport, allocate_region, as_nanoseconds
+from kvxfer.transport.batch import TransferBatch
 from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared, RemotePeer
 from kvxfer.transport.host_memory import region_of
 from kvxfer.transport.lane_choice import LaneChooser
-from kvxfer.transport.plan import Op, Plan, Route, RouteKey, make_plan
-from kvxfer.transport.post import Post
+from kvxfer.transport.plan import Op, Route, RouteKey, TransferPlan, make_plan
 from kvxfer.transport.transfers import TransferTable
 from kvxfer.types import Exposure, Lane, RegionRecord
 
-__all__ = ["Op", "Plan", "Post", "Poster", "Registration", "RemotePeer"]
+__all__ = ["MemoryRegistration", "Op", "RemotePeer", "TransferBatch", "TransferEngine", "TransferPlan"]
 
+TRANSFER_ID_BYTES = 16
 REGION_ID_FIRST = 1 << 24
 """Regions are numbered from here on, pools below: one name on the wire is one memory."""
 ROUTES_MAX = 8
 """Ways of asking (lanes, checksums) for which a plan keeps what was found out."""
 
 
-class Registration:
-    """One registered region: its record, to be given to peers, and its memory, which is kept alive as long as it."""
+class MemoryRegistration:
+    """One registered region: its record, to be given to peers, and its memory, which it keeps alive."""
 
     def __init__(self, record: RegionRecord, region: Region) -> None:
         self.record = record
         self.region = region
 
     def __repr__(self) -> str:
-        return f"<Registration {self.record.region_id}: {self.record.length_bytes} bytes at {self.record.address:#x}>"
+        record = self.record
+        return f"<MemoryRegistration {record.region_id}: {record.length_bytes} bytes at {record.address:#x}>"
 
 
-class Poster:
-    """The registered memory of one agent, and its posts. Thread-safe."""
+class TransferEngine:
+    """The registered memory of one agent, and its batches of reads and writes. Thread-safe."""
 
     def __init__(
         self,
@@ -60,8 +59,8 @@ class Poster:
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         """Without ``drain`` a poll takes the transport's events, and gives those of no transfer to ``on_event``, which
-        must not block. With it, somebody else takes them and gives each to :meth:`handle`, and ``drain`` is how a poll
-        asks for that.
+        must not block. With it, the owner takes them and gives each to :meth:`handle`, and a poll calls ``drain`` to
+        have that done.
         """
         self.transport = transport
         self.config = config or AgentConfig()
@@ -69,17 +68,19 @@ class Poster:
         self.transfers = TransferTable(transport, drain=drain, on_event=on_event)
         self._lock = self.transfers.lock
         self._numbers = itertools.count(REGION_ID_FIRST)
-        self._registrations: dict[int, Registration] = {}
+        self._registrations: dict[int, MemoryRegistration] = {}
         self._table: MemoryTable | None = None
 
     def __repr__(self) -> str:
-        return f"<Poster of {self.transport.ref}: {len(self._registrations)} regions, {len(self.posts)} posts>"
+        return (
+            f"<TransferEngine of {self.transport.ref}: {len(self._registrations)} regions, {len(self.batches)} batches>"
+        )
 
     # --- memory ---
 
     def register(
         self, memory: Any, *, can_read: bool = True, can_write: bool = True, exposure: Exposure = Exposure.POOL
-    ) -> Registration:
+    ) -> MemoryRegistration:
         """Let proven peers read and write ``memory`` (see :func:`~kvxfer.transport.host_memory.region_of`; or a Region)
         until :meth:`deregister`. It is kept alive so long.
 
@@ -101,26 +102,26 @@ class Poster:
                 exposure=exposure,
             )
             self.transport.add_region(record, region)
-            registration = self._registrations[record.region_id] = Registration(record, region)
+            registration = self._registrations[record.region_id] = MemoryRegistration(record, region)
             self._table = None
         return registration
 
-    def allocate(self, length_bytes: int, *, can_read: bool = True, can_write: bool = True) -> Registration:
+    def allocate(self, length_bytes: int, *, can_read: bool = True, can_write: bool = True) -> MemoryRegistration:
         """Register zeroed memory made by kvxfer, which readers on this host can map; ``region.owner`` is a uint8 array
         over it. Raises LimitExceeded where the host has not so much."""
         return self.register(allocate_region(length_bytes), can_read=can_read, can_write=can_write)
 
-    def deregister(self, registration: Registration) -> None:
+    def deregister(self, registration: MemoryRegistration) -> None:
         """Take a region back; once this returns no byte of it is read or written by a peer any more.
 
-        Raises BlocksBusy while a post of ours uses it or a peer's write into it has not drained (its cancelling has
-        begun: try again); InvalidArgument for a region that is not registered here.
+        Raises BlocksBusy while a batch of ours uses it or a peer's write into it has not drained (that is being
+        cancelled: try again); InvalidArgument for a region that is not registered here.
         """
         region_id = registration.record.region_id
         with self._lock:
             if self._registrations.get(region_id) is not registration:
                 raise InvalidArgument(f"{registration!r} is not registered here")
-            busy = next((post for post in self.posts if region_id in post.plan.local.regions), None)
+            busy = next((batch for batch in self.batches if region_id in batch.plan.local.regions), None)
             if busy is not None:
                 raise BlocksBusy(f"{registration!r} is used by {busy!r}")
             self.transport.remove_region(region_id)
@@ -132,7 +133,7 @@ class Poster:
         with self._lock:
             return tuple(registration.record for registration in self._registrations.values())
 
-    # --- posts ---
+    # --- reads and writes ---
 
     def prepare(self, descriptors: Any, *, peer: RemotePeer | None = None) -> Prepared:
         """Find descriptors (whatever :meth:`Descriptors.of` takes) in our registered memory, or in a peer's.
@@ -155,25 +156,25 @@ class Poster:
         local_ids: npt.ArrayLike | None,
         remote: Prepared,
         remote_ids: npt.ArrayLike | None,
-    ) -> Plan:
-        """Check a post and cut it, to be started once or many times. Raises InvalidArgument; see :func:`make_plan`."""
+    ) -> TransferPlan:
+        """Check a batch and cut it, to be started once or many times. Raises InvalidArgument; see :func:`make_plan`."""
         return make_plan(op, local, local_ids, remote, remote_ids, shares=self.config.stripes)
 
     def start(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         *,
         lanes: Sequence[Lane] | None = None,
         notification: bytes | None = None,
         deadline_s: float | None = None,
         wants_sums: bool | None = None,
-        on_final: Callable[[Post], None] | None = None,
-        on_drained: Callable[[Post], None] | None = None,
-    ) -> Post:
+        on_final: Callable[[TransferBatch], None] | None = None,
+        on_drained: Callable[[TransferBatch], None] | None = None,
+    ) -> TransferBatch:
         """Begin to move the bytes. ``lanes``: allowed, best first; ``wants_sums``: whether all bytes go with CRC-32Cs,
-        on the lanes that have them alone (not given: as configured). Until the post drained, the memory that it fills
-        (a read) or reads (a write) is the transport's. The callbacks are made by whoever drains, in the order of the
-        events, and must not block.
+        on the lanes that have them alone (not given: as configured). Until the batch drained, the memory that it fills
+        (a read) or reads (a write) is the transport's. The callbacks are made by the thread that handles the event, in
+        the order of the events, and must not block.
 
         Raises InvalidArgument, LimitExceeded, PeerGone, LaneUnavailable (names each lane's obstacle).
         """
@@ -183,27 +184,37 @@ class Poster:
         starts = self._starts(plan, route, order.lanes)
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
         timeout_ns = as_nanoseconds("deadline_s", deadline_s)
-        post = Post(self.transfers, self.lanes, plan, route.choice.reasons, order, notification, begun_ns)
         is_near = self.lanes.is_near(plan.peer.address)
-        checks = [wants_checksums(route.checks, identity, is_same_host=is_near) for identity in post.transfer_ids]
-        post._has_asked_sums = all(checks)
-        rides = notification if len(starts) == 1 else None
+        ids = tuple(os.urandom(TRANSFER_ID_BYTES) for _ in plan.parts)
+        checks = [wants_checksums(route.checks, identity, is_same_host=is_near) for identity in ids]
+        batch = TransferBatch(
+            self.transfers,
+            self.lanes,
+            plan,
+            ids,
+            route.choice.reasons,
+            order,
+            notification=None if len(ids) == 1 else notification,
+            has_asked_checksums=all(checks),
+            begun_ns=begun_ns,
+        )
+        rides = notification if len(ids) == 1 else None
         try:
             with self._lock:
                 if self.transfers.failure is not None:
                     raise self.transfers.failure
-                for identity, start, is_checked in zip(post.transfer_ids, starts, checks, strict=True):
-                    if post.is_final:  # a signal handler polled, and found that one had failed
+                for identity, start, is_checked in zip(ids, starts, checks, strict=True):
+                    if batch.is_final:  # a signal handler polled, and found that one had failed
                         break
-                    post.enter(identity)
+                    batch.enter(identity)
                     start(identity, timeout_ns, rides, is_checked)
-                post.started(on_final, on_drained)
+                batch.started(on_final, on_drained)
         except BaseException as error:
-            post.abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
+            batch.abandon(error if isinstance(error, KvxferError) else TransportError(repr(error)))
             raise
-        return post
+        return batch
 
-    def _starts(self, plan: Plan, route: Route, lanes: tuple[Lane, ...]) -> tuple[StartPost, ...]:
+    def _starts(self, plan: TransferPlan, route: Route, lanes: tuple[Lane, ...]) -> tuple[StartPost, ...]:
         """One of each part, by these lanes."""
         found = route.starts.get(lanes)
         if found is None:
@@ -212,7 +223,7 @@ class Poster:
             found = route.starts[lanes] = tuple(prepare(order) for order in orders)
         return found
 
-    def _route(self, plan: Plan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
+    def _route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
         """Found once for each way of asking, and kept with the plan. Raises LaneUnavailable."""
         key: RouteKey = (self.transport, lanes, wants_sums)
         route = plan.routes.get(key)
@@ -223,7 +234,7 @@ class Poster:
             plan.routes[key] = route
         return route
 
-    def _find_route(self, plan: Plan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
+    def _find_route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
         checks = self.config.stream_checks if wants_sums is None else "on" if wants_sums else "off"
         choice = self.lanes.possible(
             plan.peer.ref,
@@ -244,14 +255,14 @@ class Poster:
         remote: Prepared,
         remote_ids: npt.ArrayLike | None,
         **options: Any,
-    ) -> Post:
+    ) -> TransferBatch:
         """:meth:`plan` and :meth:`start` in one."""
         return self.start(self.plan(op, local, local_ids, remote, remote_ids), **options)
 
     @property
-    def posts(self) -> tuple[Post, ...]:
+    def batches(self) -> tuple[TransferBatch, ...]:
         """Those that have not drained."""
-        return tuple(handle for handle in self.transfers.handles if isinstance(handle, Post))
+        return tuple(handle for handle in self.transfers.handles if isinstance(handle, TransferBatch))
 
     def poll(self) -> None:
         """See :meth:`TransferTable.poll`."""

@@ -1,37 +1,40 @@
-"""One post: the transfers that it was cut into, as one. Decides what their states are together; must never be told of
-an event that is not its own.
+"""One batch of reads or writes: the transfers that it was cut into, as one. Decides what their states are together;
+must never be told of an event that is not its own.
+
+A batch is committed once every transfer of it is; the first that fails names its error, and the others are cancelled.
+Its notification is told to the peer after all of its bytes are committed: a single transfer takes it along, and after
+the last of several it is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled, from_code
-from kvxfer.policy.calibration import Order
+from kvxfer.policy.calibration import LaneOrder
 from kvxfer.policy.lanes import explain
 from kvxfer.transport.base import LANES_BACK, STATES
 from kvxfer.transport.lane_choice import LaneChooser
-from kvxfer.transport.plan import Plan
+from kvxfer.transport.plan import TransferPlan
 from kvxfer.transport.transfers import TransferTable
 from kvxfer.types import Lane, TransferId, TransferState
 
-ID_BYTES = 16
 SLEEP_S = 50e-3
 """Of one wait, so that signals are seen to."""
 BRIEF_S = 100e-6
 BRIEF_BYTES = 64 << 10
-"""How long, and for how small a post, an event loop waits in place instead of sleeping."""
+"""How long, and for how small a batch, an event loop waits in place instead of sleeping."""
 
 
 @dataclasses.dataclass(frozen=True)
-class PostStatistics:
-    """One post in numbers. ``post_us``: the call that started it; ``transfer_us``: from that call's begin until it was
+class BatchStatistics:
+    """One batch in numbers. ``post_us``: the call that started it; ``transfer_us``: from that call's begin until it was
     final here (until now, while it is not). ``seconds``: of its slowest transfer, by phase as in TransferResult."""
 
     bytes: int
@@ -44,11 +47,11 @@ class PostStatistics:
     pieces_checked: int
     """Whose CRC-32C was verified before the commit, here or by the peer that is written to."""
     is_checked: bool | None
-    """Whether that is all of them; ``None``: nobody asked, or it is not committed."""
+    """Whether that is all of them; ``None``: checksums were not asked for, or it is not committed."""
     seconds: Mapping[str, float]
     reasons: Mapping[Lane, str] = dataclasses.field(repr=False)
     lane_notes: str = dataclasses.field(repr=False)
-    order: Order = dataclasses.field(repr=False)
+    order: LaneOrder = dataclasses.field(repr=False)
     """In which its lanes were to be tried, and why."""
 
     @property
@@ -58,36 +61,38 @@ class PostStatistics:
         return explain(self.lane, self.reasons, self.lane_notes, passed_over=passed_over, is_checked=self.is_checked)
 
 
-class Post:
-    """Made by :meth:`Poster.start`. After it is final the memory of a read may be used; after it drained, any of it may
-    be given back.
-
-    Several of its ids stand in the table for it (:class:`~kvxfer.transport.transfers.Handle`).
+class TransferBatch:
+    """Made by :meth:`TransferEngine.start`. After it is final the memory of a read may be used; after it drained, any
+    of it may be given back. Each of its ids stands in the table for it.
     """
 
     def __init__(
         self,
         table: TransferTable,
         lanes: LaneChooser,
-        plan: Plan,
+        plan: TransferPlan,
+        ids: tuple[bytes, ...],
         reasons: Mapping[Lane, str],
-        order: Order,
+        order: LaneOrder,
+        *,
         notification: bytes | None,
+        has_asked_checksums: bool,
         begun_ns: int,
     ) -> None:
-        """``notification``: what the peer is told once several transfers have committed (a single one takes it along).
+        """``ids``: one for each part of the plan. ``notification``: sent when the last of several has committed.
         ``begun_ns``: when the call began that starts it."""
         self.plan = plan
-        self.transfer_ids = tuple(os.urandom(ID_BYTES) for _ in plan.parts)
+        self.transfer_ids = ids
         self._table = table
         self._transport = table.transport
         self._lanes = lanes
         self._reasons = reasons
         self._order = order
-        self._notification = notification if len(plan.parts) > 1 else None
-        self._on_final: Callable[[Post], None] | None = None
-        self._on_drained: Callable[[Post], None] | None = None
-        self._states = dict.fromkeys(self.transfer_ids, TransferState.CONNECTING)
+        self._notification = notification
+        self._has_asked_checksums = has_asked_checksums
+        self._on_final: OnBatch | None = None
+        self._on_drained: OnBatch | None = None
+        self._states = dict.fromkeys(ids, TransferState.CONNECTING)
         self._live: set[bytes] = set()
         """Transfers that the transport was asked for, and that have not drained."""
         self._is_final = False
@@ -96,14 +101,13 @@ class Post:
         self._end_with: KvxferError | None = None
         self._finals: dict[bytes, _core.TransferFinal] = {}
         self._failed: _core.TransferFinal | None = None
-        self._has_asked_sums = False
         self._begun_ns, self._started_ns, self._final_ns = begun_ns, 0, 0
 
     def __repr__(self) -> str:
         drained = "" if self.is_drained or not self.is_final else ", draining"
         return (
-            f"<Post {self.plan.op} {self.plan.nbytes} bytes in {self.plan.pieces} pieces, peer {self.plan.peer.ref}: "
-            f"{self._state.name.lower()}{drained}>"
+            f"<TransferBatch {self.plan.op} {self.plan.nbytes} bytes in {self.plan.pieces} pieces, "
+            f"peer {self.plan.peer.ref}: {self._state.name.lower()}{drained}>"
         )
 
     @property
@@ -127,24 +131,24 @@ class Post:
         return self._state
 
     def wait(self, timeout_s: float) -> TransferState:
-        """Poll until the post is final, at most ``timeout_s``; the state then."""
+        """Poll until it is final, at most ``timeout_s``; the state then."""
         self._wait(lambda: self._is_final, timeout_s)
         return self._state
 
     def wait_briefly(self) -> bool:
         """Wait for it about 100 us (a millisecond where no processor is free), if it is small and nothing else is under
-        way; whether it is final. To sleep and be woken takes as long, so an event loop that has no other post to see to
-        may wait for this one here."""
+        way; whether it is final. To sleep and be woken takes as long, so an event loop that has no other transfer may
+        wait for this one here."""
         if not self.is_final and self.plan.nbytes <= BRIEF_BYTES and self._table.is_alone(self):
             self._transport.wait(BRIEF_S)
             self._table.poll()
         return self.is_final
 
     def wait_drained(self, timeout_s: float) -> bool:
-        """Poll until the post drained, at most ``timeout_s``; whether it did."""
+        """Poll until it drained, at most ``timeout_s``; whether it did."""
         return self._wait(lambda: self.is_drained, timeout_s)
 
-    def result(self) -> PostStatistics:
+    def result(self) -> BatchStatistics:
         """What it took. Raises the error that ended it; InvalidArgument while it is not final."""
         if self._error is not None:
             raise self._error
@@ -159,15 +163,15 @@ class Post:
                 self._end_with = self._end_with or error
                 self._cancel_rest()
 
-    def statistics(self) -> PostStatistics:
+    def statistics(self) -> BatchStatistics:
         finals, plan = list(self._finals.values()), self.plan
         final = self._failed or _slowest(finals)
         queue_ns, wire_ns, confirm_ns = (final.queue_ns, final.wire_ns, final.confirm_ns) if final else (0, 0, 0)
         post_ns = max(self._started_ns - self._begun_ns, 0)
         checked = sum(each.blocks_checked for each in finals)
-        is_told = self._has_asked_sums and self._state is TransferState.COMMITTED
+        is_known = self._has_asked_checksums and self._state is TransferState.COMMITTED
         end_ns = self._final_ns or time.monotonic_ns()
-        return PostStatistics(
+        return BatchStatistics(
             bytes=plan.nbytes,
             pieces=plan.pieces,
             parts=len(plan.parts),
@@ -176,7 +180,7 @@ class Post:
             lane=None if final is None else LANES_BACK[final.lane],
             attempts=sum(each.attempts for each in finals),
             pieces_checked=checked,
-            is_checked=checked == plan.pieces if is_told else None,
+            is_checked=checked == plan.pieces if is_known else None,
             seconds={
                 "queue": queue_ns / NS_PER_S,
                 "plan": post_ns / NS_PER_S,
@@ -189,7 +193,7 @@ class Post:
         )
 
     def _wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
-        """The core does the post's work on this thread while it waits, so that comes before a look at its events."""
+        """The core does its work on this thread while it waits, so that comes before a look at its events."""
         end_s = time.monotonic() + timeout_s
         while not until():
             left_s = end_s - time.monotonic()
@@ -207,14 +211,14 @@ class Post:
         self._live.add(identity)
         self._table.add(identity, self)
 
-    def started(self, on_final: Callable[[Post], None] | None, on_drained: Callable[[Post], None] | None) -> None:
+    def started(self, on_final: OnBatch | None, on_drained: OnBatch | None) -> None:
         """All of its transfers were asked for, or, where it ended meanwhile, as many as were to be."""
         self._started_ns = time.monotonic_ns()
         self._on_final, self._on_drained = on_final, on_drained
         self._tell()
 
     def abandon(self, error: KvxferError) -> None:
-        """The call raises: nobody is told of it, and what the transport has of it is cancelled."""
+        """The call raises: no callback is made, and what the transport has of it is cancelled."""
         with self._table.lock:
             self._on_final = self._on_drained = None
             for identity in tuple(self._live):
@@ -307,6 +311,9 @@ class Post:
             if not self._states[identity].is_final:
                 with contextlib.suppress(KvxferError):  # a transport that is gone has nothing left to cancel
                     self._transport.cancel(TransferId(identity))
+
+
+OnBatch: TypeAlias = Callable[[TransferBatch], None]
 
 
 def _slowest(finals: Sequence[_core.TransferFinal]) -> _core.TransferFinal | None:
