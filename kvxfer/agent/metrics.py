@@ -104,7 +104,7 @@ class _StatisticsCollector(Collector):
         for event in ("sent", "delivered", "failed", "received", "dropped"):
             notifications.add_metric((event,), getattr(now.notifications, event))
         yield notifications
-        yield GaugeMetricFamily("kvxfer_peers", "Lives of other agents that are known", value=now.peers)
+        yield GaugeMetricFamily("kvxfer_peers", "Incarnations of other agents that are known", value=now.peers)
         if now.is_coordinator_connected is not None:
             yield GaugeMetricFamily(
                 "kvxfer_coordinator_connected",

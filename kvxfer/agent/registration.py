@@ -1,5 +1,5 @@
-"""How an agent gets its name: from the coordinator, which gives its life a number, or by itself where there is none.
-Decides nothing; must never know of pools' contents or transfers.
+"""How an agent gets its name: from the coordinator, which gives its incarnation a number, or by itself where there is
+no coordinator. Decides nothing; must never know of pools' contents or transfers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def alone(agent_id: str) -> AgentRef:
-    """A life that no coordinator numbered: the later it began (milliseconds since 1970), the newer it is."""
+    """An incarnation that no coordinator numbered: its number is when it began, in milliseconds since 1970."""
     return AgentRef(agent_id, Incarnation(time.time_ns() // 1_000_000, secrets.token_bytes(16)))
 
 
@@ -38,7 +38,8 @@ def open_session(
     on_membership: Callable[[Membership], None],
     on_state: Callable[[bool], None],
 ) -> CoordinatorSession:
-    """A session for a new life, not started yet; without ``token`` the one at the default place. Raises ConfigError."""
+    """A session for a new incarnation, not started yet; without ``token`` the one at the default place. Raises
+    ConfigError."""
     from kvxfer.rpc import CoordinatorSession
 
     session = CoordinatorSession(

@@ -1,5 +1,5 @@
-"""What an agent has between entering and closing: the transport and everything that lives on its events. Decides whom
-an event belongs to, and in which order things end; must never judge a grant or move a byte (the transport does).
+"""What an agent has between entering and closing: the transport and everything that its events feed. Decides which part
+an event goes to, and in which order the parts end; must never judge a grant or move a byte (the transport does).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLOSE_S = 2.0
 
 
 class AgentRuntime:
-    """One life of one agent, on the loop that made it."""
+    """One incarnation of one agent, on the loop that made it."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class AgentRuntime:
         notifications: Notifications,
         on_failure: Callable[[KvxferError], None],
     ) -> None:
-        """``on_failure`` is told once if the transport broke; everything that was open has ended then."""
+        """``on_failure`` is called once if the transport broke; everything that was open has ended then."""
         self.transport = transport
         self.counters = counters
         self.notifications = notifications

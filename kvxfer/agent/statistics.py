@@ -92,7 +92,7 @@ class PullStatistics:
     """Own pulls that have read nothing yet, by what their sources said of them."""
 
     unknown: int = 0
-    """Nothing, or that nobody asked their engine for that prompt so far."""
+    """Nothing yet, or that their engine was not asked for that prompt so far."""
     queued: int = 0
     granted: int = 0
     """The grant exists."""

@@ -57,7 +57,7 @@ class Awaited(Generic[Result]):
             return
         if isinstance(outcome, KvxferError):
             self._future.set_exception(outcome)
-            self._future.exception()  # one that nobody awaits is told of in statistics and metrics, not in a log
+            self._future.exception()  # where no task awaits it, statistics and metrics say it, and no warning is logged
         else:
             self._future.set_result(outcome)
 
@@ -79,7 +79,7 @@ class Transfer(Awaited[TransferResult]):
     _pull: Pull
 
     def __init__(self, loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
-        """``settle``: has those that await it hear soon of an end that no event announces."""
+        """``settle``: called after an end that no event announces."""
         super().__init__(loop)
         self._settle_soon = settle
 
@@ -131,37 +131,37 @@ class Transfer(Awaited[TransferResult]):
 class AgentPost(Awaited[BatchStatistics]):
     """Reads or writes of registered memory, made by :meth:`Agent.post`. :meth:`poll` asks without waiting."""
 
-    post: TransferBatch
+    batch: TransferBatch
     """What it is underneath."""
 
     @property
     def lane(self) -> Lane | None:
-        return self.post.statistics().lane
+        return self.batch.statistics().lane
 
     @property
     def is_final(self) -> bool:
-        return self.post.is_final
+        return self.batch.is_final
 
     @property
     def is_drained(self) -> bool:
         """Whether the memory is the caller's again."""
-        return self.post.is_drained
+        return self.batch.is_drained
 
     def poll(self) -> TransferState:
         """The state now, everything that has happened taken into account. Never waits. On the agent's loop."""
-        return self.post.poll()
+        return self.batch.poll()
 
     def statistics(self) -> BatchStatistics:
         """Bytes, pieces and times, also while it is under way."""
-        return self.post.statistics()
+        return self.batch.statistics()
 
     def cancel(self) -> None:
-        self.post.cancel()
+        self.batch.cancel()
 
     def __await__(self) -> Generator[Any, None, BatchStatistics]:
-        if not self._future.done() and self.post.wait_briefly():
+        if not self._future.done() and self.batch.wait_briefly():
             yield  # the loop's other tasks: a task that awaits one post after the other must not keep them waiting
         return (yield from super().__await__())
 
     def __repr__(self) -> str:
-        return f"<AgentPost {self.post!r}>"
+        return f"<AgentPost {self.batch!r}>"

@@ -1,6 +1,6 @@
 """The transfers of one agent, on its loop: pulls, reads and writes. Finds the peer that each means, starts it, counts
-how it ended, and tells those that await it. Decides which incarnation of a peer a name means, and which of its pools;
-must never decide whether a transfer may commit.
+how it ended, and settles what the caller awaits. Decides which incarnation of a peer a name means, and which of its
+pools; must never decide whether a transfer may commit.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ MEMBERSHIP_WAIT_S = 2.0
 
 
 class Transfers:
-    """Lives on the agent's loop. :meth:`pull` may be called from any thread, and :meth:`handle` too, by one at a time:
-    what a transfer became is known then, and its ``on_ended`` called; those that await hear of it by :meth:`tell`."""
+    """Belongs to the agent's loop. :meth:`pull` may be called from any thread, and :meth:`handle` too, by one at a
+    time: what a transfer became is known then, and its ``on_ended`` called; tasks that await it continue after
+    :meth:`tell`.
+    """
 
     def __init__(
         self,
@@ -185,11 +187,11 @@ class Transfers:
         """See :meth:`Agent.post`."""
         handle = AgentPost(self._loop)
 
-        def ended(post: TransferBatch) -> None:
-            handle.post = post
-            self._untold.append((handle, post.error or post.statistics()))
+        def ended(batch: TransferBatch) -> None:
+            handle.batch = batch
+            self._untold.append((handle, batch.error or batch.statistics()))
 
-        handle.post = self.engine.start(
+        handle.batch = self.engine.start(
             self.engine.plan(op, local, local_ids, remote, remote_ids),
             lanes=lanes,
             notification=notification,
@@ -229,7 +231,7 @@ class Transfers:
         self.tell()
 
     def tell(self) -> None:
-        """Those that await, and the counts, of what :meth:`handle` took. On the loop."""
+        """Settle and count what :meth:`handle` took. On the loop."""
         while self._untold:
             transfer, outcome = self._untold.popleft()
             if outcome is None:
@@ -250,7 +252,7 @@ class Transfers:
             self._call(search.cancel)
 
     def _drained(self, transfer: Transfer, on_ended: Callable[[Transfer], None] | None) -> None:
-        """Those that await it are told only after ``on_ended``, which another thread may be at."""
+        """Tasks that await it continue only after ``on_ended``, which another thread may be in."""
         try:
             if on_ended is not None:
                 self._call_back("on_ended", on_ended, transfer)

@@ -98,7 +98,7 @@ class LaneOrder:
 
 
 class Calibration:
-    """The lanes of one pair (this agent and one life of a peer), as far as they were seen."""
+    """The lanes of one pair (this agent and one incarnation of a peer), as far as they were seen."""
 
     def __init__(self, *, is_same_host: bool) -> None:
         self._is_same_host = is_same_host

@@ -243,7 +243,7 @@ class TransferBatch:
                 self._state = min(min(self._states.values()), TransferState.CONFIRMING)
 
     def granted(self) -> None:
-        """Grants are told to pulls alone."""
+        """Only a pull has a grant."""
 
     def finished(self, event: _core.TransferFinal) -> None:
         with self._table.lock:

@@ -1,15 +1,15 @@
 """Byte ranges as callers name them, by address, and as the native core takes them: offsets into registered regions.
 
 It decides how a list of descriptors is written down with the fewest numbers; it must never move a byte, and trusts no
-address: what it says is checked again by whoever owns the memory. Hot paths are numpy passes.
+address: the owner of the memory checks again what it says. Hot paths are numpy passes.
 
 Three ways to write a list down, the shortest is taken:
 
-* *runs*: neighbours in the list lie at equal steps (a whole cache in order does). One grid a run, and nothing for each
-  descriptor.
-* a *lattice*: all pieces have one length and, region by region, lie at multiples of one step (any subset of a paged
-  cache, in any order, does). One grid a region, and for each descriptor the number of its piece: 4 bytes on the wire.
-* a *table*: one grid of one piece for each descriptor: 36 bytes on the wire.
+* *runs*: neighbours in the list lie at equal steps (a whole cache in order does). One strided range a run, and nothing
+  for each descriptor.
+* *pages*: all pieces have one length and, region by region, lie at multiples of one step (any subset of a paged cache,
+  in any order, does). One strided range a region, and for each descriptor the index of its piece: 4 bytes on the wire.
+* a *table*: one strided range of one piece for each descriptor: 36 bytes on the wire.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from kvxfer.types import AgentRef, DataAddress, Exposure, MemoryKind, RegionReco
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 
-GRID_BYTES, PICK_BYTES = 36, 4
-"""What one grid, and one picked piece of a grid, take on the wire."""
+RANGE_BYTES, INDEX_BYTES = 36, 4
+"""What one strided range, and the index of one piece, take on the wire."""
 PIECES_MAX = 0xFFFFFFFF
 LONG = 8
-"""Runs whose grids take at most one part in so many of what picks would are taken before a lattice."""
+"""Runs whose strided ranges take at most one part in so many of what indices would are taken before pages."""
 GLANCE = 256
 """Steps that are looked at before all are: a list that begins without order is taken to have none."""
 PIECE_BYTES_MAX = 4 << 20
@@ -113,9 +113,9 @@ class Prepared:
     """
 
     ranges: _core.Ranges
-    grids: Words = dataclasses.field(repr=False)
-    """Shape [g, 5]: region, offset, stride, length, count."""
-    picks: Blocks | None = dataclasses.field(repr=False)
+    strided: Words = dataclasses.field(repr=False)
+    """The same strided ranges as an array of shape [g, 5]: region, offset, stride, length, count."""
+    indices: Blocks | None = dataclasses.field(repr=False)
     """Which piece of the ranges each descriptor is; ``None``: they are the same."""
     firsts: npt.NDArray[np.int64] | None = dataclasses.field(repr=False)
     """Shape [count + 1]: where the pieces of each descriptor begin, where some are cut; ``None``: one piece each."""
@@ -134,26 +134,26 @@ class Prepared:
             raise InvalidArgument(f"index {int(ids.max())} is outside a prepared list of {self.count} descriptors")
         if ids is None:
             last = self.count if self.firsts is None else int(self.firsts[-1])
-            return np.arange(last, dtype=np.uint32) if self.picks is None else self.picks
+            return np.arange(last, dtype=np.uint32) if self.indices is None else self.indices
         if self.firsts is not None:
             ids = _cut_pieces(self.firsts, ids)
-        return ids if self.picks is None else self.picks[ids]
+        return ids if self.indices is None else self.indices[ids]
 
     def lengths(self, pieces: Blocks) -> Words:
         """The bytes of each of ``pieces`` (of the ranges), shape [len(pieces)]."""
-        lengths: Words = self.grids[self.grids_of(pieces), 3]
+        lengths: Words = self.strided[self.strided_of(pieces), 3]
         return lengths
 
-    def grids_of(self, pieces: Blocks) -> npt.NDArray[np.int64]:
-        """The grid that each of ``pieces`` is in."""
+    def strided_of(self, pieces: Blocks) -> npt.NDArray[np.int64]:
+        """The strided range that each of ``pieces`` is in."""
         if self.is_table:
             return pieces.astype(np.int64)
-        return np.searchsorted(np.cumsum(self.grids[:, 4]), pieces, side="right")
+        return np.searchsorted(np.cumsum(self.strided[:, 4]), pieces, side="right")
 
     @property
     def is_table(self) -> bool:
-        """Whether every piece is a grid of its own."""
-        return self.ranges.count == len(self.grids)
+        """Whether every piece is a strided range of its own."""
+        return self.ranges.count == len(self.strided)
 
     def __len__(self) -> int:
         return self.count
@@ -191,24 +191,24 @@ class MemoryTable:
         self._check_devices(rows[:, 2], place)
         is_uniform = int(length.min()) == int(length.max())
         whole = descriptors.rows[:, 1]
-        picks: Blocks | None = None
+        indices: Blocks | None = None
         if is_strided:
             stride = np.where(rows[:, 3] > 1, rows[:, 4], length)
-            grids = _grids(self._ids[place], offset, stride, length, rows[:, 3])
+            strided = _strided(self._ids[place], offset, stride, length, rows[:, 3])
         else:
             region = np.broadcast_to(self._ids[place], offset.shape)
             runs = _runs(region, offset, length)
-            is_long = runs is not None and GRID_BYTES * LONG * len(runs) <= PICK_BYTES * len(rows)
-            lattice = self._lattice(offset, place, int(length[0])) if is_uniform and not is_long else None
-            if lattice is not None:
-                grids, picks = lattice
+            is_long = runs is not None and RANGE_BYTES * LONG * len(runs) <= INDEX_BYTES * len(rows)
+            pages = self._pages(offset, place, int(length[0])) if is_uniform and not is_long else None
+            if pages is not None:
+                strided, indices = pages
             else:
-                grids = _grids(region, offset, length, length, 1) if runs is None else runs
+                strided = _strided(region, offset, length, length, 1) if runs is None else runs
         used = self.records[place : place + 1] if isinstance(place, int) else self._used(place)
         return Prepared(
-            ranges=_core.Ranges(grids),
-            grids=grids,
-            picks=picks,
+            ranges=_core.Ranges(strided),
+            strided=strided,
+            indices=indices,
             firsts=firsts,
             count=descriptors.count,
             nbytes=descriptors.nbytes,
@@ -261,8 +261,9 @@ class MemoryTable:
     def _used(self, place: npt.NDArray[np.int64]) -> list[RegionRecord]:
         return [self.records[i] for i in np.flatnonzero(np.bincount(place, minlength=len(self.records)))]
 
-    def _lattice(self, offset: Words, place: int | npt.NDArray[np.int64], length: int) -> tuple[Words, Blocks] | None:
-        """One grid for each region and the piece of each range; ``None`` where that is not shorter, or cannot be."""
+    def _pages(self, offset: Words, place: int | npt.NDArray[np.int64], length: int) -> tuple[Words, Blocks] | None:
+        """One strided range for each region, and the index of each piece; ``None`` where that is not shorter, or there
+        is no common step."""
         if isinstance(place, int):
             used, firsts = np.array([place]), np.zeros(1, np.int64)
             slot: Any = 0
@@ -274,7 +275,7 @@ class MemoryTable:
             slots = np.zeros(len(self.records), np.int64)
             slots[used] = np.arange(len(used))
             slot = slots[place]
-        if GRID_BYTES * len(used) + PICK_BYTES * len(offset) >= GRID_BYTES * len(offset):
+        if RANGE_BYTES * len(used) + INDEX_BYTES * len(offset) >= RANGE_BYTES * len(offset):
             return None
         step = _common_step(np.abs((offset - offset[firsts][slot]).view(np.int64)), length)
         if step is None:
@@ -285,8 +286,8 @@ class MemoryTable:
         if total > PIECES_MAX:
             return None
         before = np.cumsum(count) - count
-        picks = _divide(offset - origin[slot], step) + before[slot]
-        return _grids(self._ids[used], origin, step, length, count), picks.astype(np.uint32)
+        indices = _divide(offset - origin[slot], step) + before[slot]
+        return _strided(self._ids[used], origin, step, length, count), indices.astype(np.uint32)
 
 
 class RemotePeer:
@@ -354,7 +355,7 @@ def _divide(numbers: Words, step: int) -> Words:
 
 
 def _runs(region: Words, offset: Words, length: Words) -> Words | None:
-    """One grid a run of equal steps; ``None`` where a table is about as short."""
+    """One strided range a run of equal steps; ``None`` where a table is about as short."""
     if len(offset) < 4:
         return None
     glance = slice(0, GLANCE)
@@ -364,18 +365,18 @@ def _runs(region: Words, offset: Words, length: Words) -> Words | None:
     joins = (region[1:] == region[:-1]) & (length[1:] == length[:-1]) & (step >= length[:-1].view(np.int64))
     joins[1:] &= ~joins[:-1] | (step[1:] == step[:-1])
     begins = np.flatnonzero(np.concatenate(([True], ~joins)))
-    if 2 * (GRID_BYTES * len(begins) + PICK_BYTES * len(offset)) > GRID_BYTES * len(offset):
+    if 2 * (RANGE_BYTES * len(begins) + INDEX_BYTES * len(offset)) > RANGE_BYTES * len(offset):
         return None
     count = np.diff(np.append(begins, len(offset)))
     stride = np.where(count > 1, np.append(step, 0)[begins], length[begins])
-    return _grids(region[begins], offset[begins], stride, length[begins], count)
+    return _strided(region[begins], offset[begins], stride, length[begins], count)
 
 
-def _grids(region: Any, offset: Words, stride: Any, length: Any, count: Any) -> Words:
-    grids = np.empty((len(offset), 5), np.uint64)
+def _strided(region: Any, offset: Words, stride: Any, length: Any, count: Any) -> Words:
+    strided = np.empty((len(offset), 5), np.uint64)
     for column, values in enumerate((region, offset, stride, length, count)):
-        grids[:, column] = values
-    return grids
+        strided[:, column] = values
+    return strided
 
 
 def _spans(rows: Words) -> Words:

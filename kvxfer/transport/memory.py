@@ -404,7 +404,7 @@ class MemoryTransport:
                 return
             other = self._network.find(read_ref(peer))
             if kind != MEMORY or not isinstance(other, MemoryTransport):
-                fail("that life is not in this network" if kind == MEMORY else "a memory network has no sockets")
+                fail("that incarnation is not in this network" if kind == MEMORY else "a memory network has no sockets")
                 return
             nonces = [self._network.random.randbytes(32) for _ in range(2)]
             mine, effects = self.endpoint.dialed(peer, kind, nonces[0], self._network.now_ns)
@@ -472,7 +472,7 @@ class MemoryTransport:
         self._network.call_soon(lambda: self._network.judge(passage, arrive, cut=stop, drop=stop))
 
     def read(self, extent: _core.Extent) -> list[bytes] | None:
-        """What a reader sees of our memory, while this life lasts."""
+        """What a reader sees of our memory, until this transport is closed."""
         return None if self._is_closed else self._memories.read(extent)
 
     @contextlib.contextmanager

@@ -156,7 +156,7 @@ class MemoryNetwork:
                 self.call_soon(action)
 
     def cut(self, one: AgentRef, other: AgentRef) -> None:
-        """Break every connection between the two lives, as a network does: what was on its way is lost."""
+        """Break every connection between two incarnations, as a network does: what was on its way is lost."""
         with self.lock:
             node = self.find(one)
             if node is not None:

@@ -1,5 +1,5 @@
-"""What a post will ask the core for: checks two prepared lists against each other and cuts them into transfers that one
-frame each can carry. Decides where to cut; must never know lanes, time or what became of an earlier post.
+"""What a batch asks the core for: checks two prepared lists against each other and cuts them into transfers that one
+frame each can carry. Decides where to cut; must never know time or what became of an earlier batch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy.typing as npt
 from kvxfer._native import _core
 from kvxfer.errors import InvalidArgument
 from kvxfer.transport.base import Blocks, StartPost, Transport, as_blocks
-from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Prepared, RemotePeer, Words
+from kvxfer.transport.descriptors import INDEX_BYTES, RANGE_BYTES, Prepared, RemotePeer, Words
 from kvxfer.transport.lane_choice import LaneChoice
 from kvxfer.types import Lane
 
 LIST_BYTES_MAX = 384 * 1024
 """Of one list of ranges in one frame; the core's own bound."""
 SHARE_BYTES_MIN = 8 << 20
-"""A post is spread over several connections only where each gets at least so much."""
+"""A batch is spread over several connections only where each gets at least so much."""
 
 
 class Op(enum.StrEnum):
-    """What a post does, seen from the agent that posts."""
+    """What a batch does, seen from the agent that posts it."""
 
     READ = "READ"
     WRITE = "WRITE"
@@ -40,7 +40,7 @@ class PlanPart:
 
 
 RouteKey: TypeAlias = tuple[Transport, tuple[Lane, ...] | None, bool | None]
-"""Over which transport a plan is started, and what the call says of lanes and checksums."""
+"""The transport that starts a plan, and what the call says of lanes and of checksums."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Route:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """A checked post that can be started many times."""
+    """A checked batch that can be started many times."""
 
     op: Op
     local: Prepared
@@ -78,7 +78,7 @@ def make_plan(
     shares: int = 1,
 ) -> TransferPlan:
     """Descriptor ``local_ids[i]`` of ours and ``remote_ids[i]`` of the peer's are one move; ``None``: all of a list, in
-    order. ``shares``: over how many connections a large post is spread.
+    order. ``shares``: over how many connections a large batch is spread.
 
     Raises InvalidArgument: lists of unequal length, an index outside its list, a pair of unequal lengths, a local list
     that is remote or the reverse.
@@ -124,23 +124,23 @@ def _compare(mine: Words, theirs: Words, count: int) -> int:
 def _pieces_max(prepared: Prepared) -> int:
     """How many pieces one frame can carry."""
     if prepared.is_table:
-        return LIST_BYTES_MAX // GRID_BYTES
+        return LIST_BYTES_MAX // RANGE_BYTES
     if _is_sent_whole(prepared):
-        return (LIST_BYTES_MAX - GRID_BYTES * len(prepared.grids)) // PICK_BYTES
-    return LIST_BYTES_MAX // (GRID_BYTES + PICK_BYTES)
+        return (LIST_BYTES_MAX - RANGE_BYTES * len(prepared.strided)) // INDEX_BYTES
+    return LIST_BYTES_MAX // (RANGE_BYTES + INDEX_BYTES)
 
 
 def _is_sent_whole(prepared: Prepared) -> bool:
-    """Whether the grids are few enough to go with every frame."""
-    return GRID_BYTES * len(prepared.grids) <= LIST_BYTES_MAX // 2
+    """Whether the strided ranges are few enough to go with every frame."""
+    return RANGE_BYTES * len(prepared.strided) <= LIST_BYTES_MAX // 2
 
 
 def _cut(prepared: Prepared, pieces: Blocks, *, is_sent: bool) -> _core.Pieces:
     if not is_sent or prepared.is_table or _is_sent_whole(prepared):
         return _core.Pieces(prepared.ranges, np.ascontiguousarray(pieces))
-    grid = prepared.grids_of(pieces)
-    used, slot = np.unique(grid, return_inverse=True)
-    grids = np.ascontiguousarray(prepared.grids[used])
-    ends, own_ends = np.cumsum(prepared.grids[:, 4]), np.cumsum(grids[:, 4])
-    within = pieces - (ends - prepared.grids[:, 4])[grid]
-    return _core.Pieces(_core.Ranges(grids), (within + (own_ends - grids[:, 4])[slot]).astype(np.uint32))
+    row = prepared.strided_of(pieces)
+    used, slot = np.unique(row, return_inverse=True)
+    strided = np.ascontiguousarray(prepared.strided[used])
+    ends, own_ends = np.cumsum(prepared.strided[:, 4]), np.cumsum(strided[:, 4])
+    within = pieces - (ends - prepared.strided[:, 4])[row]
+    return _core.Pieces(_core.Ranges(strided), (within + (own_ends - strided[:, 4])[slot]).astype(np.uint32))

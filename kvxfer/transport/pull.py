@@ -198,7 +198,7 @@ class Pull:
             raise InvalidArgument("this transfer id was used before; a retry needs a new one")
 
     def withdraw(self) -> None:
-        """It was refused: nobody is told of it."""
+        """Its call raises: no callback is made."""
         self._table.remove(self.transfer_id.raw, self)
 
     def begin(self, source: Member, choice: LaneChoice) -> None:

@@ -59,7 +59,7 @@ class TransferTable:
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         """Without ``drain`` a poll takes the transport's events and gives those of no transfer to ``on_event``, which
-        must not block. With it, somebody else takes them, and ``drain`` is how a poll asks for that."""
+        must not block. With it, the owner takes them, and a poll calls ``drain`` to have that done."""
         self.transport = transport
         self.lock = threading.RLock()
         """Of this table and of those handles that several calls of one thread may be in, through a signal handler."""
@@ -85,7 +85,7 @@ class TransferTable:
         return self._handles.setdefault(identity, handle) is handle
 
     def remove(self, identity: bytes, handle: Handle) -> bool:
-        """Whether it was there: one of several threads is told so."""
+        """Whether it was there; of several threads that remove it, one gets True."""
         with self.lock:
             if self._handles.get(identity) is not handle:
                 return False

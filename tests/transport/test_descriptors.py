@@ -20,9 +20,9 @@ MIDDLE = 0x20_0000
 
 def expand(prepared: Prepared, ids: npt.NDArray[np.uint32] | None = None) -> list[tuple[int, int, int]]:
     """(region, offset, length) of each descriptor, one by one."""
-    grids = [tuple(int(value) for value in grid) for grid in prepared.grids]
+    strided = [tuple(int(value) for value in row) for row in prepared.strided]
     pieces = [
-        (region, offset + i * stride, size) for region, offset, stride, size, count in grids for i in range(count)
+        (region, offset + i * stride, size) for region, offset, stride, size, count in strided for i in range(count)
     ]
     return [pieces[piece] for piece in prepared.pieces(ids)]
 
@@ -92,13 +92,13 @@ def test_the_shortest_way_is_taken() -> None:
     start = REGIONS[0][1]
     order = np.random.default_rng(0).permutation(64)
     blocks = TABLE.resolve(Descriptors.of(rows_of(start + order * 4096, 4096, 0)))
-    assert (len(blocks.grids), blocks.is_table) == (1, False)
+    assert (len(blocks.strided), blocks.is_table) == (1, False)
     halves = np.concatenate([rows_of(start + order * 1024, 512, 0), rows_of(MIDDLE + 3 + order[:9] % 9 * 1024, 512, 0)])
-    assert len(TABLE.resolve(Descriptors.of(halves)).grids) == 2
+    assert len(TABLE.resolve(Descriptors.of(halves)).strided) == 2
     odd = TABLE.resolve(Descriptors.of(rows_of(start + order * 701, 700, 0)[:40]))
-    assert len(odd.grids) == 1
+    assert len(odd.strided) == 1
     runs = np.concatenate([rows_of(start + np.arange(50) * 64, 64, 0), rows_of(start + np.arange(50) * 100, 32, 0)])
-    assert TABLE.resolve(Descriptors.of(runs)).grids[:, 4].tolist() == [50, 50]
+    assert TABLE.resolve(Descriptors.of(runs)).strided[:, 4].tolist() == [50, 50]
     scattered = rows_of(start + np.cumsum(1000 + order % 7), 999, 0)
     assert TABLE.resolve(Descriptors.of(scattered)).is_table
     assert TABLE.resolve(Descriptors.of(rows_of([start], 4096, 0))).is_table

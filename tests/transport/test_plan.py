@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import InvalidArgument
-from kvxfer.transport.descriptors import GRID_BYTES, PICK_BYTES, Descriptors, MemoryTable, Prepared, RemotePeer
+from kvxfer.transport.descriptors import INDEX_BYTES, RANGE_BYTES, Descriptors, MemoryTable, Prepared, RemotePeer
 from kvxfer.transport.plan import LIST_BYTES_MAX, SHARE_BYTES_MIN, Op, PlanPart, TransferPlan, make_plan
 from kvxfer.types import AgentRef, DataAddress, Incarnation, RegionRecord
 
@@ -15,13 +15,13 @@ PEER = RemotePeer(AgentRef("b", Incarnation(1, bytes(16))), DataAddress("", 1, "
 
 
 def scattered(count: int, length: int = 16, peer: RemotePeer | None = PEER) -> Prepared:
-    """A table: a grid for each piece."""
+    """A table: a strided range for each piece."""
     steps = 700 + np.random.default_rng(count).integers(0, 50, count)
     return prepare(np.cumsum(steps) - steps[0] + RECORD.address, length, peer)
 
 
 def paged(count: int, length: int = 512, peer: RemotePeer | None = PEER) -> Prepared:
-    """A lattice: one grid."""
+    """Pages: one strided range."""
     order = np.random.default_rng(count).permutation(count)
     return prepare(order * length + RECORD.address, length, peer)
 
@@ -46,23 +46,23 @@ def is_sent_whole(prepared: Prepared, part: PlanPart) -> bool:
 def wire_bytes(prepared: Prepared, part: PlanPart) -> int:
     ids, is_whole = part.remote.ids, is_sent_whole(prepared, part)
     if is_whole and prepared.is_table:
-        return GRID_BYTES * len(ids)
-    grids = len(prepared.grids) if is_whole else min(len(prepared.grids), len(ids))
-    return GRID_BYTES * grids + PICK_BYTES * len(ids)
+        return RANGE_BYTES * len(ids)
+    strided = len(prepared.strided) if is_whole else min(len(prepared.strided), len(ids))
+    return RANGE_BYTES * strided + INDEX_BYTES * len(ids)
 
 
 def covered(plan: TransferPlan, prepared: Prepared) -> list[tuple[int, int]]:
     """(offset, length) of every remote piece, in order."""
     out = []
     for part in plan.parts:
-        ids, starts = part.remote.ids, prepared.grids
+        ids, starts = part.remote.ids, prepared.strided
         if not is_sent_whole(prepared, part):  # cut out: looked up again by its place in the whole list
             out += [None] * len(ids)  # type: ignore[list-item]
             continue
-        grid = prepared.grids_of(ids)
+        row = prepared.strided_of(ids)
         first = np.cumsum(starts[:, 4]) - starts[:, 4]
-        offsets = starts[grid, 1] + (ids - first[grid]) * starts[grid, 2]
-        out += list(zip(offsets.tolist(), starts[grid, 3].tolist(), strict=True))
+        offsets = starts[row, 1] + (ids - first[row]) * starts[row, 2]
+        out += list(zip(offsets.tolist(), starts[row, 3].tolist(), strict=True))
     return out
 
 
@@ -81,11 +81,11 @@ def test_small_posts_are_one_transfer(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", Op)
-@pytest.mark.parametrize("kind", ["table", "lattice", "strided", "mixed"])
+@pytest.mark.parametrize("kind", ["table", "pages", "strided", "mixed"])
 def test_large_posts_are_cut(op: Op, kind: str) -> None:
     local, remote = {
         "table": lambda: (scattered(100_000, peer=None), scattered(100_000)),
-        "lattice": lambda: (paged(120_000, peer=None), paged(120_000)),
+        "pages": lambda: (paged(120_000, peer=None), paged(120_000)),
         "strided": lambda: (strided(9000, 5, None), strided(9000, 5)),
         "mixed": lambda: (scattered(50_000, 512, None), paged(50_000, 512)),
     }[kind]()
