@@ -212,57 +212,47 @@ def run_with_failing_new(script: str, directory: pathlib.Path, built: pathlib.Pa
     assert done.returncode == 0, done.stderr
 
 
-NO_TIMER = """
-import os, pathlib, select, sys, threading, time
+NO_MASK = """
+import os, pathlib, select, sys, time
 from kvxfer._native import _core as native
-from tests.support.native.nodes import Node, join
+from tests.support.native.nodes import Node
 
-def timers():
-    found = set()
+def epolls():
+    found = {}
     for entry in pathlib.Path("/proc/self/fd").iterdir():
         try:
-            if entry.readlink().name == "anon_inode:[timerfd]":
-                found.add(int(entry.name))
+            if entry.readlink().name == "anon_inode:[eventpoll]":
+                watched = pathlib.Path("/proc/self/fdinfo", entry.name).read_text().count("tfd:")
+                found[int(entry.name)] = watched
         except FileNotFoundError:
             pass  # of the listing itself
     return found
 
-directory = pathlib.Path(sys.argv[1])
-peer = Node("peer", directory)
-before = timers()
-node = Node("drives", directory)
-(timer,) = timers() - before
-join(peer, node)
-peer.core.notify(node.ref, b"the session is up")
-peer.wait_for(native.NotifDelivered)
-node.take()
+node = Node("node", pathlib.Path(sys.argv[1]), core={"progress": "caller"})
+[the_threads] = [fd for fd, watched in epolls().items() if watched == 2]  # the loop's epoll, and the wake
 with open(os.devnull, "rb") as other:
-    os.dup2(other.fileno(), timer, inheritable=False)
+    os.dup2(other.fileno(), the_threads, inheritable=False)
+node.core.wait(10**8)
 told, end = [], time.monotonic() + 20
 while not any(isinstance(event, native.CoreFailed) for event in told):
-    assert time.monotonic() < end, "the timer was not wanted"
-    waiting = threading.Thread(target=node.core.wait, args=[10**10])
-    waiting.start()
-    time.sleep(0.1)  # it drives, and sleeps
-    peer.core.notify(node.ref, b"whatever ends the wait")
-    waiting.join()
+    assert time.monotonic() < end, "the second epoll was not wanted"
     select.select([node.core.fileno()], [], [], 1)
     told += node.core.drain()
-assert isinstance(told[-1], native.CoreFailed) and "timerfd_settime" in told[-1].text, told
+assert isinstance(told[-1], native.CoreFailed) and "epoll_ctl" in told[-1].text, told
 assert not node.core.wait(10**7)
 node.core.close()
-peer.core.close()
 """
 
 
-def test_a_driver_that_cannot_hand_over_fails_the_core_alone(private_directories: pathlib.Path) -> None:
-    """As it leaves it sets a timer for the core's own thread: where the kernel refuses, the process lives."""
+def test_caller_that_cannot_take_the_loop_fails_the_core_and_not_the_process(
+    private_directories: pathlib.Path,
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", NO_TIMER, str(private_directories)],
+        [sys.executable, "-c", NO_MASK, str(private_directories)],
         capture_output=True,
         text=True,
         timeout=60,
         env=child.environment(),
     )
     assert done.returncode == 0, done.stderr
-    assert "the native core failed: timerfd_settime" in done.stderr
+    assert "the native core failed: epoll_ctl" in done.stderr

@@ -139,7 +139,8 @@ def narrow(node: Any) -> None:
 @pytest.fixture(params=LANES)
 def asking(nodes: Any, new_id: NewId, request: pytest.FixtureRequest) -> Iterator[tuple[Any, RawPeer, bytes]]:
     """A source with 8 MiB granted, a raw peer that has asked for them and taken nothing, the transfer."""
-    node = nodes("source", block_bytes=65536, blocks=TOTAL // 65536, is_exposed=True)
+    core = {"progress": "caller"}
+    node = nodes("source", block_bytes=65536, blocks=TOTAL // 65536, is_exposed=True, core=core)
     node.fill_random()
     lane, peer, transfer = request.param, RawPeer(), new_id()
     is_unix = lane == UNIX
@@ -214,7 +215,8 @@ def test_what_is_read_after_the_grant_has_ended_is_not_confirmed(asking: tuple[A
 
 
 def test_a_connection_that_takes_no_more_raises_no_signal(asking: tuple[Any, RawPeer, bytes]) -> None:
-    """splice() raises SIGPIPE, where send() is asked not to: in a caller that drives. The core's threads block it."""
+    """splice() raises SIGPIPE, where send() is asked not to: in a caller that runs the loop. The core's threads block
+    it."""
     node, peer, _ = asking
     wait_until(lambda: spliced(node) != 0)
     time.sleep(0.1)  # until no more goes
@@ -260,7 +262,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_a_reader_that_is_slow_or_still_takes_no_processor_from_its_source(
     asking: tuple[Any, RawPeer, bytes],
 ) -> None:
-    """Who fills a socket stays up for a moment (400 us) when it is full; not each time where that is of no use."""
+    """The IO thread sleeps while a socket is full, and is up only when the reader has made room."""
     node, peer, _ = asking
     wait_until(lambda: spliced(node) != 0)
     time.sleep(0.1)
@@ -272,7 +274,7 @@ def test_a_reader_that_is_slow_or_still_takes_no_processor_from_its_source(
     while taken < TOTAL:
         taken += len(peer.socket.recv(65536))
         time.sleep(0.002)
-    assert thread_seconds() - begun_s < 16 * 400e-6 + TOTAL / 131072 * 100e-6, "the socket was full some 64 times"
+    assert thread_seconds() - begun_s < TOTAL / 131072 * 100e-6, "the socket was full some 64 times"
 
 
 def thread_seconds() -> float:

@@ -176,12 +176,15 @@ def blocked_by(name: str, before: set[str]) -> int | None:
 
 def test_its_threads_take_no_signals_but_their_own_faults(nodes: Any, new_id: NewId) -> None:
     """A handler that Python has is never run there; a fault there is told of by whoever handles faults. That holds for
-    a thread that helps copying too, whoever brought it: here it is the caller, who waits."""
+    a thread that helps copying too, also where a caller that runs the event loop started it."""
     before = set(os.listdir("/proc/self/task"))
-    p, d = nodes.pair(blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 2}})
+    p, d = nodes.pair(
+        blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 2, "progress": "caller"}}
+    )
     transfer = new_id()
     p.grant(transfer, list(range(4096)))
     d.pull(transfer, p, list(range(4096)), lanes=[MAPPED])
+    d.core.wait(10 * 10**9)
     assert d.wait_drained(transfer).state == COMMITTED
     for name in ("kvxfer-io", "kvxfer-copy"):
         d.wait(lambda _, name=name: blocked_by(name, before) is not None, "its thread has its name")
