@@ -4,33 +4,33 @@
 
     KvxferError
     ├── UsageError                  the call was wrong; fix the caller
-    │   ├── InvalidArgument         a value is out of range or of the wrong kind
-    │   │   └── DoesNotFit          a request takes more tokens than this worker, or any worker, holds
+    │   ├── InvalidArgumentError         a value is out of range or of the wrong kind
+    │   │   └── DoesNotFitError          a request takes more tokens than this worker, or any worker, holds
     │   ├── ConfigError             a setting, flag, file or environment variable is wrong
-    │   ├── BlocksBusy              blocks are reserved, granted or quarantined already
-    │   ├── LimitExceeded           a stated bound (queue, list, count) would be passed
-    │   └── Closed                  the object was closed
+    │   ├── BlocksBusyError              blocks are reserved, granted or quarantined already
+    │   ├── LimitExceededError           a stated bound (queue, list, count) would be passed
+    │   └── ClosedError                  the object was closed
     ├── PeerError                   the other side said no, or misbehaved
-    │   ├── Incompatible            pools differ; names the field
-    │   │   └── WeightsUnknown      it cannot be said which weights made the blocks
-    │   ├── Refused                 the peer declined, with its reason
-    │   ├── AuthenticationFailed    token or session proof did not match
-    │   ├── ProtocolViolation       bytes that the protocol does not allow
-    │   ├── Overloaded              the peer's bound is reached; try later or elsewhere
-    │   └── NoWorker                no live worker can take the part
+    │   ├── IncompatibleError            pools differ; names the field
+    │   │   └── WeightsUnknownError      it cannot be said which weights made the blocks
+    │   ├── RefusedError                 the peer declined, with its reason
+    │   ├── AuthenticationError    token or session proof did not match
+    │   ├── ProtocolError       bytes that the protocol does not allow
+    │   ├── OverloadedError              the peer's bound is reached; try later or elsewhere
+    │   └── NoWorkerError                no live worker can take the part
     ├── TransportError              the wire, or the process behind it, failed
-    │   ├── PeerGone                the peer process died, restarted or is unreachable
-    │   ├── DeadlineExceeded        the caller's deadline passed first
-    │   ├── LaneUnavailable         no allowed lane joins this pair
-    │   └── CoordinatorUnavailable  the coordinator cannot be reached
-    ├── GrantGone                   the source no longer vouches for the bytes
-    │   ├── GrantExpired
-    │   ├── GrantRevoked
-    │   ├── GrantReleased
-    │   └── GrantUnknown
-    ├── ChecksumMismatch            bytes arrived, and were wrong
-    ├── MemoryGone                  registered memory is not mapped any more
-    └── TransferCancelled           the caller cancelled
+    │   ├── PeerGoneError                the peer process died, restarted or is unreachable
+    │   ├── DeadlineExceededError        the caller's deadline passed first
+    │   ├── LaneUnavailableError         no allowed lane joins this pair
+    │   └── CoordinatorUnavailableError  the coordinator cannot be reached
+    ├── GrantGoneError                   the source no longer vouches for the bytes
+    │   ├── GrantExpiredError
+    │   ├── GrantRevokedError
+    │   ├── GrantReleasedError
+    │   └── GrantUnknownError
+    ├── ChecksumMismatchError            bytes arrived, and were wrong
+    ├── MemoryGoneError                  registered memory is not mapped any more
+    └── TransferCancelledError           the caller cancelled
 
 ``code`` is stable: it stands in HTTP error bodies, logs and metric labels. ``retryable`` says
 whether the same request may succeed when tried again, perhaps with another peer, as a *new* transfer.
@@ -52,11 +52,11 @@ class UsageError(KvxferError):
     code = "usage"
 
 
-class InvalidArgument(UsageError, ValueError):
+class InvalidArgumentError(UsageError, ValueError):
     code = "invalid_argument"
 
 
-class DoesNotFit(InvalidArgument):
+class DoesNotFitError(InvalidArgumentError):
     """A request takes more tokens than a worker holds, in its context or in its pool.
 
     ``field`` is the field of the request that asks for too many. ``prompt_tokens`` is how many tokens the prompt has,
@@ -75,15 +75,15 @@ class ConfigError(UsageError):
     code = "config"
 
 
-class BlocksBusy(UsageError):
+class BlocksBusyError(UsageError):
     code = "blocks_busy"
 
 
-class LimitExceeded(UsageError):
+class LimitExceededError(UsageError):
     code = "limit_exceeded"
 
 
-class Closed(UsageError):
+class ClosedError(UsageError):
     code = "closed"
 
 
@@ -91,7 +91,7 @@ class PeerError(KvxferError):
     code = "peer"
 
 
-class Incompatible(PeerError):
+class IncompatibleError(PeerError):
     """The pools of the two sides cannot be joined.
 
     ``field`` is the first compatibility field that differs, or ``None`` where only the digests are known.
@@ -104,31 +104,31 @@ class Incompatible(PeerError):
         self.field = field
 
 
-class WeightsUnknown(Incompatible):
+class WeightsUnknownError(IncompatibleError):
     """Of one side it is not known which weights, or which adapter, its blocks are made with: they equal nothing."""
 
     code = "weights_unknown"
 
 
-class Refused(PeerError):
+class RefusedError(PeerError):
     code = "refused"
     retryable = True
 
 
-class AuthenticationFailed(PeerError):
+class AuthenticationError(PeerError):
     code = "unauthenticated"
 
 
-class ProtocolViolation(PeerError):
+class ProtocolError(PeerError):
     code = "protocol"
 
 
-class Overloaded(PeerError):
+class OverloadedError(PeerError):
     code = "overloaded"
     retryable = True
 
 
-class NoWorker(PeerError):
+class NoWorkerError(PeerError):
     code = "no_worker"
     retryable = True
 
@@ -138,50 +138,50 @@ class TransportError(KvxferError):
     retryable = True
 
 
-class PeerGone(TransportError):
+class PeerGoneError(TransportError):
     code = "peer_gone"
 
 
-class DeadlineExceeded(TransportError):
+class DeadlineExceededError(TransportError):
     code = "deadline"
 
 
-class LaneUnavailable(TransportError):
+class LaneUnavailableError(TransportError):
     code = "no_lane"
     retryable = False
 
 
-class CoordinatorUnavailable(TransportError):
+class CoordinatorUnavailableError(TransportError):
     code = "coordinator_unavailable"
 
 
-class GrantGone(KvxferError):
+class GrantGoneError(KvxferError):
     code = "grant_gone"
     retryable = True
 
 
-class GrantExpired(GrantGone):
+class GrantExpiredError(GrantGoneError):
     code = "grant_expired"
 
 
-class GrantRevoked(GrantGone):
+class GrantRevokedError(GrantGoneError):
     code = "grant_revoked"
 
 
-class GrantReleased(GrantGone):
+class GrantReleasedError(GrantGoneError):
     code = "grant_released"
 
 
-class GrantUnknown(GrantGone):
+class GrantUnknownError(GrantGoneError):
     code = "grant_unknown"
 
 
-class ChecksumMismatch(KvxferError):
+class ChecksumMismatchError(KvxferError):
     code = "checksum"
     retryable = True
 
 
-class MemoryGone(KvxferError):
+class MemoryGoneError(KvxferError):
     """Registered memory, of the source or of the destination, was unmapped, or cannot be read or written any more.
 
     The text names whose it is, and the region or block. Not retryable: no second try finds it before its owner has
@@ -191,7 +191,7 @@ class MemoryGone(KvxferError):
     code = "memory_gone"
 
 
-class TransferCancelled(KvxferError):
+class TransferCancelledError(KvxferError):
     code = "cancelled"
 
 

@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 
 AGENT_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -17,10 +17,10 @@ AGENT_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def check_agent_id(agent_id: str) -> str:
     """Return ``agent_id``.
 
-    Raise InvalidArgument unless it is 1 to 64 of ``[A-Za-z0-9._-]``, starting with a letter or digit.
+    Raise InvalidArgumentError unless it is 1 to 64 of ``[A-Za-z0-9._-]``, starting with a letter or digit.
     """
     if not isinstance(agent_id, str) or AGENT_ID_PATTERN.fullmatch(agent_id) is None:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"agent id {_shown(agent_id)} must be 1 to 64 letters, digits, '.', '_' or '-', "
             "and start with a letter or digit"
         )
@@ -97,9 +97,9 @@ class Incarnation:
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < 1 << 64:
-            raise InvalidArgument(f"incarnation number {self.number} does not fit 64 bits")
+            raise InvalidArgumentError(f"incarnation number {self.number} does not fit 64 bits")
         if len(self.boot_nonce) != 16:
-            raise InvalidArgument(f"boot nonce must be 16 bytes, not {len(self.boot_nonce)}")
+            raise InvalidArgumentError(f"boot nonce must be 16 bytes, not {len(self.boot_nonce)}")
 
     def __str__(self) -> str:
         return f"{self.number}.{self.boot_nonce.hex()[:8]}"
@@ -124,15 +124,15 @@ class TransferId:
 
     def __post_init__(self) -> None:
         if len(self.raw) != 16:
-            raise InvalidArgument(f"transfer id must be 16 bytes, not {len(self.raw)}")
+            raise InvalidArgumentError(f"transfer id must be 16 bytes, not {len(self.raw)}")
 
     @classmethod
     def from_hex(cls, text: str) -> TransferId:
-        """Parse 32 hex digits; raise InvalidArgument otherwise."""
+        """Parse 32 hex digits; raise InvalidArgumentError otherwise."""
         try:
             raw = bytes.fromhex(text)
         except (ValueError, TypeError):
-            raise InvalidArgument(f"transfer id {_shown(text)} must be 32 hex digits") from None
+            raise InvalidArgumentError(f"transfer id {_shown(text)} must be 32 hex digits") from None
         return cls(raw)
 
     def __str__(self) -> str:
@@ -180,7 +180,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         if self.offset_bytes < 0 or self.length_bytes <= 0 or self.stride_bytes < self.length_bytes:
-            raise InvalidArgument(f"segment {self} needs offset >= 0, length > 0 and stride >= length")
+            raise InvalidArgumentError(f"segment {self} needs offset >= 0, length > 0 and stride >= length")
 
 
 UNKNOWN = "unknown:"
@@ -190,9 +190,11 @@ UNKNOWN_NONCE_BYTES = 16
 
 def unknown_fingerprint(why: str, nonce: bytes) -> str:
     """What stands in a record for weights of which it cannot be said which they are. It equals nothing, not the same
-    owner's next one either: ``nonce`` is 16 random bytes. Raises InvalidArgument for another number of them."""
+    owner's next one either: ``nonce`` is 16 random bytes. Raises InvalidArgumentError for another number of them."""
     if len(nonce) != UNKNOWN_NONCE_BYTES:
-        raise InvalidArgument(f"an unknown fingerprint has a nonce of {UNKNOWN_NONCE_BYTES} bytes, not {len(nonce)}")
+        raise InvalidArgumentError(
+            f"an unknown fingerprint has a nonce of {UNKNOWN_NONCE_BYTES} bytes, not {len(nonce)}"
+        )
     return f"{UNKNOWN}{nonce.hex()}:{why}"
 
 
@@ -241,17 +243,17 @@ class CompatibilityRecord:
 
     @classmethod
     def from_json(cls, text: str) -> CompatibilityRecord:
-        """Parse what :meth:`to_json` wrote; raise InvalidArgument for anything else."""
+        """Parse what :meth:`to_json` wrote; raise InvalidArgumentError for anything else."""
         try:
             values: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise InvalidArgument(f"compatibility record is not JSON: {error}") from None
+            raise InvalidArgumentError(f"compatibility record is not JSON: {error}") from None
         types = {field.name: (int if field.type == "int" else str) for field in dataclasses.fields(cls)}
         if not isinstance(values, dict) or set(values) != set(types):
-            raise InvalidArgument(f"compatibility record must have exactly the fields {sorted(types)}")
+            raise InvalidArgumentError(f"compatibility record must have exactly the fields {sorted(types)}")
         for name, kind in types.items():
             if type(values[name]) is not kind:
-                raise InvalidArgument(f"compatibility record field {name!r} must be {kind.__name__}")
+                raise InvalidArgumentError(f"compatibility record field {name!r} must be {kind.__name__}")
         return cls(**values)
 
     def digest(self) -> bytes:
@@ -293,11 +295,11 @@ class RegionRecord:
 
     def __post_init__(self) -> None:
         if not 0 <= self.region_id < 1 << 32:
-            raise InvalidArgument(f"region id {self.region_id} does not fit 32 bits")
+            raise InvalidArgumentError(f"region id {self.region_id} does not fit 32 bits")
         if not 0 <= self.device < 1 << 64:
-            raise InvalidArgument(f"device {self.device} does not fit 64 bits")
+            raise InvalidArgumentError(f"device {self.device} does not fit 64 bits")
         if not (0 < self.address < 1 << 64 and 0 < self.length_bytes <= (1 << 64) - self.address):
-            raise InvalidArgument(f"{self.length_bytes} bytes at {self.address:#x} are no memory")
+            raise InvalidArgumentError(f"{self.length_bytes} bytes at {self.address:#x} are no memory")
 
     def to_json(self) -> str:
         """JSON that :meth:`from_json` reads; how it reaches a peer is the application's affair."""
@@ -305,21 +307,21 @@ class RegionRecord:
 
     @classmethod
     def from_json(cls, text: str) -> RegionRecord:
-        """Parse what :meth:`to_json` wrote; raise InvalidArgument for anything else."""
+        """Parse what :meth:`to_json` wrote; raise InvalidArgumentError for anything else."""
         try:
             values: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise InvalidArgument(f"region record is not JSON: {error}") from None
+            raise InvalidArgumentError(f"region record is not JSON: {error}") from None
         kinds = {field.name: _RECORD_KINDS.get(str(field.type), str) for field in dataclasses.fields(cls)}
         if not isinstance(values, dict) or set(values) != set(kinds):
-            raise InvalidArgument(f"region record must have exactly the fields {sorted(kinds)}")
+            raise InvalidArgumentError(f"region record must have exactly the fields {sorted(kinds)}")
         for name, kind in kinds.items():
             if type(values[name]) is not kind:
-                raise InvalidArgument(f"region record field {name!r} must be {kind.__name__}")
+                raise InvalidArgumentError(f"region record field {name!r} must be {kind.__name__}")
         try:
             values["memory"], values["exposure"] = MemoryKind(values["memory"]), Exposure(values["exposure"])
         except ValueError as error:
-            raise InvalidArgument(f"region record: {error}") from None
+            raise InvalidArgumentError(f"region record: {error}") from None
         return cls(**values)
 
 

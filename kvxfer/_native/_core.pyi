@@ -612,7 +612,7 @@ def kind_name(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Re
 
 class Decoder:
     """
-    Bytes in, in any cut; frames out, or ProtocolViolation once and for ever.
+    Bytes in, in any cut; frames out, or ProtocolError once and for ever.
     """
 
     def __init__(self) -> None: ...
@@ -1482,7 +1482,7 @@ class Region:
     def __init__(self, nbytes: int, *, populate: bool = True, huge: str = 'auto') -> None:
         """
         `populate` makes every page resident now, so that memory that is not there is missed here. `huge` pages: "auto" (where the
-        host has them), "never", "require" (raises LimitExceeded where it has none). Raises LaneUnavailable where the host gives
+        host has them), "never", "require" (raises LimitExceededError where it has none). Raises LaneUnavailableError where the host gives
         processes no sealed shared memory: memfd_create is forbidden, or the kernel is too old.
         """
 
@@ -1522,7 +1522,7 @@ class PreparedPost:
         """
         Start one transfer, called `id`, 16 bytes never used before; it ends in TransferFinal and TransferDrained, at the latest when
         `timeout_ns` have passed. `notification` goes to the peer once it is committed; `wants_sums`: its bytes go with CRC-32Cs. Raises
-        InvalidArgument, PeerGone, LimitExceeded, LaneUnavailable.
+        InvalidArgumentError, PeerGoneError, LimitExceededError, LaneUnavailableError.
         """
 
 class Core:
@@ -1583,13 +1583,13 @@ class Core:
     def add_pool(self, info: PoolInfo, region: Region, segments: Sequence[tuple[int, int, int]]) -> None:
         """
         Blocks in memory made by kvxfer. A segment is (offset, stride, length): block b has `length` bytes at `offset + b * stride`; the
-        lengths add up to `block_bytes`. Raises InvalidArgument where a block would leave the region.
+        lengths add up to `block_bytes`. Raises InvalidArgumentError where a block would leave the region.
         """
 
     def add_foreign_pool(self, info: PoolInfo, address: int, nbytes: int, owner: object | None, segments: Sequence[tuple[int, int, int]], device: int = -1) -> None:
         """
         Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the
-        CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailable where that device cannot be used.
+        CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailableError where that device cannot be used.
         """
 
     def set_digest(self, pool: int, digest: bytes) -> None:
@@ -1599,12 +1599,12 @@ class Core:
 
     def remove_pool(self, pool: int) -> None:
         """
-        Raises BlocksBusy while a block is granted, reserved or quarantined. When it returns, the memory is not touched any more.
+        Raises BlocksBusyError while a block is granted, reserved or quarantined. When it returns, the memory is not touched any more.
         """
 
     def add_region(self, info: RegionInfo, region: Region) -> None:
         """
-        Register memory made by kvxfer: from now on any proven peer may read and write it as `info` says. Raises InvalidArgument where
+        Register memory made by kvxfer: from now on any proven peer may read and write it as `info` says. Raises InvalidArgumentError where
         the id is or was taken, or the region is shorter than `info.bytes`.
         """
 
@@ -1616,7 +1616,7 @@ class Core:
 
     def remove_region(self, id: int) -> None:
         """
-        Ends every peer's read and write of it. Raises BlocksBusy while an own fetch may still write there. When it returns, the memory
+        Ends every peer's read and write of it. Raises BlocksBusyError while an own fetch may still write there. When it returns, the memory
         is not touched any more.
         """
 
@@ -1706,7 +1706,7 @@ class Core:
 
     def reserve(self, id: bytes, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, first: int = 0) -> None:
         """
-        Give a pull that has no blocks its own, for grant positions `first`... Raises InvalidArgument where it is over or has some.
+        Give a pull that has no blocks its own, for grant positions `first`... Raises InvalidArgumentError where it is over or has some.
         """
 
     def unreserve(self, id: bytes) -> bool:

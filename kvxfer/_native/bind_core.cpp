@@ -199,7 +199,7 @@ void bind_region(nb::module_& m) {
            },
            nb::arg("nbytes"), nb::kw_only(), nb::arg("populate") = true, nb::arg("huge") = "auto",
            "`populate` makes every page resident now, so that memory that is not there is missed here. `huge` pages: \"auto\" (where the\n"
-           "host has them), \"never\", \"require\" (raises LimitExceeded where it has none). Raises LaneUnavailable where the host gives\n"
+           "host has them), \"never\", \"require\" (raises LimitExceededError where it has none). Raises LaneUnavailableError where the host gives\n"
            "processes no sealed shared memory: memfd_create is forbidden, or the kernel is too old.")
       .def_prop_ro("page_bytes", [](const PyRegion& r) { return r.region->page_bytes(); }, "Of most of its pages.")
       .def_prop_ro("address", [](const PyRegion& r) { return reinterpret_cast<uintptr_t>(r.region->address()); })
@@ -247,7 +247,7 @@ void bind_prepared_post(nb::module_& m) {
       .def("start", &PyPreparedPost::start, nb::arg("id"), nb::arg("timeout_ns"), nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false,
            "Start one transfer, called `id`, 16 bytes never used before; it ends in TransferFinal and TransferDrained, at the latest when\n"
            "`timeout_ns` have passed. `notification` goes to the peer once it is committed; `wants_sums`: its bytes go with CRC-32Cs. Raises\n"
-           "InvalidArgument, PeerGone, LimitExceeded, LaneUnavailable.");
+           "InvalidArgumentError, PeerGoneError, LimitExceededError, LaneUnavailableError.");
 }
 
 void bind_core_class(nb::module_& m) {
@@ -297,11 +297,11 @@ void bind_core_class(nb::module_& m) {
            },
            nb::arg("info"), nb::arg("region"), nb::arg("segments"),
            "Blocks in memory made by kvxfer. A segment is (offset, stride, length): block b has `length` bytes at `offset + b * stride`; the\n"
-           "lengths add up to `block_bytes`. Raises InvalidArgument where a block would leave the region.")
+           "lengths add up to `block_bytes`. Raises InvalidArgumentError where a block would leave the region.")
       .def("add_foreign_pool", &PyCore::add_foreign_pool, nb::arg("info"), nb::arg("address"), nb::arg("nbytes"), nb::arg("owner").none(), nb::arg("segments"),
            nb::arg("device") = -1,
            "Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the\n"
-           "CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailable where that device cannot be used.")
+           "CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailableError where that device cannot be used.")
       .def("set_digest", &PyCore::set_digest, nb::arg("pool"), nb::arg("digest"),
            "What the record of a pool is from now on: pulls from it, and by it, that are judged later are judged by this digest (32 bytes).")
       .def("remove_pool", &PyCore::remove_pool, nb::arg("pool"),
@@ -311,7 +311,7 @@ void bind_core_class(nb::module_& m) {
              without_gil([&] { self.core().add_region(info, region.region, nullptr); });
            },
            nb::arg("info"), nb::arg("region"),
-           "Register memory made by kvxfer: from now on any proven peer may read and write it as `info` says. Raises InvalidArgument where\n"
+           "Register memory made by kvxfer: from now on any proven peer may read and write it as `info` says. Raises InvalidArgumentError where\n"
            "the id is or was taken, or the region is shorter than `info.bytes`.")
       .def("add_foreign_region", &PyCore::add_foreign_region, nb::arg("info"), nb::arg("address"), nb::arg("nbytes"), nb::arg("owner").none(),
            nb::arg("device") = -1,
@@ -425,7 +425,7 @@ void bind_core_class(nb::module_& m) {
              self.act([&](Endpoint& e, Nanos now, Effects& out) { e.reserve(id, std::move(list), first, now, out); });
            },
            nb::arg("id"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0,
-           "Give a pull that has no blocks its own, for grant positions `first`... Raises InvalidArgument where it is over or has some.")
+           "Give a pull that has no blocks its own, for grant positions `first`... Raises InvalidArgumentError where it is over or has some.")
       .def("unreserve",
            [](PyCore& self, const TransferId& id) { return self.act([&](Endpoint& e, Nanos now, Effects& out) { return e.unreserve(id, now, out); }); },
            nb::arg("id"),

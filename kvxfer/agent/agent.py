@@ -6,26 +6,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
+from kvxfer.agent.agent_memory import AgentMemory
 from kvxfer.agent.counters import AgentCounters
 from kvxfer.agent.grant import Grant
 from kvxfer.agent.introductions import Introductions
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Delivery, Notification, Notifications
 from kvxfer.agent.pool import Pool
-from kvxfer.agent.pools import Pools, PoolSpec
-from kvxfer.agent.registered import RegisteredMemory
+from kvxfer.agent.pools import Pools
 from kvxfer.agent.registration import alone, cluster_token, open_session
 from kvxfer.agent.runtime import AgentRuntime
 from kvxfer.agent.signs import Signs
 from kvxfer.agent.statistics import AgentStatistics
 from kvxfer.agent.transfer import Transfer
 from kvxfer.config import AgentConfig, check_positive
-from kvxfer.errors import Closed, ConfigError, InvalidArgument, KvxferError
+from kvxfer.errors import ClosedError, ConfigError, InvalidArgumentError, KvxferError
 from kvxfer.transport.base import Binding, Blocks, as_blocks, as_content
 from kvxfer.transport.memory import MemoryBinding
 from kvxfer.transport.native import NativeBinding
@@ -33,9 +33,7 @@ from kvxfer.transport.network import MemoryNetwork
 from kvxfer.transport.pull import PullOrder
 from kvxfer.types import (
     AgentRef,
-    CompatibilityRecord,
     DataAddress,
-    Exposure,
     Incarnation,
     Lane,
     Load,
@@ -43,7 +41,6 @@ from kvxfer.types import (
     Membership,
     PoolRecord,
     Role,
-    Segment,
     TransferId,
     WorkerInfo,
     check_agent_id,
@@ -55,7 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvxfer.agent")
 
 
-class Agent(RegisteredMemory):
+class Agent(AgentMemory):
     """An async context manager. It lives on the loop that entered it. :meth:`grant`, :meth:`pull`, :meth:`load`,
     :meth:`card`, :meth:`find_member`, :meth:`is_connected`, :meth:`statistics` and the methods of a Grant may be called
     from any thread, :meth:`wait` from any other, and everything else on that loop.
@@ -103,10 +100,11 @@ class Agent(RegisteredMemory):
     async def __aenter__(self) -> Agent:
         """Listen, register, publish the pools.
 
-        Raises ConfigError, CoordinatorUnavailable, AuthenticationFailed, and Refused where the agent id is in use.
+        Raises ConfigError, CoordinatorUnavailableError, AuthenticationError, and RefusedError where the agent id is in
+        use.
         """
         if self._is_entered or self._is_closing:
-            raise Closed("an agent is entered once")
+            raise ClosedError("an agent is entered once")
         self._is_entered = True
         binding: Binding = NativeBinding(self.config) if self._network is None else MemoryBinding(self._network)
         try:
@@ -148,17 +146,13 @@ class Agent(RegisteredMemory):
 
     @property
     def ref(self) -> AgentRef:
-        """This life's full name; raises Closed before the context was entered."""
+        """This life's full name; raises ClosedError before the context was entered."""
         return (self._life or self._open()).transport.ref
 
     @property
     def address(self) -> DataAddress:
         """Where peers reach this agent."""
         return self._open().transport.address
-
-    @property
-    def pools(self) -> tuple[Pool, ...]:
-        return tuple(self._pools)
 
     def members(self) -> tuple[Member, ...]:
         """The other lives that are known, the newest of a name last."""
@@ -174,18 +168,18 @@ class Agent(RegisteredMemory):
 
     async def wait_member(self, agent_id: str, *, timeout_s: float, incarnation: Incarnation | None = None) -> Member:
         """Wait until an agent of that name is known and has a pool. ``incarnation``: that life of it, and no other;
-        where a later one is known it is gone. Raises PeerGone, CoordinatorUnavailable."""
+        where a later one is known it is gone. Raises PeerGoneError, CoordinatorUnavailableError."""
         return await self._open().peers.wait(agent_id, timeout_s, with_pools=True, incarnation=incarnation)
 
     def card(self) -> str:
         """What others need to :meth:`meet` this life with its pools of now, sealed with the cluster token, for anybody
-        to carry. Raises InvalidArgument where ``introductions`` are off, or there are too many pools."""
+        to carry. Raises InvalidArgumentError where ``introductions`` are off, or there are too many pools."""
         return self._introduced().card()
 
     def meet(self, card: str, agent_id: str, *, incarnation: Incarnation | None = None) -> Member:
         """Know an agent by its :meth:`card`; it gets to know this one when it is dialed. ``incarnation``: that life of
-        it, and no other; nothing is done where that is known already. Raises PeerGone, for whatever reason (the log has
-        it), InvalidArgument where ``introductions`` are off."""
+        it, and no other; nothing is done where that is known already. Raises PeerGoneError, for whatever reason (the
+        log has it), InvalidArgumentError where ``introductions`` are off."""
         return self._introduced().meet(card, agent_id, incarnation)
 
     def load(self, load: Load) -> None:
@@ -214,49 +208,6 @@ class Agent(RegisteredMemory):
         """Say that exactly this life is dead: what it reads or is read from ends."""
         self._open().peers.remove(ref)
 
-    # --- pools ---
-
-    def allocate_pool(
-        self,
-        record: CompatibilityRecord,
-        *,
-        block_count: int,
-        block_bytes: int,
-        exposure: Exposure = Exposure.POOL,
-        checks: str = "off",
-        is_published: bool = True,
-    ) -> Pool:
-        """A pool in memory made by kvxfer, zeroed, block ``b`` at ``b * block_bytes``: readers on this host can map it
-        (lane ``mapped``), unless ``exposure`` is GRANT. ``checks``: when blocks travel with CRC-32Cs, from here and
-        to here: ``off``, ``auto`` (what another host sends), ``on``, or ``sampled`` (one transfer in 16). One that is
-        not ``is_published`` is for pulls of our own: no other agent knows of it. Raises InvalidArgument where there are
-        too many published ones, LimitExceeded where the host has not so much memory.
-        """
-        return self._pools.allocate(PoolSpec(record, block_count, exposure, checks, is_published), block_bytes)
-
-    def register_pool(
-        self,
-        record: CompatibilityRecord,
-        memory: Any,
-        *,
-        block_count: int,
-        segments: Sequence[Segment] | None = None,
-        exposure: Exposure = Exposure.POOL,
-        checks: str = "off",
-        is_published: bool = True,
-    ) -> Pool:
-        """A pool in memory that is there already: a contiguous tensor (CPU, CUDA), array, buffer, ``(address, length)``
-        or Region. It is kept alive as long as the pool. Without ``segments``, block ``b`` is ``b``-th of equal parts.
-
-        Raises InvalidArgument for memory with gaps or segments that do not fit, LaneUnavailable for an unusable device.
-        """
-        return self._pools.register(PoolSpec(record, block_count, exposure, checks, is_published), memory, segments)
-
-    def remove_pool(self, pool: Pool) -> None:
-        """Take a pool back. Raises BlocksBusy while a block of it is granted, reserved or quarantined."""
-        self._check_own(pool)
-        self._pools.remove(pool)
-
     # --- source ---
 
     def grant(
@@ -274,8 +225,8 @@ class Agent(RegisteredMemory):
         the transfer id), the first ``ready_blocks`` of them readable at once. ``content`` (32 bytes, a
         digest of the tokens, say): a reader that takes the blocks for something else is refused. From any thread.
 
-        Raises InvalidArgument (an id used before, a block out of range), BlocksBusy, LimitExceeded, and GrantReleased
-        if the reader gave the transfer up before.
+        Raises InvalidArgumentError (an id used before, a block out of range), BlocksBusyError, LimitExceededError, and
+        GrantReleasedError if the reader gave the transfer up before.
         """
         self._check_own(pool)
         return self._open().grants.make(
@@ -291,7 +242,8 @@ class Agent(RegisteredMemory):
     def expect(self, transfer_id: TransferId, *, reader: str | None = None) -> None:
         """The engine here accepted that prompt for the agent ``reader`` (``None``: whoever comes first): a pull of it
         that comes early is told that it is queued. Ends by :meth:`grant` or :meth:`decline`. From any thread. Raises
-        InvalidArgument (an id used before), LimitExceeded, GrantReleased (the reader gave it up before)."""
+        InvalidArgumentError (an id used before), LimitExceededError, GrantReleasedError (the reader gave it up
+        before)."""
         self._open().grants.expect(transfer_id, reader or "")
 
     def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
@@ -303,7 +255,7 @@ class Agent(RegisteredMemory):
         self._signs.pulse(has_work, took_in)
 
     def decline(self, transfer_id: TransferId) -> None:
-        """This grant will never be made: its reader need not wait. From any thread. Raises InvalidArgument."""
+        """This grant will never be made: its reader need not wait. From any thread. Raises InvalidArgumentError."""
         self._open().grants.decline(transfer_id)
 
     # --- destination ---
@@ -329,12 +281,13 @@ class Agent(RegisteredMemory):
         agent from now until the transfer drained, or :meth:`Transfer.unreserve` gave them back: from then on it is as
         :meth:`ask` made it. ``on_granted(transfer)`` is called when the grant exists.
 
-        A wrong call raises here: InvalidArgument, BlocksBusy, LimitExceeded. What goes wrong with the peer is raised by
-        awaiting: Incompatible (names the field; not a byte moved), LaneUnavailable, PeerGone, CoordinatorUnavailable,
-        GrantGone's kinds, Refused, DeadlineExceeded. A ``source`` that is not known yet is waited for, at most 2 s;
-        until it is found the blocks are not reserved yet, so that BlocksBusy too may come late.
-        From any thread; on another than the loop's nobody waits for a source that is not known. ``on_ended(transfer)``
-        is called once it drained, on the thread that hears of it first (see :meth:`wait`), and must not block."""
+        A wrong call raises here: InvalidArgumentError, BlocksBusyError, LimitExceededError. What goes wrong with the
+        peer is raised by awaiting: IncompatibleError (names the field; not a byte moved), LaneUnavailableError,
+        PeerGoneError, CoordinatorUnavailableError, GrantGoneError's kinds, RefusedError, DeadlineExceededError. A
+        ``source`` that is not known yet is waited for, at most 2 s; until it is found the blocks are not reserved yet,
+        so that BlocksBusyError too may come late. From any thread; on another than the loop's nobody waits for a source
+        that is not known. ``on_ended(transfer)`` is called once it drained, on the thread that hears of it first (see
+        :meth:`wait`), and must not block."""
         index = as_blocks(blocks)
         what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content)
         return self._open().transfers.pull(self._order(pool, index, len(index), *what), on_ended, on_granted)
@@ -375,7 +328,7 @@ class Agent(RegisteredMemory):
     ) -> PullOrder:
         self._check_own(pool)
         if source == self.info.agent_id:
-            raise InvalidArgument("an agent does not pull from itself")
+            raise InvalidArgumentError("an agent does not pull from itself")
         allowed = self._lanes if lanes is None else tuple(lanes)
         timeout_s = self.config.grant_wait_s if timeout_s is None else timeout_s
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
@@ -385,13 +338,13 @@ class Agent(RegisteredMemory):
     def wait(self, timeout_s: float) -> None:
         """Wait for news of any kind, at most so long and 5 ms, on a thread that is not the loop's; calls ``on_ended``
         of transfers that ended. With ``AgentConfig.progress`` "caller" this thread moves bytes meanwhile. Raises
-        Closed, InvalidArgument on the loop, or what broke the agent."""
+        ClosedError, InvalidArgumentError on the loop, or what broke the agent."""
         self._open().wait(timeout_s)
 
     def give_up(self, transfer_id: TransferId, source: str) -> None:
         """This id will never be pulled here: its source, if known, need not wait for the grant to expire.
 
-        Raises InvalidArgument for a transfer that has begun (cancel that).
+        Raises InvalidArgumentError for a transfer that has begun (cancel that).
         """
         life = self._open()
         member = life.peers.find(source)
@@ -403,7 +356,8 @@ class Agent(RegisteredMemory):
     def notify(self, agent_id: str, payload: bytes) -> Delivery:
         """Send a small message to the newest life of an agent; it arrives once, in order. The Delivery may be awaited.
 
-        Raises PeerGone or CoordinatorUnavailable (not known), InvalidArgument (too long), LimitExceeded."""
+        Raises PeerGoneError or CoordinatorUnavailableError (not known), InvalidArgumentError (too long),
+        LimitExceededError."""
         life = self._open()
         delivery = Delivery(asyncio.get_running_loop(), life.peers.get(agent_id).ref)
         self._notifications.sent(life.transport.notify(delivery.receiver, payload), delivery)
@@ -430,15 +384,15 @@ class Agent(RegisteredMemory):
     # --- the end ---
 
     async def close(self) -> None:
-        """End: transfers fail with Closed, grants are revoked, what is under way drains (at most CLOSE_S), peers and
-        coordinator are told. Callable twice; the second call waits for the first."""
+        """End: transfers fail with ClosedError, grants are revoked, what is under way drains (at most CLOSE_S), peers
+        and coordinator are told. Callable twice; the second call waits for the first."""
         if self._closed is not None:
             await asyncio.shield(self._closed)
             return
         self._closed = asyncio.get_running_loop().create_future()
         self._is_closing = True
         self._pools.close()
-        error = self._failure or Closed("the agent was closed")
+        error = self._failure or ClosedError("the agent was closed")
         try:
             if self._life is not None:
                 await self._life.close(error)
@@ -474,7 +428,7 @@ class Agent(RegisteredMemory):
     def _introduced(self) -> Introductions:
         self._open()
         if self._introductions is None:
-            raise InvalidArgument(f"agent {self.info.agent_id} has introductions turned off")
+            raise InvalidArgumentError(f"agent {self.info.agent_id} has introductions turned off")
         return self._introductions
 
     def _on_membership(self, membership: Membership) -> None:
@@ -486,15 +440,11 @@ class Agent(RegisteredMemory):
             log.info("%s: the coordinator %s", self.info.agent_id, "is heard" if is_connected else "is lost")
             self._life.peers.coordinator_is(is_connected)
 
-    def _check_own(self, pool: Pool) -> None:
-        if pool not in self._pools:
-            raise InvalidArgument(f"{pool!r} is no pool of agent {self.info.agent_id}")
-
     def _open(self) -> AgentRuntime:
         if self._failure is not None:
             raise self._failure
         if self._life is None or self._is_closing:
-            raise Closed(f"agent {self.info.agent_id} {'was closed' if self._is_closing else 'is not started'}")
+            raise ClosedError(f"agent {self.info.agent_id} {'was closed' if self._is_closing else 'is not started'}")
         return self._life
 
     def _on_failure(self, error: KvxferError) -> None:

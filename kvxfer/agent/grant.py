@@ -60,8 +60,8 @@ class Grant:
         """The first ``blocks`` of the grant's blocks are written and stay as they are; cumulative. ``complete``: these
         are all, and nothing is computed any more.
 
-        Raises GrantExpired, GrantRevoked or GrantReleased once it has ended, InvalidArgument for fewer than before or
-        more than granted.
+        Raises GrantExpiredError, GrantRevokedError or GrantReleasedError once it has ended, InvalidArgumentError for
+        fewer than before or more than granted.
         """
         self._transport.ready(self._transfer_id, blocks, layers=layers, complete=complete)
 

@@ -8,7 +8,7 @@ import asyncio
 
 from kvxfer._native import _core
 from kvxfer.agent.grant import Grant
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.base import Blocks, Transport
 from kvxfer.types import GrantState, TransferId
 
@@ -39,7 +39,7 @@ class Grants:
         """Raises what :meth:`Transport.grant` raises."""
         grant = Grant(self._transport, self._loop, transfer_id, len(blocks), reader)
         if self._alive.setdefault(transfer_id.raw, grant) is not grant:
-            raise InvalidArgument("this transfer id was used before; a retry needs a new one")
+            raise InvalidArgumentError("this transfer id was used before; a retry needs a new one")
         try:
             self._transport.grant(
                 transfer_id,

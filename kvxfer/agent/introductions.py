@@ -15,7 +15,7 @@ import logging
 from kvxfer.agent.peers import NOWHERE
 from kvxfer.agent.pools import Pools
 from kvxfer.agent.runtime import AgentRuntime
-from kvxfer.errors import InvalidArgument, KvxferError, PeerGone, ProtocolViolation
+from kvxfer.errors import InvalidArgumentError, KvxferError, PeerGoneError, ProtocolError
 from kvxfer.protocol.handshake import session_key, session_root
 from kvxfer.protocol.introduction import Seal
 from kvxfer.ratelimit import RateLimitedWarning
@@ -44,7 +44,7 @@ class Introductions:
         transport.set_root(self._root)
 
     def card(self) -> str:
-        """Of this life, sealed. Raises InvalidArgument where it would be too long."""
+        """Of this life, sealed. Raises InvalidArgumentError where it would be too long."""
         from kvxfer.rpc.convert import write_member
 
         own = Member(self._transport.ref, self._info, self._transport.address, tuple(self._pools.published))
@@ -53,7 +53,7 @@ class Introductions:
     def meet(self, card: str, agent_id: str, incarnation: Incarnation | None) -> Member:
         """Know the life that ``card`` is of, which must have that name and, where one is given, be that life; for one
         that is given and known already no card is read, unless it did not know its weights when it was met: then a card
-        that cannot be read changes nothing. Raises PeerGone, which says nothing of why."""
+        that cannot be read changes nothing. Raises PeerGoneError, which says nothing of why."""
         known = self._peers.find(agent_id)
         if known is not None and known.pools and incarnation == known.ref.incarnation:
             self._peers.touch(known.ref)
@@ -61,13 +61,13 @@ class Introductions:
         try:
             member = self._read(card)
             if member.ref.agent_id != agent_id or incarnation not in (None, member.ref.incarnation):
-                raise InvalidArgument(f"the card is of {member.ref}")
+                raise InvalidArgumentError(f"the card is of {member.ref}")
             if known is not None and known.ref.incarnation.number > member.ref.incarnation.number:
-                raise PeerGone(f"the card is of {member.ref}, and it is {known.ref} now")
+                raise PeerGoneError(f"the card is of {member.ref}, and it is {known.ref} now")
             self._peers.introduce(member)
         except KvxferError as error:
             self._complaint.say(agent_id, error)
-            raise PeerGone(f"agent {agent_id!r} could not be met by what the request carries") from None
+            raise PeerGoneError(f"agent {agent_id!r} could not be met by what the request carries") from None
         return member
 
     def was_met(self, ref: AgentRef) -> None:
@@ -94,7 +94,7 @@ class Introductions:
         return known
 
     def _read(self, card: str) -> Member:
-        """Raises AuthenticationFailed, ProtocolViolation."""
+        """Raises AuthenticationError, ProtocolError."""
         from google.protobuf.message import DecodeError
 
         from kvxfer._pb import control_pb2
@@ -103,6 +103,6 @@ class Introductions:
         try:
             message = control_pb2.Member.FromString(self._seal.open(card))
         except DecodeError:
-            raise ProtocolViolation("what stands on the card cannot be read") from None
+            raise ProtocolError("what stands on the card cannot be read") from None
         member = read_member(message)
         return dataclasses.replace(member, session_key=session_key(self._root, self._transport.ref, member.ref))

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Generator
 from typing import Any
 
 from kvxfer._native import _core
-from kvxfer.errors import Closed, KvxferError, from_code
+from kvxfer.errors import ClosedError, KvxferError, from_code
 from kvxfer.transport.base import read_ref
 from kvxfer.types import AgentRef
 
@@ -43,7 +43,7 @@ class NotificationStatistics:
 
 class Delivery:
     """What :meth:`Agent.notify` returns. Awaiting it waits until the receiver's agent has the notification; raises
-    PeerGone where that life ended first: then it may or may not have had it.
+    PeerGoneError where that life ended first: then it may or may not have had it.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, receiver: AgentRef) -> None:
@@ -114,7 +114,7 @@ class Notifications:
         deliveries, self._deliveries = self._deliveries, {}
         self._failed += len(deliveries)
         for delivery in deliveries.values():
-            delivery._settle(error or Closed("the agent was closed"))
+            delivery._settle(error or ClosedError("the agent was closed"))
 
     def statistics(self) -> NotificationStatistics:
         return NotificationStatistics(

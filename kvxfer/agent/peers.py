@@ -17,7 +17,14 @@ import logging
 import secrets
 from collections.abc import Iterator
 
-from kvxfer.errors import Closed, CoordinatorUnavailable, InvalidArgument, KvxferError, LimitExceeded, PeerGone
+from kvxfer.errors import (
+    ClosedError,
+    CoordinatorUnavailableError,
+    InvalidArgumentError,
+    KvxferError,
+    LimitExceededError,
+    PeerGoneError,
+)
 from kvxfer.protocol.handshake import SESSION_KEY_BYTES
 from kvxfer.transport.base import Transport
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Member, Membership
@@ -69,10 +76,10 @@ class Peers:
                 log.warning("%s cannot be a peer: %s", member.ref, error)
 
     def add(self, member: Member) -> None:
-        """Know this life, or what is new about it: it was named, whatever it was before. Raises InvalidArgument for a
-        key or address that cannot be used."""
+        """Know this life, or what is new about it: it was named, whatever it was before. Raises InvalidArgumentError
+        for a key or address that cannot be used."""
         if len(member.session_key) != SESSION_KEY_BYTES:
-            raise InvalidArgument(f"a session key has {SESSION_KEY_BYTES} bytes, not {len(member.session_key)}")
+            raise InvalidArgumentError(f"a session key has {SESSION_KEY_BYTES} bytes, not {len(member.session_key)}")
         contact = (member.address, member.session_key)
         if self._told.get(member.ref) != contact:
             self._transport.set_peer(member.ref, member.address, member.session_key)
@@ -86,21 +93,21 @@ class Peers:
         self._tell()
 
     def introduce(self, member: Member) -> None:
-        """Know a life that nobody announced. Raises PeerGone for one that was said to be gone, InvalidArgument for our
-        own name, for one that was announced of another, and as :meth:`add`, LimitExceeded where INTRODUCED_MAX others
-        have sessions."""
+        """Know a life that nobody announced. Raises PeerGoneError for one that was said to be gone,
+        InvalidArgumentError for our own name, for one that was announced of another, and as :meth:`add`,
+        LimitExceededError where INTRODUCED_MAX others have sessions."""
         ref = member.ref
         if ref in self._gone:
-            raise PeerGone(f"{ref} is gone")
+            raise PeerGoneError(f"{ref} is gone")
         if ref.agent_id == self._transport.ref.agent_id:
-            raise InvalidArgument(f"{ref} has our own name")
+            raise InvalidArgumentError(f"{ref} has our own name")
         newest = self.find(ref.agent_id)
         if newest is not None and newest.ref not in self._introduced:
-            raise InvalidArgument(f"{newest.ref} was named to us, and {ref} only introduced itself")
+            raise InvalidArgumentError(f"{newest.ref} was named to us, and {ref} only introduced itself")
         if ref not in self._introduced and len(self._introduced) >= INTRODUCED_MAX:
             idle = next((other for other in self._introduced if not self._transport.is_connected(other)), None)
             if idle is None:
-                raise LimitExceeded(f"INTRODUCED_MAX={INTRODUCED_MAX} agents that were introduced have sessions")
+                raise LimitExceededError(f"INTRODUCED_MAX={INTRODUCED_MAX} agents that were introduced have sessions")
             self._forget(idle)
         self.add(member)
         self._introduced[ref] = None
@@ -156,7 +163,7 @@ class Peers:
         return self._newest.get(agent_id)
 
     def get(self, agent_id: str) -> Member:
-        """As :meth:`find`; raises PeerGone or CoordinatorUnavailable where there is none."""
+        """As :meth:`find`; raises PeerGoneError or CoordinatorUnavailableError where there is none."""
         member = self.find(agent_id)
         if member is None:
             raise self.unknown(agent_id)
@@ -168,10 +175,10 @@ class Peers:
     def unknown(self, agent_id: str) -> KvxferError:
         """Why a name that is not known cannot be used."""
         if self.coordinator_state is False:
-            return CoordinatorUnavailable(
+            return CoordinatorUnavailableError(
                 f"agent {agent_id!r} is not known here, and the coordinator, who would know, cannot be reached"
             )
-        return PeerGone(f"no agent {agent_id!r} is known")
+        return PeerGoneError(f"no agent {agent_id!r} is known")
 
     async def wait(
         self, agent_id: str, timeout_s: float, *, with_pools: bool = False, incarnation: Incarnation | None = None
@@ -179,8 +186,8 @@ class Peers:
         """The newest life with that name, waiting for a membership that has it (and, with ``with_pools``, at least one
         pool of it). ``incarnation``: only that life will do.
 
-        Raises PeerGone after ``timeout_s``, and at once where nobody could tell or a later life than that is known;
-        CoordinatorUnavailable as soon as the coordinator cannot be reached.
+        Raises PeerGoneError after ``timeout_s``, and at once where nobody could tell or a later life than that is
+        known; CoordinatorUnavailableError as soon as the coordinator cannot be reached.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -189,21 +196,23 @@ class Peers:
                     if member is not None and (member.pools or not with_pools):
                         return member
                     if self._is_closed:
-                        raise Closed("the agent was closed")
+                        raise ClosedError("the agent was closed")
                     if self.coordinator_state is not True:
                         raise self.unknown(agent_id)
                     await self._next_change()
         except TimeoutError:
             if self._find_life(agent_id, incarnation) is None:
-                raise PeerGone(f"no agent {agent_id!r} joined within {timeout_s:g} s") from None
-            raise PeerGone(f"agent {agent_id!r} published no pool within {timeout_s:g} s") from None
+                raise PeerGoneError(f"no agent {agent_id!r} joined within {timeout_s:g} s") from None
+            raise PeerGoneError(f"agent {agent_id!r} published no pool within {timeout_s:g} s") from None
 
     def _find_life(self, agent_id: str, incarnation: Incarnation | None) -> Member | None:
         member = self.find(agent_id)
         if member is None or incarnation is None or member.ref.incarnation == incarnation:
             return member
         if member.ref.incarnation.number >= incarnation.number:
-            raise PeerGone(f"agent {agent_id!r} was restarted: it is {member.ref} now, and no longer #{incarnation}")
+            raise PeerGoneError(
+                f"agent {agent_id!r} was restarted: it is {member.ref} now, and no longer #{incarnation}"
+            )
         return None
 
     def coordinator_is(self, is_connected: bool) -> None:

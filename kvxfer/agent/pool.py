@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.base import Region, check_segments
 from kvxfer.types import CompatibilityRecord, PoolRecord, Segment
 
@@ -59,7 +59,8 @@ class Pool:
 
     def describe(self, record: CompatibilityRecord) -> None:
         """Say anew what the blocks are: their owner has learnt it, or knows it no more. What is judged from now on,
-        here and by peers once they have heard of it, is judged by ``record``. On the agent's loop. Raises Closed."""
+        here and by peers once they have heard of it, is judged by ``record``. On the agent's loop. Raises
+        ClosedError."""
         self._published = dataclasses.replace(self._published, record=record)
         self._on_described(self)
 
@@ -79,11 +80,13 @@ class Pool:
     def array(self) -> npt.NDArray[np.uint8]:
         """The memory that kvxfer allocated: uint8, shape [block_count, block_bytes].
 
-        Raises InvalidArgument for a registered pool: its memory is the caller's own.
+        Raises InvalidArgumentError for a registered pool: its memory is the caller's own.
         """
         owner = self.region.owner
         if not self.region.is_allocated or not isinstance(owner, np.ndarray):
-            raise InvalidArgument("only a pool that kvxfer allocated has an array; this one's memory is the caller's")
+            raise InvalidArgumentError(
+                "only a pool that kvxfer allocated has an array; this one's memory is the caller's"
+            )
         return owner[: self.block_count * self.block_bytes].reshape(self.block_count, self.block_bytes)
 
     def __repr__(self) -> str:
@@ -95,13 +98,13 @@ def plan_segments(
     block_count: int, length_bytes: int, segments: Sequence[Segment] | None
 ) -> tuple[tuple[Segment, ...], int]:
     """The segments of a pool and the bytes of one block; without ``segments``, block ``b`` is the ``b``-th of equal
-    parts of the memory. Raises InvalidArgument where that does not come out even.
+    parts of the memory. Raises InvalidArgumentError where that does not come out even.
     """
     if block_count < 1:
-        raise InvalidArgument(f"a pool needs at least one block, not {block_count}")
+        raise InvalidArgumentError(f"a pool needs at least one block, not {block_count}")
     if segments is not None:
         return tuple(segments), sum(segment.length_bytes for segment in segments)
     block_bytes, rest = divmod(length_bytes, block_count)
     if rest or not block_bytes:
-        raise InvalidArgument(f"{length_bytes} bytes do not divide into {block_count} equal blocks; give segments")
+        raise InvalidArgumentError(f"{length_bytes} bytes do not divide into {block_count} equal blocks; give segments")
     return (Segment(0, block_bytes, block_bytes),), block_bytes

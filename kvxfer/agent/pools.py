@@ -10,7 +10,7 @@ from typing import Any
 
 from kvxfer.agent.pool import Pool, plan_segments
 from kvxfer.config import check_checks
-from kvxfer.errors import Closed, InvalidArgument, KvxferError
+from kvxfer.errors import ClosedError, InvalidArgumentError, KvxferError
 from kvxfer.transport.base import Region, Transport, allocate_region
 from kvxfer.transport.host_memory import region_of
 from kvxfer.types import CompatibilityRecord, Exposure, PoolRecord, Segment
@@ -65,7 +65,7 @@ class Pools:
     def allocate(self, spec: PoolSpec, block_bytes: int) -> Pool:
         """See :meth:`Agent.allocate_pool`."""
         if spec.block_count < 1 or block_bytes < 1:
-            raise InvalidArgument(f"a pool needs blocks and bytes, not {spec.block_count} blocks of {block_bytes}")
+            raise InvalidArgumentError(f"a pool needs blocks and bytes, not {spec.block_count} blocks of {block_bytes}")
         self._check_open()
         region = allocate_region(spec.block_count * block_bytes)
         return self._add(spec, region, (Segment(0, block_bytes, block_bytes),), block_bytes)
@@ -115,4 +115,4 @@ class Pools:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise Closed("the agent was closed")
+            raise ClosedError("the agent was closed")

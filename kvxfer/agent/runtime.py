@@ -18,7 +18,7 @@ from kvxfer.agent.peers import Peers
 from kvxfer.agent.pump import EventPump
 from kvxfer.agent.transfers import Transfers
 from kvxfer.config import AgentConfig
-from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.errors import InvalidArgumentError, KvxferError
 from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.transport.base import Event, Transport, read_ref
 from kvxfer.transport.transfers import TRANSFER_EVENTS
@@ -61,7 +61,7 @@ class AgentRuntime:
     def wait(self, timeout_s: float) -> None:
         """See :meth:`Agent.wait`."""
         if self.transfers.is_on_loop:
-            raise InvalidArgument("the agent's own loop has to await; only another thread may wait in place")
+            raise InvalidArgumentError("the agent's own loop has to await; only another thread may wait in place")
         self.pump.wait(timeout_s, self.transfers.handle)
 
     async def close(self, error: KvxferError) -> None:

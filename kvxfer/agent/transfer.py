@@ -33,7 +33,7 @@ class Awaited(Generic[Result]):
         raise NotImplementedError
 
     def cancel(self) -> None:
-        """Give it up: it ends with TransferCancelled, unless it has ended. Returns at once."""
+        """Give it up: it ends with TransferCancelledError, unless it has ended. Returns at once."""
         raise NotImplementedError
 
     async def wait_drained(self) -> None:
@@ -104,14 +104,14 @@ class Transfer(Awaited[TransferResult]):
         return self._pull.progress()
 
     def result(self) -> TransferResult:
-        """What it became, at once. Raises the error that ended it; InvalidArgument while it is under way."""
+        """What it became, at once. Raises the error that ended it; InvalidArgumentError while it is under way."""
         return self._pull.result()
 
     def reserve(self, blocks: npt.ArrayLike, *, first: int = 0) -> None:
         """Give a transfer that :meth:`Agent.ask` made its destination blocks, for the grant's positions ``first...``.
         They are the agent's from now until it drained, or :meth:`unreserve` gave them back.
 
-        Raises InvalidArgument where it is over, has blocks, or its source is not known yet; BlocksBusy.
+        Raises InvalidArgumentError where it is over, has blocks, or its source is not known yet; BlocksBusyError.
         """
         self._pull.reserve(blocks, first=first)
 

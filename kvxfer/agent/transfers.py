@@ -21,7 +21,7 @@ from kvxfer.agent.peers import Peers
 from kvxfer.agent.statistics import Quarantine
 from kvxfer.agent.transfer import AgentPost, Awaited, Transfer
 from kvxfer.config import AgentConfig
-from kvxfer.errors import Incompatible, InvalidArgument, KvxferError, PeerGone, UsageError
+from kvxfer.errors import IncompatibleError, InvalidArgumentError, KvxferError, PeerGoneError, UsageError
 from kvxfer.policy.calibration import LaneFigure
 from kvxfer.protocol.handshake import check, compare
 from kvxfer.transport.base import Event, Transport
@@ -125,7 +125,7 @@ class Transfers:
             if self.is_on_loop:
                 self._searches[pull] = self._loop.create_task(self._search(pull))
             else:
-                has_none = PeerGone(f"agent {order.source!r} has no pool yet")
+                has_none = PeerGoneError(f"agent {order.source!r} has no pool yet")
                 self._end(pull, has_none if member else self._peers.unknown(order.source))
             return transfer
         try:
@@ -168,7 +168,7 @@ class Transfers:
         """See :meth:`Agent.prepare`."""
         if peer is None:
             if records is not None:
-                raise InvalidArgument("records are a peer's: name the peer")
+                raise InvalidArgumentError("records are a peer's: name the peer")
             return self.engine.prepare(descriptors)
         return self.engine.prepare(descriptors, peer=self._remote(peer, records))
 
@@ -209,7 +209,7 @@ class Transfers:
         if known is not None and is_same_incarnation and is_same_memory and known.address == member.address:
             return known
         if records is None and not is_same_incarnation:
-            raise InvalidArgument(f"the registered memory of {member.ref} is not known yet: give its records")
+            raise InvalidArgumentError(f"the registered memory of {member.ref} is not known yet: give its records")
         memory = known.records if records is None and known is not None else tuple(records or ())
         self._remotes[agent_id] = found = RemotePeer(member.ref, member.address, memory)
         return found
@@ -279,9 +279,10 @@ class Transfers:
 
 
 def choose_pool(ours: PoolRecord, member: Member) -> PoolRecord:
-    """The pool of ``member`` that blocks of ours can come from; raises Incompatible, naming the field, if none can."""
+    """The pool of ``member`` that blocks of ours can come from; raises IncompatibleError, naming the field, if none
+    can."""
     if not member.pools:
-        raise Incompatible(f"agent {member.ref} has no pool")
+        raise IncompatibleError(f"agent {member.ref} has no pool")
     nearest = min(member.pools, key=lambda theirs: len(compare(ours, theirs)))
     check(ours, nearest)
     return nearest

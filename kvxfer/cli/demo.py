@@ -24,7 +24,7 @@ from kvxfer.cli.serve import print_to_stderr, running_stack, say, served_model, 
 from kvxfer.cli.services import add_process_arguments
 from kvxfer.cli.supervise import Child, Supervisor
 from kvxfer.config import check_positive
-from kvxfer.errors import DeadlineExceeded, KvxferError, ProtocolViolation, TransportError
+from kvxfer.errors import DeadlineExceededError, KvxferError, ProtocolError, TransportError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _named_timeout(timeout: asyncio.Timeout, seconds: float) -> Any:
         yield
     except asyncio.CancelledError:
         if timeout.expired():
-            raise DeadlineExceeded(f"no answer within {seconds:g} s") from None
+            raise DeadlineExceededError(f"no answer within {seconds:g} s") from None
         raise
 
 
@@ -137,7 +137,7 @@ def _shortened(text: str, limit: int = 160) -> str:
 async def ask(url: str, model: str, prompt: str, max_tokens: int, *, is_shown: bool) -> Answer:
     """Stream one greedy chat answer from the server at ``url``.
 
-    Raises KvxferError with the server's message where it answers with an error, ProtocolViolation where the stream
+    Raises KvxferError with the server's message where it answers with an error, ProtocolError where the stream
     ends early or carries no token ids, TransportError where the connection fails.
     """
     import httpx
@@ -170,9 +170,9 @@ async def ask(url: str, model: str, prompt: str, max_tokens: int, *, is_shown: b
     except httpx.HTTPError as error:
         raise TransportError(f"the connection to {url} failed: {error or type(error).__name__}") from error
     if not is_done:
-        raise ProtocolViolation("the stream ended without [DONE]")
+        raise ProtocolError("the stream ended without [DONE]")
     if len(answer.token_ids) != answer.usage.get("completion_tokens"):
-        raise ProtocolViolation(
+        raise ProtocolError(
             f"{len(answer.token_ids)} token ids came for {answer.usage.get('completion_tokens')} tokens"
         )
     return answer

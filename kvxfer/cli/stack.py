@@ -18,7 +18,7 @@ from typing import Any
 from kvxfer.cli.flags import to_flags
 from kvxfer.cli.supervise import Child, ChildSpec, Supervisor
 from kvxfer.config import check_positive
-from kvxfer.errors import ConfigError, DeadlineExceeded
+from kvxfer.errors import ConfigError, DeadlineExceededError
 
 POLL_S = 0.1
 READY = "/ready"
@@ -105,7 +105,8 @@ async def start(
 ) -> Child:
     """Start everything and return the router's child once the router sees every worker.
 
-    Raises what :meth:`Supervisor.start` raises, and DeadlineExceeded where the workers do not show up at the router.
+    Raises what :meth:`Supervisor.start` raises, and DeadlineExceededError where the workers do not show up at the
+    router.
     """
     shared: dict[str, Any] = {"token_file": options.token_file or None}
     coordinator = await supervisor.start(
@@ -152,5 +153,5 @@ async def _wait_workers(router: Child, names: Sequence[str], *, timeout_s: float
             if not missing and not why:
                 return
             if time.monotonic() > deadline_s:
-                raise DeadlineExceeded(f"the router did not see {', '.join(missing)} within {timeout_s:g} s{why}")
+                raise DeadlineExceededError(f"the router did not see {', '.join(missing)} within {timeout_s:g} s{why}")
             await asyncio.sleep(POLL_S)

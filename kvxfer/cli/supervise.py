@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from kvxfer.cli.progress import wait_while_it_gets_on
-from kvxfer.errors import ConfigError, DeadlineExceeded, KvxferError
+from kvxfer.errors import ConfigError, DeadlineExceededError, KvxferError
 
 STOP_GRACE_S = 15.0
 """A child that has not ended this long after SIGTERM is killed."""
@@ -117,7 +117,7 @@ class Supervisor:
         """Start a child and wait until it is ready.
 
         Raises ConfigError where the child ended with code 2, KvxferError where it ended otherwise, both with the
-        child's own last words; DeadlineExceeded, when the child has been stopped, once it did nothing for
+        child's own last words; DeadlineExceededError, when the child has been stopped, once it did nothing for
         ``timeout_s`` (nothing written, no processor time), or was busy and not ready for ten times as long.
         """
         process = await asyncio.create_subprocess_exec(
@@ -148,7 +148,7 @@ class Supervisor:
             await self.stop(child)
             why = f": {child.why_not_ready}" if child.why_not_ready else ""
             last = f"; its last words: {child.tail[-1]}" if child.tail else ""
-            raise DeadlineExceeded(f"{spec.name} did not become ready: {error}{why}{last}") from None
+            raise DeadlineExceededError(f"{spec.name} did not become ready: {error}{why}{last}") from None
         except BaseException:
             await self.stop(child)
             raise

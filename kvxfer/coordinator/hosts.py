@@ -8,7 +8,7 @@ import socket
 import urllib.parse
 from collections.abc import Iterable
 
-from kvxfer.errors import Refused
+from kvxfer.errors import RefusedError
 from kvxfer.protocol.directory import Hello
 from kvxfer.protocol.http_url import HostList, HttpUrl, check_registered_host
 
@@ -23,7 +23,7 @@ class RegisteredHosts:
         self._allowed = HostList("allow_http_host", allowed)
 
     def check(self, hello: Hello, peer: str) -> None:
-        """Raise Refused, naming the field, unless the agent behind ``peer`` (as gRPC writes it) may register
+        """Raise RefusedError, naming the field, unless the agent behind ``peer`` (as gRPC writes it) may register
         ``hello``'s http_url. An agent without one may always.
         """
         if hello.info.http_url:
@@ -36,14 +36,14 @@ class RegisteredHosts:
 def peer_host(peer: str) -> str:
     """The address in gRPC's ``ipv4:1.2.3.4:5`` or ``ipv6:%5B::1%5D:5``; empty for a Unix socket.
 
-    Raises Refused for a peer that has no address.
+    Raises RefusedError for a peer that has no address.
     """
     kind, _, rest = peer.partition(":")
     if kind == "unix":
         return ""
     host, colon, _ = urllib.parse.unquote(rest).rpartition(":")
     if kind not in ("ipv4", "ipv6") or not colon:
-        raise Refused(f"an agent registers from {peer[:100]!r}, which is no address")
+        raise RefusedError(f"an agent registers from {peer[:100]!r}, which is no address")
     return host.strip("[]")
 
 

@@ -27,13 +27,13 @@ from kvxfer.coordinator.hosts import RegisteredHosts
 from kvxfer.coordinator.metrics import CoordinatorMetrics
 from kvxfer.coordinator.store import Store
 from kvxfer.errors import (
-    AuthenticationFailed,
-    CoordinatorUnavailable,
-    InvalidArgument,
+    AuthenticationError,
+    CoordinatorUnavailableError,
+    InvalidArgumentError,
     KvxferError,
-    Overloaded,
-    ProtocolViolation,
-    Refused,
+    OverloadedError,
+    ProtocolError,
+    RefusedError,
 )
 from kvxfer.protocol.directory import CloseStream, Directory, Effect, LifeEnded, OrderDrain, Registration
 from kvxfer.protocol.handshake import session_key
@@ -49,12 +49,12 @@ PUSH_GAP_S = 0.02
 """Shortest time between two updates to one receiver; what changes meanwhile goes together."""
 
 _STATUS: dict[type[KvxferError], grpc.StatusCode] = {
-    AuthenticationFailed: grpc.StatusCode.UNAUTHENTICATED,
-    Refused: grpc.StatusCode.FAILED_PRECONDITION,
-    ProtocolViolation: grpc.StatusCode.INVALID_ARGUMENT,
-    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
-    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    CoordinatorUnavailable: grpc.StatusCode.UNAVAILABLE,
+    AuthenticationError: grpc.StatusCode.UNAUTHENTICATED,
+    RefusedError: grpc.StatusCode.FAILED_PRECONDITION,
+    ProtocolError: grpc.StatusCode.INVALID_ARGUMENT,
+    InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
+    OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    CoordinatorUnavailableError: grpc.StatusCode.UNAVAILABLE,
 }
 
 
@@ -127,20 +127,20 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
     async def Watch(self, request: pb.WatchRequest, context: Any) -> None:
         try:
             if request.protocol_version != convert.PROTOCOL_VERSION:
-                raise ProtocolViolation(
+                raise ProtocolError(
                     f"protocol_version {request.protocol_version} is not {convert.PROTOCOL_VERSION}, "
                     "the only one spoken here"
                 )
             self._check_open()
             if len(self._watchers) >= self._watchers_max:
-                raise Overloaded(f"the coordinator keeps at most watchers_max={self._watchers_max} watchers")
+                raise OverloadedError(f"the coordinator keeps at most watchers_max={self._watchers_max} watchers")
             outbox = Outbox(with_load=True)
             self._watchers.add(outbox)
             try:
                 await self._push(outbox, context.write, lambda _: b"")
             finally:
                 self._watchers.discard(outbox)
-            raise CoordinatorUnavailable("the coordinator is stopping")
+            raise CoordinatorUnavailableError("the coordinator is stopping")
         except KvxferError as error:
             await abort(context, error)
 
@@ -156,16 +156,16 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
 
     def _check_open(self) -> None:
         if self._is_stopping:
-            raise CoordinatorUnavailable("the coordinator is stopping")
+            raise CoordinatorUnavailableError("the coordinator is stopping")
 
     async def _register(self, context: Any) -> Registration:
         try:
             async with asyncio.timeout(HELLO_S):
                 message = await _read(context)
         except TimeoutError:
-            raise ProtocolViolation(f"no registration within {HELLO_S:g} s") from None
+            raise ProtocolError(f"no registration within {HELLO_S:g} s") from None
         if message is EOF or message.WhichOneof("kind") != "register":
-            raise ProtocolViolation("the first message of a session must register")
+            raise ProtocolError("the first message of a session must register")
         try:
             hello = convert.read_hello(message.register)
             self._hosts.check(hello, context.peer())
@@ -232,7 +232,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
                     self._carry_out(self._directory.deregister(stream, now_ns=now_ns))
                     return
                 case kind:
-                    raise ProtocolViolation(f"a registered agent sent {kind!r}")
+                    raise ProtocolError(f"a registered agent sent {kind!r}")
 
     async def _push(
         self,
@@ -243,14 +243,14 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
     ) -> None:
         """Tell one receiver what it lacks, again and again.
 
-        Returns when the coordinator stops; raises Refused when the stream is to end.
+        Returns when the coordinator stops; raises RefusedError when the stream is to end.
         """
         heartbeat_s = self._config.heartbeat_s
         revision: int | None = None
         while True:
             outbox.wake.clear()
             if outbox.close_reason is not None:
-                raise Refused(outbox.close_reason)
+                raise RefusedError(outbox.close_reason)
             if outbox.drain_reason is not None and session is not None:
                 reason, outbox.drain_reason = outbox.drain_reason, None
                 await session.write(pb.CoordinatorMessage(drain=pb.DrainOrder(reason=reason)))
@@ -293,11 +293,11 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
 
 
 async def _read(context: Any) -> Any:
-    """The next message or EOF; ProtocolViolation for bytes that are no message."""
+    """The next message or EOF; ProtocolError for bytes that are no message."""
     try:
         return await context.read()
     except DecodeError:
-        raise ProtocolViolation("bytes that are no AgentMessage") from None
+        raise ProtocolError("bytes that are no AgentMessage") from None
 
 
 async def abort(context: Any, error: KvxferError) -> None:
@@ -327,4 +327,4 @@ class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return hmac.compare_digest(given, self._expected)
 
     async def _deny(self, requests: Any, context: Any) -> None:
-        await abort(context, AuthenticationFailed("the cluster token is missing or wrong"))
+        await abort(context, AuthenticationError("the cluster token is missing or wrong"))

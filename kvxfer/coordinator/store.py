@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvxfer.errors import Refused
+from kvxfer.errors import RefusedError
 
 AHEAD_MAX = 1 << 45
 """How far above our own counter a shown number may lie: about a year of microseconds. More was never given by any
@@ -22,7 +22,7 @@ class Store(Protocol):
         ...
 
     async def admit_number(self, number: int) -> None:
-        """Stay above a number that a live agent shows. Raises Refused for one that nobody can have given."""
+        """Stay above a number that a live agent shows. Raises RefusedError for one that nobody can have given."""
         ...
 
 
@@ -43,7 +43,7 @@ class MemoryStore:
 
     async def admit_number(self, number: int) -> None:
         if number > self._last + AHEAD_MAX:
-            raise Refused(f"incarnation number {number} is far above every number of this cluster")
+            raise RefusedError(f"incarnation number {number} is far above every number of this cluster")
         self._last = max(self._last, number)
 
     def __repr__(self) -> str:

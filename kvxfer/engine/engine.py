@@ -20,7 +20,7 @@ from kvxfer.engine.executor import Executor
 from kvxfer.engine.generation import Generation
 from kvxfer.engine.remote import AgentLike, BlockExchange
 from kvxfer.engine.request import Event, Leg, Request, Sequence
-from kvxfer.errors import Closed, KvxferError, TransferCancelled
+from kvxfer.errors import ClosedError, KvxferError, TransferCancelledError
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +73,11 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request) -> Generation:
-        """Take a request in. Raises Closed when stopping; every other error comes out of the generation."""
+        """Take a request in. Raises ClosedError when stopping; every other error comes out of the generation."""
         if not self.is_accepting:
-            raise Closed("this worker is shutting down" if self.failure is None else "this worker's engine has failed")
+            raise ClosedError(
+                "this worker is shutting down" if self.failure is None else "this worker's engine has failed"
+            )
         sequence = Sequence(request, submitted_s=time.monotonic())
         generation = Generation(sequence, self._abort_soon)
         self._inbox.put(self._intake_of(sequence, generation))
@@ -96,14 +98,15 @@ class Engine:
         """Take no more requests, let the running finish for ``grace_s``, abort the rest, and end the thread."""
         self._is_accepting = False
         await self._wait_empty(grace_s)
-        self._inbox.put(functools.partial(self.executor.abort_all, Closed("this worker is shutting down")))
+        self._inbox.put(functools.partial(self.executor.abort_all, ClosedError("this worker is shutting down")))
         await self._wait_empty(DRAIN_S)
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, DRAIN_S)
         await asyncio.sleep(0)
 
     async def ask(self, question: Callable[[], T]) -> T:
-        """What ``question`` returns, called on the engine thread between two steps. Raises Closed once that ended."""
+        """What ``question`` returns, called on the engine thread between two steps. Raises ClosedError once that
+        ended."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -127,7 +130,7 @@ class Engine:
         while not answer.done():
             await asyncio.wait({answer}, timeout=PULSE_S)
             if not answer.done() and not self._thread.is_alive():
-                raise Closed("this worker's engine has ended")
+                raise ClosedError("this worker's engine has ended")
         return answer.result()
 
     def call(self, command: Callable[[], None]) -> None:
@@ -135,7 +138,7 @@ class Engine:
         self._inbox.put(command)
 
     def _abort_soon(self, sequence: Sequence) -> None:
-        error = TransferCancelled("the client went away")
+        error = TransferCancelledError("the client went away")
         self._inbox.put(functools.partial(self.executor.abort, sequence, error))
 
     async def _wait_empty(self, timeout_s: float) -> None:

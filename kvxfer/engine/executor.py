@@ -35,7 +35,7 @@ from kvxfer.engine.request import (
 )
 from kvxfer.engine.runner import Chunk, Runner
 from kvxfer.engine.scheduler import Scheduler, SchedulerLimits, Work
-from kvxfer.errors import KvxferError, Overloaded
+from kvxfer.errors import KvxferError, OverloadedError
 from kvxfer.policy.room import Held, Room
 from kvxfer.types import GrantState, Load, TransferId
 
@@ -124,7 +124,7 @@ class Executor:
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
             if sequence.phase is Phase.ENDED:
-                self._emit_error(sequence, Overloaded("this prompt lost its blocks to older requests"))
+                self._emit_error(sequence, OverloadedError("this prompt lost its blocks to older requests"))
         for sequence in plan.admitted:
             self._begin(sequence)
         has_made_room = self._make_room(has_admitted=bool(plan.admitted))  # of the moment that the plan speaks of
@@ -273,7 +273,7 @@ class Executor:
             return
         try:
             self.scheduler.add(sequence)
-        except Overloaded as error:
+        except OverloadedError as error:
             self.refuse(sequence, error)
         else:
             if sequence.leg is Leg.DECODE:

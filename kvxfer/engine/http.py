@@ -28,7 +28,7 @@ from kvxfer.engine.generation import Generation
 from kvxfer.engine.intake import Asked, Intake
 from kvxfer.engine.readiness import Readiness
 from kvxfer.engine.request import Delta, Leg
-from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.errors import InvalidArgumentError, KvxferError
 from kvxfer.openai.errors import INVALID_REQUEST, RequestError, error_body, status_for
 from kvxfer.openai.sse import DONE, encode_event
 from kvxfer.serving.bodies import Bodies
@@ -127,7 +127,7 @@ class WorkerHttp:
         async def release(transfer_id: str) -> Response:
             try:
                 identity = TransferId.from_hex(transfer_id)
-            except InvalidArgument as error:
+            except InvalidArgumentError as error:
                 raise RequestError(str(error), param="transfer_id") from None
             if await self._engine.ask(lambda: self._engine.executor.release(identity)):
                 return JSONResponse({"released": transfer_id})

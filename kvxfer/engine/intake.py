@@ -14,7 +14,7 @@ from kvxfer.engine.request import Leg, Remote, Request
 from kvxfer.engine.sampling import SamplingParams
 from kvxfer.engine.schemas import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
 from kvxfer.engine.unsupported import IgnoredFields
-from kvxfer.errors import DoesNotFit, InvalidArgument, Refused
+from kvxfer.errors import DoesNotFitError, InvalidArgumentError, RefusedError
 from kvxfer.openai.errors import RequestError
 from kvxfer.openai.transfer_params import PARAM, Part, TransferParams, parse_transfer_params
 from kvxfer.types import Role
@@ -43,7 +43,8 @@ class Intake:
         self._ignored = IgnoredFields()
 
     def completion(self, body: bytes, request_id: str) -> Asked:
-        """Read a body of ``/v1/completions``. Raises RequestError that names the field, Refused for a wrong worker."""
+        """Read a body of ``/v1/completions``. Raises RequestError that names the field, RefusedError for a wrong
+        worker."""
         parsed = parse_completion(body)
         self._check_model(parsed.model)
         if isinstance(parsed.prompt, str):
@@ -62,7 +63,7 @@ class Intake:
         self._check_length(sum(len(message.content or "") for message in parsed.messages), "messages")
         try:
             tokens = self._model.encode_chat([message.model_dump() for message in parsed.messages])
-        except InvalidArgument as error:
+        except InvalidArgumentError as error:
             raise RequestError(str(error), param="messages") from None
         return self._asked(parsed, tokens, "messages", parsed.max_new_tokens, request_id)
 
@@ -76,7 +77,7 @@ class Intake:
         if characters > self._model.longest_prompt_chars:
             context = self._model.context_tokens
             message = f"{field}: {characters} characters are more than the context of {context} tokens can hold"
-            raise DoesNotFit(message, field=field)
+            raise DoesNotFitError(message, field=field)
 
     def _asked(
         self,
@@ -118,10 +119,10 @@ class Intake:
         context = self._model.context_tokens
         if prompt_tokens >= context:
             message = f"{prompt_field}: {prompt_tokens} tokens leave no room in the context of {context} tokens"
-            raise DoesNotFit(message, field=prompt_field, prompt_tokens=prompt_tokens)
+            raise DoesNotFitError(message, field=prompt_field, prompt_tokens=prompt_tokens)
         if prompt_tokens > self._capacity_tokens:
             message = f"{prompt_field}: {prompt_tokens} tokens do not fit a KV pool of {self._capacity_tokens} tokens"
-            raise DoesNotFit(message, field=prompt_field, prompt_tokens=prompt_tokens)
+            raise DoesNotFitError(message, field=prompt_field, prompt_tokens=prompt_tokens)
         if leg is Leg.PREFILL:  # the answer is made by another worker, whose limits are its own
             return 1
         # The last token that is generated needs no KV.
@@ -134,7 +135,7 @@ class Intake:
             message = (
                 f"{field}: {prompt_tokens} prompt tokens and {max_new} more do not fit the {what} of {capacity} tokens"
             )
-            raise DoesNotFit(message, field=field, prompt_tokens=prompt_tokens)
+            raise DoesNotFitError(message, field=field, prompt_tokens=prompt_tokens)
         room = capacity - prompt_tokens
         return room if max_new is None else min(max_new, room)
 
@@ -155,4 +156,4 @@ class Intake:
     def _check_self(self, params: TransferParams, is_prefill: bool) -> None:
         named = (params.source if is_prefill else params.destination).agent_id
         if named != self._agent_id:
-            raise Refused(f"this leg is for agent {named}, and this is {self._agent_id}")
+            raise RefusedError(f"this leg is for agent {named}, and this is {self._agent_id}")

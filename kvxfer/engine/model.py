@@ -21,7 +21,7 @@ import transformers
 from kvxfer.engine.detokenizer import Detokenizer
 from kvxfer.engine.fingerprint import config_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from kvxfer.engine.model_files import check_config
-from kvxfer.errors import ConfigError, InvalidArgument
+from kvxfer.errors import ConfigError, InvalidArgumentError
 from kvxfer.types import CompatibilityRecord
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -182,15 +182,19 @@ class LoadedModel:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation through the model's chat template, ending where the assistant begins.
 
-        Raises InvalidArgument when the model has no chat template or the template refuses the messages.
+        Raises InvalidArgumentError when the model has no chat template or the template refuses the messages.
         """
         if not self.tokenizer.chat_template:
-            raise InvalidArgument(f"messages need a chat template; model {self.name} has none, send a prompt instead")
+            raise InvalidArgumentError(
+                f"messages need a chat template; model {self.name} has none, send a prompt instead"
+            )
         with self._tokenizer_lock:
             try:
                 text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
             except Exception as error:  # a template is a program: it raises what it likes
-                raise InvalidArgument(f"messages do not fit the model's chat template: {_first_line(error)}") from error
+                raise InvalidArgumentError(
+                    f"messages do not fit the model's chat template: {_first_line(error)}"
+                ) from error
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 

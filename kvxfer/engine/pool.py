@@ -13,7 +13,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from kvxfer.errors import InvalidArgument, Overloaded
+from kvxfer.errors import InvalidArgumentError, OverloadedError
 
 DIGEST_BYTES = 16
 
@@ -39,7 +39,9 @@ class BlockPool:
 
     def __init__(self, block_count: int, block_tokens: int, *, salt: bytes = b"") -> None:
         if block_count < 1 or block_tokens < 1:
-            raise InvalidArgument(f"a pool needs at least one block of one token, not {block_count} of {block_tokens}")
+            raise InvalidArgumentError(
+                f"a pool needs at least one block of one token, not {block_count} of {block_tokens}"
+            )
         self.block_count = block_count
         self.block_tokens = block_tokens
         self._root = hashlib.blake2b(salt, digest_size=DIGEST_BYTES).digest()
@@ -74,12 +76,12 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks, each with one reference and unknown content.
 
-        Raises Overloaded, and takes nothing, when free and evictable cached blocks together are fewer.
+        Raises OverloadedError, and takes nothing, when free and evictable cached blocks together are fewer.
         """
         if count < 0:
-            raise InvalidArgument(f"cannot allocate {count} blocks")
+            raise InvalidArgumentError(f"cannot allocate {count} blocks")
         if count > self.available:
-            raise Overloaded(f"{count} KV blocks are needed, {self.available} of {self.block_count} are available")
+            raise OverloadedError(f"{count} KV blocks are needed, {self.available} of {self.block_count} are available")
         while len(self._free) < count:
             block, _ = self._evictable.popitem(last=False)
             self._drop_digest(block)
@@ -126,13 +128,13 @@ class BlockPool:
     def publish(self, block: int, digest: bytes) -> bool:
         """Say that ``block`` is full, holds the content of ``digest`` and stays so while referenced or cached.
 
-        Returns False, and changes nothing, when another block has that content already. Raises InvalidArgument for
+        Returns False, and changes nothing, when another block has that content already. Raises InvalidArgumentError for
         a block without a reference or one published with another digest.
         """
         self._check_referenced((block,))
         known = self._digests[block]
         if known is not None and known != digest:
-            raise InvalidArgument(f"block {block} is published already with other content")
+            raise InvalidArgumentError(f"block {block} is published already with other content")
         holder = self._by_digest.setdefault(digest, block)
         if holder != block:
             return False
@@ -187,11 +189,11 @@ class BlockPool:
 
     def _check_block(self, block: int) -> None:
         if not 0 <= block < self.block_count:
-            raise InvalidArgument(f"block {block} is not one of the pool's {self.block_count}")
+            raise InvalidArgumentError(f"block {block} is not one of the pool's {self.block_count}")
 
     def _check_referenced(self, blocks: Sequence[int]) -> None:
         seen = collections.Counter(blocks)
         for block, count in seen.items():
             self._check_block(block)
             if self._references[block] < count:
-                raise InvalidArgument(f"block {block} has {self._references[block]} references, not {count}")
+                raise InvalidArgumentError(f"block {block} has {self._references[block]} references, not {count}")

@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from kvxfer.engine.request import Remote
 from kvxfer.errors import (
-    GrantExpired,
-    GrantReleased,
-    GrantRevoked,
+    GrantExpiredError,
+    GrantReleasedError,
+    GrantRevokedError,
     KvxferError,
-    PeerGone,
-    TransferCancelled,
+    PeerGoneError,
+    TransferCancelledError,
 )
 from kvxfer.types import GrantState, Lane, Load, TransferId
 
@@ -120,12 +120,12 @@ class AgentLike(Protocol):
 def ended_error(state: GrantState) -> KvxferError:
     """The error of a prefill leg whose grant ended while it was still being computed."""
     if state is GrantState.EXPIRED:
-        return GrantExpired("the grant expired before the prompt was computed: no reader renewed it")
+        return GrantExpiredError("the grant expired before the prompt was computed: no reader renewed it")
     if state is GrantState.READER_GONE:
-        return PeerGone("the reader of this prompt died before it was computed")
+        return PeerGoneError("the reader of this prompt died before it was computed")
     if state is GrantState.RELEASED:
-        return GrantReleased("the reader gave the grant back before the prompt was computed")
-    return GrantRevoked("the grant was revoked before the prompt was computed")
+        return GrantReleasedError("the reader gave the grant back before the prompt was computed")
+    return GrantRevokedError("the grant was revoked before the prompt was computed")
 
 
 class Pull:
@@ -178,8 +178,8 @@ class BlockExchange:
 
     def expect(self, remote: Remote) -> None:
         """The prompt of a prefill leg was accepted: its reader, who may be early, is told that it is queued. From any
-        thread. Raises GrantReleased where its reader gave it up, InvalidArgument for an id used before,
-        LimitExceeded."""
+        thread. Raises GrantReleasedError where its reader gave it up, InvalidArgumentError for an id used before,
+        LimitExceededError."""
         self._agent.expect(remote.transfer_id, reader=remote.agent_id)
 
     def pulse(self, *, has_work: bool, took_in: bool) -> None:
@@ -308,7 +308,7 @@ class BlockExchange:
         try:
             if pull.is_cancelled:
                 self.give_up(remote)
-                raise TransferCancelled("cancelled before the pull began")
+                raise TransferCancelledError("cancelled before the pull began")
             with pull.lock:
                 pull.transfer = self._begin(pull, blocks, remote, content, first, count)
             result = await pull.transfer

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.errors import InvalidArgumentError, KvxferError
 from kvxfer.types import TransferId, check_agent_id
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.token_ids:
-            raise InvalidArgument("a request needs at least one prompt token")
+            raise InvalidArgumentError("a request needs at least one prompt token")
         if (self.leg is Leg.LOCAL) != (self.remote is None):
-            raise InvalidArgument(f"a {self.leg} leg {'takes no' if self.remote else 'needs a'} remote half")
+            raise InvalidArgumentError(f"a {self.leg} leg {'takes no' if self.remote else 'needs a'} remote half")
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvxfer.engine.attention import PagedLayout, plan_attention
 from kvxfer.engine.model import LoadedModel
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 
 DEFAULT_BLOCK_TOKENS = 16
 
@@ -61,11 +61,11 @@ class Runner:
             storage = torch.zeros(block_count, self.block_bytes, dtype=torch.uint8, device=model.device)
         shape = (block_count, self.block_bytes)
         if storage.dtype != torch.uint8 or tuple(storage.shape) != shape or not storage.is_contiguous():
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"storage must be contiguous uint8 {list(shape)}, not {storage.dtype} {list(storage.shape)}"
             )
         if storage.device != model.device:
-            raise InvalidArgument(f"storage is on {storage.device}, the model on {model.device}")
+            raise InvalidArgumentError(f"storage is on {storage.device}, the model on {model.device}")
         self.storage = storage
         self._layout = PagedLayout(
             storage.view(model.torch_dtype),
@@ -89,7 +89,7 @@ class Runner:
         """Run one step; return float32 logits [chunks with need_logits, vocab], in the order of ``chunks``.
 
         All tokens go through the linear layers together; attention is by sequence, single tokens grouped by length.
-        Raises InvalidArgument, before anything is written, for a chunk that does not fit the model or the pool.
+        Raises InvalidArgumentError, before anything is written, for a chunk that does not fit the model or the pool.
         """
         self._check(chunks)
         core, device = self.model.module.model, self.model.device
@@ -138,22 +138,22 @@ class Runner:
 
     def _check(self, chunks: Sequence[Chunk]) -> None:
         if not chunks:
-            raise InvalidArgument("a step needs at least one chunk")
+            raise InvalidArgumentError("a step needs at least one chunk")
         for chunk in chunks:
             if not chunk.token_ids or chunk.start < 0:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"a chunk needs tokens and a start from 0, not {len(chunk.token_ids)} tokens at {chunk.start}"
                 )
             if chunk.end > self.model.context_tokens:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"a chunk ends at position {chunk.end}, "
                     f"past the model's context of {self.model.context_tokens} tokens"
                 )
             if len(chunk.block_table) * self.block_tokens < chunk.end:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"{len(chunk.block_table)} blocks of {self.block_tokens} tokens do not hold {chunk.end} positions"
                 )
             if min(chunk.block_table) < 0 or max(chunk.block_table) >= self.block_count:
-                raise InvalidArgument(f"a block table names a block outside 0 to {self.block_count - 1}")
+                raise InvalidArgumentError(f"a block table names a block outside 0 to {self.block_count - 1}")
             if min(chunk.token_ids) < 0 or max(chunk.token_ids) >= self.model.vocab_size:
-                raise InvalidArgument(f"a token id lies outside 0 to {self.model.vocab_size - 1}")
+                raise InvalidArgumentError(f"a token id lies outside 0 to {self.model.vocab_size - 1}")

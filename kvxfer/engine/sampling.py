@@ -12,7 +12,7 @@ import math
 import torch
 
 from kvxfer.engine.stop import StopChecker
-from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.errors import InvalidArgumentError, KvxferError
 
 __all__ = ["Sampler", "SamplingParams", "StopChecker"]
 
@@ -22,7 +22,7 @@ NUCLEUS_TRY = 256
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """What a request asks of generation. Raises InvalidArgument naming the field that is out of range."""
+    """What a request asks of generation. Raises InvalidArgumentError naming the field that is out of range."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -34,13 +34,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 2):
-            raise InvalidArgument(f"temperature must be 0 to 2, not {self.temperature!r}")
+            raise InvalidArgumentError(f"temperature must be 0 to 2, not {self.temperature!r}")
         if not 0 < self.top_p <= 1:
-            raise InvalidArgument(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
+            raise InvalidArgumentError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
         if self.max_tokens < 1:
-            raise InvalidArgument(f"max_tokens must be at least 1, not {self.max_tokens!r}")
+            raise InvalidArgumentError(f"max_tokens must be at least 1, not {self.max_tokens!r}")
         if any(not stop for stop in self.stop):
-            raise InvalidArgument("stop must not hold an empty string")
+            raise InvalidArgumentError("stop must not hold an empty string")
 
     @property
     def is_greedy(self) -> bool:

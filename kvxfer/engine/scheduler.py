@@ -20,7 +20,7 @@ from collections.abc import Callable
 from kvxfer.config import check_positive
 from kvxfer.engine.pool import BlockPool
 from kvxfer.engine.request import Leg, Phase, Sequence, blocks_for
-from kvxfer.errors import ConfigError, Overloaded
+from kvxfer.errors import ConfigError, OverloadedError
 
 YIELD_S = 10.0
 """So long a prompt that is computed for others lets go first what came later and is answered from here."""
@@ -181,11 +181,12 @@ class Scheduler:
         return bool(is_pulling) or any(one.leg is not Leg.PREFILL for one in self._computing)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence; a decode leg asks from now on. Raises Overloaded when ``max_waiting`` wait already."""
+        """Queue a new sequence; a decode leg asks from now on. Raises OverloadedError when ``max_waiting`` wait
+        already."""
         is_decode = sequence.leg is Leg.DECODE
         beside = (self._asking, self._granted) if is_decode else (self._waiting, self._for_others)
         if (waiting := sum(map(len, beside))) >= self.limits.max_waiting:
-            raise Overloaded(f"{waiting} requests wait already, max_waiting is {self.limits.max_waiting}")
+            raise OverloadedError(f"{waiting} requests wait already, max_waiting is {self.limits.max_waiting}")
         if is_decode:
             sequence.phase = Phase.ASKING
             self._asking[sequence] = None

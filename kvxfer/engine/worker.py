@@ -50,7 +50,7 @@ async def serve(options: WorkerOptions, *, on_ready: Ready, stop: asyncio.Event)
     """Run a worker until ``stop`` is set. ``on_ready`` gets the ready line as an object, once it serves and is known.
 
     Raises ConfigError for a taken port, a model that cannot be had or a bad token file, and what entering the agent
-    raises (AuthenticationFailed, CoordinatorUnavailable, Refused).
+    raises (AuthenticationError, CoordinatorUnavailableError, RefusedError).
     """
     threads = options.thread_count()
     with listening(options.host, options.port) as listener:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.layout.kv_layout import KvLayout, KvPart
 
 
@@ -45,21 +45,21 @@ def layout_from_axes(
     missing (layer, then part): one where none is missing, else a layer's regions side by side. The cache begins at
     ``offset`` bytes of each. The parts in ``transposed`` store the two innermost axes, which must be ``ND``, the other
     way round.
-    Raises InvalidArgument naming the field.
+    Raises InvalidArgumentError naming the field.
     """
     layers, transposed = tuple(layers), frozenset(transposed)
     if set(axes) | {"L", "K"} != set("LBKHND") or len(set(axes)) != len(axes):
-        raise InvalidArgument(f"axes: {axes!r} must be B, H, N, D and perhaps L, K, each once")
+        raise InvalidArgumentError(f"axes: {axes!r} must be B, H, N, D and perhaps L, K, each once")
     widths = (dims,) * len(parts) if isinstance(dims, int) else tuple(dims)
     if len(widths) != len(parts):
-        raise InvalidArgument(f"dims: {len(widths)} numbers for {len(parts)} parts")
+        raise InvalidArgumentError(f"dims: {len(widths)} numbers for {len(parts)} parts")
     if transposed and (not transposed <= set(parts) or not axes.endswith("ND")):
-        raise InvalidArgument(f"transposed: {sorted(transposed)} must be parts, and the axes must end in ND")
+        raise InvalidArgumentError(f"transposed: {sorted(transposed)} must be parts, and the axes must end in ND")
 
     columns = len(parts) if "K" not in axes else 1
     rows = len(layers) if "L" not in axes else 1
     if len(regions) != rows * columns:
-        raise InvalidArgument(f"regions: {rows * columns} are needed for axes {axes!r}, not {len(regions)}")
+        raise InvalidArgumentError(f"regions: {rows * columns} are needed for axes {axes!r}, not {len(regions)}")
 
     sizes = {"L": len(layers), "B": block_count, "H": heads, "N": block_tokens}
     strides: list[dict[str, int]] = [{} for _ in parts]

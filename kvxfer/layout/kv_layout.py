@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 
 OFFSET_MAX = 1 << 62
 """Bytes: every offset of a layout stays below, so that sums of two fit a signed 64-bit number."""
@@ -52,7 +52,7 @@ class Holding:
     """What a rank holds of the model: layers (global ids), and ``heads`` of ``total_heads`` KV heads, from
     ``head_offset`` on.
 
-    Raises InvalidArgument naming the field.
+    Raises InvalidArgumentError naming the field.
     """
 
     layers: tuple[int, ...]
@@ -62,14 +62,14 @@ class Holding:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise InvalidArgument("layers: at least one is needed")
+            raise InvalidArgumentError("layers: at least one is needed")
         if len(set(self.layers)) != len(self.layers):
-            raise InvalidArgument("layers: a layer is named twice")
+            raise InvalidArgumentError("layers: a layer is named twice")
         if min(self.layers) < 0:
-            raise InvalidArgument(f"layers: {min(self.layers)} is negative")
+            raise InvalidArgumentError(f"layers: {min(self.layers)} is negative")
         _check_positive("heads", self.heads)
         if not 0 <= self.head_offset <= self.total_heads - self.heads:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"head_offset: heads {self.head_offset} to {self.head_offset + self.heads - 1} "
                 f"are not among the model's {self.total_heads}"
             )
@@ -84,7 +84,7 @@ class KvLayout:
     ``packing`` is empty where the strides say it all; else it names an order within a head of a block that they do not,
     and such blocks move whole, to a pool of the same packing.
 
-    Raises InvalidArgument naming the first field that is wrong.
+    Raises InvalidArgumentError naming the first field that is wrong.
     """
 
     parts: tuple[KvPart, ...]
@@ -102,19 +102,19 @@ class KvLayout:
         if self.total_heads == 0:
             object.__setattr__(self, "total_heads", self.heads)
         if not self.parts or len({part.name for part in self.parts}) != len(self.parts):
-            raise InvalidArgument("parts: at least one is needed, each with a name of its own")
+            raise InvalidArgumentError("parts: at least one is needed, each with a name of its own")
         _check_positive("block_tokens", self.block_tokens)
         _check_positive("block_count", self.block_count)
         Holding(self.layers, self.head_offset, self.heads, self.total_heads)
         for name, table, limit in (("regions", self.regions, 1 << 32), ("offsets", self.offsets, OFFSET_MAX)):
             if len(table) != len(self.layers) or any(len(row) != len(self.parts) for row in table):
-                raise InvalidArgument(f"{name}: one row a layer ({len(self.layers)}), one column a part is needed")
+                raise InvalidArgumentError(f"{name}: one row a layer ({len(self.layers)}), one column a part is needed")
             if not all(0 <= value < limit for row in table for value in row):
-                raise InvalidArgument(f"{name}: every one must be 0 to {limit - 1}")
+                raise InvalidArgumentError(f"{name}: every one must be 0 to {limit - 1}")
         for part in self.parts:
             self._check_part(part)
         if self.reach and max(self.reach.values()) > OFFSET_MAX:
-            raise InvalidArgument(f"offsets: the last byte lies past {OFFSET_MAX}")
+            raise InvalidArgumentError(f"offsets: the last byte lies past {OFFSET_MAX}")
         self._check_planes()
 
     @functools.cached_property
@@ -174,12 +174,12 @@ class KvLayout:
         ):
             stride: Any = getattr(part, field)
             if not isinstance(stride, int) or not 0 <= stride < OFFSET_MAX:
-                raise InvalidArgument(f"{part.name}.{field}: {stride!r} is not a number of bytes")
+                raise InvalidArgumentError(f"{part.name}.{field}: {stride!r} is not a number of bytes")
             axes.append((stride, size, field))
         inner = part.dtype_bytes
         for stride, size, field in sorted(axis for axis in axes if axis[1] > 1):
             if stride < inner:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"{part.name}.{field}: {stride} is less than the {inner} bytes that lie within; "
                     "elements would overlap"
                 )
@@ -211,7 +211,7 @@ class KvLayout:
             clash = ((distances < length_a) & (distances > -length_b)).any(axis=1)
             if clash.any():
                 at = int(np.argmax(clash))
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"offsets: {self.parts[a].name} of layer {self.layers[rows_a[at]]} and {self.parts[b].name} of "
                     f"layer {self.layers[rows_b[at]]} overlap in region {regions[rows_a[at], a]}"
                 )
@@ -224,4 +224,4 @@ def _extent(axes: list[tuple[int, int]], item: int) -> int:
 
 def _check_positive(field: str, value: Any) -> None:
     if not isinstance(value, int) or value <= 0:
-        raise InvalidArgument(f"{field}: {value!r} is not a number above 0")
+        raise InvalidArgumentError(f"{field}: {value!r} is not a number above 0")

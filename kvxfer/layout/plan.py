@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import Incompatible, InvalidArgument, LimitExceeded
+from kvxfer.errors import IncompatibleError, InvalidArgumentError, LimitExceededError
 from kvxfer.layout.indexed_ranges import DESCRIPTORS_MAX, INDEX_BYTES, RANGE_BYTES, IndexedRanges, pool_ranges
 from kvxfer.layout.kv_layout import KvLayout
 from kvxfer.layout.runs import U64, Bundle
@@ -85,14 +85,16 @@ class TransferPlan:
 
         Scattered blocks become strided ranges over the whole pool with their block ids as the indices; anything else
         becomes one strided range a run, all descriptors in order. The list that is shorter on the wire is taken.
-        Raises LimitExceeded where there are more descriptors than a list can number.
+        Raises LimitExceededError where there are more descriptors than a list can number.
         """
         descriptors, rows = self.descriptor_count, self.count
         ranges = pool_ranges(self.spans, rows * RANGE_BYTES + (descriptors * INDEX_BYTES if descriptors > rows else 0))
         if ranges is not None:
             return ranges
         if descriptors > DESCRIPTORS_MAX:
-            raise LimitExceeded(f"the plan has {descriptors} descriptors; a list numbers at most {DESCRIPTORS_MAX}")
+            raise LimitExceededError(
+                f"the plan has {descriptors} descriptors; a list numbers at most {DESCRIPTORS_MAX}"
+            )
         indices = np.arange(descriptors, dtype=np.uint32)
         return IndexedRanges(self._tables[0], indices, self._tables[1], indices)
 
@@ -131,8 +133,8 @@ def plan_transfer(
     tokens that both lists hold, and all layers (global ids) and heads (of the model) that both layouts hold;
     ``tp_sharding.choose_sources`` says which ranks together hold everything.
 
-    Raises Incompatible with the field that differs, where these layouts cannot be joined; InvalidArgument naming the
-    argument, where it asks for what one side does not hold, or would write to a block twice.
+    Raises IncompatibleError with the field that differs, where these layouts cannot be joined; InvalidArgumentError
+    naming the argument, where it asks for what one side does not hold, or would write to a block twice.
     """
     _check_compatible(source, destination)
     layers = _common_layers(source, destination, layers)
@@ -155,7 +157,7 @@ def plan_transfer(
     if source.packing:
         for side in (ours, theirs):
             if any((edge - side.start) % side.block_tokens for edge in (first, last)):
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"tokens: {first} to {last - 1} cut a block, and blocks packed as {source.packing!r} move whole"
                 )
     theirs.check_distinct(first, last, destination.block_count)
@@ -180,8 +182,8 @@ def _check_compatible(source: KvLayout, destination: KvLayout) -> None:
         raise _incompatible("block_tokens", source.block_tokens, destination.block_tokens)
 
 
-def _incompatible(field: str, ours: object, theirs: object) -> Incompatible:
-    return Incompatible(f"{field}: the source has {ours!r}, the destination {theirs!r}", field=field)
+def _incompatible(field: str, ours: object, theirs: object) -> IncompatibleError:
+    return IncompatibleError(f"{field}: the source has {ours!r}, the destination {theirs!r}", field=field)
 
 
 def _common_layers(source: KvLayout, destination: KvLayout, wanted: Iterable[int] | None) -> tuple[int, ...]:
@@ -189,15 +191,15 @@ def _common_layers(source: KvLayout, destination: KvLayout, wanted: Iterable[int
     if wanted is None:
         common = tuple(layer for layer in source.layers if layer in theirs)
         if not common:
-            raise Incompatible("layers: the two pools hold none in common", field="layers")
+            raise IncompatibleError("layers: the two pools hold none in common", field="layers")
         return common
     layers = tuple(wanted)
     for layer in layers:
         if layer not in ours or layer not in theirs:
             side = "destination" if layer in ours else "source"
-            raise InvalidArgument(f"layers: the {side} does not hold layer {layer}")
+            raise InvalidArgumentError(f"layers: the {side} does not hold layer {layer}")
     if not layers or len(set(layers)) != len(layers):
-        raise InvalidArgument("layers: at least one, each once, is needed")
+        raise InvalidArgumentError("layers: at least one, each once, is needed")
     return layers
 
 
@@ -206,24 +208,24 @@ def _common_heads(source: KvLayout, destination: KvLayout, wanted: range | None)
     stop = min(source.head_offset + source.heads, destination.head_offset + destination.heads)
     if wanted is None:
         if first >= stop:
-            raise Incompatible("heads: the two pools hold none in common", field="heads")
+            raise IncompatibleError("heads: the two pools hold none in common", field="heads")
         return range(first, stop)
     if wanted.step != 1 or not first <= wanted.start < wanted.stop <= stop:
-        raise InvalidArgument(f"heads: {wanted} is not among heads {first} to {stop - 1}, which both sides hold")
+        raise InvalidArgumentError(f"heads: {wanted} is not among heads {first} to {stop - 1}, which both sides hold")
     return wanted
 
 
 def _token_range(source: BlockList, destination: BlockList, wanted: range | None) -> tuple[int, int]:
     for side in (source, destination):
         if side.start < 0:
-            raise InvalidArgument(f"{side.name}: the first token {side.start} is negative")
+            raise InvalidArgumentError(f"{side.name}: the first token {side.start} is negative")
     if wanted is None:
         return max(source.start, destination.start), min(source.end, destination.end)
     if wanted.step != 1:
-        raise InvalidArgument(f"tokens: {wanted} leaves some out")
+        raise InvalidArgumentError(f"tokens: {wanted} leaves some out")
     for side in (source, destination):
         if len(wanted) and not side.start <= wanted.start < wanted.stop <= side.end:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"tokens: {wanted.start} to {wanted.stop - 1} are not all in {side.name}, which hold tokens "
                 f"{side.start} to {side.end - 1}"
             )

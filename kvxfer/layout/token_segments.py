@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.layout.kv_layout import I64
 
 
@@ -78,13 +78,13 @@ class BlockList:
         return np.arange(self.start + past * self.block_tokens, last, self.block_tokens, dtype=np.int64)
 
     def check_distinct(self, first: int, last: int, block_count: int) -> None:
-        """Raise InvalidArgument where two of the blocks that hold tokens [first, last) are one."""
+        """Raise InvalidArgumentError where two of the blocks that hold tokens [first, last) are one."""
         used = self.blocks[(first - self.start) // self.block_tokens : -(-(last - self.start) // self.block_tokens)]
         is_used = np.zeros(block_count, bool)
         is_used[used] = True
         if np.count_nonzero(is_used) != len(used):
             blocks, times = np.unique(used, return_counts=True)
-            raise InvalidArgument(f"{self.name}: block {blocks[times > 1][0]} is named twice")
+            raise InvalidArgumentError(f"{self.name}: block {blocks[times > 1][0]} is named twice")
 
     def locate(self, tokens: I64) -> tuple[I64, I64]:
         """``(block, slot)`` of each token; tokens ascend, and none skips a block."""
@@ -97,15 +97,17 @@ class BlockList:
 
 
 def check_blocks(name: str, blocks: npt.ArrayLike, block_count: int) -> I64:
-    """Block ids as int64, shape (n,). Raises InvalidArgument unless each is 0 to ``block_count`` - 1."""
+    """Block ids as int64, shape (n,). Raises InvalidArgumentError unless each is 0 to ``block_count`` - 1."""
     ids = np.asarray(blocks)
     if ids.size == 0:
         ids = ids.astype(np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InvalidArgument(f"{name}: block ids must be whole numbers in one dimension, not {ids.dtype} {ids.shape}")
+        raise InvalidArgumentError(
+            f"{name}: block ids must be whole numbers in one dimension, not {ids.dtype} {ids.shape}"
+        )
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < block_count:
         wrong = int(np.argmax((ids < 0) | (ids >= block_count)))
-        raise InvalidArgument(f"{name}: block {ids[wrong]} (number {wrong}) is not one of {block_count}")
+        raise InvalidArgumentError(f"{name}: block {ids[wrong]} (number {wrong}) is not one of {block_count}")
     return ids.astype(np.int64, copy=False)
 
 

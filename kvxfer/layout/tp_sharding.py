@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from kvxfer.errors import Incompatible, InvalidArgument
+from kvxfer.errors import IncompatibleError, InvalidArgumentError
 from kvxfer.layout.kv_layout import Holding
 
 
@@ -26,17 +26,17 @@ class SourceShard:
 def tp_heads(total_heads: int, tp_size: int, tp_rank: int) -> range:
     """The KV heads that vLLM and SGLang give a rank: an equal share, or one head that several ranks hold.
 
-    Raises InvalidArgument where neither number divides the other.
+    Raises InvalidArgumentError where neither number divides the other.
     """
     if total_heads <= 0 or tp_size <= 0 or not 0 <= tp_rank < tp_size:
-        raise InvalidArgument(f"tp_rank: {tp_rank} of {tp_size} ranks with {total_heads} heads makes no sense")
+        raise InvalidArgumentError(f"tp_rank: {tp_rank} of {tp_size} ranks with {total_heads} heads makes no sense")
     if total_heads % tp_size == 0:
         each = total_heads // tp_size
         return range(tp_rank * each, (tp_rank + 1) * each)
     if tp_size % total_heads == 0:
         head = tp_rank * total_heads // tp_size
         return range(head, head + 1)
-    raise InvalidArgument(f"tp_size: {tp_size} ranks cannot share {total_heads} heads evenly")
+    raise InvalidArgumentError(f"tp_size: {tp_size} ranks cannot share {total_heads} heads evenly")
 
 
 def choose_sources(
@@ -44,12 +44,12 @@ def choose_sources(
 ) -> tuple[SourceShard, ...]:
     """Shares that cover all of ``destination`` exactly once, by source rank; ``sources`` maps rank to what it holds.
 
-    As few sources as intervals of heads allow. Raises Incompatible where the numbers of heads differ (field
+    As few sources as intervals of heads allow. Raises IncompatibleError where the numbers of heads differ (field
     ``total_heads``), or where no source holds some layer or head (field ``layers`` or ``heads``).
     """
     for rank, held in sources.items():
         if held.total_heads != destination.total_heads:
-            raise Incompatible(
+            raise IncompatibleError(
                 f"total_heads: source rank {rank} knows {held.total_heads}, the destination {destination.total_heads}",
                 field="total_heads",
             )
@@ -69,12 +69,12 @@ def choose_sources(
     end = destination.head_offset + destination.heads
     for layer in destination.layers:
         if layer not in by_layer:
-            raise Incompatible(f"layers: no source holds layer {layer}", field="layers")
+            raise IncompatibleError(f"layers: no source holds layer {layer}", field="layers")
         head = destination.head_offset
         while head < end:
             holders = [kind for kind in by_layer[layer] if head in kind[0]]
             if not holders:
-                raise Incompatible(f"heads: no source holds head {head} of layer {layer}", field="heads")
+                raise IncompatibleError(f"heads: no source holds head {head} of layer {layer}", field="heads")
             heads, ranks = max(holders, key=lambda kind: kind[0].stop)
             stop = min(end, heads.stop)
             found.setdefault((ranks[destination_rank % len(ranks)], range(head, stop)), []).append(layer)

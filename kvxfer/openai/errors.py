@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from kvxfer.errors import (
-    Closed,
-    DeadlineExceeded,
-    DoesNotFit,
-    InvalidArgument,
+    ClosedError,
+    DeadlineExceededError,
+    DoesNotFitError,
+    InvalidArgumentError,
     KvxferError,
-    LimitExceeded,
-    NoWorker,
-    Overloaded,
+    LimitExceededError,
+    NoWorkerError,
+    OverloadedError,
     TransportError,
 )
 
@@ -24,17 +24,17 @@ INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 
 _STATUS: tuple[tuple[type[KvxferError], int], ...] = (
-    (InvalidArgument, 400),
-    (Overloaded, 503),
-    (NoWorker, 503),
-    (Closed, 503),
-    (LimitExceeded, 503),
-    (DeadlineExceeded, 504),
+    (InvalidArgumentError, 400),
+    (OverloadedError, 503),
+    (NoWorkerError, 503),
+    (ClosedError, 503),
+    (LimitExceededError, 503),
+    (DeadlineExceededError, 504),
     (TransportError, 502),
 )
 
 
-class RequestError(InvalidArgument):
+class RequestError(InvalidArgumentError):
     """A client's request is wrong. ``param`` names the field (dotted path, or None for the whole body).
 
     ``status`` is 4xx; ``error_code`` stands in the body's ``code`` (``invalid_argument`` unless a client
@@ -42,7 +42,7 @@ class RequestError(InvalidArgument):
     """
 
     def __init__(
-        self, message: str, *, param: str | None = None, status: int = 400, error_code: str = InvalidArgument.code
+        self, message: str, *, param: str | None = None, status: int = 400, error_code: str = InvalidArgumentError.code
     ) -> None:
         super().__init__(message)
         self.param = param
@@ -69,7 +69,7 @@ def error_body(
     retryable: bool | None = None,
 ) -> dict[str, Any]:
     """``{"error": {"message", "type", "param", "code", "retryable"}}`` for an exception or a plain message;
-    a DoesNotFit adds ``prompt_tokens`` where it knows them.
+    a DoesNotFitError adds ``prompt_tokens`` where it knows them.
 
     Keywords override what the exception says. An exception from outside kvxfer's tree is an internal error whose
     text stays in the log: the client sees only its class name.
@@ -87,7 +87,7 @@ def error_body(
     elif isinstance(error, KvxferError):
         code = code or error.code
     counted: dict[str, int] = {}
-    if isinstance(error, DoesNotFit):
+    if isinstance(error, DoesNotFitError):
         param = error.field if param is None else param
         counted = {} if error.prompt_tokens is None else {"prompt_tokens": error.prompt_tokens}
     if kind is None:

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from kvxfer.errors import ProtocolViolation
+from kvxfer.errors import ProtocolError
 
 CONTENT_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
@@ -41,11 +41,11 @@ class Event:
         return self.data == b"[DONE]"
 
     def json(self) -> Any:
-        """The data as JSON; raise ProtocolViolation if it is not."""
+        """The data as JSON; raise ProtocolError if it is not."""
         try:
             return json.loads(self.data)
         except (ValueError, RecursionError):
-            raise ProtocolViolation("event data is not JSON") from None
+            raise ProtocolError("event data is not JSON") from None
 
 
 class EventDecoder:
@@ -64,7 +64,7 @@ class EventDecoder:
         return bool(self._buffer.strip(b"\r\n"))
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """Take the next bytes, return the events they complete; raise ProtocolViolation if one grows past its bound."""
+        """Take the next bytes, return the events they complete; raise ProtocolError if one grows past its bound."""
         self._buffer += chunk
         events: list[Event] = []
         while (line := self._next_line()) is not None:
@@ -78,7 +78,7 @@ class EventDecoder:
             self._line_start = self._scan = 0
             self._data = []
         if len(self._buffer) > self._event_bytes_max:
-            raise ProtocolViolation(f"an event is longer than event_bytes_max {self._event_bytes_max}")
+            raise ProtocolError(f"an event is longer than event_bytes_max {self._event_bytes_max}")
         return [event for event in events if event.raw.strip(b"\r\n")]
 
     def _next_line(self) -> bytes | None:

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from typing import Any
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.openai.errors import RequestError
 from kvxfer.types import TransferId, check_agent_id
 
@@ -75,7 +75,7 @@ def parse_transfer_params(values: dict[str, Any]) -> TransferParams:
     """
     try:
         transfer_id = TransferId.from_hex(values.get("transfer_id", ""))
-    except InvalidArgument as error:
+    except InvalidArgumentError as error:
         raise RequestError(str(error), param=f"{PARAM}.transfer_id") from None
     attempt = values.get("attempt", 1)
     if type(attempt) is not int or not 1 <= attempt <= ATTEMPT_MAX:
@@ -101,7 +101,7 @@ def _parse_end(values: dict[str, Any], name: str) -> TransferEnd:
         raise RequestError(f"{name} must be an object", param=f"{PARAM}.{name}")
     try:
         agent_id = check_agent_id(end.get("agent_id", ""))
-    except InvalidArgument as error:
+    except InvalidArgumentError as error:
         raise RequestError(str(error), param=f"{PARAM}.{name}.agent_id") from None
     ranks, address = end.get("ranks", 1), end.get("address", "")
     if type(ranks) is not int or ranks != 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from kvxfer.errors import Overloaded
+from kvxfer.errors import OverloadedError
 
 
 class Admission(enum.StrEnum):
@@ -31,8 +31,8 @@ def admit(inflight: int, *, is_draining: bool, options: AdmitOptions) -> Admissi
     return Admission.FULL if inflight >= options.max_inflight else Admission.ADMITTED
 
 
-def refusal(admission: Admission, options: AdmitOptions) -> Overloaded:
+def refusal(admission: Admission, options: AdmitOptions) -> OverloadedError:
     """The error that says why the door stayed shut, naming the bound."""
     if admission is Admission.DRAINING:
-        return Overloaded("this server is stopping and takes no new requests")
-    return Overloaded(f"max_inflight {options.max_inflight} requests are being served already")
+        return OverloadedError("this server is stopping and takes no new requests")
+    return OverloadedError(f"max_inflight {options.max_inflight} requests are being served already")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvxfer.errors import ConfigError, InvalidArgument
+from kvxfer.errors import ConfigError, InvalidArgumentError
 
 _DOUBLINGS_MAX = 62
 
@@ -26,8 +26,8 @@ class Backoff:
     def delay_s(self, failures: int, *, random: float) -> float:
         """Seconds to wait after ``failures`` (>= 1) failures in a row; ``random`` is uniform in [0, 1)."""
         if failures < 1:
-            raise InvalidArgument(f"failures must be 1 or more, not {failures}")
+            raise InvalidArgumentError(f"failures must be 1 or more, not {failures}")
         if not 0 <= random <= 1:
-            raise InvalidArgument(f"random must be 0 to 1, not {random}")
+            raise InvalidArgumentError(f"random must be 0 to 1, not {random}")
         full = min(self.cap_s, self.base_s * 2.0 ** min(failures - 1, _DOUBLINGS_MAX))
         return full * (1.0 - self.jitter * random)

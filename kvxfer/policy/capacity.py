@@ -1,7 +1,7 @@
 """How long a request a worker can hold: the context that its engine was started with, and the tokens of its KV pool.
 
 Compares sizes of whole workers: it never knows what is free in a pool now, nor how text becomes tokens. What a worker
-does not say is unknown, and refuses no request: the worker itself does, with the code of ``errors.DoesNotFit``.
+does not say is unknown, and refuses no request: the worker itself does, with the code of ``errors.DoesNotFitError``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from kvxfer.errors import DoesNotFit, NoWorker
+from kvxfer.errors import DoesNotFitError, NoWorkerError
 from kvxfer.layout.convertible import is_convertible
 from kvxfer.policy.capacity import ANY, Capacity, Need, capacity_of
 from kvxfer.types import CompatibilityRecord, Exposure, Member
@@ -173,9 +173,9 @@ def place(
     """Choose the pair for one request.
 
     ``excluded`` agents get nothing; ``avoided`` ones (they failed this very request) are treated as put aside.
-    ``tie_break`` is any int drawn by the caller. Raises NoWorker where no decoder is left, or where the prompt may
-    not be computed by the decoder and no other worker can; DoesNotFit where none that is known is large enough, be it
-    busy, suspect, draining or excluded.
+    ``tie_break`` is any int drawn by the caller. Raises NoWorkerError where no decoder is left, or where the prompt may
+    not be computed by the decoder and no other worker can; DoesNotFitError where none that is known is large enough, be
+    it busy, suspect, draining or excluded.
     """
     known = [c for c in candidates if c.member.info.model == model and c.member.info.http_url]
     usable = sorted(
@@ -189,7 +189,7 @@ def place(
         raise _does_not_fit(known_decoders, model, sizes.need)
     decoders = _of(decoders, able_decoders)
     if not decoders:
-        raise NoWorker(f"no decode worker for model {model!r} takes new work")
+        raise NoWorkerError(f"no decode worker for model {model!r} takes new work")
     decoders = [c for c in decoders if not c.is_aside] or decoders
     decoders = [c for c in decoders if c.capacity.holds(sizes.likely)] or decoders
     decoders = _by_cost(decoders, decode_cost, tie_break)
@@ -216,7 +216,7 @@ def place(
     if not allows_local_prefill:
         if known_prefillers and not able_prefillers:
             raise _does_not_fit(known_prefillers, model, sizes.need)
-        raise NoWorker(f"no prefill worker for model {model!r} ({local_reason.value}), and local prefill is off")
+        raise NoWorkerError(f"no prefill worker for model {model!r} ({local_reason.value}), and local prefill is off")
     return Placement(None, decoders[0].member, local_reason)
 
 
@@ -259,11 +259,11 @@ def _of(candidates: Iterable[Candidate], able: Iterable[Candidate]) -> list[Cand
     return [c for c in candidates if c.agent_id in names]
 
 
-def _does_not_fit(candidates: Sequence[Candidate], model: str, need: Need) -> DoesNotFit:
+def _does_not_fit(candidates: Sequence[Candidate], model: str, need: Need) -> DoesNotFitError:
     largest = max((c.capacity.tokens or 0 for c in candidates), default=0)
     holds = f": the largest holds {largest} tokens" if largest else ""
     is_prompt = not any(can_prefill(c, need) for c in candidates)
-    return DoesNotFit(
+    return DoesNotFitError(
         f"{need} do not fit any worker for model {model!r}{holds}",
         field="prompt" if is_prompt else "max_tokens",
         prompt_tokens=need.prompt_tokens if need.prompt_tokens > 1 else None,

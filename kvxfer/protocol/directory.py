@@ -32,7 +32,7 @@ lacks. Somebody new, or too far behind for the bounded log of ended lives, gets 
 ones by difference (``protocol/mirror.py``). So each receiver hears of an ended life exactly once, and a slow one costs
 no queue.
 
-An event that the table does not list for a state is a ProtocolViolation. The diagram in docs/control-plane.md is made
+An event that the table does not list for a state is a ProtocolError. The diagram in docs/control-plane.md is made
 from the table.
 """
 
@@ -43,7 +43,7 @@ import dataclasses
 import enum
 import itertools
 
-from kvxfer.errors import InvalidArgument, Overloaded, ProtocolViolation, Refused
+from kvxfer.errors import InvalidArgumentError, OverloadedError, ProtocolError, RefusedError
 from kvxfer.protocol.liveness import Light, Liveness, LivenessLimits
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Load, Member, PoolRecord, WorkerInfo
 
@@ -233,7 +233,7 @@ class Directory:
     def register(self, hello: Hello, *, fresh_number: int | None, now_ns: int) -> Registration:
         """Admit a life, or the same life again. ``fresh_number`` is what a life without a number will get.
 
-        Raises Refused (the id is in use, or belongs to a newer life) and Overloaded (``members_max``).
+        Raises RefusedError (the id is in use, or belongs to a newer life) and OverloadedError (``members_max``).
         """
         agent_id = hello.info.agent_id
         effects: list[Effect] = []
@@ -242,11 +242,11 @@ class Directory:
             return self._return(current, hello, now_ns)
         number = hello.number or fresh_number
         if number is None:
-            raise InvalidArgument(f"agent {agent_id!r} has no number, and none was given to register it")
+            raise InvalidArgumentError(f"agent {agent_id!r} has no number, and none was given to register it")
         if current is not None:
             effects = self._succeed(current, hello, number)
         elif len(self._lives) >= self._members_max:
-            raise Overloaded(f"the coordinator keeps at most members_max={self._members_max} members")
+            raise OverloadedError(f"the coordinator keeps at most members_max={self._members_max} members")
         ref = AgentRef(agent_id, Incarnation(number, hello.boot_nonce))
         member = Member(ref, hello.info, hello.address, hello.pools, hello.load, is_draining=hello.is_draining)
         life = _Life(member, LifeState.LIVE, None, 0, 0)
@@ -256,7 +256,7 @@ class Directory:
     def heartbeat(self, stream: int, load: Load, *, is_draining: bool, now_ns: int) -> tuple[Effect, ...]:
         """A sign of life, with what it says of itself.
 
-        Draining never goes back. Raises Refused on a stream that speaks for nobody.
+        Draining never goes back. Raises RefusedError on a stream that speaks for nobody.
         """
         life = self._on(stream)
         self._liveness.beat(life.member.ref.agent_id, now_ns)
@@ -267,14 +267,14 @@ class Directory:
         return ()
 
     def update_pools(self, stream: int, pools: tuple[PoolRecord, ...], *, now_ns: int) -> tuple[Effect, ...]:
-        """Replace the life's pools. A sign of life too. Raises Refused on a stream that speaks for nobody."""
+        """Replace the life's pools. A sign of life too. Raises RefusedError on a stream that speaks for nobody."""
         life = self._on(stream)
         self._liveness.beat(life.member.ref.agent_id, now_ns)
         self._step(life, LifeEvent.BEAT, pools=pools)
         return ()
 
     def deregister(self, stream: int, *, now_ns: int) -> tuple[Effect, ...]:
-        """The life ends by its own word. Raises Refused on a stream that speaks for nobody."""
+        """The life ends by its own word. Raises RefusedError on a stream that speaks for nobody."""
         self._liveness.observe(now_ns)
         return tuple(self._end(self._on(stream), LifeEvent.LEFT))
 
@@ -289,13 +289,13 @@ class Directory:
         return ()
 
     def drain(self, agent_id: str, reason: str, *, now_ns: int) -> tuple[Effect, ...]:
-        """Order one member to take no new work; it counts as draining at once. Raises Refused if there is no such
+        """Order one member to take no new work; it counts as draining at once. Raises RefusedError if there is no such
         member.
         """
         self._liveness.observe(now_ns)
         life = self._lives.get(agent_id)
         if life is None:
-            raise Refused(f"there is no member {agent_id!r} to drain")
+            raise RefusedError(f"there is no member {agent_id!r} to drain")
         self._replace(life, is_draining=True)
         return () if life.stream is None else (OrderDrain(life.stream, reason),)
 
@@ -352,7 +352,9 @@ class Directory:
         """The life that we know, on a new stream. Number 0 is its first Hello again: our answer was lost."""
         ref = life.member.ref
         if hello.number not in (0, ref.incarnation.number):
-            raise Refused(f"agent {ref.agent_id!r} was given the number {ref.incarnation.number}, not {hello.number}")
+            raise RefusedError(
+                f"agent {ref.agent_id!r} was given the number {ref.incarnation.number}, not {hello.number}"
+            )
         effects: list[Effect] = []
         if life.stream is not None:
             del self._speakers[life.stream]
@@ -369,14 +371,14 @@ class Directory:
         return Registration(ref, self._speak(life, now_ns), is_return=True, effects=tuple(effects))
 
     def _succeed(self, current: _Life, hello: Hello, number: int) -> list[Effect]:
-        """End ``current`` in favour of another life with the same agent id, or raise Refused."""
+        """End ``current`` in favour of another life with the same agent id, or raise RefusedError."""
         ref = current.member.ref
         if number <= ref.incarnation.number:
-            raise Refused(f"agent id {ref.agent_id!r} belongs to the newer life {ref}, not to number {number}")
+            raise RefusedError(f"agent id {ref.agent_id!r} belongs to the newer life {ref}, not to number {number}")
         if hello.number:
             return self._end(current, LifeEvent.OUTRANKED)
         if LifeEvent.REPLACED not in TABLE[current.state]:
-            raise Refused(
+            raise RefusedError(
                 f"agent id {ref.agent_id!r} is in use by the live agent {ref} at {current.member.address.tcp_host}:"
                 f"{current.member.address.tcp_port}; give every worker its own id"
             )
@@ -393,7 +395,7 @@ class Directory:
     def _on(self, stream: int) -> _Life:
         agent_id = self._speakers.get(stream)
         if agent_id is None:
-            raise Refused("this stream speaks for no member any more")
+            raise RefusedError("this stream speaks for no member any more")
         return self._lives[agent_id]
 
     def _step(self, life: _Life, event: LifeEvent, **changes: object) -> None:
@@ -430,5 +432,5 @@ class Directory:
 def _next_state(state: LifeState, event: LifeEvent) -> LifeState:
     after = TABLE[state].get(event)
     if after is None:
-        raise ProtocolViolation(f"a {state.value} life does not take the event {event.value!r}")
+        raise ProtocolError(f"a {state.value} life does not take the event {event.value!r}")
     return after

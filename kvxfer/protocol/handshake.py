@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import hmac
 
-from kvxfer.errors import Incompatible, InvalidArgument, WeightsUnknown
+from kvxfer.errors import IncompatibleError, InvalidArgumentError, WeightsUnknownError
 from kvxfer.types import AgentRef, CompatibilityRecord, PoolRecord, why_unknown
 
 SESSION_KEY_BYTES = 32
@@ -58,20 +58,20 @@ def compare(ours: PoolRecord, theirs: PoolRecord) -> tuple[Mismatch, ...]:
 
 
 def check(ours: PoolRecord, theirs: PoolRecord) -> None:
-    """Raise Incompatible, naming every field that differs (``.field`` is the first), unless blocks may move between the
-    two pools; WeightsUnknown where nothing differs but what one of them does not know.
+    """Raise IncompatibleError, naming every field that differs (``.field`` is the first), unless blocks may move
+    between the two pools; WeightsUnknownError where nothing differs but what one of them does not know.
     """
     mismatches = compare(ours, theirs)
     if not mismatches:
         return
-    kind = WeightsUnknown if all(found.is_unknown for found in mismatches) else Incompatible
+    kind = WeightsUnknownError if all(found.is_unknown for found in mismatches) else IncompatibleError
     raise kind("pools do not match: " + "; ".join(map(str, mismatches)), field=mismatches[0].field)
 
 
 def session_root(token: bytes) -> bytes:
-    """The 32-byte secret under all session keys of a cluster; raises InvalidArgument for an empty token."""
+    """The 32-byte secret under all session keys of a cluster; raises InvalidArgumentError for an empty token."""
     if not token:
-        raise InvalidArgument("cluster token is empty")
+        raise InvalidArgumentError("cluster token is empty")
     return hmac.digest(token, b"kvxfer session root v1", hashlib.sha256)
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from kvxfer.config import is_loopback
-from kvxfer.errors import ConfigError, InvalidArgument, Refused
+from kvxfer.errors import ConfigError, InvalidArgumentError, RefusedError
 
 URL_CHARS_MAX = 512
 _ORIGIN = re.compile(r"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?::([0-9]{1,5}))?/?")
@@ -34,23 +34,23 @@ class HttpUrl:
 
     @classmethod
     def parse(cls, name: str, text: str) -> HttpUrl:
-        """The origin ``text`` of the field ``name``; raise InvalidArgument for anything else: another scheme, a user,
-        a path, a query, a fragment, an address that stands for none or for many.
+        """The origin ``text`` of the field ``name``; raise InvalidArgumentError for anything else: another scheme, a
+        user, a path, a query, a fragment, an address that stands for none or for many.
         """
         found = _ORIGIN.fullmatch(text) if len(text) <= URL_CHARS_MAX else None
         if found is None:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{name} must be http:// or https://, a host, and a port, with nothing after it, not {text!r:.200}"
             )
         scheme, host, port_text = found[1], found[2].strip("[]").lower(), found[3]
         port = int(port_text) if port_text else {"http": 80, "https": 443}[scheme]
         if not 0 < port < 65536:
-            raise InvalidArgument(f"{name} must have a port from 1 to 65535, not {port}")
+            raise InvalidArgumentError(f"{name} must have a port from 1 to 65535, not {port}")
         address = address_of(host)
         if address is None and (":" in host or not is_name(host)):
-            raise InvalidArgument(f"{name} must have an IP address or a host name, not {host!r:.200}")
+            raise InvalidArgumentError(f"{name} must have an IP address or a host name, not {host!r:.200}")
         if address is not None and (address.is_unspecified or address.is_multicast):
-            raise InvalidArgument(f"{name} must have an address that can be dialled, not {host}")
+            raise InvalidArgumentError(f"{name} must have an address that can be dialled, not {host}")
         return cls(scheme, str(address or host), port)
 
 
@@ -107,7 +107,7 @@ class HostList:
 def check_registered_host(
     name: str, host: str, *, peer: str, allowed: HostList, is_own: Callable[[str], bool], option: str
 ) -> None:
-    """Raise Refused unless an agent that registers from ``peer`` may say that it serves at ``host``.
+    """Raise RefusedError unless an agent that registers from ``peer`` may say that it serves at ``host``.
 
     ``peer`` is the address of its connection, or empty for a Unix socket's. From loopback it may name any loopback
     address, or one that ``is_own`` says is this machine's: there the two are neighbours. ``name`` is the field's, and
@@ -120,7 +120,7 @@ def check_registered_host(
     if is_neighbour:
         is_its_own = is_loopback(host) or (host_address is not None and is_own(str(host_address)))
     if not is_its_own and not allowed.allows(host):
-        raise Refused(
+        raise RefusedError(
             f"{name} names the host {host}, and the agent registers from {peer or 'a Unix socket'}: "
             f"let it advertise that address, or allow the host at the coordinator ({option})"
         )

@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import re
 
-from kvxfer.errors import AuthenticationFailed, ConfigError, InvalidArgument, ProtocolViolation
+from kvxfer.errors import AuthenticationError, ConfigError, InvalidArgumentError, ProtocolError
 
 TOKEN_BYTES_MIN = 32
 SEAL_BYTES = 32
@@ -34,23 +34,23 @@ class Seal:
         self._key = hmac.digest(token, b"kvxfer introduction key v1", hashlib.sha256)
 
     def close(self, card: bytes) -> str:
-        """The sealed card. Raises InvalidArgument for one of more than CARD_BYTES_MAX."""
+        """The sealed card. Raises InvalidArgumentError for one of more than CARD_BYTES_MAX."""
         if len(card) > CARD_BYTES_MAX:
-            raise InvalidArgument(f"a card has at most {CARD_BYTES_MAX} bytes, not {len(card)}")
+            raise InvalidArgumentError(f"a card has at most {CARD_BYTES_MAX} bytes, not {len(card)}")
         return base64.urlsafe_b64encode(self._over(card) + card).decode()
 
     def open(self, text: str) -> bytes:
-        """The card. Raises ProtocolViolation where that is no sealed card, AuthenticationFailed where its seal is of
+        """The card. Raises ProtocolError where that is no sealed card, AuthenticationError where its seal is of
         another token, or of another card."""
         if len(text) > TEXT_MAX or _TEXT.fullmatch(text) is None:
-            raise ProtocolViolation("that is no sealed card")
+            raise ProtocolError("that is no sealed card")
         try:
             sealed = base64.urlsafe_b64decode(text)
         except binascii.Error:
-            raise ProtocolViolation("that is no sealed card") from None
+            raise ProtocolError("that is no sealed card") from None
         seal, card = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._over(card)):
-            raise AuthenticationFailed("the card was not sealed with this cluster's token, or was changed")
+            raise AuthenticationError("the card was not sealed with this cluster's token, or was changed")
         return card
 
     def _over(self, card: bytes) -> bytes:

@@ -18,7 +18,7 @@ import dataclasses
 import enum
 from typing import Generic, TypeVar
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 
 Key = TypeVar("Key")
 
@@ -43,7 +43,7 @@ class LivenessLimits:
 
     def __post_init__(self) -> None:
         if not 0 < self.suspect_after_ns < self.dead_after_ns or self.gap_max_ns <= 0:
-            raise InvalidArgument(f"{self} needs 0 < suspect_after_ns < dead_after_ns and gap_max_ns > 0")
+            raise InvalidArgumentError(f"{self} needs 0 < suspect_after_ns < dead_after_ns and gap_max_ns > 0")
 
     def light(self, age_ns: int) -> Light:
         """The light for a last heartbeat ``age_ns`` of awake time ago."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvxfer.errors import ProtocolViolation
+from kvxfer.errors import ProtocolError
 from kvxfer.protocol.directory import Change
 from kvxfer.types import AgentRef, Member, Membership
 
@@ -22,7 +22,7 @@ class Mirror:
     """Feed it :class:`Change` parts, take whole :class:`Membership` values out."""
 
     def __init__(self, *, members_max: int = 1 << 20) -> None:
-        """``members_max`` bounds what a sender can make us hold; ProtocolViolation beyond."""
+        """``members_max`` bounds what a sender can make us hold; ProtocolError beyond."""
         self._members_max = members_max
         self._members: dict[str, Member] = {}
         self._held: set[str] = set()
@@ -38,18 +38,18 @@ class Mirror:
     def apply(self, change: Change, *, is_last: bool = True) -> Membership | None:
         """Take one part; after the last one, the new view with the lives that ended, or ``None`` if nothing changed.
 
-        Raises ProtocolViolation for a part that cannot follow what came before.
+        Raises ProtocolError for a part that cannot follow what came before.
         """
         if len(self._parts) + len(change.members) > self._members_max:
-            raise ProtocolViolation(f"membership exceeds members_max={self._members_max}")
+            raise ProtocolError(f"membership exceeds members_max={self._members_max}")
         self._parts += change.members
         if not is_last:
             return None
         members, self._parts = self._parts, []
         if not change.is_whole and change.epoch != self._epoch:
-            raise ProtocolViolation("a partial membership of a coordinator that sent no whole one")
+            raise ProtocolError("a partial membership of a coordinator that sent no whole one")
         if not change.is_whole and change.revision < self._revision:
-            raise ProtocolViolation(f"membership went back from revision {self._revision} to {change.revision}")
+            raise ProtocolError(f"membership went back from revision {self._revision} to {change.revision}")
         before = (self._revision, len(self._held))
         gone = self._apply_whole(change, members) if change.is_whole else self._apply_partial(change, members)
         if change.is_settled:

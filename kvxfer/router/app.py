@@ -51,12 +51,12 @@ class Door:
         self.stop = asyncio.Event()
 
     def check_open(self) -> None:
-        """Raise Overloaded where no request comes in any more, however few are inside."""
+        """Raise OverloadedError where no request comes in any more, however few are inside."""
         if self.is_draining:
             raise refusal(Admission.DRAINING, self._options)
 
     def enter(self) -> None:
-        """Count one more request, with its body. Raises Overloaded unless it may come in."""
+        """Count one more request, with its body. Raises OverloadedError unless it may come in."""
         verdict = admit(self.inflight, is_draining=self.is_draining, options=self._options)
         if verdict is not Admission.ADMITTED:
             raise refusal(verdict, self._options)

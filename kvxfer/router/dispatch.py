@@ -12,7 +12,7 @@ import random
 import secrets
 from collections.abc import Callable
 
-from kvxfer.errors import DeadlineExceeded, DoesNotFit, NoWorker
+from kvxfer.errors import DeadlineExceededError, DoesNotFitError, NoWorkerError
 from kvxfer.openai.errors import RequestError, error_body, status_for
 from kvxfer.policy.backoff import Backoff
 from kvxfer.policy.capacity import Need
@@ -53,13 +53,13 @@ class Dispatcher:
             async with asyncio.timeout(left_s):
                 return await self._try(inbound, answer)
         except TimeoutError:
-            error = DeadlineExceeded(f"request_timeout_s {self._room.options.request_timeout_s:g} passed")
+            error = DeadlineExceededError(f"request_timeout_s {self._room.options.request_timeout_s:g} passed")
             await answer.give_up(status_for(error), error_body(error))
             return Outcome.TIMED_OUT
-        except (RequestError, DoesNotFit) as error:
+        except (RequestError, DoesNotFitError) as error:
             await answer.fail(status_for(error), error_body(error))
             return Outcome.CLIENT_ERROR
-        except NoWorker as error:
+        except NoWorkerError as error:
             await answer.fail(status_for(error), error_body(error))
             return Outcome.UNAVAILABLE
 
@@ -69,11 +69,11 @@ class Dispatcher:
         while course.last is None or self._may_try_again(course):
             try:
                 placement = self._place(inbound, course)
-            except NoWorker:
+            except NoWorkerError:
                 if course.last is None or course.last.is_of_size:
                     raise
                 break
-            except DoesNotFit as error:
+            except DoesNotFitError as error:
                 if course.last is None:
                     raise _request_error(error, inbound) from None
                 break
@@ -179,7 +179,7 @@ class _Course:
         )
 
 
-def _request_error(error: DoesNotFit, inbound: Inbound) -> DoesNotFit:
+def _request_error(error: DoesNotFitError, inbound: Inbound) -> DoesNotFitError:
     """The same under the name that the field has in the client's body."""
     field = inbound.prompt_field if error.field == "prompt" else inbound.token_limit_field or inbound.prompt_field
-    return DoesNotFit(f"{field}: {error}", field=field, prompt_tokens=error.prompt_tokens)
+    return DoesNotFitError(f"{field}: {error}", field=field, prompt_tokens=error.prompt_tokens)

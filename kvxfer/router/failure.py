@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from kvxfer.errors import DoesNotFit, KvxferError, Overloaded, PeerGone, ProtocolViolation
+from kvxfer.errors import DoesNotFitError, KvxferError, OverloadedError, PeerGoneError, ProtocolError
 from kvxfer.openai.errors import INVALID_REQUEST, SERVER_ERROR, error_body, status_for
 from kvxfer.openai.sse import encode_object
 
@@ -107,27 +107,27 @@ def from_error(kind: FailureKind, error: KvxferError) -> Failure:
 
 
 def unreachable(what: str) -> Failure:
-    return from_error(FailureKind.UNREACHABLE, PeerGone(f"the {what} worker cannot be reached"))
+    return from_error(FailureKind.UNREACHABLE, PeerGoneError(f"the {what} worker cannot be reached"))
 
 
 def lost(what: str) -> Failure:
-    return from_error(FailureKind.LOST, PeerGone(f"the {what} worker was lost before it was done"))
+    return from_error(FailureKind.LOST, PeerGoneError(f"the {what} worker was lost before it was done"))
 
 
 def unread(what: str) -> Failure:
-    return from_error(FailureKind.UNREAD, PeerGone(f"the {what} worker hung up on the request"))
+    return from_error(FailureKind.UNREAD, PeerGoneError(f"the {what} worker hung up on the request"))
 
 
 def out_of_sockets() -> Failure:
-    return from_error(FailureKind.EXHAUSTED, Overloaded("the router can open no more connections to workers"))
+    return from_error(FailureKind.EXHAUSTED, OverloadedError("the router can open no more connections to workers"))
 
 
 def gone(what: str) -> Failure:
-    return from_error(FailureKind.GONE, PeerGone(f"the {what} worker is gone"))
+    return from_error(FailureKind.GONE, PeerGoneError(f"the {what} worker is gone"))
 
 
 def malformed(what: str, reason: str) -> Failure:
-    return from_error(FailureKind.MALFORMED, ProtocolViolation(f"the {what} worker's answer is malformed: {reason}"))
+    return from_error(FailureKind.MALFORMED, ProtocolError(f"the {what} worker's answer is malformed: {reason}"))
 
 
 def from_answer(what: str, status: int, content: bytes) -> Failure:
@@ -135,7 +135,7 @@ def from_answer(what: str, status: int, content: bytes) -> Failure:
     body = _error_object(content)
     is_busy = status == TOO_MANY or (status == UNAVAILABLE and (body is None or body["error"]["retryable"]))
     if is_busy and body is None:
-        body = error_body(Overloaded(f"the {what} worker takes no more requests"))
+        body = error_body(OverloadedError(f"the {what} worker takes no more requests"))
     if is_busy and body is not None:
         body["error"]["retryable"] = True
         return Failure(FailureKind.OVERLOADED, UNAVAILABLE, body)
@@ -162,7 +162,7 @@ def from_event(what: str, content: bytes) -> Failure | None:
         return Failure(FailureKind.DOES_NOT_FIT, 400, body)
     if body["error"]["type"] == INVALID_REQUEST:
         return Failure(FailureKind.REFUSED, 400, body)
-    if body["error"]["code"] == Overloaded.code:
+    if body["error"]["code"] == OverloadedError.code:
         return Failure(FailureKind.OVERLOADED, UNAVAILABLE, body)
     return Failure(FailureKind.ERROR, 500, body)
 
@@ -171,8 +171,8 @@ def _says_too_long(body: dict[str, Any]) -> bool:
     """Whether the error is the worker's size; where it says so in words only, the code is written into it."""
     error = body["error"]
     if error["code"] == "400" and _TOO_LONG.match(error["message"]):
-        error |= {"code": DoesNotFit.code, "type": INVALID_REQUEST}
-    is_too_long: bool = error["code"] == DoesNotFit.code
+        error |= {"code": DoesNotFitError.code, "type": INVALID_REQUEST}
+    is_too_long: bool = error["code"] == DoesNotFitError.code
     return is_too_long
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import h11
 import httpx
 
-from kvxfer.errors import ProtocolViolation
+from kvxfer.errors import ProtocolError
 from kvxfer.openai.sse import CONTENT_TYPE, Event, EventDecoder
 from kvxfer.router import failure
 from kvxfer.router.failure import Failure
@@ -281,7 +281,7 @@ class DecodeLeg:
                 return chunk
             try:
                 events = self._decoder.feed(chunk)
-            except ProtocolViolation as error:
+            except ProtocolError as error:
                 return failure.malformed(self._what, str(error))
             if events:
                 return events
@@ -307,5 +307,5 @@ def has_answer(event: Event) -> bool:
             or any(value for name, value in (choice.get("delta") or {}).items() if name != "role")
             for choice in choices
         )
-    except (ProtocolViolation, KeyError, TypeError, AttributeError):
+    except (ProtocolError, KeyError, TypeError, AttributeError):
         return True

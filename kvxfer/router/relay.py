@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvxfer.errors import Closed
+from kvxfer.errors import ClosedError
 from kvxfer.openai.errors import error_body, status_for
 from kvxfer.router.answer import Answer
 from kvxfer.router.metrics import Outcome
@@ -66,7 +66,7 @@ class Relay(Response):
 
 
 async def _say_stopping(answer: Answer) -> None:
-    error = Closed("the router is stopping")
+    error = ClosedError("the router is stopping")
     await answer.give_up(status_for(error), error_body(error, retryable=True))
 
 

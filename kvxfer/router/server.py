@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from kvxfer.errors import ConfigError, CoordinatorUnavailable
+from kvxfer.errors import ConfigError, CoordinatorUnavailableError
 from kvxfer.observe import hide
 from kvxfer.policy.admit import AdmitOptions
 from kvxfer.policy.backoff import Backoff
@@ -40,7 +40,7 @@ Ready = Callable[[dict[str, Any]], None]
 async def serve(options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event) -> None:
     """Run the router until ``stop`` is set. ``on_ready`` gets the ready line as an object, once it listens.
 
-    Raises ConfigError for no coordinator, a taken port, a bad token or key file, and AuthenticationFailed if the
+    Raises ConfigError for no coordinator, a taken port, a bad token or key file, and AuthenticationError if the
     coordinator does not take the token at the start. A coordinator that is away is waited for in the background.
     """
     if not options.coordinator:
@@ -59,7 +59,7 @@ async def serve(options: RouterOptions, *, on_ready: Ready, stop: asyncio.Event)
     with listening(options.host, options.port) as listener:
         watch = MembershipWatch(options.coordinator, token, on_membership=workers.update, on_state=on_state)
         async with watch:
-            with contextlib.suppress(CoordinatorUnavailable):
+            with contextlib.suppress(CoordinatorUnavailableError):
                 await watch.wait_connected(FIRST_MEMBERSHIP_WAIT_S)
             await serve_workers(options, workers, keys, listener, on_ready=on_ready, stop=stop)
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.policy.backoff import Backoff
 from kvxfer.policy.capacity import Capacity, capacity_of
 from kvxfer.policy.place import Candidate, is_placeable
@@ -113,8 +113,8 @@ class Workers:
             try:
                 host = HttpUrl.parse("http_url", text).host
                 if self._allowed and not self._allowed.allows(host):
-                    raise InvalidArgument(f"http_url names the host {host}, which allow_http_host does not")
-            except InvalidArgument as error:
+                    raise InvalidArgumentError(f"http_url names the host {host}, which allow_http_host does not")
+            except InvalidArgumentError as error:
                 barred.add(ref)
                 if ref not in self._barred:
                     log.warning("a worker gets no requests", extra={"agent_id": ref.agent_id, "reason": str(error)})

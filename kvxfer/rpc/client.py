@@ -21,11 +21,11 @@ import grpc.aio
 from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.errors import (
-    Closed,
-    CoordinatorUnavailable,
+    ClosedError,
+    CoordinatorUnavailableError,
     KvxferError,
-    Overloaded,
-    ProtocolViolation,
+    OverloadedError,
+    ProtocolError,
 )
 from kvxfer.protocol.directory import Hello
 from kvxfer.protocol.mirror import Mirror
@@ -69,7 +69,8 @@ class CoordinatorSession:
     ) -> None:
         """``target`` is ``host:port``.
 
-        ``source`` jitters the waits between attempts. Raises InvalidArgument for anything that the wire cannot carry.
+        ``source`` jitters the waits between attempts. Raises InvalidArgumentError for anything that the wire cannot
+        carry.
         """
         self._target = target
         self._metadata = credentials(token)
@@ -95,11 +96,11 @@ class CoordinatorSession:
     async def start(self, timeout_s: float = 30.0) -> AgentRef:
         """Register, trying again while the coordinator cannot be reached; returns the agent's full name.
 
-        Raises CoordinatorUnavailable after ``timeout_s``, and at once: AuthenticationFailed, Refused (the agent id is
-        in use), ProtocolViolation. After an error the session is closed.
+        Raises CoordinatorUnavailableError after ``timeout_s``, and at once: AuthenticationError, RefusedError (the
+        agent id is in use), ProtocolError. After an error the session is closed.
         """
         if self._task is not None or self._leaving:
-            raise Closed("a coordinator session starts once")
+            raise ClosedError("a coordinator session starts once")
         self._registered = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="kvxfer coordinator session")
         try:
@@ -107,17 +108,17 @@ class CoordinatorSession:
                 return await asyncio.shield(self._registered)
         except TimeoutError:
             await self._stop()
-            cause = self._last_error or CoordinatorUnavailable(f"coordinator {self._target} did not answer")
-            raise CoordinatorUnavailable(f"{cause} (tried for {timeout_s:g} s)") from None
+            cause = self._last_error or CoordinatorUnavailableError(f"coordinator {self._target} did not answer")
+            raise CoordinatorUnavailableError(f"{cause} (tried for {timeout_s:g} s)") from None
         except BaseException:
             await self._stop()
             raise
 
     @property
     def ref(self) -> AgentRef:
-        """The agent's full name; raises Closed before :meth:`start` returned."""
+        """The agent's full name; raises ClosedError before :meth:`start` returned."""
         if self._ref is None:
-            raise Closed("the agent is not registered yet")
+            raise ClosedError("the agent is not registered yet")
         return self._ref
 
     @property
@@ -144,8 +145,8 @@ class CoordinatorSession:
         self._load = load
 
     def set_pools(self, pools: Iterable[PoolRecord]) -> None:
-        """Publish the whole list of pools, at once. Callable from any thread. Raises InvalidArgument for what the wire
-        cannot carry."""
+        """Publish the whole list of pools, at once. Callable from any thread. Raises InvalidArgumentError for what the
+        wire cannot carry."""
         pools = tuple(pools)
         convert.write_pools(pools)
         self._hello = Hello(self._hello.info, self._hello.address, self._hello.boot_nonce, pools=pools)
@@ -210,7 +211,7 @@ class CoordinatorSession:
         if str(error) != str(self._last_error) and not self._leaving:
             log.warning("%s: %s", self._hello.info.agent_id, error)
         self._last_error = error
-        passing = isinstance(error, (CoordinatorUnavailable, Overloaded))
+        passing = isinstance(error, (CoordinatorUnavailableError, OverloadedError))
         if self._ref is None and not passing and self._registered is not None and not self._registered.done():
             self._registered.set_exception(error)
 
@@ -250,19 +251,17 @@ class CoordinatorSession:
         if message is EOF:
             await raise_status(self._target, call)
         if message.WhichOneof("kind") != "welcome":
-            raise ProtocolViolation(
-                f"coordinator {self._target} answered {message.WhichOneof('kind')!r} to a registration"
-            )
+            raise ProtocolError(f"coordinator {self._target} answered {message.WhichOneof('kind')!r} to a registration")
         ref = convert.read_ref(message.welcome.ref)
         if (ref.agent_id, ref.incarnation.boot_nonce) != (
             self._hello.info.agent_id,
             self._hello.boot_nonce,
         ) or self._ref not in (None, ref):
-            raise ProtocolViolation(
+            raise ProtocolError(
                 f"coordinator {self._target} calls this agent {ref}, not {self._ref or self._hello.info.agent_id}"
             )
         if not (0 < message.welcome.heartbeat_ms <= 3_600_000 and 0 < message.welcome.dead_after_ms <= 3_600_000):
-            raise ProtocolViolation(f"coordinator {self._target} asks for impossible heartbeats")
+            raise ProtocolError(f"coordinator {self._target} asks for impossible heartbeats")
         self._ref = ref
         self._last_error = None
         self._backoff.reset()
@@ -308,6 +307,6 @@ class CoordinatorSession:
                     self._is_draining = True
                     tell(self._on_drain, message.drain.reason[:REASON_BYTES_MAX])
                 case "stopping":
-                    raise CoordinatorUnavailable(f"coordinator {self._target} is stopping")
+                    raise CoordinatorUnavailableError(f"coordinator {self._target} is stopping")
                 case kind:
-                    raise ProtocolViolation(f"coordinator {self._target} sent {kind!r} inside a session")
+                    raise ProtocolError(f"coordinator {self._target} sent {kind!r} inside a session")

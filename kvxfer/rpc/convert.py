@@ -1,8 +1,9 @@
 """Between the wire's messages and the values of ``kvxfer.types``: the one place where bytes from a peer become trusted.
 Must never know who sent them or what they are for.
 
-Every ``read_*`` is total: a value, or ProtocolViolation that names the field. Every bound of a list or a string
-stands here by name. ``write_*`` takes our own values; InvalidArgument if one of them would be refused at the other end.
+Every ``read_*`` is total: a value, or ProtocolError that names the field. Every bound of a list or a string
+stands here by name. ``write_*`` takes our own values; InvalidArgumentError if one of them would be refused at the other
+end.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from kvxfer._pb import control_pb2 as pb
-from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.protocol.directory import Change, Hello
 from kvxfer.protocol.http_url import HttpUrl, address_of
 from kvxfer.types import (
@@ -63,34 +64,34 @@ Message = TypeVar("Message")
 
 def _count(name: str, value: int, *, minimum: int = 0, maximum: int = COUNT_MAX) -> int:
     if not minimum <= value <= maximum:
-        raise ProtocolViolation(f"{name} must be {minimum} to {maximum}, not {value}")
+        raise ProtocolError(f"{name} must be {minimum} to {maximum}, not {value}")
     return value
 
 
 def _text(name: str, value: str) -> str:
     if len(value.encode()) > TEXT_BYTES_MAX:
-        raise ProtocolViolation(f"{name} exceeds TEXT_BYTES_MAX={TEXT_BYTES_MAX} bytes")
+        raise ProtocolError(f"{name} exceeds TEXT_BYTES_MAX={TEXT_BYTES_MAX} bytes")
     if any(unicodedata.category(character) in _UNPRINTABLE for character in value):
-        raise ProtocolViolation(f"{name} has control characters")
+        raise ProtocolError(f"{name} has control characters")
     return value
 
 
 def _raw(name: str, value: bytes, *lengths: int) -> bytes:
     if len(value) not in lengths:
-        raise ProtocolViolation(f"{name} must be {' or '.join(map(str, lengths))} bytes, not {len(value)}")
+        raise ProtocolError(f"{name} must be {' or '.join(map(str, lengths))} bytes, not {len(value)}")
     return value
 
 
 def _required(name: str, holder: pb.Member | pb.AgentRef | pb.PoolRecord | pb.Register, field: str) -> None:
     if not holder.HasField(field):
-        raise ProtocolViolation(f"{name} lacks {field}")
+        raise ProtocolError(f"{name} lacks {field}")
 
 
 def read_agent_id(value: str) -> str:
     try:
         return check_agent_id(value)
-    except InvalidArgument as error:
-        raise ProtocolViolation(str(error)) from None
+    except InvalidArgumentError as error:
+        raise ProtocolError(str(error)) from None
 
 
 def read_incarnation(message: pb.Incarnation) -> Incarnation:
@@ -131,10 +132,10 @@ def read_pool(message: pb.PoolRecord) -> PoolRecord:
     _required("pool", message, "record")
     exposure = _EXPOSURES_BACK.get(message.exposure)
     if exposure is None:
-        raise ProtocolViolation(f"pool.exposure {message.exposure} is unknown")
+        raise ProtocolError(f"pool.exposure {message.exposure} is unknown")
     memory = _MEMORIES_BACK.get(message.memory)
     if memory is None:
-        raise ProtocolViolation(f"pool.memory {message.memory} is unknown")
+        raise ProtocolError(f"pool.memory {message.memory} is unknown")
     return PoolRecord(
         message.pool_id,
         read_record(message.record),
@@ -162,10 +163,10 @@ def read_pools(messages: Iterable[pb.PoolRecord]) -> tuple[PoolRecord, ...]:
     """At most POOLS_MAX pools with distinct ids."""
     found = list(messages)
     if len(found) > POOLS_MAX:
-        raise ProtocolViolation(f"an agent may have at most POOLS_MAX={POOLS_MAX} pools, not {len(found)}")
+        raise ProtocolError(f"an agent may have at most POOLS_MAX={POOLS_MAX} pools, not {len(found)}")
     pools = tuple(map(read_pool, found))
     if len({pool.pool_id for pool in pools}) != len(pools):
-        raise ProtocolViolation("pool ids of one agent must differ")
+        raise ProtocolError("pool ids of one agent must differ")
     return pools
 
 
@@ -187,7 +188,7 @@ def _lanes(names: Iterable[str]) -> tuple[Lane, ...]:
     """A lane of a later version is none that we could use."""
     found = list(names)
     if len(found) > LANES_MAX:
-        raise ProtocolViolation(f"address.lanes names more than LANES_MAX={LANES_MAX}")
+        raise ProtocolError(f"address.lanes names more than LANES_MAX={LANES_MAX}")
     return tuple(dict.fromkeys(_LANES[name] for name in found if name in _LANES))
 
 
@@ -213,7 +214,7 @@ def write_load(value: Load) -> pb.Load:
 def read_info(message: pb.WorkerInfo) -> WorkerInfo:
     role = _ROLES_BACK.get(message.role)
     if role is None:
-        raise ProtocolViolation(f"info.role {message.role} is unknown")
+        raise ProtocolError(f"info.role {message.role} is unknown")
     return WorkerInfo(
         read_agent_id(message.agent_id),
         role,
@@ -251,7 +252,7 @@ def read_member(message: pb.Member) -> Member:
         _raw("member.session_key", message.session_key, 0, 32),
     )
     if member.ref.agent_id != member.info.agent_id:
-        raise ProtocolViolation(f"member {member.ref} has the info of {member.info.agent_id!r}")
+        raise ProtocolError(f"member {member.ref} has the info of {member.info.agent_id!r}")
     return member
 
 
@@ -271,7 +272,7 @@ def write_member(value: Member, session_key: bytes) -> pb.Member:
 def read_hello(message: pb.Register) -> Hello:
     """What an agent registers, still unjudged."""
     if message.protocol_version != PROTOCOL_VERSION:
-        raise ProtocolViolation(
+        raise ProtocolError(
             f"protocol_version {message.protocol_version} is not {PROTOCOL_VERSION}, the only one spoken here"
         )
     for field in ("info", "address", "incarnation"):
@@ -295,18 +296,18 @@ def _check_places(info: WorkerInfo, address: DataAddress) -> None:
     try:
         if info.http_url:
             HttpUrl.parse("info.http_url", info.http_url)
-    except InvalidArgument as error:
-        raise ProtocolViolation(str(error)) from None
+    except InvalidArgumentError as error:
+        raise ProtocolError(str(error)) from None
     host = address_of(address.tcp_host)
     if address.tcp_host and (host is None or host.is_unspecified or host.is_multicast):
-        raise ProtocolViolation(f"address.tcp_host must be an IP address that can be dialled, not {address.tcp_host!r}")
+        raise ProtocolError(f"address.tcp_host must be an IP address that can be dialled, not {address.tcp_host!r}")
     path = address.unix_path
     if path and not (path.startswith("/") and len(path.encode()) <= UNIX_PATH_BYTES_MAX):
-        raise ProtocolViolation(f"address.unix_path must be absolute and at most {UNIX_PATH_BYTES_MAX} bytes")
+        raise ProtocolError(f"address.unix_path must be absolute and at most {UNIX_PATH_BYTES_MAX} bytes")
 
 
 def write_hello(value: Hello) -> pb.Register:
-    """Raises InvalidArgument if the coordinator would call it a violation."""
+    """Raises InvalidArgumentError if the coordinator would call it a violation."""
 
     def build() -> pb.Register:
         return pb.Register(
@@ -361,6 +362,6 @@ def _checked(build: Callable[[], Message], read: Callable[[Message], Value]) -> 
     try:
         message = build()
         read(message)
-    except (ProtocolViolation, ValueError, TypeError, KeyError) as error:
-        raise InvalidArgument(f"cannot be registered: {error}") from None
+    except (ProtocolError, ValueError, TypeError, KeyError) as error:
+        raise InvalidArgumentError(f"cannot be registered: {error}") from None
     return message

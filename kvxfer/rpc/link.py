@@ -14,14 +14,14 @@ import grpc.aio
 from grpc.aio import EOF as EOF  # type: ignore[attr-defined]
 
 from kvxfer.errors import (
-    AuthenticationFailed,
-    CoordinatorUnavailable,
-    InvalidArgument,
+    AuthenticationError,
+    CoordinatorUnavailableError,
+    InvalidArgumentError,
     KvxferError,
-    Overloaded,
+    OverloadedError,
     PeerError,
-    ProtocolViolation,
-    Refused,
+    ProtocolError,
+    RefusedError,
     from_code,
 )
 from kvxfer.rpc.convert import MESSAGE_BYTES_MAX
@@ -61,11 +61,11 @@ CHANNEL_OPTIONS: ChannelOptions = (
 )
 
 _BY_STATUS: dict[grpc.StatusCode, Callable[[str], PeerError]] = {
-    grpc.StatusCode.UNAUTHENTICATED: AuthenticationFailed,
-    grpc.StatusCode.FAILED_PRECONDITION: Refused,
-    grpc.StatusCode.INVALID_ARGUMENT: ProtocolViolation,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
-    grpc.StatusCode.UNIMPLEMENTED: ProtocolViolation,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
+    grpc.StatusCode.FAILED_PRECONDITION: RefusedError,
+    grpc.StatusCode.INVALID_ARGUMENT: ProtocolError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.UNIMPLEMENTED: ProtocolError,
 }
 
 
@@ -78,9 +78,10 @@ def open_channel(target: str) -> grpc.aio.Channel:
 
 
 def credentials(token: bytes) -> tuple[tuple[str, str], ...]:
-    """Call metadata that proves membership of the cluster. Raises InvalidArgument for a token no header can carry."""
+    """Call metadata that proves membership of the cluster. Raises InvalidArgumentError for a token no header can
+    carry."""
     if any(not 0x21 <= byte <= 0x7E for byte in token):
-        raise InvalidArgument("a cluster token has only printable ASCII characters, without spaces")
+        raise InvalidArgumentError("a cluster token has only printable ASCII characters, without spaces")
     return (("authorization", f"Bearer {token.decode('ascii')}"),)
 
 
@@ -88,7 +89,7 @@ def error_from_status(target: str, status: grpc.StatusCode, details: str, code: 
     """The exception for a call that ended with ``status``; ``code`` is the stable code from the trailing metadata."""
     details = details[:REASON_BYTES_MAX]
     if status is grpc.StatusCode.UNAUTHENTICATED:
-        return AuthenticationFailed(
+        return AuthenticationError(
             f"the coordinator at {target} did not accept this cluster token; "
             "every process of a cluster reads the same token file (KVXFER_TOKEN_FILE)"
         )
@@ -97,7 +98,7 @@ def error_from_status(target: str, status: grpc.StatusCode, details: str, code: 
     make = _BY_STATUS.get(status)
     if make is not None:
         return make(f"coordinator {target}: {details}")
-    return CoordinatorUnavailable(f"coordinator {target}: {status.name.lower()}: {details}")
+    return CoordinatorUnavailableError(f"coordinator {target}: {status.name.lower()}: {details}")
 
 
 def error_from_exception(target: str, error: BaseException) -> KvxferError:
@@ -107,8 +108,8 @@ def error_from_exception(target: str, error: BaseException) -> KvxferError:
     if isinstance(error, grpc.aio.AioRpcError):
         return error_from_status(target, error.code(), error.details() or "", _code_in(error.trailing_metadata()))
     if isinstance(error, TimeoutError):
-        return CoordinatorUnavailable(f"coordinator {target} did not answer in time")
-    return CoordinatorUnavailable(f"coordinator {target}: {type(error).__name__}: {error}")
+        return CoordinatorUnavailableError(f"coordinator {target} did not answer in time")
+    return CoordinatorUnavailableError(f"coordinator {target}: {type(error).__name__}: {error}")
 
 
 def _code_in(trailing: Any) -> str | None:
@@ -124,7 +125,7 @@ async def raise_status(target: str, call: Any) -> NoReturn:
     except TimeoutError as error:
         raise error_from_exception(target, error) from None
     if status is grpc.StatusCode.OK:
-        raise CoordinatorUnavailable(f"coordinator {target} ended the stream")
+        raise CoordinatorUnavailableError(f"coordinator {target} ended the stream")
     raise error_from_status(target, status, details or "", _code_in(trailing))
 
 

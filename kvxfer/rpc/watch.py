@@ -14,7 +14,7 @@ import grpc.aio
 
 from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
-from kvxfer.errors import Closed, CoordinatorUnavailable, KvxferError, Overloaded
+from kvxfer.errors import ClosedError, CoordinatorUnavailableError, KvxferError, OverloadedError
 from kvxfer.protocol.mirror import Mirror
 from kvxfer.rpc import convert
 from kvxfer.rpc.link import CONNECT_S, EOF, Backoff, credentials, error_from_exception, open_channel, raise_status, tell
@@ -72,25 +72,27 @@ class MembershipWatch:
     def start(self) -> None:
         """Begin in the background; does not wait for the coordinator."""
         if self._task is not None:
-            raise Closed("a membership watch starts once")
+            raise ClosedError("a membership watch starts once")
         self._task = asyncio.create_task(self._run(), name="kvxfer membership watch")
 
     async def wait_connected(self, timeout_s: float = 30.0) -> Membership:
         """The view, as soon as the coordinator gave one.
 
-        Raises CoordinatorUnavailable after ``timeout_s``, and AuthenticationFailed or ProtocolViolation at once.
+        Raises CoordinatorUnavailableError after ``timeout_s``, and AuthenticationError or ProtocolError at once.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._is_connected:
                     error = self._last_error
-                    if error is not None and not isinstance(error, (CoordinatorUnavailable, Overloaded)):
+                    if error is not None and not isinstance(error, (CoordinatorUnavailableError, OverloadedError)):
                         raise error
                     if self._changed is None:
                         self._changed = asyncio.get_running_loop().create_future()
                     await asyncio.shield(self._changed)
         except TimeoutError:
-            raise CoordinatorUnavailable(f"{self._last_error or 'no answer yet'} (tried for {timeout_s:g} s)") from None
+            raise CoordinatorUnavailableError(
+                f"{self._last_error or 'no answer yet'} (tried for {timeout_s:g} s)"
+            ) from None
         return self.membership
 
     async def changes(self) -> AsyncIterator[Membership]:
@@ -198,13 +200,13 @@ class _Reader:
 
 
 async def list_members(target: str, token: bytes, *, timeout_s: float = CONNECT_S) -> Membership:
-    """The whole membership, once. Raises AuthenticationFailed or CoordinatorUnavailable."""
+    """The whole membership, once. Raises AuthenticationError or CoordinatorUnavailableError."""
     async with MembershipWatch(target, token) as watch:
         return await watch.wait_connected(timeout_s)
 
 
 async def drain(target: str, token: bytes, agent_id: str, *, reason: str = "", timeout_s: float = CONNECT_S) -> None:
-    """Order an agent to take no new work. Raises Refused if there is no such member."""
+    """Order an agent to take no new work. Raises RefusedError if there is no such member."""
     async with open_channel(target) as channel:
         stub = control_pb2_grpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
         request = pb.DrainRequest(agent_id=agent_id, reason=reason)

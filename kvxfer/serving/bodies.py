@@ -11,7 +11,7 @@ import dataclasses
 
 from starlette.requests import Request
 
-from kvxfer.errors import Closed, KvxferError, Overloaded
+from kvxfer.errors import ClosedError, KvxferError, OverloadedError
 from kvxfer.openai.errors import RequestError
 from kvxfer.serving.limits import BODY_STEP_BYTES, ServingLimits
 
@@ -50,8 +50,8 @@ class Bodies:
     async def read(self, request: Request) -> bytes:
         """The whole body.
 
-        Raises RequestError (408, 413), Overloaded where the budget is used up and this body is being read for longest,
-        Closed after :meth:`close`, and starlette's ClientDisconnect where the client left amid it.
+        Raises RequestError (408, 413), OverloadedError where the budget is used up and this body is being read for
+        longest, ClosedError after :meth:`close`, and starlette's ClientDisconnect where the client left amid it.
         """
         if self._is_closed:
             raise _stopping()
@@ -99,7 +99,7 @@ class Bodies:
             budget = self._limits.body_budget_bytes
             self._refuse(
                 next(iter(self._reading)),
-                Overloaded(f"requests that are being read hold all of body_budget_bytes {budget}"),
+                OverloadedError(f"requests that are being read hold all of body_budget_bytes {budget}"),
             )
         if body.refusal is not None:
             raise body.refusal
@@ -134,5 +134,5 @@ class Bodies:
         return f"Bodies(reading={len(self._reading)}, held_bytes={self._held})"
 
 
-def _stopping() -> Closed:
-    return Closed("this server is stopping")
+def _stopping() -> ClosedError:
+    return ClosedError("this server is stopping")

@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from kvxfer.errors import Overloaded, ProtocolViolation
+from kvxfer.errors import OverloadedError, ProtocolError
 from kvxfer.openai.errors import INVALID_REQUEST, error_body, status_for
 from kvxfer.openai.sse import encode_object
 from kvxfer.serving.connections import ConnectionPhase, Connections
@@ -108,7 +108,7 @@ class Connection(H11Protocol):
             self.transport.close()
         elif phase in (ConnectionPhase.HEAD, ConnectionPhase.BODY):
             self._is_refused_amid_request = True
-            busy = Overloaded("the server has too many connections, and this request was not whole yet")
+            busy = OverloadedError("the server has too many connections, and this request was not whole yet")
             self._refuse(status_for(busy), error_body(busy))
         else:
             self.transport.abort()
@@ -118,7 +118,7 @@ class Connection(H11Protocol):
 
     def _refuse_malformed(self, status: int, reason: str) -> None:
         log.debug("malformed request from %s: %s", self.client, reason)
-        self._refuse(status, error_body(reason, kind=INVALID_REQUEST, code=ProtocolViolation.code))
+        self._refuse(status, error_body(reason, kind=INVALID_REQUEST, code=ProtocolError.code))
 
     def _refuse(self, status: int, body: dict[str, Any]) -> None:
         if self.cycle is not None and not self.cycle.response_complete:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.config import AgentConfig
-from kvxfer.errors import InvalidArgument, LaneUnavailable
+from kvxfer.errors import InvalidArgumentError, LaneUnavailableError
 from kvxfer.transport.private_memory import allocate_private
 from kvxfer.types import (
     AgentRef,
@@ -100,8 +100,8 @@ class StartPost(Protocol):
         :func:`as_nanoseconds`. ``notification`` is told to the peer once the bytes are committed; ``wants_sums``: they
         go with CRC-32Cs.
 
-        Raises InvalidArgument (lists that do not match, a local piece outside its region), LimitExceeded, PeerGone,
-        LaneUnavailable, Closed.
+        Raises InvalidArgumentError (lists that do not match, a local piece outside its region), LimitExceededError,
+        PeerGoneError, LaneUnavailableError, ClosedError.
         """
         ...
 
@@ -109,7 +109,7 @@ class StartPost(Protocol):
 class Transport(Protocol):
     """The machines of one life of one agent, with a wire under them. All methods may be called from any thread.
 
-    After :meth:`close` every call raises Closed, but :meth:`close` itself, :meth:`drain` and :meth:`fileno`.
+    After :meth:`close` every call raises ClosedError, but :meth:`close` itself, :meth:`drain` and :meth:`fileno`.
     """
 
     @property
@@ -134,27 +134,27 @@ class Transport(Protocol):
 
     def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
         """Register memory. The segments' lengths add up to ``block_bytes``. ``checks``: blocks read from it always go
-        with CRC-32Cs. Raises InvalidArgument."""
+        with CRC-32Cs. Raises InvalidArgumentError."""
         ...
 
     def describe_pool(self, pool: PoolRecord) -> None:
-        """Have another record for a pool that is known: later pulls are judged by that. Raises InvalidArgument."""
+        """Have another record for a pool that is known: later pulls are judged by that. Raises InvalidArgumentError."""
         ...
 
     def remove_pool(self, pool_id: int) -> None:
-        """Forget a pool. Raises BlocksBusy while anything of it is granted, reserved or quarantined."""
+        """Forget a pool. Raises BlocksBusyError while anything of it is granted, reserved or quarantined."""
         ...
 
     def add_region(self, record: RegionRecord, region: Region) -> None:
         """Register memory that proven peers may read and write at any time, as far as ``record`` says, until it is
-        removed: an open-ended grant and offer. Raises InvalidArgument (an id that is or was in use).
+        removed: an open-ended grant and offer. Raises InvalidArgumentError (an id that is or was in use).
         """
         ...
 
     def remove_region(self, region_id: int) -> None:
         """End it: reads by peers are revoked, writes by peers cancelled; once this returned no byte lands there.
 
-        Raises BlocksBusy, and may be called again, while an own read or a peer's write may still fill it.
+        Raises BlocksBusyError, and may be called again, while an own read or a peer's write may still fill it.
         """
         ...
 
@@ -195,19 +195,21 @@ class Transport(Protocol):
 
         ``content``: 32 bytes that say what the blocks hold; a reader that says otherwise is refused.
 
-        Raises InvalidArgument, BlocksBusy, LimitExceeded, GrantReleased (the reader gave up before).
+        Raises InvalidArgumentError, BlocksBusyError, LimitExceededError, GrantReleasedError (the reader gave up
+        before).
         """
         ...
 
     def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
-        """Announce the first ``blocks`` blocks of a grant. Raises GrantGone's kinds and InvalidArgument."""
+        """Announce the first ``blocks`` blocks of a grant. Raises GrantGoneError's kinds and InvalidArgumentError."""
         ...
 
     def expect(self, transfer_id: TransferId, *, reader: str) -> None:
         """The engine here accepted the prompt of this id, for the agent ``reader`` (empty: the first to ask): pulls
         that come before its grant are told so. Ends by :meth:`grant` or :meth:`decline`.
 
-        Raises InvalidArgument (an id used before), LimitExceeded, GrantReleased (the reader gave up before).
+        Raises InvalidArgumentError (an id used before), LimitExceededError, GrantReleasedError (the reader gave up
+        before).
         """
         ...
 
@@ -221,14 +223,15 @@ class Transport(Protocol):
         ...
 
     def decline(self, transfer_id: TransferId) -> None:
-        """The grant will never be made: whoever waits for it, or asks later, is told so. Raises InvalidArgument."""
+        """The grant will never be made: whoever waits for it, or asks later, is told so. Raises
+        InvalidArgumentError."""
         ...
 
     def revoke_grant(self, transfer_id: TransferId, why: str = "") -> GrantState:
         """End a grant; once this returns the blocks may be overwritten. Its reader is told ``why``, cut to 512 bytes.
         Returns the state it ended in.
 
-        Raises GrantUnknown.
+        Raises GrantUnknownError.
         """
         ...
 
@@ -238,7 +241,7 @@ class Transport(Protocol):
 
     def bind_grant(self, transfer_id: TransferId, reader: str) -> str:
         """Let only the agent ``reader`` read it from now on (empty: leave it open), unless another was named, or came
-        first. Returns the agent that alone may read it; empty: none yet, or none ever. Raises GrantUnknown.
+        first. Returns the agent that alone may read it; empty: none yet, or none ever. Raises GrantUnknownError.
         """
         ...
 
@@ -271,13 +274,13 @@ class Transport(Protocol):
         ``granted_s`` it bounds the wait for the grant, and ``granted_s`` the transfer from the moment in which it heard
         of its grant.
 
-        Raises InvalidArgument, BlocksBusy, LimitExceeded, PeerGone (that life is not known).
+        Raises InvalidArgumentError, BlocksBusyError, LimitExceededError, PeerGoneError (that life is not known).
         """
         ...
 
     def reserve(self, transfer_id: TransferId, blocks: Blocks, *, first: int) -> None:
-        """Give a pull that has no blocks its own, for the grant's positions ``first...``. Raises InvalidArgument where
-        it is over or has some, BlocksBusy."""
+        """Give a pull that has no blocks its own, for the grant's positions ``first...``. Raises InvalidArgumentError
+        where it is over or has some, BlocksBusyError."""
         ...
 
     def unreserve(self, transfer_id: TransferId) -> bool:
@@ -300,7 +303,7 @@ class Transport(Protocol):
         ...
 
     def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
-        """Let ``source`` know, if it can be reached, that this id will never be pulled. Raises InvalidArgument."""
+        """Let ``source`` know, if it can be reached, that this id will never be pulled. Raises InvalidArgumentError."""
         ...
 
     def transfer_state(self, transfer_id: TransferId) -> TransferState | None:
@@ -308,7 +311,7 @@ class Transport(Protocol):
         ...
 
     def notify(self, to: AgentRef, payload: bytes) -> int:
-        """Send a small message; returns its number. Raises PeerGone, InvalidArgument, LimitExceeded."""
+        """Send a small message; returns its number. Raises PeerGoneError, InvalidArgumentError, LimitExceededError."""
         ...
 
     def counts(self) -> _core.EndpointCounts:
@@ -338,18 +341,18 @@ class Binding(Protocol):
 
 
 def as_content(content: bytes | None) -> bytes:
-    """32 bytes that say what blocks hold; ``None`` says nothing. Raises InvalidArgument for another length."""
+    """32 bytes that say what blocks hold; ``None`` says nothing. Raises InvalidArgumentError for another length."""
     if content is None:
         return NO_CONTENT
     if not isinstance(content, bytes) or len(content) != len(NO_CONTENT):
-        raise InvalidArgument(f"content must be {len(NO_CONTENT)} bytes")
+        raise InvalidArgumentError(f"content must be {len(NO_CONTENT)} bytes")
     return content
 
 
 def as_nanoseconds(name: str, duration_s: float) -> int:
-    """A duration as the machines take it; raises InvalidArgument for one that is no time to wait for."""
+    """A duration as the machines take it; raises InvalidArgumentError for one that is no time to wait for."""
     if not abs(duration_s) <= DURATION_MAX_S:
-        raise InvalidArgument(f"{name} must be at most {DURATION_MAX_S:g}, not {duration_s}")
+        raise InvalidArgumentError(f"{name} must be at most {DURATION_MAX_S:g}, not {duration_s}")
     return round(duration_s * NS_PER_S)
 
 
@@ -357,11 +360,12 @@ def allocate_region(length_bytes: int) -> Region:
     """Zeroed memory, all of it resident, that readers on this host can be let to map and that nobody else can change.
 
     Where the host forbids shared memory it is private: lane ``mapped`` cannot carry it, and a warning says so.
-    ``owner`` is a uint8 array over it. Raises InvalidArgument, and LimitExceeded where the host has not so much.
+    ``owner`` is a uint8 array over it. Raises InvalidArgumentError, and LimitExceededError where the host has not so
+    much.
     """
     try:
         shared = _core.Region(length_bytes)
-    except LaneUnavailable as error:
+    except LaneUnavailableError as error:
         array = allocate_private(length_bytes, error)
         return Region(int(array.__array_interface__["data"][0]), length_bytes, array, is_allocated=True)
     array = np.frombuffer(shared, dtype=np.uint8)  # type: ignore[call-overload]
@@ -369,28 +373,29 @@ def allocate_region(length_bytes: int) -> Region:
 
 
 def check_segments(segments: Sequence[Segment], *, block_count: int, block_bytes: int, length_bytes: int) -> None:
-    """Raise InvalidArgument unless the segments make up blocks of ``block_bytes`` and lie inside ``length_bytes``."""
+    """Raise InvalidArgumentError unless the segments make up blocks of ``block_bytes`` and lie inside
+    ``length_bytes``."""
     if not 1 <= len(segments) <= SEGMENTS_MAX:
-        raise InvalidArgument(f"a pool has 1 to SEGMENTS_MAX={SEGMENTS_MAX} segments, not {len(segments)}")
+        raise InvalidArgumentError(f"a pool has 1 to SEGMENTS_MAX={SEGMENTS_MAX} segments, not {len(segments)}")
     total = sum(segment.length_bytes for segment in segments)
     if total != block_bytes:
-        raise InvalidArgument(f"the segments of a block add up to {total} bytes, not block_bytes={block_bytes}")
+        raise InvalidArgumentError(f"the segments of a block add up to {total} bytes, not block_bytes={block_bytes}")
     for segment in segments:
         end = segment.offset_bytes + (block_count - 1) * segment.stride_bytes + segment.length_bytes
         if end > length_bytes:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{segment} with {block_count} blocks ends at byte {end}, outside memory of {length_bytes} bytes"
             )
 
 
 def as_blocks(blocks: npt.ArrayLike) -> Blocks:
-    """Block indices as a contiguous uint32 array of one dimension; raises InvalidArgument for anything else."""
+    """Block indices as a contiguous uint32 array of one dimension; raises InvalidArgumentError for anything else."""
     array = np.asarray(blocks)
     if array.ndim != 1 or array.size == 0:
-        raise InvalidArgument(f"blocks must be a non-empty list of indices, not of shape {array.shape}")
+        raise InvalidArgumentError(f"blocks must be a non-empty list of indices, not of shape {array.shape}")
     if array.dtype != np.uint32:
         if not np.issubdtype(array.dtype, np.integer) or array.min() < 0 or array.max() > 0xFFFFFFFF:
-            raise InvalidArgument(f"block indices must be integers of 0 to {0xFFFFFFFF}")
+            raise InvalidArgumentError(f"block indices must be integers of 0 to {0xFFFFFFFF}")
         array = array.astype(np.uint32)
     return np.ascontiguousarray(array)
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
-from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled, from_code
+from kvxfer.errors import InvalidArgumentError, KvxferError, TransferCancelledError, from_code
 from kvxfer.policy.calibration import LaneOrder
 from kvxfer.policy.lanes import explain
 from kvxfer.transport.base import LANES_BACK, STATES
@@ -149,11 +149,11 @@ class TransferBatch:
         return self._wait(lambda: self.is_drained, timeout_s)
 
     def result(self) -> BatchStatistics:
-        """What it took. Raises the error that ended it; InvalidArgument while it is not final."""
+        """What it took. Raises the error that ended it; InvalidArgumentError while it is not final."""
         if self._error is not None:
             raise self._error
         if not self.is_final:
-            raise InvalidArgument(f"{self!r} is not over")
+            raise InvalidArgumentError(f"{self!r} is not over")
         return self.statistics()
 
     def cancel(self, error: KvxferError | None = None) -> None:
@@ -271,7 +271,7 @@ class TransferBatch:
                 self._table.remove(identity, self)
             self._live.clear()
             if not self._is_final:
-                is_cancel = isinstance(error, TransferCancelled)
+                is_cancel = isinstance(error, TransferCancelledError)
                 state = TransferState.CANCELLED if is_cancel else TransferState.FAILED
                 self._end(state, self._end_with or error)
             self._tell()

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer._native import _core
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.base import Blocks
 from kvxfer.transport.host_memory import region_of
 from kvxfer.types import AgentRef, DataAddress, Exposure, MemoryKind, RegionRecord
@@ -48,10 +48,12 @@ class Descriptors:
     """
 
     def __init__(self, rows: Words) -> None:
-        """Raises InvalidArgument for another shape, an empty list, and for the first piece that is empty or overlaps
-        the next one of its row."""
+        """Raises InvalidArgumentError for another shape, an empty list, and for the first piece that is empty or
+        overlaps the next one of its row."""
         if rows.ndim != 2 or rows.shape[1] not in (3, 5) or len(rows) == 0:
-            raise InvalidArgument(f"descriptors must be an array of shape [n, 3] or [n, 5], not {list(rows.shape)}")
+            raise InvalidArgumentError(
+                f"descriptors must be an array of shape [n, 3] or [n, 5], not {list(rows.shape)}"
+            )
         self.rows = rows
         _check(rows[:, 1] > 0, "descriptor {} has no bytes")
         self.is_strided = rows.shape[1] == 5 and bool((rows[:, 3] != 1).any())
@@ -65,7 +67,7 @@ class Descriptors:
         contiguous tensor or array; a list of those, also views into registered memory. An integer array of shape
         [n, 3] or [n, 5] is always taken as descriptors, any other array as memory.
 
-        Raises InvalidArgument for anything else, memory with gaps among it.
+        Raises InvalidArgumentError for anything else, memory with gaps among it.
         """
         if isinstance(given, Descriptors):
             return given
@@ -73,7 +75,7 @@ class Descriptors:
             return cls(_as_words(given))
         if isinstance(given, (list, tuple)):
             if not given:
-                raise InvalidArgument("a list of descriptors must not be empty")
+                raise InvalidArgumentError("a list of descriptors must not be empty")
             if all(isinstance(item, (list, tuple)) for item in given):
                 return cls(_from_tuples(given))
             return cls(_from_memory(given))
@@ -131,7 +133,7 @@ class Prepared:
     def pieces(self, ids: Blocks | None) -> Blocks:
         """The pieces of the ranges that the descriptors ``ids`` are; ``None``: all of them, in order."""
         if ids is not None and int(ids.max()) >= self.count:
-            raise InvalidArgument(f"index {int(ids.max())} is outside a prepared list of {self.count} descriptors")
+            raise InvalidArgumentError(f"index {int(ids.max())} is outside a prepared list of {self.count} descriptors")
         if ids is None:
             last = self.count if self.firsts is None else int(self.firsts[-1])
             return np.arange(last, dtype=np.uint32) if self.indices is None else self.indices
@@ -177,7 +179,8 @@ class MemoryTable:
         return f"<MemoryTable of {len(self.records)} regions, {int(self._lengths.sum())} bytes>"
 
     def resolve(self, descriptors: Descriptors, peer: RemotePeer | None = None) -> Prepared:
-        """Find every descriptor's region. Raises InvalidArgument, naming the first descriptor that lies in none."""
+        """Find every descriptor's region. Raises InvalidArgumentError, naming the first descriptor that lies in
+        none."""
         rows, firsts, is_strided = descriptors.rows, None, descriptors.is_strided
         if int(rows[:, 1].max()) > PIECE_BYTES_MAX:
             self._find(rows[:, 0], _spans(rows) if is_strided else rows[:, 1])
@@ -221,7 +224,7 @@ class MemoryTable:
     def _find(self, address: Words, span: Words) -> int | npt.NDArray[np.int64]:
         """The place in ``records`` of each range: one number where it is the same for all."""
         if not self.records:
-            raise InvalidArgument("no memory is registered here")
+            raise InvalidArgumentError("no memory is registered here")
         place = max(int(np.searchsorted(self._starts, address[0], side="right")) - 1, 0)
         start = int(self._starts[place])
         if int(address.min()) >= start and int(address.max()) + int(span.max()) <= start + int(self._lengths[place]):
@@ -238,7 +241,7 @@ class MemoryTable:
         if not is_inside.all():
             first = int(np.argmin(is_inside))
             where = f"{int(span[first])} bytes at {int(address[first]):#x}"
-            raise InvalidArgument(f"descriptor {first} ({where}) is inside no registered region")
+            raise InvalidArgumentError(f"descriptor {first} ({where}) is inside no registered region")
         return places
 
     def _holds(self, place: Any, address: Words, span: Words) -> npt.NDArray[np.bool_]:
@@ -389,7 +392,7 @@ def _spans(rows: Words) -> Words:
 
 def _check(is_right: npt.NDArray[np.bool_], text: str) -> None:
     if not is_right.all():
-        raise InvalidArgument(text.format(int(np.argmin(is_right))))
+        raise InvalidArgumentError(text.format(int(np.argmin(is_right))))
 
 
 def _is_table(array: npt.NDArray[Any]) -> bool:
@@ -398,7 +401,7 @@ def _is_table(array: npt.NDArray[Any]) -> bool:
 
 def _as_words(array: npt.NDArray[Any]) -> Words:
     if array.dtype.kind == "i" and array.size and int(array.min()) < 0:
-        raise InvalidArgument("addresses, lengths and devices must not be below 0")
+        raise InvalidArgumentError("addresses, lengths and devices must not be below 0")
     return array.astype(np.uint64, copy=False)
 
 
@@ -411,10 +414,10 @@ def _from_tuples(given: Sequence[Any]) -> Words:
         if array.dtype.kind not in "iu":
             raise TypeError(f"entries of {array.dtype}")
         return _as_words(array)
-    except InvalidArgument:
+    except InvalidArgumentError:
         raise
     except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidArgument(f"descriptors must be tuples of 3 or 5 whole numbers of 64 bits: {error}") from None
+        raise InvalidArgumentError(f"descriptors must be tuples of 3 or 5 whole numbers of 64 bits: {error}") from None
 
 
 def _from_memory(given: Sequence[Any]) -> Words:
@@ -422,7 +425,7 @@ def _from_memory(given: Sequence[Any]) -> Words:
     for number, memory in enumerate(given):
         try:
             region = region_of(memory)
-        except InvalidArgument as error:
-            raise InvalidArgument(f"descriptor {number}: {error}") from None
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"descriptor {number}: {error}") from None
         rows[number] = region.address, region.length_bytes, region.device
     return rows

@@ -14,7 +14,7 @@ from typing import Any
 import numpy.typing as npt
 
 from kvxfer.config import AgentConfig
-from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError, TransportError
+from kvxfer.errors import BlocksBusyError, InvalidArgumentError, KvxferError, TransportError
 from kvxfer.policy.checksums import wants_checksums
 from kvxfer.transport.base import Event, PostOrder, Region, StartPost, Transport, allocate_region, as_nanoseconds
 from kvxfer.transport.batch import TransferBatch
@@ -84,7 +84,7 @@ class TransferEngine:
         """Let proven peers read and write ``memory`` (see :func:`~kvxfer.transport.host_memory.region_of`; or a Region)
         until :meth:`deregister`. It is kept alive so long.
 
-        Raises InvalidArgument, LaneUnavailable for memory of a device that cannot be used.
+        Raises InvalidArgumentError, LaneUnavailableError for memory of a device that cannot be used.
         """
         region = memory if isinstance(memory, Region) else region_of(memory)
         with self._lock:
@@ -108,22 +108,22 @@ class TransferEngine:
 
     def allocate(self, length_bytes: int, *, can_read: bool = True, can_write: bool = True) -> MemoryRegistration:
         """Register zeroed memory made by kvxfer, which readers on this host can map; ``region.owner`` is a uint8 array
-        over it. Raises LimitExceeded where the host has not so much."""
+        over it. Raises LimitExceededError where the host has not so much."""
         return self.register(allocate_region(length_bytes), can_read=can_read, can_write=can_write)
 
     def deregister(self, registration: MemoryRegistration) -> None:
         """Take a region back; once this returns no byte of it is read or written by a peer any more.
 
-        Raises BlocksBusy while a batch of ours uses it or a peer's write into it has not drained (that is being
-        cancelled: try again); InvalidArgument for a region that is not registered here.
+        Raises BlocksBusyError while a batch of ours uses it or a peer's write into it has not drained (that is being
+        cancelled: try again); InvalidArgumentError for a region that is not registered here.
         """
         region_id = registration.record.region_id
         with self._lock:
             if self._registrations.get(region_id) is not registration:
-                raise InvalidArgument(f"{registration!r} is not registered here")
+                raise InvalidArgumentError(f"{registration!r} is not registered here")
             busy = next((batch for batch in self.batches if region_id in batch.plan.local.regions), None)
             if busy is not None:
-                raise BlocksBusy(f"{registration!r} is used by {busy!r}")
+                raise BlocksBusyError(f"{registration!r} is used by {busy!r}")
             self.transport.remove_region(region_id)
             del self._registrations[region_id]
             self._table = None
@@ -138,7 +138,7 @@ class TransferEngine:
     def prepare(self, descriptors: Any, *, peer: RemotePeer | None = None) -> Prepared:
         """Find descriptors (whatever :meth:`Descriptors.of` takes) in our registered memory, or in a peer's.
 
-        Raises InvalidArgument, naming the first descriptor that lies in no region.
+        Raises InvalidArgumentError, naming the first descriptor that lies in no region.
         """
         parsed = Descriptors.of(descriptors)
         if peer is not None:
@@ -157,7 +157,8 @@ class TransferEngine:
         remote: Prepared,
         remote_ids: npt.ArrayLike | None,
     ) -> TransferPlan:
-        """Check a batch and cut it, to be started once or many times. Raises InvalidArgument; see :func:`make_plan`."""
+        """Check a batch and cut it, to be started once or many times. Raises InvalidArgumentError; see
+        :func:`make_plan`."""
         return make_plan(op, local, local_ids, remote, remote_ids, shares=self.config.stripes)
 
     def start(
@@ -176,7 +177,8 @@ class TransferEngine:
         (a read) or reads (a write) is the transport's. The callbacks are made by the thread that handles the event, in
         the order of the events, and must not block.
 
-        Raises InvalidArgument, LimitExceeded, PeerGone, LaneUnavailable (names each lane's obstacle).
+        Raises InvalidArgumentError, LimitExceededError, PeerGoneError, LaneUnavailableError (names each lane's
+        obstacle).
         """
         begun_ns = time.monotonic_ns()
         route = self._route(plan, None if lanes is None else tuple(lanes), wants_sums)
@@ -224,7 +226,7 @@ class TransferEngine:
         return found
 
     def _route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
-        """Found once for each way of asking, and kept with the plan. Raises LaneUnavailable."""
+        """Found once for each way of asking, and kept with the plan. Raises LaneUnavailableError."""
         key: RouteKey = (self.transport, lanes, wants_sums)
         route = plan.routes.get(key)
         if route is None:

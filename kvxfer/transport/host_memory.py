@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.errors import InvalidArgument, LaneUnavailable
+from kvxfer.errors import InvalidArgumentError, LaneUnavailableError
 from kvxfer.transport.base import Region
 from kvxfer.types import MemoryKind
 
@@ -18,26 +18,27 @@ def region_of(memory: Any) -> Region:
 
     Taken: an object with ``data_ptr()`` (torch; on the CPU or a CUDA device), with ``__array_interface__`` (numpy) or
     with the buffer protocol, or a pair ``(address, length_bytes)`` of host memory, whose owner the caller must keep.
-    Raises InvalidArgument for memory with gaps, read-only or empty memory, LaneUnavailable for memory of other devices.
+    Raises InvalidArgumentError for memory with gaps, read-only or empty memory, LaneUnavailableError for memory of
+    other devices.
     """
     if isinstance(memory, tuple):
         region = _from_pair(memory)
     elif hasattr(memory, "data_ptr"):
         region = _from_tensor(memory)
     elif hasattr(memory, "__cuda_array_interface__"):
-        raise LaneUnavailable("this array lives on a GPU and does not say on which: give it as a tensor")
+        raise LaneUnavailableError("this array lives on a GPU and does not say on which: give it as a tensor")
     elif hasattr(memory, "__array_interface__"):
         region = _from_array(np.asarray(memory), memory)
     else:
         region = _from_buffer(memory)
     if region.length_bytes <= 0 or region.address <= 0:
-        raise InvalidArgument("memory to register must not be empty")
+        raise InvalidArgumentError("memory to register must not be empty")
     return region
 
 
 def _from_pair(pair: tuple[Any, ...]) -> Region:
     if len(pair) != 2 or not all(isinstance(value, int) for value in pair):
-        raise InvalidArgument("memory given as a tuple must be (address, length_bytes)")
+        raise InvalidArgumentError("memory given as a tuple must be (address, length_bytes)")
     return Region(pair[0], pair[1], None)
 
 
@@ -45,10 +46,10 @@ def _from_tensor(tensor: Any) -> Region:
     device: Any = getattr(tensor, "device", "cpu")
     kind = getattr(device, "type", str(device))
     if kind not in ("cpu", "cuda"):
-        raise LaneUnavailable(f"kvxfer moves memory of the host and of CUDA devices: this tensor is on {device}")
+        raise LaneUnavailableError(f"kvxfer moves memory of the host and of CUDA devices: this tensor is on {device}")
     is_contiguous = getattr(tensor, "is_contiguous", None)
     if is_contiguous is not None and not is_contiguous():
-        raise InvalidArgument("a tensor must be contiguous to be a pool")
+        raise InvalidArgumentError("a tensor must be contiguous to be a pool")
     length = getattr(tensor, "nbytes", None)
     if not isinstance(length, int):
         length = int(tensor.numel()) * int(tensor.element_size())
@@ -59,9 +60,9 @@ def _from_tensor(tensor: Any) -> Region:
 
 def _from_array(array: np.ndarray[Any, Any], owner: object) -> Region:
     if not array.flags.c_contiguous:
-        raise InvalidArgument("an array must be C-contiguous to be a pool")
+        raise InvalidArgumentError("an array must be C-contiguous to be a pool")
     if not array.flags.writeable:
-        raise InvalidArgument("memory to register must not be read-only")
+        raise InvalidArgumentError("memory to register must not be read-only")
     return Region(int(array.__array_interface__["data"][0]), array.nbytes, (owner, array))
 
 
@@ -69,11 +70,11 @@ def _from_buffer(memory: Any) -> Region:
     try:
         view = memoryview(memory)
     except TypeError:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{type(memory).__name__} is no memory: give a tensor, an array, a buffer or (address, length_bytes)"
         ) from None
     if not view.c_contiguous:
-        raise InvalidArgument("a buffer must be contiguous to be a pool")
+        raise InvalidArgumentError("a buffer must be contiguous to be a pool")
     if view.readonly:
-        raise InvalidArgument("memory to register must not be read-only")
+        raise InvalidArgumentError("memory to register must not be read-only")
     return _from_array(np.frombuffer(view.cast("B"), dtype=np.uint8), view)

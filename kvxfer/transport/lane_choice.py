@@ -9,7 +9,7 @@ import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 
-from kvxfer.errors import LaneUnavailable
+from kvxfer.errors import LaneUnavailableError
 from kvxfer.policy.calibration import Calibration, LaneFigure, LaneOrder
 from kvxfer.policy.lanes import LaneEnd, Memory, checking_lanes, choose_lanes, explain, is_same_host
 from kvxfer.types import AgentRef, DataAddress, Lane
@@ -58,7 +58,7 @@ class LaneChooser:
         """The lanes of ``allowed`` that can carry a read of any memory ``there`` into any memory ``here``, or, where it
         is no read, the way back, which is a read by the peer. ``must_check``: with checksums.
 
-        Raises LaneUnavailable, naming each lane's obstacle, where none can.
+        Raises LaneUnavailableError, naming each lane's obstacle, where none can.
         """
         lanes = tuple(allowed)
         reasons: dict[Lane, str] = {}
@@ -69,7 +69,7 @@ class LaneChooser:
                 reasons.update(why)
         choice = LaneChoice(*checking_lanes(lanes, reasons)) if must_check else LaneChoice(lanes, reasons)
         if not choice.lanes:
-            raise LaneUnavailable(f"no lane joins us and {peer}: {explain(None, choice.reasons)}")
+            raise LaneUnavailableError(f"no lane joins us and {peer}: {explain(None, choice.reasons)}")
         return choice
 
     def order(self, peer: AgentRef, address: DataAddress, lanes: Sequence[Lane], nbytes: int) -> LaneOrder:

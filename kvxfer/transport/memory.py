@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from kvxfer._native import _core
 from kvxfer.config import AgentConfig, allowed_lanes
-from kvxfer.errors import BlocksBusy, Closed, KvxferError
+from kvxfer.errors import BlocksBusyError, ClosedError, KvxferError
 from kvxfer.transport.base import (
     LANES,
     NO_CONTENT,
@@ -161,7 +161,7 @@ class MemoryTransport:
             is_gone, effects = endpoint.remove_region(region_id, self._network.now_ns)
             self.act(effects)
             if not is_gone:
-                raise BlocksBusy(f"region {region_id} may still be written to: a transfer into it has not drained")
+                raise BlocksBusyError(f"region {region_id} may still be written to: a transfer into it has not drained")
             del self._memories.regions[region_id]
 
     def set_guest_key(self, key: bytes) -> None:
@@ -477,7 +477,7 @@ class MemoryTransport:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[_core.Endpoint]:
-        """The machines, under the network's lock. Raises Closed."""
+        """The machines, under the network's lock. Raises ClosedError."""
         with self._network.lock:
             self._check_open()
             try:
@@ -487,4 +487,4 @@ class MemoryTransport:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise Closed(f"{self!r} was closed")
+            raise ClosedError(f"{self!r} was closed")

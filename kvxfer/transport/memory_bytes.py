@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer._native import _core
-from kvxfer.errors import KvxferError, LaneUnavailable
+from kvxfer.errors import KvxferError, LaneUnavailableError
 from kvxfer.transport.base import Region, check_segments
 from kvxfer.types import MemoryKind, PoolRecord, Segment
 
 
 def _check_host(region: Region) -> None:
     if region.memory is not MemoryKind.HOST:
-        raise LaneUnavailable("an in-process network moves host memory only")
+        raise LaneUnavailableError("an in-process network moves host memory only")
 
 
 class BlockMemory:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S, Clock
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.policy.lanes import MEMORY_HOST
 from kvxfer.types import AgentRef
 
@@ -132,9 +132,9 @@ class MemoryNetwork:
         return until()
 
     def advance(self, duration_s: float) -> None:
-        """Let virtual time pass, doing all that falls due in it. Raises InvalidArgument on a real clock."""
+        """Let virtual time pass, doing all that falls due in it. Raises InvalidArgumentError on a real clock."""
         if self._clock is not None:
-            raise InvalidArgument("time passes by itself in a network with a real clock")
+            raise InvalidArgumentError("time passes by itself in a network with a real clock")
         end_ns = self._virtual_ns + round(duration_s * NS_PER_S)
         while self.next_ns() <= end_ns:
             self.step()
@@ -165,7 +165,9 @@ class MemoryNetwork:
     def drive(self) -> None:
         """Run from the running asyncio loop from now on, until :meth:`stop`. Needs a real clock."""
         if self._clock is None:
-            raise InvalidArgument("a network that a loop drives needs a real clock: time would jump to every deadline")
+            raise InvalidArgumentError(
+                "a network that a loop drives needs a real clock: time would jump to every deadline"
+            )
         self._loop = asyncio.get_running_loop()
         self.wake()
 
@@ -180,7 +182,7 @@ class MemoryNetwork:
 
     def join(self, node: Node) -> None:
         if node.ref in self._nodes:
-            raise InvalidArgument(f"{node.ref} is in this network already")
+            raise InvalidArgumentError(f"{node.ref} is in this network already")
         self._nodes[node.ref] = node
 
     def leave(self, node: Node) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer._native import _core
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.base import Blocks, StartPost, Transport, as_blocks
 from kvxfer.transport.descriptors import INDEX_BYTES, RANGE_BYTES, Prepared, RemotePeer, Words
 from kvxfer.transport.lane_choice import LaneChoice
@@ -80,16 +80,16 @@ def make_plan(
     """Descriptor ``local_ids[i]`` of ours and ``remote_ids[i]`` of the peer's are one move; ``None``: all of a list, in
     order. ``shares``: over how many connections a large batch is spread.
 
-    Raises InvalidArgument: lists of unequal length, an index outside its list, a pair of unequal lengths, a local list
-    that is remote or the reverse.
+    Raises InvalidArgumentError: lists of unequal length, an index outside its list, a pair of unequal lengths, a local
+    list that is remote or the reverse.
     """
     if local.peer is not None or remote.peer is None:
-        raise InvalidArgument("a post needs a local list and one prepared for a peer")
+        raise InvalidArgumentError("a post needs a local list and one prepared for a peer")
     own = None if local_ids is None else as_blocks(local_ids)
     other = None if remote_ids is None else as_blocks(remote_ids)
     count, other_count = (p.count if ids is None else len(ids) for p, ids in ((local, own), (remote, other)))
     if count != other_count:
-        raise InvalidArgument(f"{count} local descriptors do not pair with {other_count} of the peer")
+        raise InvalidArgumentError(f"{count} local descriptors do not pair with {other_count} of the peer")
     mine, theirs = local.pieces(own), remote.pieces(other)
     if local.length_bytes and local.length_bytes == remote.length_bytes:
         nbytes = local.length_bytes * count
@@ -110,14 +110,14 @@ def make_plan(
 
 
 def _compare(mine: Words, theirs: Words, count: int) -> int:
-    """Bytes in all. Raises InvalidArgument unless the lengths pair."""
+    """Bytes in all. Raises InvalidArgumentError unless the lengths pair."""
     is_cut = len(mine) != count or len(theirs) != count
     if len(mine) != len(theirs):
-        raise InvalidArgument("the descriptors of some pair have different lengths")
+        raise InvalidArgumentError("the descriptors of some pair have different lengths")
     is_equal = mine == theirs
     if not is_equal.all():
         which = "some pair" if is_cut else f"pair {int(np.argmin(is_equal))}"
-        raise InvalidArgument(f"the descriptors of {which} have different lengths")
+        raise InvalidArgumentError(f"the descriptors of {which} have different lengths")
     return int(mine.sum())
 
 

@@ -12,20 +12,20 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import LimitExceeded
+from kvxfer.errors import LimitExceededError
 
 log = logging.getLogger("kvxfer.memory")
 
 
 def allocate_private(length_bytes: int, why: Exception) -> npt.NDArray[np.uint8]:
-    """Zeroed, page-aligned, resident memory; ``why`` it cannot be shared is logged. Raises LimitExceeded where the host
-    has not so much.
+    """Zeroed, page-aligned, resident memory; ``why`` it cannot be shared is logged. Raises LimitExceededError where the
+    host has not so much.
     """
     log.warning("memory is private to this process, so lane mapped cannot carry it: %s", why)
     try:
         memory = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise LimitExceeded(f"cannot map {length_bytes} bytes of private memory: {error}") from None
+        raise LimitExceededError(f"cannot map {length_bytes} bytes of private memory: {error}") from None
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, dtype=np.uint8)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
-from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled, from_code
+from kvxfer.errors import InvalidArgumentError, KvxferError, TransferCancelledError, from_code
 from kvxfer.policy.calibration import LaneOrder
 from kvxfer.policy.checksums import wants_checksums
 from kvxfer.policy.lanes import explain
@@ -48,16 +48,16 @@ class PullOrder:
     started_s: float = dataclasses.field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument for numbers that no transport can take."""
+        """Raises InvalidArgumentError for numbers that no transport can take."""
         for name in ("timeout_s", "deadline_s"):
             if not 0 < getattr(self, name) <= DURATION_MAX_S:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"{name} must be above 0 and at most {DURATION_MAX_S:g}, not {getattr(self, name)}"
                 )
         if not 0 < self.count <= POSITION_MAX:
-            raise InvalidArgument(f"a transfer needs 1 to {POSITION_MAX} blocks, not {self.count}")
+            raise InvalidArgumentError(f"a transfer needs 1 to {POSITION_MAX} blocks, not {self.count}")
         if not 0 <= self.first <= POSITION_MAX:
-            raise InvalidArgument(f"first must be 0 to {POSITION_MAX}, not {self.first}")
+            raise InvalidArgumentError(f"first must be 0 to {POSITION_MAX}, not {self.first}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,9 +175,9 @@ class Pull:
         return TransferProgress(self._done, self._count, self._done * self.order.pool.block_bytes, state, self._lane)
 
     def result(self) -> TransferResult:
-        """What it became. Raises the error that ended it; InvalidArgument while it is under way."""
+        """What it became. Raises the error that ended it; InvalidArgumentError while it is under way."""
         if self._outcome is None:
-            raise InvalidArgument(f"{self!r} is not over")
+            raise InvalidArgumentError(f"{self!r} is not over")
         if isinstance(self._outcome, KvxferError):
             raise self._outcome
         return self._outcome
@@ -193,9 +193,9 @@ class Pull:
     # --- what the caller asks for; from any thread ---
 
     def enter(self) -> None:
-        """Raises InvalidArgument for an id that is in use."""
+        """Raises InvalidArgumentError for an id that is in use."""
         if not self._table.add(self.transfer_id.raw, self):
-            raise InvalidArgument("this transfer id was used before; a retry needs a new one")
+            raise InvalidArgumentError("this transfer id was used before; a retry needs a new one")
 
     def withdraw(self) -> None:
         """Its call raises: no callback is made."""
@@ -230,8 +230,8 @@ class Pull:
             )
 
     def reserve(self, blocks: npt.ArrayLike, *, first: int = 0) -> None:
-        """Give it its blocks. Raises InvalidArgument where it is over, has blocks, or its source is not known yet;
-        BlocksBusy."""
+        """Give it its blocks. Raises InvalidArgumentError where it is over, has blocks, or its source is not known yet;
+        BlocksBusyError."""
         index = as_blocks(blocks)
         before, self._count = self._count, len(index)
         try:
@@ -258,14 +258,14 @@ class Pull:
                 self._transport.cancel(self.transfer_id)
                 return
             self._is_given_up = True
-        self.end(self._end_with or TransferCancelled(f"transfer {self.transfer_id} was cancelled"))
+        self.end(self._end_with or TransferCancelledError(f"transfer {self.transfer_id} was cancelled"))
 
     def end(self, error: KvxferError) -> None:
         """End it where the transport does not have it (any more), unless another thread did."""
         with self._lock:
             self._is_given_up = True
         if self._table.remove(self.transfer_id.raw, self):
-            is_cancel = isinstance(error, TransferCancelled)
+            is_cancel = isinstance(error, TransferCancelledError)
             self._settle(TransferState.CANCELLED if is_cancel else TransferState.FAILED, error)
             self._drain()
 

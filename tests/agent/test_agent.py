@@ -16,17 +16,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvxfer import Agent, AgentConfig, GrantState, Lane, TransferState
 from kvxfer.agent import Transfer
 from kvxfer.errors import (
-    BlocksBusy,
-    Closed,
+    BlocksBusyError,
+    ClosedError,
     ConfigError,
-    DeadlineExceeded,
-    GrantExpired,
-    GrantRevoked,
-    Incompatible,
-    InvalidArgument,
-    LaneUnavailable,
-    PeerGone,
-    TransferCancelled,
+    DeadlineExceededError,
+    GrantExpiredError,
+    GrantRevokedError,
+    IncompatibleError,
+    InvalidArgumentError,
+    LaneUnavailableError,
+    PeerGoneError,
+    TransferCancelledError,
     TransportError,
 )
 from kvxfer.types import Exposure
@@ -72,7 +72,7 @@ async def test_a_pull_moves_the_bytes_and_says_how(pair: Pair) -> None:
 async def test_lanes_can_be_named(pair: Pair) -> None:
     source, destination = pair
     if source.address.tcp_port == 0:
-        with pytest.raises(LaneUnavailable, match="not served here"):
+        with pytest.raises(LaneUnavailableError, match="not served here"):
             await destination.pull(
                 destination.pools[0], [0], transfer_id=fresh_id(), source="source", lanes=[Lane.STREAM]
             )
@@ -113,18 +113,18 @@ async def test_failures_have_names(pair: Pair) -> None:
     transfer = destination.pull(into, [1], transfer_id=revoked, source="source")
     await until(lambda: transfer.progress().state is TransferState.READING)
     assert grant.revoke("the test wants it") is GrantState.REVOKED
-    with pytest.raises(GrantRevoked):
+    with pytest.raises(GrantRevokedError):
         await transfer
-    with pytest.raises(GrantRevoked):
+    with pytest.raises(GrantRevokedError):
         grant.ready(1)
     short = source.grant(pool, [1], transfer_id=expired, ttl_s=0.05)
     await asyncio.sleep(0.06)
     assert short.state is GrantState.EXPIRED
-    with pytest.raises(GrantExpired):
+    with pytest.raises(GrantExpiredError):
         await destination.pull(into, [2], transfer_id=expired, source="source")
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceededError):
         await destination.pull(into, [2], transfer_id=waiting, source="source", timeout_s=0.05)
-    with pytest.raises(PeerGone, match="'nobody'"):
+    with pytest.raises(PeerGoneError, match="'nobody'"):
         await destination.pull(into, [2], transfer_id=fresh_id(), source="nobody")
     outcomes = destination.statistics().as_dict()["outcomes"]
     lane = "memory" if source.address.tcp_port == 0 else "mapped"
@@ -137,21 +137,21 @@ async def test_wrong_calls_raise_where_they_are_made(pair: Pair) -> None:
     pool, into = source.pools[0], destination.pools[0]
     transfer_id = fresh_id()
     source.grant(pool, [1], transfer_id=transfer_id)
-    with pytest.raises(InvalidArgument, match="used before"):
+    with pytest.raises(InvalidArgumentError, match="used before"):
         source.grant(pool, [2], transfer_id=transfer_id)
-    with pytest.raises(InvalidArgument, match="outside"):
+    with pytest.raises(InvalidArgumentError, match="outside"):
         source.grant(pool, [32], transfer_id=fresh_id())
-    with pytest.raises(InvalidArgument, match="no pool of agent"):
+    with pytest.raises(InvalidArgumentError, match="no pool of agent"):
         source.grant(into, [1], transfer_id=fresh_id())
     for blocks in ([], [[1]], [-1], [0.5]):
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(InvalidArgumentError):
             destination.pull(into, blocks, transfer_id=fresh_id(), source="source")
-    with pytest.raises(InvalidArgument, match="itself"):
+    with pytest.raises(InvalidArgumentError, match="itself"):
         destination.pull(into, [1], transfer_id=fresh_id(), source="destination")
     async with destination.pull(into, [1], transfer_id=fresh_id(), source="source"):
-        with pytest.raises(BlocksBusy, match="reserved"):
+        with pytest.raises(BlocksBusyError, match="reserved"):
             destination.pull(into, [1], transfer_id=fresh_id(), source="source")
-        with pytest.raises(BlocksBusy):
+        with pytest.raises(BlocksBusyError):
             destination.remove_pool(into)
     destination.remove_pool(into)
     assert destination.pools == ()
@@ -164,7 +164,7 @@ async def test_incompatible_pools_are_refused_by_field_before_a_byte(pair: Pair)
     )
     transfer_id = fresh_id()
     grant = source.grant(source.pools[0], [0], transfer_id=transfer_id, reader="destination")
-    with pytest.raises(Incompatible, match="rope is 'yarn' here and 'none' there") as caught:
+    with pytest.raises(IncompatibleError, match="rope is 'yarn' here and 'none' there") as caught:
         await destination.pull(other, [0], transfer_id=transfer_id, source="source")
     assert caught.value.field == "rope"
     async with asyncio.timeout(10):  # the source need not keep its blocks for a reader that will not come
@@ -199,7 +199,7 @@ async def test_a_scope_cancels_and_drains(pair: Pair) -> None:
         await until(lambda: transfer.progress().state is TransferState.READING)
     assert transfer.is_final
     assert transfer.is_drained
-    with pytest.raises(TransferCancelled):
+    with pytest.raises(TransferCancelledError):
         await transfer
     assert await grant.wait_ended() is GrantState.RELEASED
     assert (into.array == 0xEE).all()
@@ -242,14 +242,14 @@ async def test_notifications(pair: Pair) -> None:
     assert received == [(source.ref, number + 1, b"%d" % number) for number in range(5)]
     for delivery in deliveries:
         await delivery
-    with pytest.raises(PeerGone):
+    with pytest.raises(PeerGoneError):
         source.notify("nobody", b"")
-    with pytest.raises(InvalidArgument, match="notification_bytes_max"):
+    with pytest.raises(InvalidArgumentError, match="notification_bytes_max"):
         source.notify("destination", bytes(1 << 20))
     await destination.close()
     lost = source.notify("destination", b"lost")
     source.disconnect_peer(destination.ref)
-    with pytest.raises(PeerGone):
+    with pytest.raises(PeerGoneError):
         await lost
     statistics = source.statistics().notifications
     assert (statistics.sent, statistics.delivered, statistics.failed) == (6, 5, 1)
@@ -269,7 +269,7 @@ async def test_close_ends_everything_and_can_be_repeated(pair: Pair) -> None:
         await asyncio.gather(destination.close(), destination.close())
         await destination.close()
         for transfer in transfers:
-            with pytest.raises(Closed):
+            with pytest.raises(ClosedError):
                 await transfer
             await transfer.wait_drained()
         assert await inbox is None
@@ -277,11 +277,11 @@ async def test_close_ends_everything_and_can_be_repeated(pair: Pair) -> None:
         assert await grant.wait_ended() in (GrantState.REVOKED, GrantState.RELEASED)
     assert destination.statistics().is_idle
     assert "closed" in repr(destination)
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         destination.pull(destination.pools[0], [1], transfer_id=fresh_id(), source="source")
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         source.grant(source.pools[0], [1], transfer_id=fresh_id())
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         await destination.__aenter__()
 
 
@@ -371,7 +371,7 @@ async def test_a_registered_pool_is_sent() -> None:
         result = await transfer
         assert result.lane is Lane.UNIX
         assert "exposed by grant only" in result.lane_reason
-        with pytest.raises(InvalidArgument, match="caller's"):
+        with pytest.raises(InvalidArgumentError, match="caller's"):
             _ = pool.array
 
 
@@ -384,7 +384,7 @@ async def test_settings_are_checked() -> None:
         config = AgentConfig(bind_port=agent.address.tcp_port)
         with pytest.raises(ConfigError, match=f"port {agent.address.tcp_port}"):
             await Agent(info("b"), config=config).__aenter__()
-    with pytest.raises(Closed, match="not started"):
+    with pytest.raises(ClosedError, match="not started"):
         _ = Agent(info("c")).ref
 
 
@@ -394,9 +394,9 @@ async def test_settings_are_checked() -> None:
 async def test_a_pull_with_impossible_numbers_leaves_nothing_behind(pair: Pair, wrong: dict[str, Any]) -> None:
     source, destination = pair
     transfer_id = fresh_id()
-    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+    with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
         destination.pull(destination.pools[0], [0], transfer_id=transfer_id, source="source", **wrong)
-    with pytest.raises(InvalidArgument, match="ttl_s"):
+    with pytest.raises(InvalidArgumentError, match="ttl_s"):
         source.grant(source.pools[0], [0], transfer_id=transfer_id, ttl_s=math.inf)
     source.grant(source.pools[0], [0], transfer_id=transfer_id, reader="destination", ready_blocks=1)
     await destination.pull(destination.pools[0], [0], transfer_id=transfer_id, source="source")
@@ -414,7 +414,7 @@ async def test_a_search_that_was_cancelled_does_not_take_its_successor_along(pai
     await asyncio.sleep(0.01)
     assert destination.statistics().transfers_live == 1
     second.cancel()
-    with pytest.raises(TransferCancelled):
+    with pytest.raises(TransferCancelledError):
         await asyncio.wait_for(second, 10.0)
     await second.wait_drained()
 
@@ -452,15 +452,15 @@ async def test_what_another_thread_cannot_pull_ends_with_a_name(pair: Pair) -> N
         return destination.pull(pool, [0], transfer_id=fresh_id(), source=source, timeout_s=1.5)
 
     ghost = await asyncio.to_thread(pull, "ghost")
-    with pytest.raises(PeerGone, match="ghost"):
+    with pytest.raises(PeerGoneError, match="ghost"):
         ghost.result()
-    with pytest.raises(PeerGone, match="ghost"):
+    with pytest.raises(PeerGoneError, match="ghost"):
         await ghost
     assert ghost.is_drained
     ungranted = await asyncio.to_thread(pull, "source")
-    with pytest.raises(InvalidArgument, match="not over"):
+    with pytest.raises(InvalidArgumentError, match="not over"):
         ungranted.result()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceededError):
         await ungranted
     await ungranted.wait_drained()
     await until(lambda: destination.statistics().is_idle)

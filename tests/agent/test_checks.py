@@ -11,7 +11,7 @@ import pytest
 
 from kvxfer import Agent, AgentConfig, Lane
 from kvxfer.agent import TransferResult
-from kvxfer.errors import LaneUnavailable
+from kvxfer.errors import LaneUnavailableError
 from kvxfer.policy.checksums import wants_checksums
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.batch import BatchStatistics
@@ -79,7 +79,7 @@ async def test_a_source_without_sums_sends_to_a_pool_with_checks() -> None:
         result = await pull(source, destination)
         assert (result.lane, result.blocks_checked) == (Lane.UNIX, BLOCKS)
         assert "no checksums" in result.lane_reason
-        with pytest.raises(LaneUnavailable, match="no checksums"):
+        with pytest.raises(LaneUnavailableError, match="no checksums"):
             await pull(source, destination, Lane.CMA)
 
 
@@ -90,7 +90,7 @@ async def test_posts_with_checks_take_a_lane_that_has_them(op: Op) -> None:
         assert (result.lane, result.pieces_checked) == (Lane.UNIX, 16)
         assert "checks are on" in result.lane_reason
         assert "checksums verified" in result.lane_reason
-        with pytest.raises(LaneUnavailable, match="checks are on"):
+        with pytest.raises(LaneUnavailableError, match="checks are on"):
             await post(op, source, destination, *ONE_SIDED)
 
 

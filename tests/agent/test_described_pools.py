@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kvxfer import Agent
-from kvxfer.errors import Incompatible, WeightsUnknown
+from kvxfer.errors import IncompatibleError, WeightsUnknownError
 from kvxfer.types import unknown_fingerprint
 from tests.support.agents import RECORD, fresh_id
 
@@ -27,11 +27,11 @@ async def test_a_pool_described_anew_is_judged_by_that_from_then_on(pair: Pair) 
     await pull()
     source.pools[0].describe(unknown)
     assert source.pools[0].record == unknown
-    with pytest.raises(Incompatible, match="compatibility records"):
+    with pytest.raises(IncompatibleError, match="compatibility records"):
         await pull()
     source.pools[0].describe(RECORD)
     await pull()
     destination.pools[0].describe(unknown)
-    with pytest.raises(WeightsUnknown, match="weights_fingerprint is not known: here they changed") as caught:
+    with pytest.raises(WeightsUnknownError, match="weights_fingerprint is not known: here they changed") as caught:
         await pull()
     assert (caught.value.code, caught.value.field) == ("weights_unknown", "weights_fingerprint")

@@ -15,7 +15,7 @@ import pytest
 from kvxfer import Agent, AgentConfig, ratelimit
 from kvxfer.agent import peers
 from kvxfer.clock import SystemClock
-from kvxfer.errors import ConfigError, InvalidArgument, KvxferError, PeerGone
+from kvxfer.errors import ConfigError, InvalidArgumentError, KvxferError, PeerGoneError
 from kvxfer.protocol.handshake import session_key, session_root
 from kvxfer.protocol.introduction import CARD_BYTES_MAX, TEXT_MAX, Seal
 from kvxfer.rpc.convert import write_member
@@ -146,7 +146,7 @@ WRONG: list[Callable[[Agent], str]] = [
 async def test_of_all_that_is_wrong_the_same_is_said(wrong: Callable[[Agent], str]) -> None:
     """Whoever writes requests learns nothing from the answers."""
     async with make("p") as p, make("d") as d:
-        with pytest.raises(PeerGone) as raised:
+        with pytest.raises(PeerGoneError) as raised:
             d.meet(wrong(p), "p", incarnation=p.ref.incarnation)
         assert str(raised.value) == ONE_TEXT
         assert raised.value.__cause__ is None
@@ -157,9 +157,9 @@ async def test_of_all_that_is_wrong_the_same_is_said(wrong: Callable[[Agent], st
 async def test_nobody_is_dialed_for_a_card_that_is_not_sealed() -> None:
     async with make("p") as p, make("d") as d, trap() as (port, heard):
         address = DataAddress("127.0.0.1", port, "", "")
-        with pytest.raises(PeerGone):
+        with pytest.raises(PeerGoneError):
             d.meet(sealed(member_of(p, address=address), b"?" * 32), "p")
-        with pytest.raises(PeerGone):
+        with pytest.raises(PeerGoneError):
             await d.pull(d.pools[0], [5], transfer_id=fresh_id(), source="p")
         assert heard == []
 
@@ -197,7 +197,7 @@ async def test_the_next_life_takes_the_name_and_no_older_card_takes_it_back(is_l
         await asyncio.sleep(0.002)  # a life is numbered by its millisecond
         async with make("p") as p:
             assert d.meet(p.card(), "p", incarnation=p.ref.incarnation if is_life_given else None).ref == p.ref
-            with pytest.raises(PeerGone):
+            with pytest.raises(PeerGoneError):
                 d.meet(old_card, "p", incarnation=old.incarnation if is_life_given else None)
             await move(p, d)
 
@@ -212,7 +212,7 @@ async def test_what_a_dead_life_was_to_hear_does_not_outlive_the_next_one() -> N
         await asyncio.sleep(0.002)
         async with make("p") as p:
             d.meet(p.card(), "p", incarnation=p.ref.incarnation)
-            with pytest.raises(PeerGone):
+            with pytest.raises(PeerGoneError):
                 await asyncio.wait_for(delivery, 5.0)
             assert [member.ref for member in d.members()] == [p.ref]
             await move(p, d)
@@ -236,7 +236,7 @@ async def test_who_is_gone_does_not_come_back() -> None:
         d.meet(p.card(), "p")
         await move(p, d)
         d.disconnect_peer(p.ref)
-        with pytest.raises(PeerGone, match="could not be met"):
+        with pytest.raises(PeerGoneError, match="could not be met"):
             d.meet(p.card(), "p")
     async with make("p") as p, make("d") as d:
         d.meet(p.card(), "p")
@@ -252,7 +252,7 @@ async def test_who_is_gone_does_not_come_back() -> None:
 
 async def test_our_own_name_is_nobody_elses() -> None:
     async with make("p") as p, make("p") as other:
-        with pytest.raises(PeerGone):
+        with pytest.raises(PeerGoneError):
             p.meet(other.card(), "p", incarnation=other.ref.incarnation)
         key = session_key(session_root(TOKEN), p.ref, other.ref)
         other._life.peers.add(member_of(p, session_key=key))  # type: ignore[union-attr]
@@ -267,7 +267,7 @@ async def test_a_name_that_was_given_is_not_taken_over() -> None:
         async with make("p") as other:
             d.connect_peer(p.ref, p.address, bytes(32))
             p.connect_peer(d.ref, d.address, bytes(32))
-            with pytest.raises(PeerGone):
+            with pytest.raises(PeerGoneError):
                 d.meet(other.card(), "p")
             other.meet(d.card(), "d")
             await other.notify("d", b"I am p")
@@ -284,7 +284,7 @@ async def test_who_is_named_after_he_introduced_himself_is_named(monkeypatch: py
         async with make("p") as other:
             d.meet(p.card(), "p")
             d.connect_peer(p.ref, p.address, bytes(32))
-            with pytest.raises(PeerGone):
+            with pytest.raises(PeerGoneError):
                 d.meet(other.card(), "p", incarnation=other.ref.incarnation)
             d.meet(a.card(), "a")
             assert {member.ref for member in d.members()} == {a.ref, p.ref}
@@ -324,7 +324,7 @@ async def test_who_has_a_session_is_not_forgotten_for_others(monkeypatch: pytest
             other.meet(p.card(), "p")
         await move(p, a)
         await move(p, b)
-        with pytest.raises(PeerGone):
+        with pytest.raises(PeerGoneError):
             p.meet(c.card(), "c")
         transport = p._life.transport  # type: ignore[union-attr]
         await c.notify("p", b"it holds the token, and there is no room for it")
@@ -344,10 +344,10 @@ async def test_complaints_are_few_and_have_neither_token_nor_card(
     async with make("p") as p, make("d") as d:
         wrong = of_another_token(p)
         for _ in range(50):
-            with pytest.raises(PeerGone):
+            with pytest.raises(PeerGoneError):
                 d.meet(wrong, "p")
         monkeypatch.setattr(ratelimit, "PERIOD_S", 0.0)
-        with pytest.raises(PeerGone):
+        with pytest.raises(PeerGoneError):
             d.meet(wrong, "p")
     said = [record.getMessage() for record in caplog.records if "was not met" in record.getMessage()]
     assert len(said) == 2
@@ -381,7 +381,7 @@ async def test_whatever_stands_on_a_sealed_card_is_one_error() -> None:
             try:
                 assert d.meet(Seal(TOKEN).close(bytes(card)), "p").ref.agent_id == "p"
                 outcomes["met"] += 1
-            except PeerGone:
+            except PeerGoneError:
                 outcomes["not met"] += 1
             for member in d.members():
                 d._life.peers._forget(member.ref)  # type: ignore[union-attr]
@@ -394,7 +394,7 @@ async def test_an_agent_of_too_many_pools_has_no_card(monkeypatch: pytest.Monkey
     for _ in range(CARD_BYTES_MAX // 2000 + 1):
         agent.allocate_pool(long, block_count=1, block_bytes=BLOCK_BYTES)
     async with agent:
-        with pytest.raises(InvalidArgument, match=str(CARD_BYTES_MAX)):
+        with pytest.raises(InvalidArgumentError, match=str(CARD_BYTES_MAX)):
             agent.card()
 
 
@@ -405,9 +405,9 @@ async def test_what_makes_no_sense_is_refused() -> None:
         async with make("d", token=b"too short"):
             raise AssertionError("it was entered")
     async with Agent(info("d")) as d:
-        with pytest.raises(InvalidArgument, match="turned off"):
+        with pytest.raises(InvalidArgumentError, match="turned off"):
             d.card()
-        with pytest.raises(InvalidArgument, match="turned off"):
+        with pytest.raises(InvalidArgumentError, match="turned off"):
             d.meet("card", "p")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvxfer import Agent, Segment
-from kvxfer.errors import Closed, InvalidArgument, LaneUnavailable
+from kvxfer.errors import ClosedError, InvalidArgumentError, LaneUnavailableError
 from kvxfer.transport.host_memory import region_of
 from tests.support.agents import RECORD, info
 
@@ -45,9 +45,9 @@ def test_a_torch_tensor() -> None:
     whole = torch.zeros(4, 8, dtype=torch.bfloat16)
     region = region_of(whole)
     assert (region.address, region.length_bytes, region.owner) == (whole.data_ptr(), 64, whole)
-    with pytest.raises(InvalidArgument, match="contiguous"):
+    with pytest.raises(InvalidArgumentError, match="contiguous"):
         region_of(whole.t())
-    with pytest.raises(LaneUnavailable, match="meta"):
+    with pytest.raises(LaneUnavailableError, match="meta"):
         region_of(torch.zeros(4, device="meta"))
 
 
@@ -67,29 +67,29 @@ def test_what_is_refused() -> None:
         ((0, 10), "empty"),
         (object(), "object is no memory"),
     ):
-        with pytest.raises(InvalidArgument, match=why):
+        with pytest.raises(InvalidArgumentError, match=why):
             region_of(given)
-    with pytest.raises(LaneUnavailable, match="host and of CUDA devices"):
+    with pytest.raises(LaneUnavailableError, match="host and of CUDA devices"):
         region_of(tensor(memory, device=types.SimpleNamespace(type="xpu")))
-    with pytest.raises(LaneUnavailable, match="GPU"):
+    with pytest.raises(LaneUnavailableError, match="GPU"):
         region_of(types.SimpleNamespace(__cuda_array_interface__={}))
 
 
 async def test_shapes_are_checked() -> None:
     agent = Agent(info("a"))
-    with pytest.raises(InvalidArgument, match="do not divide"):
+    with pytest.raises(InvalidArgumentError, match="do not divide"):
         agent.register_pool(RECORD, bytearray(10), block_count=3)
-    with pytest.raises(InvalidArgument, match="outside memory"):
+    with pytest.raises(InvalidArgumentError, match="outside memory"):
         agent.register_pool(RECORD, bytearray(10), block_count=3, segments=[Segment(0, 4, 4)])
-    with pytest.raises(InvalidArgument, match="at least one block"):
+    with pytest.raises(InvalidArgumentError, match="at least one block"):
         agent.register_pool(RECORD, bytearray(10), block_count=0)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         agent.allocate_pool(RECORD, block_count=0, block_bytes=1)
     pool = agent.register_pool(RECORD, bytearray(40), block_count=4, segments=[Segment(0, 10, 4), Segment(4, 10, 6)])
     assert (pool.block_bytes, pool.block_count) == (10, 4)
     assert agent.allocate_pool(RECORD, block_count=2, block_bytes=100).array.shape == (2, 100)
     await agent.close()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         agent.register_pool(RECORD, bytearray(10), block_count=1)
 
 

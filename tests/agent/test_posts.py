@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer import Agent, AgentConfig, Lane
 from kvxfer.agent import AgentPost
-from kvxfer.errors import BlocksBusy, Closed, InvalidArgument, PeerGone, TransferCancelled
+from kvxfer.errors import BlocksBusyError, ClosedError, InvalidArgumentError, PeerGoneError, TransferCancelledError
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.engine import Op
 from kvxfer.types import RegionRecord, TransferState
@@ -116,35 +116,35 @@ async def test_a_scope_cancels(pair: tuple[Agent, Agent]) -> None:
     record = peer.register(np.zeros(SIZE, np.uint8)).record
     remote = agent.prepare([(record.address, SIZE, 0)], peer="source", records=[record])
     async with agent.post(Op.READ, local, None, remote, None) as post:
-        with pytest.raises(BlocksBusy):
+        with pytest.raises(BlocksBusyError):
             agent.deregister(mine)
     assert post.is_drained
     agent.deregister(mine)
     try:
         await post
-    except TransferCancelled:
+    except TransferCancelledError:
         assert agent.statistics().outcomes["none" if post.statistics().lane is None else post.statistics().lane.value]
 
 
 async def test_what_raises_at_once(pair: tuple[Agent, Agent]) -> None:
     peer, agent = pair
     mine = agent.register(np.zeros(SIZE, np.uint8))
-    with pytest.raises(InvalidArgument, match="inside no registered region"):
+    with pytest.raises(InvalidArgumentError, match="inside no registered region"):
         agent.prepare([(mine.record.address + SIZE - 1, 2, 0)])
-    with pytest.raises(InvalidArgument, match="name the peer"):
+    with pytest.raises(InvalidArgumentError, match="name the peer"):
         agent.prepare([(1, 2, 0)], records=[mine.record])
-    with pytest.raises(InvalidArgument, match="give its records"):
+    with pytest.raises(InvalidArgumentError, match="give its records"):
         agent.prepare([(1, 2, 0)], peer="source")
-    with pytest.raises(PeerGone):
+    with pytest.raises(PeerGoneError):
         agent.prepare([(1, 2, 0)], peer="nobody", records=[mine.record])
     local = agent.prepare([(mine.record.address, 64, 0)])
     theirs = peer.register(allocate_region(SIZE))
     remote = agent.prepare([(theirs.record.address, 64, 0)], peer="source", records=peer.memory())
     agent.disconnect_peer(peer.ref)
-    with pytest.raises(PeerGone):
+    with pytest.raises(PeerGoneError):
         agent.post(Op.READ, local, None, remote, None)
     await agent.close()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         agent.register(np.zeros(SIZE, np.uint8))
 
 
@@ -160,7 +160,7 @@ async def test_a_closing_agent_ends_its_posts() -> None:
             local = destination.prepare([(mine.record.address, size, 0)])
             remote = destination.prepare([(theirs.record.address, size, 0)], peer="source", records=source.memory())
             post = destination.post(Op.READ, local, None, remote, None)
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             await post
         await post.wait_drained()
         assert destination.statistics().is_idle

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvxfer import Agent, AgentConfig, Lane
-from kvxfer.errors import DeadlineExceeded, LaneUnavailable, PeerGone
+from kvxfer.errors import DeadlineExceededError, LaneUnavailableError, PeerGoneError
 from kvxfer.transport import ucx
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.engine import Op
@@ -102,7 +102,7 @@ async def test_a_killed_source_ends_its_pulls_in_bounded_time(
         killed_s = time.monotonic()
         source.process.kill()
         await source.process.wait()
-        with pytest.raises(PeerGone):
+        with pytest.raises(PeerGoneError):
             await transfer
         await transfer.wait_drained()
         assert time.monotonic() - killed_s < 15
@@ -111,7 +111,7 @@ async def test_a_killed_source_ends_its_pulls_in_bounded_time(
         again.cancel()
         await again.wait_drained()
         await until(lambda: agent.members() == ())
-        with pytest.raises(PeerGone):
+        with pytest.raises(PeerGoneError):
             await agent.pull(into, [1], transfer_id=fresh_id(), source="p", deadline_s=0.3)
 
 
@@ -145,7 +145,7 @@ async def test_a_peer_that_dies_under_a_post(
         await peer.process.wait()
         killed_s = time.monotonic()
         # UCX may find before the session does that nobody is there any more.
-        with contextlib.suppress(PeerGone, *([LaneUnavailable] if lane is Lane.UCX else [])):
+        with contextlib.suppress(PeerGoneError, *([LaneUnavailableError] if lane is Lane.UCX else [])):
             await post
         await post.wait_drained()
         assert time.monotonic() - killed_s < 15
@@ -175,7 +175,7 @@ async def test_a_peer_that_stops_is_not_waited_for(coordinator: Coordinator, op:
         try:
             await until(lambda: is_stopped(peer.process.pid))  # a thread on another processor runs on for a moment
             post = agent.post(op, local, None, remote, None, deadline_s=0.5)
-            with pytest.raises((DeadlineExceeded, PeerGone)):
+            with pytest.raises((DeadlineExceededError, PeerGoneError)):
                 await post
             async with asyncio.timeout(15):
                 await post.wait_drained()

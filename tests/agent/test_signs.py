@@ -6,7 +6,7 @@ import pytest
 
 from kvxfer import Agent, AgentConfig
 from kvxfer.clock import SystemClock
-from kvxfer.errors import Closed, GrantUnknown
+from kvxfer.errors import ClosedError, GrantUnknownError
 from kvxfer.transport import MemoryNetwork
 from tests.support.agents import BLOCK_BYTES, RECORD, fresh_id, info, introduce
 
@@ -26,9 +26,9 @@ async def test_what_the_engine_said_before_its_agent_started_is_not_lost(is_in_m
     async with source, reader:
         introduce(source, reader)
         transfer = reader.pull(pool, [0], transfer_id=fresh_id(), source="source", timeout_s=30.0)
-        with pytest.raises(GrantUnknown, match="never asked"):
+        with pytest.raises(GrantUnknownError, match="never asked"):
             await transfer
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         source.pulse(has_work=False)
     if network is not None:
         network.stop()

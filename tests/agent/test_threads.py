@@ -11,7 +11,7 @@ import pytest
 
 from kvxfer import Agent
 from kvxfer.agent import Transfer
-from kvxfer.errors import Closed, InvalidArgument, PeerGone, TransportError
+from kvxfer.errors import ClosedError, InvalidArgumentError, PeerGoneError, TransportError
 from kvxfer.transport import transfers
 from tests.support.agents import fresh_id, until
 
@@ -56,7 +56,7 @@ async def test_a_callback_that_raises_keeps_nobody_from_hearing_of_the_drain(
     assert caught == [ZeroDivisionError]
 
 
-@pytest.mark.parametrize("error", [Closed, TransportError])
+@pytest.mark.parametrize("error", [ClosedError, TransportError])
 async def test_the_end_of_the_agent_may_come_before_the_pull_began(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
@@ -64,12 +64,12 @@ async def test_the_end_of_the_agent_may_come_before_the_pull_began(
     life, ended = destination._life, []
 
     def shut(*_: Any, **options: Any) -> None:
-        life.transfers.fail_all(Closed("the agent was closed"))
+        life.transfers.fail_all(ClosedError("the agent was closed"))
         raise error("the transport is gone")
 
     monkeypatch.setattr(life.transport, "pull", shut)
     arguments = granted(pair)
-    with pytest.raises(Closed, match="the transport is gone" if error is Closed else "the agent was closed"):
+    with pytest.raises(ClosedError, match="the transport is gone" if error is ClosedError else "the agent was closed"):
         await destination.pull(destination.pools[0], [0, 1, 2], **arguments, on_ended=ended.append)
     assert len(ended) == 1
     assert sum(sum(outcomes.values()) for outcomes in destination.statistics().outcomes.values()) == 1
@@ -91,13 +91,13 @@ async def test_a_source_without_a_pool_is_not_waited_for_off_the_loop_and_keeps_
     arguments = granted(pair, 3)
     destination.connect_peer(source.ref, source.address, bytes(32), [])
     transfer = await asyncio.to_thread(destination.pull, destination.pools[0], [0, 1, 2], **arguments)
-    with pytest.raises(PeerGone, match="has no pool yet"):
+    with pytest.raises(PeerGoneError, match="has no pool yet"):
         await transfer
     assert source.statistics().grants.alive == 1
 
 
 async def test_the_loop_may_not_wait_in_place(pair: Pair) -> None:
-    with pytest.raises(InvalidArgument, match="has to await"):
+    with pytest.raises(InvalidArgumentError, match="has to await"):
         pair[1].wait(0.0)
 
 

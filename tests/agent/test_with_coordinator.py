@@ -12,13 +12,13 @@ import pytest
 
 from kvxfer import Agent, AgentConfig, CompatibilityRecord, GrantState, Lane
 from kvxfer.errors import (
-    AuthenticationFailed,
-    CoordinatorUnavailable,
-    Incompatible,
-    InvalidArgument,
-    PeerGone,
-    Refused,
-    WeightsUnknown,
+    AuthenticationError,
+    CoordinatorUnavailableError,
+    IncompatibleError,
+    InvalidArgumentError,
+    PeerGoneError,
+    RefusedError,
+    WeightsUnknownError,
 )
 from kvxfer.rpc.convert import POOLS_MAX
 from kvxfer.types import Load, unknown_fingerprint
@@ -80,7 +80,7 @@ async def test_a_pool_registered_later_is_published(coordinator: Coordinator) ->
     other = dataclasses.replace(RECORD, dtype="bfloat16")
     async with joined(coordinator) as (source, destination):
         into = destination.register_pool(other, np.zeros((4, 512), np.uint8), block_count=4)
-        with pytest.raises(Incompatible) as caught:
+        with pytest.raises(IncompatibleError) as caught:
             await destination.pull(into, [0], transfer_id=fresh_id(), source="p")
         assert caught.value.field == "dtype"
         memory = np.full((4, 512), 3, np.uint8)
@@ -116,7 +116,7 @@ async def test_of_a_pool_too_many_nothing_stays(coordinator: Coordinator) -> Non
             agent.register_pool(RECORD, bytearray(BLOCK_BYTES), block_count=1)
         memory = np.zeros(BLOCK_BYTES, np.uint8)
         for _ in range(2):
-            with pytest.raises(InvalidArgument, match="POOLS_MAX=64"):
+            with pytest.raises(InvalidArgumentError, match="POOLS_MAX=64"):
                 agent.register_pool(RECORD, memory, block_count=1)
         assert len(agent.pools) == len(agent.statistics().pools) == POOLS_MAX
         agent.remove_pool(agent.pools[-1])
@@ -128,7 +128,7 @@ async def test_incompatible_is_named_by_field(coordinator: Coordinator) -> None:
         make(coordinator, "p"),
         make(coordinator, "d", dataclasses.replace(RECORD, weights_fingerprint="w1")) as destination,
     ):
-        with pytest.raises(Incompatible, match="weights_fingerprint is 'w1' here and 'w0' there") as caught:
+        with pytest.raises(IncompatibleError, match="weights_fingerprint is 'w1' here and 'w0' there") as caught:
             await destination.pull(destination.pools[0], [0], transfer_id=fresh_id(), source="p")
         assert caught.value.field == "weights_fingerprint"
 
@@ -141,7 +141,7 @@ async def test_weights_that_become_known_and_unknown_again_are_told_to_others(co
             await until(lambda: [pool.record for pool in destination.find_member("p").pools] == [record])  # type: ignore[union-attr]
 
         await destination.wait_member("p", timeout_s=10)
-        with pytest.raises(WeightsUnknown, match="there being read"):
+        with pytest.raises(WeightsUnknownError, match="there being read"):
             await destination.pull(destination.pools[0], [0], transfer_id=fresh_id(), source="p")
         source.pools[0].describe(RECORD)
         await heard(RECORD)
@@ -161,9 +161,9 @@ async def test_coordinator_down_and_up(coordinator: Coordinator) -> None:
         assert await move(source, destination, 3) is Lane.MAPPED
         grant.ready(2, complete=True)
         assert (await transfer).blocks == 2
-        with pytest.raises(CoordinatorUnavailable, match="'stranger'"):
+        with pytest.raises(CoordinatorUnavailableError, match="'stranger'"):
             await destination.pull(destination.pools[0], [0], transfer_id=fresh_id(), source="stranger")
-        with pytest.raises(CoordinatorUnavailable):
+        with pytest.raises(CoordinatorUnavailableError):
             destination.notify("stranger", b"")
         await coordinator.start()
         await until(lambda: bool(source.statistics().is_coordinator_connected))
@@ -182,15 +182,15 @@ async def test_a_new_life_is_another_source(coordinator: Coordinator) -> None:
             old = first.ref
             await destination.wait_member("p", timeout_s=10)
             waiting = destination.pull(destination.pools[0], [0], transfer_id=fresh_id(), source="p")
-        with pytest.raises(PeerGone):
+        with pytest.raises(PeerGoneError):
             await waiting
-        with pytest.raises(PeerGone, match="joined"):
+        with pytest.raises(PeerGoneError, match="joined"):
             await destination.wait_member("p", timeout_s=0.05, incarnation=old.incarnation)
         async with make(coordinator, "p") as second:
             assert second.ref != old
             found = await destination.wait_member("p", timeout_s=10, incarnation=second.ref.incarnation)
             assert found.ref == second.ref
-            with pytest.raises(PeerGone, match="restarted"):
+            with pytest.raises(PeerGoneError, match="restarted"):
                 await destination.wait_member("p", timeout_s=10, incarnation=old.incarnation)
             await until(lambda: [member.ref for member in destination.members()] == [second.ref])
             await second.wait_member("d", timeout_s=10)
@@ -200,12 +200,12 @@ async def test_a_new_life_is_another_source(coordinator: Coordinator) -> None:
 
 async def test_who_may_not_join(coordinator: Coordinator) -> None:
     stranger = Agent(info("x"), coordinator=coordinator.target, token=b"0123456789abcdef0123456789abcdef")
-    with pytest.raises(AuthenticationFailed, match="cluster token"):
+    with pytest.raises(AuthenticationError, match="cluster token"):
         await stranger.__aenter__()
     async with make(coordinator, "p"):
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             await make(coordinator, "p").__aenter__()
     nobody = Agent(info("x"), coordinator="127.0.0.1:9", token=coordinator.token, connect_s=0.5)
-    with pytest.raises(CoordinatorUnavailable):
+    with pytest.raises(CoordinatorUnavailableError):
         async with asyncio.timeout(20):
             await nobody.__aenter__()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvxfer.cli import demo
-from kvxfer.errors import ConfigError, KvxferError, ProtocolViolation, TransportError
+from kvxfer.errors import ConfigError, KvxferError, ProtocolError, TransportError
 
 REPORT = {
     "prefill": "remote",
@@ -72,11 +72,11 @@ async def test_a_stream_is_read_and_shown(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("body", "status", "error", "words"),
     [
-        (token(7, "Hi"), "200 OK", ProtocolViolation, "without .DONE."),
-        (token(7, "Hi") + USAGE + DONE, "200 OK", ProtocolViolation, "1 token ids came for 2"),
+        (token(7, "Hi"), "200 OK", ProtocolError, "without .DONE."),
+        (token(7, "Hi") + USAGE + DONE, "200 OK", ProtocolError, "1 token ids came for 2"),
         (event(error={"message": "peer gone"}), "200 OK", KvxferError, "peer gone"),
         (b'{"error": {"message": "no worker"}}', "503 Service Unavailable", KvxferError, "answered 503.*no worker"),
-        (b"data: {not json\n\n", "200 OK", ProtocolViolation, "not JSON"),
+        (b"data: {not json\n\n", "200 OK", ProtocolError, "not JSON"),
     ],
 )
 async def test_a_bad_stream_is_an_error(body: bytes, status: str, error: type[Exception], words: str) -> None:

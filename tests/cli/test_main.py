@@ -18,7 +18,7 @@ import kvxfer
 from kvxfer import cli
 from kvxfer.cli import doctor, services
 from kvxfer.cli.flags import flag_name
-from kvxfer.errors import ConfigError, PeerGone
+from kvxfer.errors import ConfigError, PeerGoneError
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,7 @@ def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
     ("error", "code", "sentence"),
     [
         (ConfigError("port must be 0"), 2, "port must be 0"),
-        (PeerGone("prefill-0 is\n  gone"), 1, "prefill-0 is gone"),
+        (PeerGoneError("prefill-0 is\n  gone"), 1, "prefill-0 is gone"),
         (FileNotFoundError(2, "No such file or directory", "/nowhere"), 1, "/nowhere: No such file or directory"),
         (
             ImportError("No module named 'torch'", name="torch"),

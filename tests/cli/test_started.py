@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.errors import DeadlineExceeded, KvxferError
+from kvxfer.errors import DeadlineExceededError, KvxferError
 from tests.support import started
 
 
@@ -27,7 +27,7 @@ async def test_one_that_hangs_is_named_with_its_last_words_and_its_log(
 ) -> None:
     monkeypatch.setattr(started, "SILENT_S", 0.5)
     process = start(tmp_path, "import time; print('loading', flush=True); time.sleep(60)")
-    with pytest.raises(DeadlineExceeded) as caught:
+    with pytest.raises(DeadlineExceededError) as caught:
         await process.wait(never)
     said = f"p did not become ready: it did nothing for 0.5 s; its log is {tmp_path}/p.log"
     assert str(caught.value) in (said, f"{said}\n  loading")  # not where it was not begun yet

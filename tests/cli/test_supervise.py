@@ -15,7 +15,7 @@ import pytest
 
 from kvxfer.cli import stack, supervise
 from kvxfer.cli.supervise import Child, ChildSpec, Supervisor
-from kvxfer.errors import ConfigError, DeadlineExceeded, KvxferError
+from kvxfer.errors import ConfigError, DeadlineExceededError, KvxferError
 from tests.support.cli import fake_service
 
 FAKE = (sys.executable, fake_service.__file__)
@@ -68,7 +68,7 @@ async def test_crash_at_start() -> None:
 
 async def test_never_ready() -> None:
     async with Supervisor(command=FAKE) as supervisor:
-        with pytest.raises(DeadlineExceeded, match=r"^worker did not become ready: it did nothing for 0\.5 s$"):
+        with pytest.raises(DeadlineExceededError, match=r"^worker did not become ready: it did nothing for 0\.5 s$"):
             await supervisor.start(ChildSpec("worker", ["silent"]), timeout_s=0.5)
         assert supervisor.children == ()
 
@@ -94,7 +94,7 @@ async def test_why_a_child_was_not_ready_in_time_is_told(monkeypatch: pytest.Mon
     monkeypatch.setattr(Supervisor, "_probe", out_of_time)
     async with Supervisor(command=FAKE) as supervisor:
         said = r"^router did not become ready: it did nothing for 30 s: no decode worker"
-        with pytest.raises(DeadlineExceeded, match=said):
+        with pytest.raises(DeadlineExceededError, match=said):
             await supervisor.start(ChildSpec("router", ["slow"], ready_path="/ready"), timeout_s=30)
         assert supervisor.children == ()
 

@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from kvxfer.coordinator.hosts import is_own, peer_host
-from kvxfer.errors import ConfigError, Refused
+from kvxfer.errors import ConfigError, RefusedError
 from kvxfer.rpc import CoordinatorSession
 from kvxfer.types import DataAddress, Role, WorkerInfo
 from tests.support.coordinator import Cluster, running
@@ -31,7 +31,9 @@ def session(cluster: Cluster, url: str) -> CoordinatorSession:
 async def test_registration_with_another_hosts_http_url_is_refused_by_name(cluster: Cluster, url: str) -> None:
     worker = session(cluster, url)
     try:
-        with pytest.raises(Refused, match=r"info.http_url names the host .* registers from 127.*--allow-http-host"):
+        with pytest.raises(
+            RefusedError, match=r"info.http_url names the host .* registers from 127.*--allow-http-host"
+        ):
             await worker.start()
     finally:
         await worker.close()
@@ -63,7 +65,7 @@ def test_peer_host_is_the_address_of_the_connection(peer: str, host: str) -> Non
 
 @pytest.mark.parametrize("peer", ["", "ipv4", "ipv4:", "vsock:3:5", "10.0.0.1:5"])
 def test_peer_host_of_a_peer_without_an_address_is_refused(peer: str) -> None:
-    with pytest.raises(Refused, match="no address"):
+    with pytest.raises(RefusedError, match="no address"):
         peer_host(peer)
 
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvxfer.errors import AuthenticationFailed, Closed, CoordinatorUnavailable, InvalidArgument, Refused
+from kvxfer.errors import (
+    AuthenticationError,
+    ClosedError,
+    CoordinatorUnavailableError,
+    InvalidArgumentError,
+    RefusedError,
+)
 from kvxfer.protocol.handshake import session_key, session_root
 from kvxfer.rpc import MembershipWatch, drain, list_members
 from kvxfer.types import Load
@@ -49,9 +55,9 @@ async def test_pools_loads_and_draining_are_published_as_they_change(cluster: Cl
         await watch.wait_connected()
         await asyncio.to_thread(one.session.set_load, Load(queued_requests=5, free_blocks=7))
         await until(lambda: watch.membership.members[1].load == Load(queued_requests=5, free_blocks=7), "the load")
-    with pytest.raises(InvalidArgument, match="POOLS_MAX=64"):
+    with pytest.raises(InvalidArgumentError, match="POOLS_MAX=64"):
         one.session.set_pools(map(pool, range(65)))
-    with pytest.raises(InvalidArgument, match="pool ids"):
+    with pytest.raises(InvalidArgumentError, match="pool ids"):
         one.session.set_pools((pool(1), pool(1)))
 
 
@@ -64,7 +70,7 @@ async def test_goodbye_is_heard_at_once_and_once(cluster: Cluster) -> None:
     await until(lambda: other.gone == [ref], "the goodbye")
     assert set(other.members) == {"d0"}
     assert one.states == [True, False]
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         await one.session.start()
 
 
@@ -150,7 +156,7 @@ async def test_a_second_worker_with_the_same_id_is_refused_until_the_first_is_aw
     one, other = cluster.agent("p0"), cluster.agent("d0", nonce=2)
     ref = await one.session.start()
     await other.session.start()
-    with pytest.raises(Refused, match="'p0' is in use by the live agent"):
+    with pytest.raises(RefusedError, match="'p0' is in use by the live agent"):
         await cluster.agent("p0", nonce=3).session.start()
     one.cut()
     await until(lambda: "p0" in other.members and other.members["p0"].is_suspect, "the cut")
@@ -167,7 +173,7 @@ async def test_drain_reaches_the_agent_and_everybody_else(cluster: Cluster) -> N
     await drain(cluster.address, cluster.token, "p0", reason="upgrade")
     await until(lambda: one.drains == ["upgrade"], "the order")
     await until(lambda: other.members["p0"].is_draining, "the news")
-    with pytest.raises(Refused, match="no member 'nobody'"):
+    with pytest.raises(RefusedError, match="no member 'nobody'"):
         await drain(cluster.address, cluster.token, "nobody")
     assert [member.is_draining for member in (await list_members(cluster.address, cluster.token)).members] == [
         False,
@@ -179,17 +185,17 @@ async def test_drain_reaches_the_agent_and_everybody_else(cluster: Cluster) -> N
 async def test_a_wrong_token_is_one_clear_sentence(cluster: Cluster, token: bytes) -> None:
     message = "did not accept this cluster token; every process of a cluster reads the same token file"
     agent = cluster.agent("p0", token=token)
-    with pytest.raises(AuthenticationFailed, match=message):
+    with pytest.raises(AuthenticationError, match=message):
         await agent.session.start()
     async with MembershipWatch(cluster.address, token) as watch:
-        with pytest.raises(AuthenticationFailed, match=message):
+        with pytest.raises(AuthenticationError, match=message):
             await watch.wait_connected()
-    with pytest.raises(AuthenticationFailed, match=message):
+    with pytest.raises(AuthenticationError, match=message):
         await drain(cluster.address, token, "p0")
 
 
 async def test_no_coordinator_is_waited_for_and_then_named() -> None:
-    with pytest.raises(CoordinatorUnavailable, match=r"tried for 0\.3 s"):
+    with pytest.raises(CoordinatorUnavailableError, match=r"tried for 0\.3 s"):
         await list_members("127.0.0.1:1", b"x" * 64, timeout_s=0.3)
 
 
@@ -202,7 +208,7 @@ async def test_an_agent_that_starts_first_waits_for_its_coordinator(cluster: Clu
     assert (await start).agent_id == "p0"
     late = cluster.agent("p1", nonce=2)
     await cluster.stop()
-    with pytest.raises(CoordinatorUnavailable, match=r"tried for 0\.3 s"):
+    with pytest.raises(CoordinatorUnavailableError, match=r"tried for 0\.3 s"):
         await late.session.start(0.3)
 
 

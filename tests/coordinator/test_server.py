@@ -18,7 +18,7 @@ from kvxfer._pb import control_pb2 as pb
 from kvxfer._pb import control_pb2_grpc
 from kvxfer.coordinator import CoordinatorOptions, serve
 from kvxfer.coordinator.store import AHEAD_MAX, MemoryStore
-from kvxfer.errors import ConfigError, Overloaded, ProtocolViolation, Refused
+from kvxfer.errors import ConfigError, OverloadedError, ProtocolError, RefusedError
 from kvxfer.protocol.directory import Hello
 from kvxfer.rpc import MembershipWatch, convert
 from kvxfer.rpc.link import credentials, error_from_exception
@@ -102,12 +102,12 @@ def changed(message: pb.Register, **changes: Any) -> pb.Register:
     ],
 )
 async def test_a_bad_registration_is_a_violation_that_says_what(cluster: Cluster, message: bytes, words: str) -> None:
-    with pytest.raises(ProtocolViolation, match=words):
+    with pytest.raises(ProtocolError, match=words):
         await converse(cluster, message)
 
 
 async def test_a_number_nobody_gave_is_refused(cluster: Cluster) -> None:
-    with pytest.raises(Refused, match="far above every number"):
+    with pytest.raises(RefusedError, match="far above every number"):
         await converse(cluster, as_bytes(register=hello(number=(1 << 63) - 1)))
 
 
@@ -117,7 +117,7 @@ async def test_a_number_nobody_gave_is_refused(cluster: Cluster) -> None:
 async def test_a_bad_message_inside_a_session_ends_it_and_nothing_else(cluster: Cluster, second: bytes) -> None:
     agent = cluster.agent("d0", nonce=2)
     await agent.session.start()
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         await converse(cluster, as_bytes(register=hello()), second)
     await until(lambda: "p0" in agent.members and agent.members["p0"].is_suspect, "the bad one to be adrift")
     assert agent.session.is_connected
@@ -125,7 +125,7 @@ async def test_a_bad_message_inside_a_session_ends_it_and_nothing_else(cluster: 
 
 async def test_garbage_bytes_do_no_harm(cluster: Cluster) -> None:
     for garbage in (b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0f", bytes(range(256))):
-        with pytest.raises(ProtocolViolation, match=r"no AgentMessage|must register"):
+        with pytest.raises(ProtocolError, match=r"no AgentMessage|must register"):
             await converse(cluster, garbage)
     agent = cluster.agent("d0", nonce=2)
     await agent.session.start()
@@ -150,25 +150,25 @@ def test_reading_is_total(raw: bytes, kind: Any) -> None:
     }
     try:
         read[kind](message)
-    except ProtocolViolation as error:
+    except ProtocolError as error:
         assert str(error)  # noqa: PT017
 
 
 async def test_a_message_over_the_bound_is_refused_by_size(cluster: Cluster) -> None:
-    with pytest.raises(Overloaded, match="larger than max"):
+    with pytest.raises(OverloadedError, match="larger than max"):
         await converse(cluster, as_bytes(register=changed(hello(), info__model="m" * (3 << 20))))
 
 
 async def test_members_and_watchers_are_bounded(tmp_path: pathlib.Path) -> None:
     async with running(tmp_path, members_max=1, watchers_max=1) as cluster:
         await cluster.agent("p0").session.start()
-        with pytest.raises(Overloaded, match="members_max=1"):
+        with pytest.raises(OverloadedError, match="members_max=1"):
             await converse(cluster, as_bytes(register=hello("p1")))
         async with MembershipWatch(cluster.address, cluster.token) as watch:
             await watch.wait_connected()
             second = MembershipWatch(cluster.address, cluster.token)
             async with second:
-                await until(lambda: isinstance(second.last_error, Overloaded), "the bound")
+                await until(lambda: isinstance(second.last_error, OverloadedError), "the bound")
                 assert "watchers_max=1" in str(second.last_error)
 
 
@@ -272,7 +272,7 @@ async def test_the_counter_never_goes_back() -> None:
     await store.admit_number(5000)
     await store.admit_number(3000)
     assert await store.next_number() == 5001
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         await store.admit_number(5001 + AHEAD_MAX + 1)
     assert await store.next_number() == 5002
 

@@ -22,7 +22,7 @@ from kvxfer import places
 from kvxfer.engine import hub, model_store, smollm2, tiny, torch_cache
 from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.model_store import resolve
-from kvxfer.errors import ConfigError, InvalidArgument
+from kvxfer.errors import ConfigError, InvalidArgumentError
 
 
 def leftovers(cache: Path) -> list[str]:
@@ -387,7 +387,7 @@ def test_chat_goes_through_the_template(tiny_model: LoadedModel) -> None:
 def test_messages_that_the_template_refuses(copy: Path, template: str | None, words: str) -> None:
     model = LoadedModel.load(copy)
     model.tokenizer.chat_template = template
-    with pytest.raises(InvalidArgument, match=words):
+    with pytest.raises(InvalidArgumentError, match=words):
         model.encode_chat([{"role": "user", "content": "Hi"}])
 
 

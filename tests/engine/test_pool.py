@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.engine.pool import BlockPool
-from kvxfer.errors import InvalidArgument, Overloaded
+from kvxfer.errors import InvalidArgumentError, OverloadedError
 
 BLOCKS, TOKENS = 8, 2
 prompts = st.lists(st.integers(0, 1), max_size=11)
@@ -46,7 +46,7 @@ class PoolMachine(RuleBasedStateMachine):
         need = -(-len(prompt) // TOKENS) - len(shared)
         used = sum(1 for block in range(BLOCKS) if self.references(block))
         if need > BLOCKS - used:
-            with pytest.raises(Overloaded):
+            with pytest.raises(OverloadedError):
                 self.pool.allocate(need)
             self.leave(len(self.sequences) - 1)
             return
@@ -102,7 +102,7 @@ TestPoolMachine = PoolMachine.TestCase
 def test_allocate_takes_nothing_when_too_few_are_left() -> None:
     pool = BlockPool(4, 16)
     pool.allocate(3)
-    with pytest.raises(Overloaded, match="2 KV blocks are needed, 1 of 4"):
+    with pytest.raises(OverloadedError, match="2 KV blocks are needed, 1 of 4"):
         pool.allocate(2)
     assert pool.statistics().free == 1
 
@@ -110,10 +110,10 @@ def test_allocate_takes_nothing_when_too_few_are_left() -> None:
 def test_release_of_an_unreferenced_block_is_refused_and_changes_nothing() -> None:
     pool = BlockPool(4, 16)
     first, second = pool.allocate(2)
-    with pytest.raises(InvalidArgument, match="references"):
+    with pytest.raises(InvalidArgumentError, match="references"):
         pool.release([first, second, second])
     assert pool.statistics().used == 2
-    with pytest.raises(InvalidArgument, match="not one of"):
+    with pytest.raises(InvalidArgumentError, match="not one of"):
         pool.release([4])
 
 
@@ -130,12 +130,12 @@ def test_digests_cover_full_blocks_and_everything_before() -> None:
 
 def test_publish_needs_a_reference_and_one_content() -> None:
     pool = BlockPool(2, 2)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         pool.publish(0, b"digest")
     (block,) = pool.allocate(1)
     assert pool.publish(block, b"digest")
     assert pool.publish(block, b"digest")
-    with pytest.raises(InvalidArgument, match="other content"):
+    with pytest.raises(InvalidArgumentError, match="other content"):
         pool.publish(block, b"another")
 
 
@@ -152,5 +152,5 @@ def test_prefix_outlives_its_tail() -> None:
 
 @pytest.mark.parametrize(("blocks", "tokens"), [(0, 1), (1, 0), (-1, 16)])
 def test_a_pool_needs_blocks_and_tokens(blocks: int, tokens: int) -> None:
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         BlockPool(blocks, tokens)

@@ -15,7 +15,7 @@ import transformers
 from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.model_store import DEFAULT_MODEL, default_cache_dir, resolve
 from kvxfer.engine.runner import Chunk, Runner
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 
 GAP_MIN = 1e-3
 """A divergence is excused only where the reference itself hardly prefers its token."""
@@ -222,10 +222,10 @@ def test_a_chunk_that_does_not_fit_is_refused_before_any_write(
     tiny_model: LoadedModel, chunk: Chunk, words: str
 ) -> None:
     runner = poisoned(tiny_model)
-    with pytest.raises(InvalidArgument, match=words):
+    with pytest.raises(InvalidArgumentError, match=words):
         runner.forward([Chunk([5, 6], 0, [1], True), chunk])
     assert (runner.storage == 0xFF).all()
-    with pytest.raises(InvalidArgument, match="at least one"):
+    with pytest.raises(InvalidArgumentError, match="at least one"):
         runner.forward([])
 
 
@@ -239,7 +239,7 @@ def test_a_chunk_that_does_not_fit_is_refused_before_any_write(
 )
 def test_storage_of_another_shape_is_refused(tiny_model: LoadedModel, storage: torch.Tensor) -> None:
     assert tiny_model.block_bytes(BLOCK) == 8192
-    with pytest.raises(InvalidArgument, match="storage must be contiguous"):
+    with pytest.raises(InvalidArgumentError, match="storage must be contiguous"):
         Runner(tiny_model, storage, block_count=4, block_tokens=BLOCK)
 
 

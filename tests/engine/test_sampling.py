@@ -14,7 +14,7 @@ from kvxfer.engine.detokenizer import Detokenizer
 from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.sampling import Sampler, SamplingParams
 from kvxfer.engine.stop import StopChecker
-from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.errors import InvalidArgumentError, KvxferError
 
 
 def draws(logits: torch.Tensor, count: int, **params: float | int) -> list[int]:
@@ -81,7 +81,7 @@ def test_logits_that_are_not_finite_are_an_error(value: float, temperature: floa
     ],
 )
 def test_params_out_of_range_are_named(field: str, value: object) -> None:
-    with pytest.raises(InvalidArgument, match=field):
+    with pytest.raises(InvalidArgumentError, match=field):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvxfer.engine import unsupported
 from kvxfer.engine.schemas import parse_chat, parse_completion
 from kvxfer.engine.unsupported import IgnoredFields
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.openai.errors import RequestError
 
 TEXT = {"model": "m", "prompt": "hi"}
@@ -104,7 +104,7 @@ def test_message_parts_are_joined_and_only_an_assistant_may_be_silent() -> None:
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_completion(encoded(TEXT, fields))
-    assert isinstance(caught.value, InvalidArgument)
+    assert isinstance(caught.value, InvalidArgumentError)
     assert (caught.value.param, caught.value.status) == (param, 400)
     assert param in str(caught.value)
 

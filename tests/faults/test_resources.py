@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from tests.support.faults.lanes import LANES
 from tests.support.faults.parties import Party
 from tests.support.faults.rounds import check_rounds
@@ -68,7 +68,7 @@ class Pair:
         transfer = secrets.token_hex(16)
         try:
             self.reader.pull(transfer, "source", [0], deadline_s=0.005)
-        except InvalidArgument:
+        except InvalidArgumentError:
             return  # this thread was held up for so long
         self.ended(self.reader, transfer)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.errors import Incompatible, InvalidArgument, LimitExceeded
+from kvxfer.errors import IncompatibleError, InvalidArgumentError, LimitExceededError
 from kvxfer.layout.axes import layout_from_axes
 from kvxfer.layout.kv_layout import KvLayout, KvPart
 from kvxfer.layout.plan import TransferPlan, plan_transfer
@@ -150,13 +150,13 @@ def test_plan_of_packed_blocks_moves_whole_blocks_or_raises() -> None:
     amx = layout("LBHKND", packing="cpu_attn/amx")
     assert plan_transfer(amx, amx, [3, 4], [8, 9]).bytes == 2 * BLOCK_BYTES
     assert plan_transfer(amx, layout("LBHKND", packing="cpu_attn/amx", heads=1, total_heads=2), [3], [8]).count
-    with pytest.raises(InvalidArgument, match=r"tokens: 0 to 16 cut a block"):
+    with pytest.raises(InvalidArgumentError, match=r"tokens: 0 to 16 cut a block"):
         plan_transfer(amx, amx, [3, 4], [8, 9], range(17))
     for other, field in (
         (layout("LBHKND"), "packing"),
         (layout("LBHKND", packing="cpu_attn/amx", block_tokens=8), None),
     ):
-        with pytest.raises(Incompatible) as error:
+        with pytest.raises(IncompatibleError) as error:
             plan_transfer(amx, other, [3], [8])
         assert error.value.field == (field or "block_tokens")
 
@@ -173,11 +173,11 @@ def test_plan_of_packed_blocks_moves_whole_blocks_or_raises() -> None:
     ],
 )
 def test_plan_of_incompatible_pools_raises_with_the_field(changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(Incompatible, match=field) as error:
+    with pytest.raises(IncompatibleError, match=field) as error:
         plan_transfer(layout("LBHNKD"), layout("LBHNKD", **changes), [1], [1])
     assert error.value.field == field
     sliced = [layout("LBHNKD", heads=1, head_offset=offset, total_heads=2) for offset in (0, 1)]
-    with pytest.raises(Incompatible, match="heads") as error:
+    with pytest.raises(IncompatibleError, match="heads") as error:
         plan_transfer(sliced[0], sliced[1], [1], [1])
     assert error.value.field == "heads"
 
@@ -204,7 +204,7 @@ def test_plan_of_incompatible_pools_raises_with_the_field(changes: dict[str, Any
 def test_plan_with_wrong_arguments_raises_with_the_argument(arguments: dict[str, Any], words: str) -> None:
     pool = layout("BLKHND")
     call: dict[str, Any] = {"source_blocks": [3, 4], "destination_blocks": [5, 6], **arguments}
-    with pytest.raises(InvalidArgument, match=words):
+    with pytest.raises(InvalidArgumentError, match=words):
         plan_transfer(pool, pool, **call)
 
 
@@ -215,7 +215,7 @@ def test_indexed_ranges_past_the_largest_index_raise() -> None:
     turned = layout("BHND", parts=["k"], transposed=["k"], **sizes)
     plan = plan_transfer(plain, turned, [0], [0])
     assert (plan.descriptor_count, plan.count) == (1 << 32, 1 << 16)
-    with pytest.raises(LimitExceeded, match="4294967296 descriptors"):
+    with pytest.raises(LimitExceededError, match="4294967296 descriptors"):
         plan.as_indexed_ranges()
 
 
@@ -277,7 +277,7 @@ def test_kv_layout_with_overlaps_raises_with_the_field() -> None:
     good.update(block_count=100, heads=2)
     assert KvLayout(**good) == sound
     for changes, words in wrong:
-        with pytest.raises(InvalidArgument, match=words):
+        with pytest.raises(InvalidArgumentError, match=words):
             KvLayout(**{**good, **changes})
 
 
@@ -332,5 +332,5 @@ def test_axes_with_wide_and_transposed_parts_give_their_strides() -> None:
     ],
 )
 def test_axes_with_wrong_arguments_raise_with_the_field(axes: str, changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"^{field}"):
+    with pytest.raises(InvalidArgumentError, match=f"^{field}"):
         layout(axes, **changes)

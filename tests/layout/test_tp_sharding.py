@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.errors import Incompatible, InvalidArgument
+from kvxfer.errors import IncompatibleError, InvalidArgumentError
 from kvxfer.layout.axes import layout_from_axes
 from kvxfer.layout.kv_layout import Holding, KvLayout
 from kvxfer.layout.plan import plan_transfer
@@ -167,18 +167,18 @@ def test_choose_sources_over_pipeline_stages_takes_each_layer_from_its_stage() -
 
 
 def test_choose_sources_of_missing_layers_or_heads_raises_with_the_field() -> None:
-    with pytest.raises(Incompatible, match="layer 5") as error:
+    with pytest.raises(IncompatibleError, match="layer 5") as error:
         choose_sources(Holding((0, 5), 0, 2, 2), ranks(2, 1))
     assert error.value.field == "layers"
-    with pytest.raises(Incompatible, match="head 1 of layer 0") as error:
+    with pytest.raises(IncompatibleError, match="head 1 of layer 0") as error:
         choose_sources(Holding((0,), 0, 2, 2), {0: Holding((0,), 0, 1, 2)})
     assert error.value.field == "heads"
-    with pytest.raises(Incompatible, match="rank 0 knows 2") as error:
+    with pytest.raises(IncompatibleError, match="rank 0 knows 2") as error:
         choose_sources(Holding((0,), 0, 2, 4), ranks(2, 1))
     assert error.value.field == "total_heads"
 
 
 @pytest.mark.parametrize(("heads", "size", "rank"), [(6, 4, 0), (4, 6, 0), (4, 2, 2), (0, 1, 0)])
 def test_tp_heads_of_uneven_sizes_raises(heads: int, size: int, rank: int) -> None:
-    with pytest.raises(InvalidArgument, match="tp_"):
+    with pytest.raises(InvalidArgumentError, match="tp_"):
         tp_heads(heads, size, rank)

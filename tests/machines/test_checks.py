@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.testing.sim.virtual_clock import S
 from tests.support.machines.endpoint_pair import KEY
 from tests.support.machines.region_pair import RegionPair
@@ -190,6 +190,6 @@ def test_a_reader_can_ask_where_the_pool_does_not(wants_sums: bool) -> None:
 def test_sums_are_of_what_became_ready() -> None:
     pair = ready_pair()
     grant(pair)
-    with pytest.raises(InvalidArgument, match="checksum"):
+    with pytest.raises(InvalidArgumentError, match="checksum"):
         pair.ends["a"].ready(ID, 2, 0, False, pair.now, SUMS[:3])
     pair.do("a", pair.ends["a"].ready(ID, 2, 0, False, pair.now, SUMS[:2]))

@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import GrantEvent, GrantState, TransferState
-from kvxfer.errors import InvalidArgument, PeerGone
+from kvxfer.errors import InvalidArgumentError, PeerGoneError
 from kvxfer.testing.sim.virtual_clock import MS, S
 from tests.support.machines.endpoint_pair import Pair
 from tests.support.machines.pulls import ID, finals, grant, land, pull
@@ -31,7 +31,7 @@ def test_commits() -> None:
         (pool,) = pair.ends[name].counts().pools
         assert pool.granted == pool.reserved == pool.quarantined == 0
     assert pair.ends["b"].transfer_state(ID) == TransferState.COMMITTED
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         pull(pair)
 
 
@@ -95,7 +95,7 @@ def test_another_life_of_the_source_ends_the_transfer() -> None:
     b.set_peer(new, b"n" * 32, _core.SessionKind.MEMORY)
     pair.do("b", b.peer_dead(pair.refs["a"], pair.now))
     assert finals(pair) == [("FAILED", "peer_gone")]
-    with pytest.raises(PeerGone):
+    with pytest.raises(PeerGoneError):
         pull(pair, b"u" * 16)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, TransferState
-from kvxfer.errors import BlocksBusy, InvalidArgument, LimitExceeded
+from kvxfer.errors import BlocksBusyError, InvalidArgumentError, LimitExceededError
 from kvxfer.testing.sim.virtual_clock import MS, S
 from tests.support.machines.region_pair import RegionPair, ranges
 
@@ -59,7 +59,7 @@ def test_blocks_are_reserved_for_pulls_only() -> None:
     """Flaw: the pool of a transfer that has none was asked for its number."""
     pair = ready_pair()
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.STREAM])
-    with pytest.raises(InvalidArgument, match="no pull of this id"):
+    with pytest.raises(InvalidArgumentError, match="no pull of this id"):
         pair.ends["b"].reserve(ID, [1], 0, pair.now)
     assert pair.ends["b"].unreserve(ID, pair.now) == (False, [])
     pair.run()
@@ -75,7 +75,7 @@ def test_a_post_without_room_for_its_notification_holds_nothing(what: str) -> No
     pair.reachable = False
     pair.do("b", pair.ends["b"].notify(pair.refs["a"], b"1", pair.now)[1])
     notification = bytes(200_000)  # too long to go with a push
-    with pytest.raises(LimitExceeded, match="notifications_max"):
+    with pytest.raises(LimitExceededError, match="notifications_max"):
         pair.post(
             "b", what, ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)], lanes=[Lane.STREAM], notification=notification
         )
@@ -251,7 +251,7 @@ def test_a_grant_of_pieces_is_bound_to_its_reader() -> None:
     limits = _core.GrantLimits()
     table = _core.GrantTable(limits)
     assert table.counts().alive == 0
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         pair.ends["a"].grant(b"f" * 16, 1, [0], "c", S, 1, pair.now)
     stranger = _core.AgentRef("c", 1, b"c" * 16)
     pair.ends["a"].set_peer(stranger, b"x" * 32, _core.SessionKind.MEMORY)
@@ -285,7 +285,7 @@ def test_a_region_that_is_being_filled_stays() -> None:
     pair.do("b", pair.ends["b"].read_stopped(read.id, read.token, Code.cancelled, "", pair.now))
     assert len(pair.take("b", _core.TransferDrained)) == 1
     assert pair.remove_region("b", 9)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         pair.post("b", "fetch", b"u" * 16, [(9, 0, 16, 16, 2)], [(7, 0, 16, 16, 2)])
 
 
@@ -312,16 +312,16 @@ def test_region_ids_are_never_used_twice() -> None:
     pair = ready_pair()
     end = pair.ends["a"]
     for taken in (1, 7):  # a pool's, a region's
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(InvalidArgumentError):
             end.add_region(_core.RegionInfo(taken, 16))
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         end.add_pool(_core.PoolInfo(7, 4, 16, bytes(32), False))
     assert pair.remove_region("a", 7)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         end.add_region(_core.RegionInfo(7, 16))
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         end.add_region(_core.RegionInfo(8, 0))
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         pair.remove_region("a", 7)
     pair.memory["a"].clear()
     pair.add_region("a", 8, DATA)
@@ -336,14 +336,14 @@ def test_lists_that_do_not_fit_each_other() -> None:
         ([(9, 0, 16, 16, 17)], [(7, 0, 15, 15, 17)]),
         ([(5, 0, 16, 16, 2)], [(7, 0, 16, 16, 2)]),
     ):
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(InvalidArgumentError):
             pair.post("b", "fetch", ID, local, remote)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         pair.post("b", "fetch", ID, [(9, 0, 16, 16, 2)], [(7, 0, 16, 16, 2)], remote_ids=[0, 2])
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         pair.post("b", "fetch", ID, [(9, 0, 16, 16, 2)], [(7, 0, 16, 16, 2)], local_ids=[], remote_ids=[])
     rows = [(9, i % 256, 1, 1, 1) for i in range(13_000)]
-    with pytest.raises(LimitExceeded, match="split"):
+    with pytest.raises(LimitExceededError, match="split"):
         pair.post("b", "fetch", ID, rows, rows)
     assert pair.ends["b"].transfer_state(ID) is None
     assert pair.ends["b"].counts().regions[0].transfers == 0
@@ -367,7 +367,7 @@ def test_ranges() -> None:
         [[1, 0, 1, 1, 2**32]],
         [[1, 0, 1, 1, 2**32 - 1], [1, 0, 0, 1, 1]],
     ):
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(InvalidArgumentError):
             _core.Ranges(np.array(bad, dtype=np.uint64))
 
 
@@ -395,7 +395,7 @@ def test_a_deadline_ends_a_fetch_of_a_silent_source() -> None:
 
 def test_busy_is_an_error_to_the_owner_of_the_core() -> None:
     """The machines' binding gives it as a value, so that its effects are not lost."""
-    assert issubclass(BlocksBusy, Exception)
+    assert issubclass(BlocksBusyError, Exception)
     assert ready_pair().remove_region("a", 7) is True
 
 

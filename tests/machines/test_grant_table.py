@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvxfer._native import _core
 from kvxfer._native._core import GrantEvent, GrantState
-from kvxfer.errors import BlocksBusy, GrantGone, GrantReleased, InvalidArgument, KvxferError
+from kvxfer.errors import BlocksBusyError, GrantGoneError, GrantReleasedError, InvalidArgumentError, KvxferError
 
 MS = 1_000_000
 TTL, LIFE_MAX, WAIT_MAX, WAITING_MAX = 1000 * MS, 3000 * MS, 500 * MS, 3
@@ -187,7 +187,7 @@ class GrantMachine(RuleBasedStateMachine):
         model = self.grants.get(id_)
         is_of_reader = model is not None and model.is_given_up and PEERS[model.reader].agent_id == reader
         if model is not None and (is_of_reader or not model.is_given_up):
-            with pytest.raises(GrantReleased if is_of_reader else InvalidArgument):
+            with pytest.raises(GrantReleasedError if is_of_reader else InvalidArgumentError):
                 self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
             return
         effects = self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
@@ -200,10 +200,10 @@ class GrantMachine(RuleBasedStateMachine):
     def expect(self, id_: bytes, reader: str) -> None:
         model = self.grants.get(id_)
         if model is not None and not model.is_given_up:
-            with pytest.raises(InvalidArgument):
+            with pytest.raises(InvalidArgumentError):
                 self.table.expect(id_, reader)
         elif model is not None and PEERS[model.reader].agent_id == reader:
-            with pytest.raises(GrantReleased):
+            with pytest.raises(GrantReleasedError):
                 self.table.expect(id_, reader)
         else:
             self.table.expect(id_, reader)
@@ -222,7 +222,7 @@ class GrantMachine(RuleBasedStateMachine):
     def ready(self, id_: bytes, more: int, complete: bool) -> None:
         grant = self.grants.get(id_)
         if grant is None or not grant.blocks:
-            with pytest.raises(GrantGone):
+            with pytest.raises(GrantGoneError):
                 self.table.ready(id_, 1, 0, complete, self.now)
             return
         self.lapse(id_)
@@ -232,11 +232,11 @@ class GrantMachine(RuleBasedStateMachine):
                 self.table.ready(id_, blocks, 0, False, self.now)
             assert caught.value.code == CODES[grant.state]
         elif blocks > len(grant.blocks) or (complete and blocks != len(grant.blocks)) or grant.is_complete > complete:
-            with pytest.raises(InvalidArgument):
+            with pytest.raises(InvalidArgumentError):
                 self.table.ready(id_, blocks, 0, complete, self.now)
         else:
             if grant.ready > 0:
-                with pytest.raises(InvalidArgument, match="takes back"):
+                with pytest.raises(InvalidArgumentError, match="takes back"):
                     self.table.ready(id_, grant.ready - 1, 0, False, self.now)
             grant.ready, grant.is_complete = blocks, complete
             self.see(self.table.ready(id_, blocks, 0, complete, self.now))
@@ -245,7 +245,7 @@ class GrantMachine(RuleBasedStateMachine):
     def end(self, id_: bytes, event: Any) -> None:
         grant = self.grants.get(id_)
         if grant is None:
-            with pytest.raises(GrantGone):
+            with pytest.raises(GrantGoneError):
                 self.table.end(id_, event, self.now)
             return
         self.lapse(id_)
@@ -291,7 +291,7 @@ class GrantMachine(RuleBasedStateMachine):
     def bind(self, id_: bytes, reader: str) -> None:
         grant = self.grants.get(id_)
         if grant is None or grant.is_given_up:
-            with pytest.raises(GrantGone):
+            with pytest.raises(GrantGoneError):
                 self.table.bind(id_, reader, self.now)
             return
         self.lapse(id_)
@@ -303,7 +303,7 @@ class GrantMachine(RuleBasedStateMachine):
     @rule(id_=ids)
     def decline(self, id_: bytes) -> None:
         if id_ in self.grants and not self.grants[id_].is_given_up:
-            with pytest.raises(InvalidArgument):
+            with pytest.raises(InvalidArgumentError):
                 self.table.decline(id_)
             return
         line = self.waiting.pop(id_, [])
@@ -369,7 +369,7 @@ class GrantMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, BLOCKS - 1))
     def a_granted_block_cannot_be_reserved(self, block: int) -> None:
         if self.ledger.is_granted(block):
-            with pytest.raises(BlocksBusy):
+            with pytest.raises(BlocksBusyError):
                 self.ledger.reserve([block])
 
     # --- always ---
@@ -413,7 +413,7 @@ def test_ready_on_an_expired_grant_does_not_swallow_its_end() -> None:
     """An error drops the effects of its call: GrantEnded must come with the next, or the blocks are lost for ever."""
     table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
     table.grant(IDS[0], ledger, [0, 1], "", TTL, 1)
-    with pytest.raises(GrantGone):
+    with pytest.raises(GrantGoneError):
         table.ready(IDS[0], 1, 0, False, 1 + TTL)
     ended = [effect for effect in table.tick(1 + TTL) if isinstance(effect, _core.GrantEnded)]
     assert [effect.state for effect in ended] == [GrantState.EXPIRED]

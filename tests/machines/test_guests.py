@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane
-from kvxfer.errors import PeerGone
+from kvxfer.errors import PeerGoneError
 from kvxfer.testing.sim.virtual_clock import MS, S
 from tests.support.machines.region_pair import RegionPair
 
@@ -131,9 +131,9 @@ def test_a_guest_that_stays_away_is_forgotten(op: str) -> None:
     pair.reachable = False
     pair.cut_all()
     assert [e.code for e in pair.take("a", _core.NotifFailed)] == [Code.peer_gone]
-    with pytest.raises(PeerGone):
+    with pytest.raises(PeerGoneError):
         pair.post("a", "push", b"u" * 16, [(7, 64, 16, 16, 1)], [(9, 0, 16, 16, 1)])
-    with pytest.raises(PeerGone):
+    with pytest.raises(PeerGoneError):
         a.notify(pair.refs["b"], b"and now", pair.now)
     pair.advance(4 * S)
     assert a.knows(pair.refs["b"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvxfer._native import _core
-from kvxfer.errors import BlocksBusy, InvalidArgument, KvxferError
+from kvxfer.errors import BlocksBusyError, InvalidArgumentError, KvxferError
 
 BLOCKS = 6
 LISTS = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=4, unique=True)
@@ -24,7 +24,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(blocks=LISTS)
     def grant(self, blocks: list[int]) -> None:
         if any(block in self.held for block in blocks):
-            with pytest.raises(BlocksBusy):
+            with pytest.raises(BlocksBusyError):
                 self.ledger.grant(blocks)
             return
         self.ledger.grant(blocks)
@@ -41,7 +41,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(blocks=LISTS)
     def reserve(self, blocks: list[int]) -> None:
         if any(block in self.held or self.granted[block] for block in blocks):
-            with pytest.raises(BlocksBusy):
+            with pytest.raises(BlocksBusyError):
                 self.ledger.reserve(blocks)
             return
         self.ledger.reserve(blocks)
@@ -68,10 +68,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, BLOCKS - 1))
     def bad_lists(self, block: int) -> None:
         for act in (self.ledger.grant, self.ledger.reserve):
-            with pytest.raises(InvalidArgument):
+            with pytest.raises(InvalidArgumentError):
                 act([block, BLOCKS])
         if block not in self.held and not self.granted[block]:
-            with pytest.raises(InvalidArgument):
+            with pytest.raises(InvalidArgumentError):
                 self.ledger.reserve([block, block])
 
     @invariant()

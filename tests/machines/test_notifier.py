@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvxfer._native import _core
-from kvxfer.errors import InvalidArgument, LimitExceeded
+from kvxfer.errors import InvalidArgumentError, LimitExceededError
 from kvxfer.testing.sim.virtual_clock import MS, S
 from tests.support.machines.endpoint_pair import KEY, Pair
 
@@ -140,11 +140,11 @@ def test_bounds() -> None:
     limits.notifications_max, limits.notification_bytes_max = 2, 4
     pair = Pair(limits)
     a = pair.ends["a"]
-    with pytest.raises(InvalidArgument, match="notification_bytes_max"):
+    with pytest.raises(InvalidArgumentError, match="notification_bytes_max"):
         a.notify(pair.refs["b"], b"12345", pair.now)
     for _ in range(2):
         a.notify(pair.refs["b"], b"1", pair.now)
-    with pytest.raises(LimitExceeded, match="notifications_max"):
+    with pytest.raises(LimitExceededError, match="notifications_max"):
         a.notify(pair.refs["b"], b"1", pair.now)
 
 
@@ -156,7 +156,9 @@ def test_bytes_that_wait_for_one_peer_are_bounded_and_named() -> None:
     pair.reachable = False
     for _ in range(2):
         pair.do("a", a.notify(pair.refs["b"], bytes(1000), pair.now)[1])
-    with pytest.raises(LimitExceeded, match=r"notification_queue_bytes_max \(3000\) is reached by what waits for b"):
+    with pytest.raises(
+        LimitExceededError, match=r"notification_queue_bytes_max \(3000\) is reached by what waits for b"
+    ):
         a.notify(pair.refs["b"], bytes(1000), pair.now)
     pair.reachable = True
     pair.advance(3 * S)

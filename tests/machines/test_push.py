@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane, TransferState
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.testing.sim.virtual_clock import MS, S
 from tests.support.machines.region_pair import RegionPair
 
@@ -363,17 +363,17 @@ def test_a_push_of_one_peer_leaves_room_for_others() -> None:
 
 def test_what_a_post_may_not_say() -> None:
     pair = ready_pair()
-    with pytest.raises(InvalidArgument, match="notification"):
+    with pytest.raises(InvalidArgumentError, match="notification"):
         pair.post("a", "push", ID, FROM, TO, notification=bytes(65537))
-    with pytest.raises(InvalidArgument, match="deadline"):
+    with pytest.raises(InvalidArgumentError, match="deadline"):
         pair.post("a", "push", ID, FROM, TO, deadline_s=0)
-    with pytest.raises(InvalidArgument, match="not registered"):
+    with pytest.raises(InvalidArgumentError, match="not registered"):
         pair.post("a", "push", ID, [(6, 0, 16, 16, 8)], TO)
     pair.post("a", "push", ID, FROM, TO)
-    with pytest.raises(InvalidArgument, match="used before"):
+    with pytest.raises(InvalidArgumentError, match="used before"):
         pair.post("a", "push", ID, FROM, TO)
     pair.run()
-    with pytest.raises(InvalidArgument, match="used before"):
+    with pytest.raises(InvalidArgumentError, match="used before"):
         pair.post("a", "push", ID, FROM, TO)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvxfer._native import _core
 from kvxfer._native._core import Code, Lane
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.protocol.handshake import session_key, session_root
 from kvxfer.transport.base import read_ref
 from tests.support.machines.endpoint_pair import Pair
@@ -74,7 +74,7 @@ def test_a_core_has_guests_or_a_root() -> None:
         end = _core.Endpoint(_core.AgentRef("a", 1, b"n" * 16), _core.EndpointLimits())
         getattr(end, first)(ROOT)
         getattr(end, first)(ROOT)
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(InvalidArgumentError):
             getattr(end, second)(ROOT)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer._native._core import GrantEvent, GrantState, TransferState
-from kvxfer.errors import BlocksBusy, InvalidArgument
+from kvxfer.errors import BlocksBusyError, InvalidArgumentError
 from kvxfer.testing.sim.virtual_clock import MS, S
 from tests.support.machines.endpoint_pair import Pair
 
@@ -304,20 +304,20 @@ def test_what_the_owner_says_of_a_revocation_reaches_the_reader() -> None:
 def test_wrong_calls_change_nothing() -> None:
     pair = Pair()
     end = pair.ends["b"]
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         end.reserve(ID, [1], 0, pair.now)
     assert end.unreserve(ID, pair.now) == (False, [])
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         end.pull(ID, pair.refs["a"], 1, [], 0, LANES, pair.now + S, 7, pair.now)
     ask(pair)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         end.reserve(ID, [], 0, pair.now)
     reserve(pair)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         end.reserve(ID, [1], 0, pair.now)
     other = b"o" * 16
     pair.do("b", end.pull(other, pair.refs["a"], 1, [], 0, LANES, pair.now + S, 7, pair.now, count=2))
-    with pytest.raises(BlocksBusy):
+    with pytest.raises(BlocksBusyError):
         end.reserve(other, [4, 6], 0, pair.now)
     assert reserved(pair) == 2
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import GrantRevoked
+from kvxfer.errors import GrantRevokedError
 from tests.support.native.rawpeer import KEY, RawSource
 
 NewId = Callable[[], bytes]
@@ -69,7 +69,7 @@ def test_a_pool_is_not_taken_back_under_its_checksums(nodes: Any, new_id: NewId)
 
     def announce() -> None:
         nonlocal ended_s
-        with pytest.raises(GrantRevoked):
+        with pytest.raises(GrantRevokedError):
             p.core.ready(transfer, blocks, complete=True)
         ended_s = time.monotonic()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 
 METHODS = native.crc32c_methods()
 ISCSI_READ = bytes.fromhex(
@@ -68,7 +68,7 @@ def test_one_flipped_bit_is_seen() -> None:
 
 def test_what_it_takes() -> None:
     assert native.crc32c(memoryview(b"123456789")) == 0xE3069283
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         native.crc32c_by("no such method", b"")
     with pytest.raises((TypeError, BufferError)):
         native.crc32c("text")

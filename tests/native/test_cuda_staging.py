@@ -22,7 +22,7 @@ import pytest
 
 from kvxfer._native import _core as native
 from kvxfer.config import AgentConfig
-from kvxfer.errors import InvalidArgument, KvxferError, LaneUnavailable
+from kvxfer.errors import InvalidArgumentError, KvxferError, LaneUnavailableError
 from kvxfer.transport.engine import Op, RemotePeer, TransferEngine
 from kvxfer.transport.memory import MemoryBinding
 from kvxfer.transport.native import NativeBinding
@@ -444,7 +444,7 @@ def test_tensors_of_two_posters(driver: Driver, op: Op) -> None:
     peer = RemotePeer(other.transport.ref, other.transport.address, records)
     near = one.prepare([(mine.address + at, 4096, 0) for at in range(0, 1 << 20, 8192)])
     far = one.prepare([(theirs.address + at, 4096, 1) for at in range(0, 1 << 20, 8192)], peer=peer)
-    with pytest.raises(InvalidArgument, match="another device"):
+    with pytest.raises(InvalidArgumentError, match="another device"):
         one.prepare([(theirs.address, 4096, 0)], peer=peer)
     post = one.post(op, near, None, far, None)
     end = time.monotonic() + 30
@@ -462,14 +462,14 @@ def test_tensors_of_two_posters(driver: Driver, op: Op) -> None:
 def test_in_process_networks_have_no_devices(driver: Driver) -> None:
     config, binding = AgentConfig(), MemoryBinding(MemoryNetwork())
     poster = TransferEngine(binding.open(AgentRef("a", Incarnation(1, bytes(16))), config), config=config)
-    with pytest.raises(LaneUnavailable, match="host memory only"):
+    with pytest.raises(LaneUnavailableError, match="host memory only"):
         poster.register(tensor(driver.alloc(4096)))
 
 
 def test_no_such_device(driver: Driver, nodes: Any) -> None:
     p = nodes("source")
     memory = driver.alloc(4096)
-    with pytest.raises(LaneUnavailable, match="no CUDA device 2: this process sees 2"):
+    with pytest.raises(LaneUnavailableError, match="no CUDA device 2: this process sees 2"):
         register(p, memory, device=2)
 
 
@@ -478,12 +478,12 @@ def test_no_driver(nodes: Any) -> None:
     script = """
 import os
 from kvxfer._native import _core as native
-from kvxfer.errors import LaneUnavailable
+from kvxfer.errors import LaneUnavailableError
 ref = native.AgentRef("a", 1, os.urandom(16))
 core = native.Core(ref, native.EndpointLimits(), bind_host="127.0.0.1", bind_port=0, unix_path="")
 try:
     core.add_foreign_region(native.RegionInfo(1, 4096), 1 << 40, 4096, None, device=0)
-except LaneUnavailable as error:
+except LaneUnavailableError as error:
     print(error)
 """
     environment = {**os.environ, "KVXFER_CUDA_LIBRARY": "/nowhere/libcuda.so.1"}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer._native import _core as native
-from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.errors import InvalidArgumentError, ProtocolError
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -151,7 +151,7 @@ def test_every_body_that_is_too_short_or_too_long_is_refused(frame: Any) -> None
     for size in [*range(len(body)), len(body) + 1]:
         decoder = native.Decoder()
         decoder.feed(header + size.to_bytes(4, "little") + (body + b"\0")[:size])
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ProtocolError):
             decoder.next()
 
 
@@ -167,7 +167,7 @@ def test_lists_are_believed_only_as_far_as_they_are_there() -> None:
             claimed[at : at + 4] = claim.to_bytes(4, "little")
             decoder = native.Decoder()
             decoder.feed(wire[:8] + bytes(claimed))
-            with pytest.raises(ProtocolViolation, match="list"):
+            with pytest.raises(ProtocolError, match="list"):
                 decoder.next()
 
 
@@ -182,9 +182,9 @@ def test_bounds_of_lists() -> None:
         )
     )
     for beyond in (native.WireList([(1, 0, 0, 1, 1)] * (most // 32 + 1)), native.WireList([], [0] * (most // 4 + 1))):
-        with pytest.raises(InvalidArgument, match="bound"):
+        with pytest.raises(InvalidArgumentError, match="bound"):
             native.encode(native.Push(b"i" * 16, native.Lane.STREAM, beyond, native.WireList([])))
-    with pytest.raises(InvalidArgument, match="one checksum"):
+    with pytest.raises(InvalidArgumentError, match="one checksum"):
         native.encode(native.Ready(b"i" * 16, 1, 1, 1, 0, 1, True, 1, 1, 0, [1, 2], [3]))
 
 
@@ -197,10 +197,10 @@ def test_anything_is_a_value_or_one_error(noise: bytes, kind: int, is_framed: bo
         decoder.feed(data)
         while not decoder.payload_pending and (frame := decoder.next()) is not None:
             assert data.startswith(native.encode(frame))
-    except ProtocolViolation:
-        with pytest.raises(ProtocolViolation):
+    except ProtocolError:
+        with pytest.raises(ProtocolError):
             decoder.feed(native.encode(native.Release(b"i" * 16)))
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ProtocolError):
             decoder.next()
 
 
@@ -213,7 +213,7 @@ def test_a_flipped_bit_is_another_frame_or_an_error(frame: Any, rng: random.Rand
     decoder.feed(bytes(wire))
     try:
         found = decoder.next()
-    except ProtocolViolation:
+    except ProtocolError:
         return
     assert found is None or bytes(wire).startswith(native.encode(found))
 
@@ -222,16 +222,16 @@ def test_bounds() -> None:
     big = HEAD + b"\x0c" + (native.BODY_MAX + 1).to_bytes(4, "little")
     decoder = native.Decoder()
     decoder.feed(big)
-    with pytest.raises(ProtocolViolation, match="bound"):
+    with pytest.raises(ProtocolError, match="bound"):
         decoder.next()
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         native.encode(native.Notif(native.NotifKind.DELIVER, 1, 1, b"x" * (1 << 20)))
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         native.encode(native.Data(b"i" * 16, 1, 0, 1, False, 1 << 40))
     decoder = native.Decoder()
     decoder.feed(b"KX\x01\x08")
     decoder.feed(bytes(20))
-    with pytest.raises(ProtocolViolation, match="version 1"):
+    with pytest.raises(ProtocolError, match="version 1"):
         decoder.next()
 
 
@@ -254,5 +254,5 @@ def test_hashes_at_the_edges(size: int) -> None:
     [(b"", 0, 1), (b"xy", 0, 1), (b"x", 2, 2), (b"x", 3, 2), (b"x", 0xFFFFFFFF, 4), (b"x", 0, (16 << 20) + 8193)],
 )
 def test_a_part_beyond_the_end_of_its_notification_is_refused(payload: bytes, begin: int, total: int) -> None:
-    with pytest.raises(ProtocolViolation, match="notification"):
+    with pytest.raises(ProtocolError, match="notification"):
         decode(native.encode(native.Notif(native.NotifKind.PART, 1, 1, payload, begin, total)), [])

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import Closed, GrantUnknown, LimitExceeded
+from kvxfer.errors import ClosedError, GrantUnknownError, LimitExceededError
 from tests.support import child
 
 STREAM = native.Lane.STREAM
@@ -64,7 +64,7 @@ def test_nothing_is_confirmed_once_the_owner_was_told_that_the_core_is_closed(no
             d.pull(transfer, p, [block], lanes=[STREAM])
 
         def announce(core: native.Core = p.core, ids: list[bytes] = ids) -> None:
-            with contextlib.suppress(Closed):
+            with contextlib.suppress(ClosedError):
                 for transfer in ids:
                     core.ready(transfer, 1, complete=True)
 
@@ -72,9 +72,9 @@ def test_nothing_is_confirmed_once_the_owner_was_told_that_the_core_is_closed(no
         threads[0].start()
         time.sleep(0.0001 * (round_ % 12))
         threads[1].start()
-        with contextlib.suppress(Closed):
+        with contextlib.suppress(ClosedError):
             while True:
-                with contextlib.suppress(GrantUnknown):
+                with contextlib.suppress(GrantUnknownError):
                     p.core.end_grant(bytes(16), native.GrantEvent.REVOKE)
         p.memory[::size] = 2
         for thread in threads:
@@ -137,7 +137,7 @@ def test_notifications_that_nobody_takes_are_bounded(nodes: Any) -> None:
         try:
             p.core.notify(d.ref, b"")
             sent += 1
-        except LimitExceeded:
+        except LimitExceededError:
             if p.core.statistics().dials > 1:  # hung up on, and at it again
                 break
             p.take()
@@ -150,7 +150,7 @@ FORKING = """
 import os, pathlib, signal, sys
 from kvxfer._native import _core as native
 from tests.support.native.nodes import Node, join
-from kvxfer.errors import Closed
+from kvxfer.errors import ClosedError
 
 STREAM = [native.Lane.STREAM]
 directory = pathlib.Path(sys.argv[1])
@@ -176,7 +176,7 @@ if (child := os.fork()) == 0:
             try:
                 call()
                 answered += 1
-            except Closed as error:
+            except ClosedError as error:
                 answered += "belongs to the process" not in str(error)
         try:
             is_over = bool(os.read(stop[0], 1))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import PeerGone
+from kvxfer.errors import PeerGoneError
 
 KEY = b"g" * 32
 NewId = Callable[[], bytes]
@@ -46,7 +46,7 @@ def test_a_guest_reads_and_writes(nodes: Any, new_id: NewId, lane: native.Lane) 
     deadline = time.monotonic() + 10
     while host.core.counts().peers and time.monotonic() < deadline:
         time.sleep(0.01)
-    with pytest.raises(PeerGone):
+    with pytest.raises(PeerGoneError):
         host.core.notify(guest.ref, b"too late")
     assert host.is_idle()
 

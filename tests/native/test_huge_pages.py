@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import InvalidArgument, LimitExceeded
+from kvxfer.errors import InvalidArgumentError, LimitExceededError
 
 MIB = 1 << 20
 NewId = Callable[[], bytes]
@@ -46,14 +46,14 @@ def test_the_size_is_the_one_that_was_asked_for() -> None:
 
 @pytest.mark.skipif(free_huge_pages() > 0 or gives_them_on_request(), reason="this host has huge pages to give")
 def test_required_ones_that_are_not_there() -> None:
-    with pytest.raises(LimitExceeded, match="no huge pages for a region") as caught:
+    with pytest.raises(LimitExceededError, match="no huge pages for a region") as caught:
         native.Region(4 * MIB, huge="require")
     for hint in ("0 are free", "vm.nr_hugepages", "shmem_enabled"):
         assert hint in str(caught.value)
 
 
 def test_a_wish_that_is_none_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="huge"):
+    with pytest.raises(InvalidArgumentError, match="huge"):
         native.Region(MIB, huge="sometimes")
 
 

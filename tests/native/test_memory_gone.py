@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import MemoryGone
+from kvxfer.errors import MemoryGoneError
 from tests.support import child
 from tests.support.native.nodes import needs_cma
 
@@ -223,7 +223,7 @@ def test_blocks_that_are_announced_and_not_there_are_refused_by_name(nodes: Any,
     p.core.grant(transfer, 9, np.arange(40, dtype=np.uint32), reader="", ttl_ns=60 * 10**9)
     assert LIBC.mprotect(array.ctypes.data + 30 * 4096, 4096, 0) == 0
     p.core.ready(transfer, 20)
-    with pytest.raises(MemoryGone, match="block 30 of pool 9"):
+    with pytest.raises(MemoryGoneError, match="block 30 of pool 9"):
         p.core.ready(transfer, 40, complete=True)
     assert LIBC.mprotect(array.ctypes.data + 30 * 4096, 4096, 3) == 0
     p.core.ready(transfer, 40, complete=True)

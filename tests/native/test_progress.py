@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 
 COMMITTED = native.TransferState.COMMITTED
 NewId = Callable[[], bytes]
@@ -53,7 +53,7 @@ def is_signalled(node: Any, timeout_s: float) -> bool:
 
 
 def test_progress_of_another_name_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match='"thread" or "caller"'):
+    with pytest.raises(InvalidArgumentError, match='"thread" or "caller"'):
         native.Core(
             native.AgentRef("a", 1, b"n" * 16),
             native.EndpointLimits(),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import BlocksBusy, InvalidArgument, LaneUnavailable, PeerGone
+from kvxfer.errors import BlocksBusyError, InvalidArgumentError, LaneUnavailableError, PeerGoneError
 
 MAPPED, STREAM, CMA, UNIX = native.Lane.MAPPED, native.Lane.STREAM, native.Lane.CMA, native.Lane.UNIX
 COMMITTED, FAILED, CANCELLED = (
@@ -193,7 +193,7 @@ def test_own_mistakes(nodes: Any, new_id: NewId, verb: str, make: Any) -> None:
     p, d = nodes.pair()
     own, other = p.register(4096), d.register(1 << 20)
     local, remote = make(own.id, other.id)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         p.post(verb, new_id(), d, local, remote)
     assert p.is_idle()
 
@@ -212,7 +212,7 @@ def test_own_mistakes(nodes: Any, new_id: NewId, verb: str, make: Any) -> None:
     ],
 )
 def test_ranges_that_are_none(rows: Any) -> None:
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         native.Ranges(np.array(rows, np.uint64).reshape(-1, 5))
 
 
@@ -221,10 +221,10 @@ def test_nobody_to_ask(nodes: Any, new_id: NewId, verb: str) -> None:
     p, d = nodes.pair()
     own = p.register(4096)
     stranger = native.AgentRef("stranger", 1, os.urandom(16))
-    with pytest.raises(PeerGone):
+    with pytest.raises(PeerGoneError):
         p.post(verb, new_id(), stranger, [(own.id, 0, 64, 64, 1)], [(9, 0, 64, 64, 1)])
     pieces = native.Pieces(native.Ranges(np.array([[own.id, 0, 64, 64, 1]], np.uint64)), np.zeros(1, np.uint32))
-    with pytest.raises(LaneUnavailable):
+    with pytest.raises(LaneUnavailableError):
         getattr(p.core, f"prepare_{verb}")(d.ref, pieces, pieces, lanes=[]).start(new_id(), 10**9)
 
 
@@ -256,9 +256,9 @@ def test_removed_region(nodes: Any, new_id: NewId, lane: native.Lane, verb: str)
         lane in (native.Lane.STREAM, native.Lane.UNIX) or verb == "push"
     ):  # others read at once, and throw the bytes away
         assert set(target.memory.tolist()) == {POISON}
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         other.core.remove_region(remote.id)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         other.core.add_region(native.RegionInfo(remote.id, 4096), native.Region(4096))
     if lane == MAPPED:
         reader = other if verb == "push" else own
@@ -309,7 +309,7 @@ def test_removing_in_the_middle(nodes: Any, new_id: NewId, lane: native.Lane) ->
         try:
             d.core.remove_region(target.id)
             removed += 1
-        except BlocksBusy:
+        except BlocksBusyError:
             refused += 1
         else:
             target.memory[:] = 0x55
@@ -325,7 +325,7 @@ def test_removing_in_the_middle(nodes: Any, new_id: NewId, lane: native.Lane) ->
     d.fetch(mine, p, [(target.id, 0, 65536, 65536, 512)], [(source.id, 0, 65536, 65536, 512)], lanes=[lane])
     try:
         d.core.remove_region(target.id)
-    except BlocksBusy:
+    except BlocksBusyError:
         d.core.cancel(mine)
     assert d.wait_drained(mine).state in (COMMITTED, CANCELLED)
 

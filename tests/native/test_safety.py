@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import BlocksBusy, GrantExpired, GrantRevoked
+from kvxfer.errors import BlocksBusyError, GrantExpiredError, GrantRevokedError
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED, FAILED = native.TransferState.COMMITTED, native.TransferState.FAILED
@@ -70,7 +70,7 @@ def test_revoked_in_the_middle_never_commits(nodes: Any, new_id: NewId, lane: na
         if lane == STREAM:
             assert not np.any(d.memory == 0xAA), "bytes written after the revoke left the source"
         with (
-            pytest.raises(GrantRevoked)
+            pytest.raises(GrantRevokedError)
             if after == native.GrantState.REVOKED
             else pytest.raises(Exception, match="ended")
         ):
@@ -108,7 +108,7 @@ def outlives_its_grant(p: Any, d: Any, new_id: NewId, **options: Any) -> bool:
         p.grant(transfer, ours, ttl_s=0.6, ready=1)
         d.pull(transfer, p, theirs, **options)
         time.sleep(1.3)
-        with contextlib.suppress(GrantExpired):
+        with contextlib.suppress(GrantExpiredError):
             p.core.ready(transfer, 2, complete=True)
         final = d.wait_drained(transfer)
         if final.state == COMMITTED:
@@ -153,11 +153,11 @@ def test_blocks_in_use(nodes: Any, new_id: NewId) -> None:
     p, d = nodes.pair()
     transfer, other = new_id(), new_id()
     d.pull(transfer, p, [1, 2])
-    with pytest.raises(BlocksBusy, match="reserved"):
+    with pytest.raises(BlocksBusyError, match="reserved"):
         d.pull(other, p, [2, 3])
-    with pytest.raises(BlocksBusy, match="reserved"):
+    with pytest.raises(BlocksBusyError, match="reserved"):
         d.grant(other, [1])
-    with pytest.raises(BlocksBusy):
+    with pytest.raises(BlocksBusyError):
         d.core.remove_pool(7)
     d.core.cancel(transfer)
     assert d.wait_drained(transfer).state == CANCELLED

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import Closed, InvalidArgument, PeerGone, TransportError
+from kvxfer.errors import ClosedError, InvalidArgumentError, PeerGoneError, TransportError
 from tests.support.native.cutting_proxy import CuttingProxy
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
@@ -55,7 +55,7 @@ def test_source_closes_in_the_middle(nodes: Any, new_id: NewId, lane: native.Lan
     assert final.state == FAILED
     assert final.code == native.Code.peer_gone
     assert d.is_idle()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         p.core.end_grant(transfer, native.GrantEvent.REVOKE)
 
 
@@ -78,9 +78,9 @@ def test_the_known_death_of_a_peer(nodes: Any, new_id: NewId, lane: native.Lane)
     assert (final.state, final.code) == (FAILED, native.Code.peer_gone)
     d.core.peer_dead(p.ref)
     assert d.wait_drained(reader_dies).state == FAILED
-    with pytest.raises(PeerGone):
+    with pytest.raises(PeerGoneError):
         d.pull(new_id(), p, [5])
-    with pytest.raises(PeerGone):
+    with pytest.raises(PeerGoneError):
         d.core.notify(p.ref, b"hello")
 
 
@@ -206,9 +206,9 @@ def test_port_and_path_taken(nodes: Any, private_directories: pathlib.Path) -> N
         other(p.core.tcp_port, "").start()
     with pytest.raises(TransportError, match="another process"):
         other(0, p.core.unix_path).start()
-    with pytest.raises(InvalidArgument, match="107 bytes"):
+    with pytest.raises(InvalidArgumentError, match="107 bytes"):
         other(0, "/" + "x" * 200).start()
-    with pytest.raises(InvalidArgument, match="numeric"):
+    with pytest.raises(InvalidArgumentError, match="numeric"):
         other(0, "", "localhost").start()
     stale = private_directories / "sockets" / "stale"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
@@ -219,7 +219,7 @@ def test_port_and_path_taken(nodes: Any, private_directories: pathlib.Path) -> N
     core.close()
     core.close()
     assert not stale.exists()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         core.start()
 
 

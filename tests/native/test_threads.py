@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import BlocksBusy, Closed, InvalidArgument, KvxferError
+from kvxfer.errors import BlocksBusyError, ClosedError, InvalidArgumentError, KvxferError
 
 MAPPED, STREAM = native.Lane.MAPPED, native.Lane.STREAM
 COMMITTED = native.TransferState.COMMITTED
@@ -261,7 +261,7 @@ def test_calls_from_many_threads(nodes: Any, new_id: NewId) -> None:
                 d.core.transfer_state(transfer)
                 p.core.counts()
                 d.core.statistics()
-            except Closed:
+            except ClosedError:
                 return
             except KvxferError:
                 continue
@@ -320,9 +320,9 @@ def test_memory_lives_as_long_as_somebody_looks(nodes: Any) -> None:
     gc.collect()
     assert ctypes.string_at(address, 4) == b"\x03" * 4, "the pool keeps the region"
     p.core.remove_pool(1)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         p.core.remove_pool(1)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         native.Region(0)
 
 
@@ -355,7 +355,7 @@ def test_foreign_memory(nodes: Any, new_id: NewId) -> None:
     d.core.remove_pool(9)
     gc.collect()
     assert alive() is None
-    with pytest.raises(InvalidArgument, match="shared"):
+    with pytest.raises(InvalidArgumentError, match="shared"):
         d.core.add_foreign_pool(native.PoolInfo(9, 1, 8, b"d" * 32, True), 4096, 8, None, [(0, 8, 8)])
 
 
@@ -374,7 +374,7 @@ def test_foreign_memory(nodes: Any, new_id: NewId) -> None:
 )
 def test_blocks_outside_of_the_region(nodes: Any, segments: list[tuple[int, int, int]]) -> None:
     p = nodes("source")
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         p.core.add_pool(native.PoolInfo(1, 8, 128, b"d" * 32, True), native.Region(1024), segments)
     assert [pool.pool for pool in p.core.counts().pools] == [7]
 
@@ -383,7 +383,7 @@ def test_remove_pool_in_use(nodes: Any, new_id: NewId) -> None:
     p, d = nodes.pair()
     transfer = new_id()
     p.grant(transfer, [1])
-    with pytest.raises(BlocksBusy):
+    with pytest.raises(BlocksBusyError):
         p.core.remove_pool(7)
     p.core.end_grant(transfer, native.GrantEvent.RELEASE)
     p.core.remove_pool(7)

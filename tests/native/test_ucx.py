@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvxfer._native import _core as native
-from kvxfer.errors import BlocksBusy
+from kvxfer.errors import BlocksBusyError
 from tests.support.native.nodes import UCX_LIBRARY, needs_ucx
 
 UCX, STREAM = native.Lane.UCX, native.Lane.STREAM
@@ -343,7 +343,7 @@ def test_a_pool_is_busy_while_it_is_filled(nodes: Any, new_id: NewId) -> None:
     p.grant(transfer, np.arange(48), ready=47)  # so it is not over, however late we look
     d.pull(transfer, p, np.arange(48), lanes=[UCX])
     d.wait(lambda _: d.core.statistics().bytes_ucx > 0)
-    with pytest.raises(BlocksBusy):
+    with pytest.raises(BlocksBusyError):
         d.core.remove_pool(7)
     p.core.ready(transfer, 48, complete=True)
     assert d.wait_drained(transfer).state == COMMITTED

@@ -36,7 +36,7 @@ def test_events_survive_any_cut(objects: list[dict[str, Any]], cuts: list[int], 
 def test_data_lines_are_joined_and_other_fields_ignored() -> None:
     [event] = EventDecoder().feed(b"event: x\ndata:a\ndata: b\rid: 3\r\ndata\n\n")
     assert event.data == b"a\nb\n"
-    with pytest.raises(errors.ProtocolViolation):
+    with pytest.raises(errors.ProtocolError):
         event.json()
 
 
@@ -44,7 +44,7 @@ def test_half_an_event_is_kept_and_bounded() -> None:
     decoder = EventDecoder(event_bytes_max=100)
     assert decoder.feed(b"data: {") == []
     assert decoder.has_partial_event
-    with pytest.raises(errors.ProtocolViolation, match="event_bytes_max 100"):
+    with pytest.raises(errors.ProtocolError, match="event_bytes_max 100"):
         decoder.feed(b"x" * 100)
 
 
@@ -66,7 +66,7 @@ def test_every_error_has_a_body_and_a_status(kind: type[errors.KvxferError]) -> 
     body = error_body(kind("it broke"))["error"]
     assert body == {
         "message": "it broke",
-        "type": "invalid_request_error" if issubclass(kind, errors.InvalidArgument) else "server_error",
+        "type": "invalid_request_error" if issubclass(kind, errors.InvalidArgumentError) else "server_error",
         "param": None,
         "code": kind.code,
         "retryable": kind.retryable,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import DoesNotFit, NoWorker
+from kvxfer.errors import DoesNotFitError, NoWorkerError
 from kvxfer.policy import place as place_module
 from kvxfer.policy.capacity import Capacity, Need, capacity_of
 from kvxfer.policy.place import Candidate, PlaceReason, Sizes, place, transfer_cost
@@ -106,7 +106,7 @@ def test_a_placement_never_breaks_a_rule(
     decoders = [c for c in usable.values() if c.member.info.role.can_decode]
     try:
         chosen = place(candidates, **rules)
-    except NoWorker:
+    except NoWorkerError:
         assert not decoders or not local
         return
     decode = usable[chosen.decode.ref.agent_id]
@@ -182,7 +182,7 @@ def test_reasons() -> None:
     other = dataclasses.replace(d, member=dataclasses.replace(d.member, pools=(pool(dtype="float16"),)))
     mine = dataclasses.replace(p, member=dataclasses.replace(p.member, pools=(pool(),)))
     assert chosen_pair(mine, other) == (None, "d", PlaceReason.INCOMPATIBLE_POOLS)
-    with pytest.raises(NoWorker, match="local prefill is off"):
+    with pytest.raises(NoWorkerError, match="local prefill is off"):
         chosen_pair(mine, other, allows_local_prefill=False)
 
 
@@ -317,7 +317,7 @@ def test_a_prompt_goes_to_a_prefiller_that_can_hold_it_and_is_computed_by_the_de
         assert chosen_pair(small, large, d, tie_break=tie, **sizes(129)) == ("p1", "d", PlaceReason.REMOTE)
     assert chosen_pair(small, d, **sizes(128)) == ("p0", "d", PlaceReason.REMOTE)
     assert chosen_pair(small, d, **sizes(129)) == (None, "d", PlaceReason.PREFILL_TOO_SMALL)
-    with pytest.raises(DoesNotFit, match=r"129 prompt tokens and 1 more .* the largest holds 129 tokens"):
+    with pytest.raises(DoesNotFitError, match=r"129 prompt tokens and 1 more .* the largest holds 129 tokens"):
         chosen_pair(small, d, allows_local_prefill=False, **sizes(129))
     # Its context counts as its pool does, and for it the answer's length does not.
     short = sized("p2", Role.PREFILL, context=200)
@@ -331,14 +331,14 @@ def test_a_request_goes_to_a_decoder_that_can_hold_prompt_and_answer() -> None:
         assert chosen_pair(small, large, tie_break=tie, **sizes(100, 30))[1] == "d1"
         assert chosen_pair(small, sized("d2", Role.BOTH, context=2048), tie_break=tie, **sizes(100, 30))[1] == "d2"
     assert {chosen_pair(small, large, tie_break=tie, **sizes(100, 29))[1] for tie in range(2)} == {"d0", "d1"}
-    with pytest.raises(DoesNotFit, match="the largest holds 1025 tokens") as caught:
+    with pytest.raises(DoesNotFitError, match="the largest holds 1025 tokens") as caught:
         chosen_pair(small, large, **sizes(100, 926))
     assert (caught.value.field, caught.value.prompt_tokens) == ("max_tokens", 100)
-    with pytest.raises(DoesNotFit) as caught:
+    with pytest.raises(DoesNotFitError) as caught:
         chosen_pair(small, large, **sizes(2000))
     assert caught.value.field == "prompt"
     with pytest.raises(
-        DoesNotFit, match="a prompt and 3000 more do not fit"
+        DoesNotFitError, match="a prompt and 3000 more do not fit"
     ):  # known though the prompt's tokens are not
         chosen_pair(small, large, **sizes(1, 3000))
 
@@ -346,12 +346,12 @@ def test_a_request_goes_to_a_decoder_that_can_hold_prompt_and_answer() -> None:
 @pytest.mark.parametrize("state", [{"suspect": True}, {"draining": True}])
 def test_what_a_worker_could_hold_that_takes_nothing_now_is_no_fault_of_the_request(state: dict[str, bool]) -> None:
     small, large = sized("d0", Role.DECODE, blocks=8), sized("d1", Role.DECODE, blocks=64, **state)
-    with pytest.raises(NoWorker):
+    with pytest.raises(NoWorkerError):
         chosen_pair(small, large, **sizes(300))
-    with pytest.raises(NoWorker):
+    with pytest.raises(NoWorkerError):
         chosen_pair(sized("d2", Role.DECODE, blocks=64), small, excluded=frozenset({"d2"}), **sizes(300))
     p = sized("p", Role.PREFILL, blocks=64, **state)
-    with pytest.raises(NoWorker, match="prefill_too_small"):
+    with pytest.raises(NoWorkerError, match="prefill_too_small"):
         chosen_pair(
             p,
             sized("q", Role.PREFILL, blocks=8),
@@ -382,7 +382,7 @@ def test_who_refused_a_request_for_its_size_speaks_for_those_that_are_no_larger(
     assert chosen_pair(equals[3], unknown, d, **sizes(too_small_to_prefill=refused))[0] == "u"
     assert chosen_pair(equals[3], other, d, **sizes(too_small_to_prefill=refused))[0] == "o"
     assert chosen_pair(unknown, sized("v", Role.PREFILL), d, **sizes(too_small_to_prefill=frozenset("u")))[0] == "v"
-    with pytest.raises(DoesNotFit):
+    with pytest.raises(DoesNotFitError):
         chosen_pair(d, sized("e", Role.DECODE, context=2048, blocks=64), **sizes(too_small_to_decode=frozenset("d")))
 
 
@@ -392,7 +392,7 @@ def test_an_engine_that_clips_answers_takes_what_its_context_would_cut() -> None
     assert chosen_pair(short, **sizes(400, 300))[1] == "d0"
     assert chosen_pair(short, long, **sizes(400, 300))[1] == "d1"
     for prompt, answer in ((500, 1), (1, 501)):
-        with pytest.raises(DoesNotFit):
+        with pytest.raises(DoesNotFitError):
             chosen_pair(short, **sizes(prompt, answer))
 
 
@@ -422,7 +422,7 @@ def test_a_worker_too_small_is_never_chosen_and_a_request_that_fits_one_is_never
     prefills = {c.agent_id for c in workers if c.capacity.holds_prompt(Need(prompt, answer))}
     try:
         source, decoder, _ = chosen_pair(*workers, **sizes(prompt, answer))
-    except DoesNotFit:
+    except DoesNotFitError:
         assert not fits
         return
     assert decoder in fits

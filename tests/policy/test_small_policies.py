@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import ConfigError, InvalidArgument, Overloaded
+from kvxfer.errors import ConfigError, InvalidArgumentError, OverloadedError
 from kvxfer.policy.admit import Admission, AdmitOptions, admit, refusal
 from kvxfer.policy.backoff import Backoff
 from kvxfer.policy.disagg import DisaggOptions, DisaggReason, PrefillAt, decide_prefill, estimate_tokens
@@ -24,9 +24,9 @@ def test_backoff_refuses_nonsense() -> None:
         Backoff(base_s=2.0, cap_s=1.0)
     with pytest.raises(ConfigError):
         Backoff(jitter=2.0)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         Backoff().delay_s(0, random=0.5)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         Backoff().delay_s(1, random=1.5)
 
 
@@ -35,7 +35,7 @@ def test_admission() -> None:
     assert admit(1, is_draining=False, options=options) is Admission.ADMITTED
     assert admit(2, is_draining=False, options=options) is Admission.FULL
     assert admit(0, is_draining=True, options=options) is Admission.DRAINING
-    assert isinstance(refusal(Admission.FULL, options), Overloaded)
+    assert isinstance(refusal(Admission.FULL, options), OverloadedError)
     assert "max_inflight 2" in str(refusal(Admission.FULL, options))
     assert "stopping" in str(refusal(Admission.DRAINING, options))
 

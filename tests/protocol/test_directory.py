@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.errors import InvalidArgument, Overloaded, ProtocolViolation, Refused
+from kvxfer.errors import InvalidArgumentError, OverloadedError, ProtocolError, RefusedError
 from kvxfer.protocol import directory as module
 from kvxfer.protocol.directory import (
     TABLE,
@@ -57,16 +57,16 @@ def test_a_lost_answer_gives_the_same_number_again() -> None:
     assert again.effects == (CloseStream(first.stream, "a newer stream speaks for this agent"),)
     assert directory.stream_ended(first.stream, now_ns=0) == ()
     assert not directory.change_since(None).members[0].is_suspect
-    with pytest.raises(Refused, match="no member any more"):
+    with pytest.raises(RefusedError, match="no member any more"):
         directory.heartbeat(first.stream, Load(), is_draining=False, now_ns=0)
-    with pytest.raises(Refused, match="was given the number 7, not 8"):
+    with pytest.raises(RefusedError, match="was given the number 7, not 8"):
         directory.register(hello(number=8), fresh_number=None, now_ns=0)
 
 
 def test_a_second_process_with_the_same_id_is_refused_while_the_first_lives() -> None:
     directory = new_directory()
     first = directory.register(hello(), fresh_number=1, now_ns=0)
-    with pytest.raises(Refused, match=r"'a' is in use by the live agent a#1\.01010101 at 127\.0\.0\.1:1"):
+    with pytest.raises(RefusedError, match=r"'a' is in use by the live agent a#1\.01010101 at 127\.0\.0\.1:1"):
         directory.register(hello(nonce=NONCES[1]), fresh_number=2, now_ns=0)
     directory.stream_ended(first.stream, now_ns=0)
     second = directory.register(hello(nonce=NONCES[1]), fresh_number=3, now_ns=0)
@@ -91,7 +91,7 @@ def test_the_higher_number_wins_even_over_a_live_life() -> None:
     older = directory.register(hello(number=5), fresh_number=None, now_ns=0)
     newer = directory.register(hello(nonce=NONCES[1], number=6), fresh_number=None, now_ns=0)
     assert LifeEnded(older.ref, LifeEvent.OUTRANKED) in newer.effects
-    with pytest.raises(Refused, match="belongs to the newer life"):
+    with pytest.raises(RefusedError, match="belongs to the newer life"):
         directory.register(hello(number=5), fresh_number=None, now_ns=0)
 
 
@@ -99,10 +99,10 @@ def test_numbers_never_go_back() -> None:
     directory = new_directory()
     first = directory.register(hello(number=50), fresh_number=None, now_ns=0)
     directory.stream_ended(first.stream, now_ns=0)
-    with pytest.raises(Refused, match="newer life"):
+    with pytest.raises(RefusedError, match="newer life"):
         directory.register(hello(nonce=NONCES[1]), fresh_number=9, now_ns=0)
     assert [member.ref for member in directory.change_since(None).members] == [first.ref]
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         directory.register(hello("b"), fresh_number=None, now_ns=0)
 
 
@@ -145,7 +145,7 @@ def test_drain_is_ordered_once_known_and_stays() -> None:
     assert directory.drain("a", "upgrade", now_ns=0) == ()
     assert directory.register(hello(number=1), fresh_number=None, now_ns=0).is_return
     assert directory.change_since(None).members[0].is_draining
-    with pytest.raises(Refused, match="no member 'z'"):
+    with pytest.raises(RefusedError, match="no member 'z'"):
         directory.drain("z", "", now_ns=0)
 
 
@@ -165,7 +165,7 @@ def test_only_watchers_hear_of_loads() -> None:
 def test_members_are_bounded_and_a_seat_is_free_again() -> None:
     directory = new_directory(members_max=1)
     registration = directory.register(hello("a"), fresh_number=1, now_ns=0)
-    with pytest.raises(Overloaded, match="members_max=1"):
+    with pytest.raises(OverloadedError, match="members_max=1"):
         directory.register(hello("b"), fresh_number=2, now_ns=0)
     assert directory.deregister(registration.stream, now_ns=0)[0] == LifeEnded(registration.ref, LifeEvent.LEFT)
     directory.register(hello("b"), fresh_number=2, now_ns=0)
@@ -190,7 +190,7 @@ def test_the_table_is_total(state: LifeState, event: LifeEvent) -> None:
     if event in TABLE[state]:
         assert module._next_state(state, event) in LifeState
     else:
-        with pytest.raises(ProtocolViolation, match=f"{state.value} life .* {event.value!r}"):
+        with pytest.raises(ProtocolError, match=f"{state.value} life .* {event.value!r}"):
             module._next_state(state, event)
 
 
@@ -238,14 +238,14 @@ def test_a_mirror_holds_the_missing_until_the_new_coordinator_settles() -> None:
 
 def test_a_mirror_refuses_what_cannot_follow() -> None:
     directory = new_directory(first_revision=5)
-    with pytest.raises(ProtocolViolation, match="no whole one"):
+    with pytest.raises(ProtocolError, match="no whole one"):
         Mirror().apply(dataclasses.replace(directory.change_since(5), epoch=bytes([9]) * 16))
     mirror = Mirror()
     mirror.apply(directory.change_since(None))
     assert mirror.apply(directory.change_since(5)) is None
-    with pytest.raises(ProtocolViolation, match="went back"):
+    with pytest.raises(ProtocolError, match="went back"):
         mirror.apply(dataclasses.replace(directory.change_since(5), revision=4))
     directory.register(hello("a"), fresh_number=1, now_ns=0)
     directory.register(hello("b"), fresh_number=2, now_ns=0)
-    with pytest.raises(ProtocolViolation, match="members_max=1"):
+    with pytest.raises(ProtocolError, match="members_max=1"):
         Mirror(members_max=1).apply(directory.change_since(None))

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvxfer.errors import Overloaded, Refused
+from kvxfer.errors import OverloadedError, RefusedError
 from kvxfer.protocol.directory import NO_LOAD, Change, Directory, LifeEnded
 from kvxfer.protocol.mirror import Mirror
 from kvxfer.types import AgentRef, Incarnation, Load, Member, Membership, PoolRecord
@@ -132,7 +132,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
             is_allowed = (current.is_suspect or current.stream is None) and self.counter > current.number
         offer = hello(agent_id, nonce, number)
         if not is_allowed:
-            with pytest.raises(Overloaded if current is None else Refused):
+            with pytest.raises(OverloadedError if current is None else RefusedError):
                 self.directory.register(offer, fresh_number=self.counter or 1, now_ns=self.now_ns)
             return
         registration = self.directory.register(offer, fresh_number=self.counter or 1, now_ns=self.now_ns)
@@ -156,7 +156,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         stream = data.draw(st.sampled_from(self.streams))
         name, load = self.speaker(stream), Load(queued_requests=queued)
         if name is None:
-            with pytest.raises(Refused):
+            with pytest.raises(RefusedError):
                 self.directory.heartbeat(stream, load, is_draining=drains, now_ns=self.now_ns)
             return
         assert self.directory.heartbeat(stream, load, is_draining=drains, now_ns=self.now_ns) == ()
@@ -170,7 +170,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         stream, pools = data.draw(st.sampled_from(self.streams)), tuple(map(pool, range(count)))
         name = self.speaker(stream)
         if name is None:
-            with pytest.raises(Refused):
+            with pytest.raises(RefusedError):
                 self.directory.update_pools(stream, pools, now_ns=self.now_ns)
             return
         self.directory.update_pools(stream, pools, now_ns=self.now_ns)
@@ -191,7 +191,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         stream = data.draw(st.sampled_from(self.streams))
         name = self.speaker(stream)
         if name is None:
-            with pytest.raises(Refused):
+            with pytest.raises(RefusedError):
                 self.directory.deregister(stream, now_ns=self.now_ns)
             return
         self.directory.deregister(stream, now_ns=self.now_ns)
@@ -200,7 +200,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
     @rule(agent_id=st.sampled_from(AGENTS))
     def drain(self, agent_id: str) -> None:
         if agent_id not in self.lives:
-            with pytest.raises(Refused):
+            with pytest.raises(RefusedError):
                 self.directory.drain(agent_id, "", now_ns=self.now_ns)
             return
         self.directory.drain(agent_id, "", now_ns=self.now_ns)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import Incompatible, InvalidArgument, WeightsUnknown
+from kvxfer.errors import IncompatibleError, InvalidArgumentError, WeightsUnknownError
 from kvxfer.protocol import handshake
 from kvxfer.types import (
     AgentRef,
@@ -52,7 +52,7 @@ def test_every_difference_is_named_in_order(names: set[str]) -> None:
     if not names:
         handshake.check(POOL, theirs)
         return
-    with pytest.raises(Incompatible, match=found[0]) as caught:
+    with pytest.raises(IncompatibleError, match=found[0]) as caught:
         handshake.check(POOL, theirs)
     assert caught.value.field == found[0]
 
@@ -67,10 +67,10 @@ def of(weights: str, **changes: str) -> PoolRecord:
 @pytest.mark.parametrize(("ours", "theirs"), [("w", UNKNOWN), (UNKNOWN, "w"), (UNKNOWN, UNKNOWN)])
 def test_check_of_unknown_weights_refuses_them_by_name_even_if_they_look_alike(ours: str, theirs: str) -> None:
     assert [mismatch.field for mismatch in handshake.compare(of(ours), of(theirs))] == ["weights_fingerprint"]
-    with pytest.raises(WeightsUnknown, match=r"weights_fingerprint is not known: \w+ being read") as caught:
+    with pytest.raises(WeightsUnknownError, match=r"weights_fingerprint is not known: \w+ being read") as caught:
         handshake.check(of(ours), of(theirs))
     assert (caught.value.code, caught.value.field) == ("weights_unknown", "weights_fingerprint")
-    with pytest.raises(Incompatible, match="dtype") as caught:  # it is known that these differ
+    with pytest.raises(IncompatibleError, match="dtype") as caught:  # it is known that these differ
         handshake.check(of(ours), of(theirs, dtype="float32"))
     assert caught.value.code == "incompatible"
 
@@ -82,7 +82,7 @@ def test_an_unknown_fingerprint_equals_no_other() -> None:
     assert why_unknown("52f9fb37b672f481758fd97dc7256e9c") is None
     assert why_unknown("unknown:") == "no reason was given"
     assert of(one).record.digest() != of(other).record.digest()
-    with pytest.raises(InvalidArgument, match="16 bytes"):
+    with pytest.raises(InvalidArgumentError, match="16 bytes"):
         unknown_fingerprint("why", b"")
 
 
@@ -98,7 +98,7 @@ def test_a_key_is_symmetric_and_belongs_to_one_pair(one: AgentRef, other: AgentR
 
 
 def test_a_root_needs_a_token() -> None:
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         handshake.session_root(b"")
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import ConfigError, InvalidArgument, Refused
+from kvxfer.errors import ConfigError, InvalidArgumentError, RefusedError
 from kvxfer.protocol.http_url import URL_CHARS_MAX, HostList, HttpUrl, check_registered_host
 
 NOTHING = HostList("allow_http_host", ())
@@ -68,7 +68,7 @@ def test_http_url_origin_is_read(text: str, host: str, port: int) -> None:
     ],
 )
 def test_http_url_that_is_no_origin_is_refused_by_the_fields_name(text: str) -> None:
-    with pytest.raises(InvalidArgument, match=r"^info\.http_url must"):
+    with pytest.raises(InvalidArgumentError, match=r"^info\.http_url must"):
         HttpUrl.parse("info.http_url", text)
 
 
@@ -77,7 +77,7 @@ def test_http_url_reading_is_total(text: str) -> None:
     for value in (text, "http://" + text):
         try:
             url = HttpUrl.parse("http_url", value)
-        except InvalidArgument:
+        except InvalidArgumentError:
             continue
         shown = f"[{url.host}]" if ":" in url.host else url.host
         assert HttpUrl.parse("http_url", f"{url.scheme}://{shown}:{url.port}") == url
@@ -132,6 +132,6 @@ def test_registered_host_that_the_agent_comes_from_is_taken(host: str, peer: str
     ],
 )
 def test_registered_host_of_somebody_else_is_refused_unless_it_is_allowed(host: str, peer: str) -> None:
-    with pytest.raises(Refused, match=r"f names the host .*--o"):
+    with pytest.raises(RefusedError, match=r"f names the host .*--o"):
         check(host, peer)
     check(host, peer, HostList("x", [host]))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import AuthenticationFailed, ConfigError, InvalidArgument, ProtocolViolation
+from kvxfer.errors import AuthenticationError, ConfigError, InvalidArgumentError, ProtocolError
 from kvxfer.protocol.introduction import CARD_BYTES_MAX, TEXT_MAX, TOKEN_BYTES_MIN, Seal
 
 TOKEN = b"a token that both of them hold, and nobody else"
@@ -18,7 +18,7 @@ TOKEN = b"a token that both of them hold, and nobody else"
 def test_a_card_is_read_with_the_token_that_sealed_it(card: bytes, token: bytes) -> None:
     text = Seal(token).close(card)
     assert Seal(token).open(text) == card
-    with pytest.raises(AuthenticationFailed):
+    with pytest.raises(AuthenticationError):
         Seal(token + b"x").open(text)
 
 
@@ -27,7 +27,7 @@ def test_whoever_changes_a_bit_breaks_the_seal(card: bytes, data: st.DataObject)
     sealed = bytearray(base64.urlsafe_b64decode(Seal(TOKEN).close(card)))
     bit = data.draw(st.integers(0, len(sealed) * 8 - 1))
     sealed[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(AuthenticationFailed):
+    with pytest.raises(AuthenticationError):
         Seal(TOKEN).open(base64.urlsafe_b64encode(sealed).decode())
 
 
@@ -37,7 +37,7 @@ def test_whoever_changes_a_bit_breaks_the_seal(card: bytes, data: st.DataObject)
     | st.text("AQgw-_=", max_size=100)
 )
 def test_anything_else_is_one_of_two_errors(text: str) -> None:
-    with pytest.raises((ProtocolViolation, AuthenticationFailed)):
+    with pytest.raises((ProtocolError, AuthenticationError)):
         Seal(TOKEN).open(text)
 
 
@@ -45,9 +45,9 @@ def test_a_card_is_bounded_on_both_sides() -> None:
     longest = Seal(TOKEN).close(bytes(CARD_BYTES_MAX))
     assert len(longest) == TEXT_MAX
     assert len(Seal(TOKEN).open(longest)) == CARD_BYTES_MAX
-    with pytest.raises(InvalidArgument, match=str(CARD_BYTES_MAX)):
+    with pytest.raises(InvalidArgumentError, match=str(CARD_BYTES_MAX)):
         Seal(TOKEN).close(bytes(CARD_BYTES_MAX + 1))
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         Seal(TOKEN).open(longest + "AAAA")
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.protocol.liveness import AwakeClock, Light, Liveness, LivenessLimits
 
 MS = 1_000_000
@@ -54,7 +54,7 @@ def test_a_forgotten_key_is_unknown() -> None:
 
 @pytest.mark.parametrize("limits", [(0, 1, 1), (2, 1, 1), (1, 1, 1), (1, 2, 0)])
 def test_limits_must_make_sense(limits: tuple[int, int, int]) -> None:
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         LivenessLimits(*limits)
 
 

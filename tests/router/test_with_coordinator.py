@@ -13,7 +13,7 @@ import pytest
 
 from kvxfer.coordinator.options import CoordinatorOptions
 from kvxfer.coordinator.server import serve as serve_coordinator
-from kvxfer.errors import AuthenticationFailed
+from kvxfer.errors import AuthenticationError
 from kvxfer.router.options import RouterOptions
 from kvxfer.router.server import serve as serve_router
 from kvxfer.rpc import CoordinatorSession, load_or_create_token
@@ -114,5 +114,5 @@ async def test_a_wrong_token_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     load_or_create_token(theirs)
     async with serving(serve_coordinator, CoordinatorOptions(token_file=ours)) as line:
         options = RouterOptions(coordinator=line["address"], token_file=theirs)
-        with pytest.raises(AuthenticationFailed):
+        with pytest.raises(AuthenticationError):
             await serve_router(options, on_ready=lambda line: None, stop=asyncio.Event())

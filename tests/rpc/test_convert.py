@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer._pb import control_pb2 as pb
-from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.protocol.directory import Change, Hello
 from kvxfer.rpc import convert
 from kvxfer.types import (
@@ -122,9 +122,9 @@ def test_every_field_of_a_record_travels() -> None:
 
 def test_our_own_values_are_checked_before_they_are_sent() -> None:
     info = WorkerInfo("p0", Role.BOTH, "m" * 2000, "")
-    with pytest.raises(InvalidArgument, match=r"cannot be registered: info\.model"):
+    with pytest.raises(InvalidArgumentError, match=r"cannot be registered: info\.model"):
         convert.write_hello(Hello(info, DataAddress("", 0, "", ""), bytes(16)))
-    with pytest.raises(InvalidArgument, match="cannot be registered"):
+    with pytest.raises(InvalidArgumentError, match="cannot be registered"):
         convert.write_hello(Hello(WorkerInfo("p0", Role.BOTH, "\ud800", ""), DataAddress("", 0, "", ""), bytes(16)))
     assert convert.read_load(convert.write_load(Load(-5, 1 << 60))) == Load(0, convert.COUNT_MAX)
 
@@ -132,17 +132,17 @@ def test_our_own_values_are_checked_before_they_are_sent() -> None:
 def test_a_member_must_have_its_own_info() -> None:
     ref = pb.AgentRef(agent_id="a", incarnation=pb.Incarnation(number=1, boot_nonce=bytes(16)))
     message = pb.Member(ref=ref, info=pb.WorkerInfo(agent_id="b", role=pb.ROLE_BOTH))
-    with pytest.raises(ProtocolViolation, match="has the info of 'b'"):
+    with pytest.raises(ProtocolError, match="has the info of 'b'"):
         convert.read_member(message)
     message.info.agent_id = "a"
     assert convert.read_member(message).ref.agent_id == "a"
     message.session_key = bytes(31)
-    with pytest.raises(ProtocolViolation, match="session_key must be 0 or 32 bytes"):
+    with pytest.raises(ProtocolError, match="session_key must be 0 or 32 bytes"):
         convert.read_member(message)
 
 
 def test_lanes_of_a_later_version_are_left_out() -> None:
     message = pb.DataAddress(tcp_host="h", lanes=["warp", "stream", "stream"])
     assert convert.read_address(message).lanes == (Lane.STREAM,)
-    with pytest.raises(ProtocolViolation, match="LANES_MAX"):
+    with pytest.raises(ProtocolError, match="LANES_MAX"):
         convert.read_address(pb.DataAddress(lanes=["stream"] * (convert.LANES_MAX + 1)))

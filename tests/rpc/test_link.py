@@ -22,13 +22,13 @@ def test_every_status_has_an_error(status: grpc.StatusCode) -> None:
 
 def test_the_stable_code_wins_over_the_status() -> None:
     error = error_from_status("h:1", grpc.StatusCode.UNKNOWN, "x", "incompatible")
-    assert isinstance(error, errors.Incompatible)
-    assert isinstance(error_from_status("h:1", grpc.StatusCode.UNKNOWN, "x", None), errors.CoordinatorUnavailable)
+    assert isinstance(error, errors.IncompatibleError)
+    assert isinstance(error_from_status("h:1", grpc.StatusCode.UNKNOWN, "x", None), errors.CoordinatorUnavailableError)
     assert "unknown error code 'new'" in str(error_from_status("h:1", grpc.StatusCode.UNKNOWN, "x", "new"))
 
 
 def test_any_exception_has_an_error() -> None:
-    named = errors.Refused("no")
+    named = errors.RefusedError("no")
     assert error_from_exception("h:1", named) is named
     assert "did not answer in time" in str(error_from_exception("h:1", TimeoutError()))
     assert "ZeroDivisionError" in str(error_from_exception("h:1", ZeroDivisionError()))
@@ -44,7 +44,7 @@ def test_waits_double_jittered_up_to_their_bound_and_start_again() -> None:
 
 @pytest.mark.parametrize("token", [b"with space", b"\n", b"\xff"])
 def test_a_token_no_header_can_carry_is_refused(token: bytes) -> None:
-    with pytest.raises(errors.InvalidArgument):
+    with pytest.raises(errors.InvalidArgumentError):
         credentials(token)
 
 
@@ -54,9 +54,9 @@ async def test_the_receiver_names_the_reason_even_if_the_sender_fails_first() ->
 
     async def receive() -> None:
         await asyncio.sleep(0.05)
-        raise errors.Refused("the reason")
+        raise errors.RefusedError("the reason")
 
-    with pytest.raises(errors.Refused, match="the reason"):
+    with pytest.raises(errors.RefusedError, match="the reason"):
         await both_ways(send(), receive())
 
 

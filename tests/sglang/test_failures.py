@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvxfer.errors import WeightsUnknown
+from kvxfer.errors import WeightsUnknownError
 from tests.support.sglang.ranks import (
     BOOTSTRAP_S,
     BOOTSTRAPPING,
@@ -199,7 +199,7 @@ def test_weights_that_will_never_be_known_are_refused_at_start(world: World, tmp
     bare = make_model(tmp_path / "bare")
     (bare / "model.safetensors").unlink()
     before = set(threading.enumerate())
-    with pytest.raises(WeightsUnknown, match=r"has no weight files\. An engine of SGLang"):
+    with pytest.raises(WeightsUnknownError, match=r"has no weight files\. An engine of SGLang"):
         world.rank("decode", model=bare)
     wait(lambda: not set(threading.enumerate()) - before)
 

@@ -12,7 +12,7 @@ import pytest
 from kvxfer._native import _core
 from kvxfer.config import AgentConfig
 from kvxfer.errors import (
-    LimitExceeded,
+    LimitExceededError,
 )
 from kvxfer.transport import transfers
 from kvxfer.transport.base import PostOrder, StartPost
@@ -59,7 +59,7 @@ class Recorder:
     def prepare_fetch(self, order: PostOrder) -> StartPost:
         def start(identity: bytes, timeout_ns: int, notification: bytes | None, wants_sums: bool, /) -> None:
             if self.refuse_after is not None and len(self.asked) >= self.refuse_after:
-                raise LimitExceeded("transfers_max")
+                raise LimitExceededError("transfers_max")
             how = {"id": identity, "timeout_ns": timeout_ns, "notification": notification, "wants_sums": wants_sums}
             self.asked.append(types.SimpleNamespace(**how, **order._asdict()))
             self.on_start(identity)

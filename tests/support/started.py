@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from kvxfer.cli.progress import wait_while_it_gets_on
-from kvxfer.errors import DeadlineExceeded, KvxferError
+from kvxfer.errors import DeadlineExceededError, KvxferError
 
 SILENT_S = 120.0
 """A start that does nothing for so long is given up."""
@@ -43,14 +43,14 @@ class Started:
             raise KvxferError(f"{name} could not be started: {error}") from None
 
     async def wait(self, look: Callable[[], Awaitable[T | None]]) -> T:
-        """What ``look`` finds once it finds something. Raises DeadlineExceeded where it did not become ready, and
+        """What ``look`` finds once it finds something. Raises DeadlineExceededError where it did not become ready, and
         KvxferError where it ended, both with its name, its last words, and where its log is."""
         try:
             found = await wait_while_it_gets_on(
                 self._find(look), session=self.process.pid, written_bytes=self._log_bytes, timeout_s=SILENT_S
             )
         except TimeoutError as why:
-            raise DeadlineExceeded(self._told(f"did not become ready: {why}")) from None
+            raise DeadlineExceededError(self._told(f"did not become ready: {why}")) from None
         self.is_ready = True
         return found
 

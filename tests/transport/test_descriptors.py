@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 import kvxfer.transport.descriptors as descriptors_module
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared
 from kvxfer.types import Exposure, MemoryKind, RegionRecord
 
@@ -141,13 +141,13 @@ def test_the_first_that_lies_outside_is_named(columns: int) -> None:
         [start, (1 << 64) - 1, 0, 1, 64],
     ):
         rows = np.array([good, good, bad, bad], dtype=np.uint64)[:, :columns]
-        with pytest.raises(InvalidArgument, match="descriptor 2"):
+        with pytest.raises(InvalidArgumentError, match="descriptor 2"):
             TABLE.resolve(Descriptors.of(rows))
     for bad in ([start, 64, 0, 1 << 20, 64], [start, 64, 0, 2, 1 << 63], [start, 64, 0, (1 << 32) - 1, 1 << 62]):
         rows = np.array([good, bad], dtype=np.uint64)
-        with pytest.raises(InvalidArgument, match="descriptor 1"):
+        with pytest.raises(InvalidArgumentError, match="descriptor 1"):
             TABLE.resolve(Descriptors.of(rows))
-    with pytest.raises(InvalidArgument, match="no memory is registered"):
+    with pytest.raises(InvalidArgumentError, match="no memory is registered"):
         MemoryTable([]).resolve(Descriptors.of([tuple(good[:columns])]))
 
 
@@ -161,7 +161,7 @@ def test_regions_may_overlap() -> None:
         Descriptors.of([(1010, 10, 0), (1110, 20, 0), (1110, 100, 0), (1110, 41, 0), (9000, 5, 0)])
     )
     assert expand(prepared) == [(1, 10, 10), (2, 10, 20), (1, 110, 100), (2, 10, 41), (4, 0, 5)]
-    with pytest.raises(InvalidArgument, match="descriptor 1"):
+    with pytest.raises(InvalidArgumentError, match="descriptor 1"):
         table.resolve(Descriptors.of([(1010, 10, 0), (1110, 900, 0)]))
 
 
@@ -196,9 +196,9 @@ def test_tensors() -> None:
     rows = Descriptors.of([whole[3], whole[5:7]]).rows
     assert rows.tolist() == [[whole[3].data_ptr(), 256, 0], [whole[5].data_ptr(), 512, 0]]
     assert Descriptors.of(whole).rows.tolist() == [[whole.data_ptr(), 2048, 0]]
-    with pytest.raises(InvalidArgument, match=r"descriptor 1: .* contiguous"):
+    with pytest.raises(InvalidArgumentError, match=r"descriptor 1: .* contiguous"):
         Descriptors.of([whole[0], whole[:, 1]])
-    with pytest.raises(InvalidArgument, match="contiguous"):
+    with pytest.raises(InvalidArgumentError, match="contiguous"):
         Descriptors.of(whole.t())
 
 
@@ -222,13 +222,13 @@ def test_tensors() -> None:
     ],
 )
 def test_what_is_refused(given: object, why: str) -> None:
-    with pytest.raises(InvalidArgument, match=why):
+    with pytest.raises(InvalidArgumentError, match=why):
         Descriptors.of(given)
 
 
 def test_an_index_outside_the_list() -> None:
     prepared = TABLE.resolve(Descriptors.of([(REGIONS[0][1], 64, 0)] * 3))
-    with pytest.raises(InvalidArgument, match="index 3 is outside"):
+    with pytest.raises(InvalidArgumentError, match="index 3 is outside"):
         prepared.pieces(np.array([0, 3], dtype=np.uint32))
 
 
@@ -236,7 +236,7 @@ def test_devices() -> None:
     """Host memory is one whatever number it goes by; a device's must be that device's."""
     table = MemoryTable([RegionRecord(1, 1000, 100), RegionRecord(2, 5000, 100, MemoryKind.CUDA, 1)])
     assert table.resolve(Descriptors.of([(1000, 8, 7), (5000, 8, 1)])).regions == {1, 2}
-    with pytest.raises(InvalidArgument, match="descriptor 1 names another device"):
+    with pytest.raises(InvalidArgumentError, match="descriptor 1 names another device"):
         table.resolve(Descriptors.of([(1000, 8, 7), (5000, 8, 0)]))
 
 
@@ -252,11 +252,11 @@ def test_a_record_travels_as_json() -> None:
         text.replace("77", '"77"'),
         text.replace('id":9', 'id":-9'),
     ):
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(InvalidArgumentError):
             RegionRecord.from_json(wrong)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         RegionRecord(1, 0, 8)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         RegionRecord(1, (1 << 64) - 4, 8)
 
 

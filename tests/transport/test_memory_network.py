@@ -7,7 +7,7 @@ import pytest
 
 from kvxfer.clock import SystemClock
 from kvxfer.config import AgentConfig
-from kvxfer.errors import Closed, InvalidArgument
+from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.testing.contract.parties import LaneParty, MemoryLaneMaker, fresh_id, introduce, make_party
 from kvxfer.testing.contract.steps import PLAIN, expect_outcome, expect_poison, grant, pull
 from kvxfer.transport import MemoryNetwork, Passage, PassageFate
@@ -118,9 +118,9 @@ def test_time() -> None:
     assert not network.step()
     assert network.run(lambda: True)
     assert not network.run(lambda: False)
-    with pytest.raises(InvalidArgument, match="real clock"):
+    with pytest.raises(InvalidArgumentError, match="real clock"):
         network.drive()
-    with pytest.raises(InvalidArgument, match="real clock"):
+    with pytest.raises(InvalidArgumentError, match="real clock"):
         MemoryNetwork(clock=SystemClock()).advance(1.0)
 
 
@@ -129,11 +129,11 @@ def test_a_closed_transport_says_so(maker: MemoryLaneMaker) -> None:
     source.transport.close()
     source.transport.close()
     assert source.transport.drain() == []
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         source.transport.counts()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         grant(source, fresh_id(), [1])
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         source.transport.fileno()
     assert "closed" in repr(source.transport)
     destination.transport.close()

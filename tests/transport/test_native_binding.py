@@ -17,7 +17,7 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer.config import AgentConfig
-from kvxfer.errors import ConfigError, LaneUnavailable, LimitExceeded
+from kvxfer.errors import ConfigError, LaneUnavailableError, LimitExceededError
 from kvxfer.transport import native
 from kvxfer.transport.base import allocate_region, limits_from
 from kvxfer.transport.native import NativeBinding, host_id
@@ -235,7 +235,7 @@ def test_memory_is_private_where_shared_memory_is_forbidden(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def forbidden(length_bytes: int) -> None:
-        raise LaneUnavailable("memfd_create: Operation not permitted")
+        raise LaneUnavailableError("memfd_create: Operation not permitted")
 
     monkeypatch.setattr(_core, "Region", forbidden)
     region = allocate_region(12345)
@@ -245,7 +245,7 @@ def test_memory_is_private_where_shared_memory_is_forbidden(
     assert not region.owner.any()
     assert "memfd_create: Operation not permitted" in caplog.messages[-1]
     for length in (1 << 62, 1 << 80):
-        with pytest.raises(LimitExceeded, match=f"cannot map {length} bytes"):
+        with pytest.raises(LimitExceededError, match=f"cannot map {length} bytes"):
             allocate_region(length)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.descriptors import INDEX_BYTES, RANGE_BYTES, Descriptors, MemoryTable, Prepared, RemotePeer
 from kvxfer.transport.plan import LIST_BYTES_MAX, SHARE_BYTES_MIN, Op, PlanPart, TransferPlan, make_plan
 from kvxfer.types import AgentRef, DataAddress, Incarnation, RegionRecord
@@ -139,17 +139,17 @@ def test_what_does_not_pair() -> None:
         ([[1]], [0], "shape"),
         ([0.5], [0], "integers"),
     ):
-        with pytest.raises(InvalidArgument, match=why):
+        with pytest.raises(InvalidArgumentError, match=why):
             make_plan(Op.READ, local, ids, remote, other)
-    with pytest.raises(InvalidArgument, match="prepared for a peer"):
+    with pytest.raises(InvalidArgumentError, match="prepared for a peer"):
         make_plan(Op.READ, remote, None, remote, None)
-    with pytest.raises(InvalidArgument, match="prepared for a peer"):
+    with pytest.raises(InvalidArgumentError, match="prepared for a peer"):
         make_plan(Op.READ, local, None, local, None)
-    with pytest.raises(InvalidArgument, match="pair 0 have different"):
+    with pytest.raises(InvalidArgumentError, match="pair 0 have different"):
         make_plan(Op.READ, local, None, scattered(10, 15), None)
     rows = np.array([[RECORD.address + i * 100, 10 + i % 3, 0] for i in range(12)], dtype=np.uint64)
     uneven, theirs = resolve(rows, None), resolve(rows, PEER)
     plan = make_plan(Op.WRITE, uneven, [1, 2, 4], theirs, [4, 5, 7])
     assert plan.nbytes == 11 + 12 + 11
-    with pytest.raises(InvalidArgument, match="pair 1 have different"):
+    with pytest.raises(InvalidArgumentError, match="pair 1 have different"):
         make_plan(Op.WRITE, uneven, [1, 2, 4], theirs, [4, 6, 7])

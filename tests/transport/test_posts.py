@@ -16,13 +16,13 @@ import pytest
 
 from kvxfer._native import _core
 from kvxfer.errors import (
-    BlocksBusy,
-    DeadlineExceeded,
-    InvalidArgument,
-    LaneUnavailable,
-    LimitExceeded,
-    PeerGone,
-    TransferCancelled,
+    BlocksBusyError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    LaneUnavailableError,
+    LimitExceededError,
+    PeerGoneError,
+    TransferCancelledError,
     TransportError,
 )
 from kvxfer.policy.checksums import wants_checksums
@@ -41,14 +41,14 @@ def test_committed_once_all_are(setting: Setting) -> None:
     for identity in rest:
         setting.finish(identity)
         assert not post.poll().is_final
-    with pytest.raises(InvalidArgument, match="not over"):
+    with pytest.raises(InvalidArgumentError, match="not over"):
         post.result()
     assert setting.transport.notified == []
     setting.finish(first)
     assert post.poll() is TransferState.COMMITTED
     assert setting.transport.notified == [b"done"]
     assert not post.is_drained
-    with pytest.raises(BlocksBusy, match="used by"):
+    with pytest.raises(BlocksBusyError, match="used by"):
         setting.poster.deregister(setting.registration)
     setting.drained(post)
     assert post.is_drained
@@ -76,13 +76,13 @@ def test_the_first_failure_ends_it(setting: Setting) -> None:
     first, second, third = post.transfer_ids
     setting.finish(second, TransferState.FAILED, "deadline")
     assert post.poll() is TransferState.FAILED
-    assert isinstance(post.error, DeadlineExceeded)
+    assert isinstance(post.error, DeadlineExceededError)
     assert setting.transport.cancelled == [first, third]
     setting.finish(first)
     setting.finish(third, TransferState.CANCELLED, "cancelled")
     assert post.poll() is TransferState.FAILED
     assert setting.transport.notified == []
-    with pytest.raises(DeadlineExceeded, match="READ with b"):
+    with pytest.raises(DeadlineExceededError, match="READ with b"):
         post.result()
 
 
@@ -93,7 +93,7 @@ def test_cancel(setting: Setting) -> None:
     for identity in post.transfer_ids:
         setting.finish(identity, TransferState.CANCELLED, "cancelled")
     assert post.poll() is TransferState.CANCELLED
-    assert isinstance(post.error, TransferCancelled)
+    assert isinstance(post.error, TransferCancelledError)
     count = len(setting.transport.cancelled)
     post.cancel()
     assert len(setting.transport.cancelled) == count
@@ -101,16 +101,16 @@ def test_cancel(setting: Setting) -> None:
 
 def test_a_notification_that_cannot_be_sent_fails_the_post(setting: Setting) -> None:
     post = setting.poster.start(setting.plan(), notification=b"done")
-    setting.transport.notify_error = PeerGone("gone")
+    setting.transport.notify_error = PeerGoneError("gone")
     for identity in post.transfer_ids:
         setting.finish(identity)
     assert post.poll() is TransferState.FAILED
-    assert isinstance(post.error, PeerGone)
+    assert isinstance(post.error, PeerGoneError)
 
 
 def test_a_call_that_raises_leaves_nothing_running(setting: Setting) -> None:
     setting.transport.refuse_after = 2
-    with pytest.raises(LimitExceeded):
+    with pytest.raises(LimitExceededError):
         setting.poster.start(setting.plan())
     assert setting.transport.cancelled == [asked.id for asked in setting.transport.asked]
     (post,) = setting.poster.batches
@@ -206,7 +206,7 @@ def test_how_long_it_may_take(setting: Setting) -> None:
     poster.start(plan, lanes=[Lane.STREAM])
     assert [asked.timeout_ns for asked in setting.transport.asked] == [120 * 10**9, 5 * 10**8, 7 * 10**9]
     posts = poster.batches
-    with pytest.raises(InvalidArgument, match="deadline_s"):
+    with pytest.raises(InvalidArgumentError, match="deadline_s"):
         poster.start(plan, lanes=[Lane.STREAM], deadline_s=math.nan)
     assert len(setting.transport.asked) == 3
     assert poster.batches == posts
@@ -276,7 +276,7 @@ def test_prepared_once_for_all_starts(setting: Setting) -> None:
 def test_lanes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.poster.start(setting.plan(10))
     assert setting.transport.asked[-1].lanes == (Lane.STREAM,)  # numpy's memory cannot be mapped
-    with pytest.raises(LaneUnavailable, match="did not allocate"):
+    with pytest.raises(LaneUnavailableError, match="did not allocate"):
         setting.poster.start(setting.plan(10), lanes=[Lane.MAPPED])
     given = setting.poster.allocate(1 << 16)
     peer = RemotePeer(PEER_REF, ADDRESS, [given.record])
@@ -362,14 +362,14 @@ def test_registrations(setting: Setting) -> None:
     record = setting.registration.record
     assert record.length_bytes == len(setting.memory)
     assert not record.is_shareable
-    with pytest.raises(InvalidArgument, match="contiguous"):
+    with pytest.raises(InvalidArgumentError, match="contiguous"):
         setting.poster.register(np.zeros((4, 4))[:, 1])
     other = Setting.__new__(Setting)
     other.registration = setting.poster.register(bytearray(64), can_write=False)
     assert not other.registration.record.can_write
     assert other.registration.record.region_id == record.region_id + 1
     setting.poster.deregister(other.registration)
-    with pytest.raises(InvalidArgument, match="not registered"):
+    with pytest.raises(InvalidArgumentError, match="not registered"):
         setting.poster.deregister(other.registration)
 
 

@@ -10,7 +10,7 @@ import pytest
 from posts_support import ADDRESS, PEER_REF, Drained, Final, Recorder
 
 from kvxfer._native import _core
-from kvxfer.errors import GrantRevoked, InvalidArgument, KvxferError, TransferCancelled, TransportError
+from kvxfer.errors import GrantRevokedError, InvalidArgumentError, KvxferError, TransferCancelledError, TransportError
 from kvxfer.testing.lane_parties import RECORD
 from kvxfer.transport import transfers
 from kvxfer.transport.lane_choice import LaneChooser
@@ -93,13 +93,13 @@ def test_a_pull_cancelled_before_its_source_is_known_never_reaches_the_transport
     case.pull.cancel()
     case.begin()
     assert case.transport.given == []
-    assert [type(told) for told in case.told] == [TransferCancelled, str]
+    assert [type(told) for told in case.told] == [TransferCancelledError, str]
     assert case.pull.is_drained
     assert case.table.handles == ()
 
 
 def test_an_id_that_is_under_way_is_refused(case: Case) -> None:
-    with pytest.raises(InvalidArgument, match="used before"):
+    with pytest.raises(InvalidArgumentError, match="used before"):
         Pull(case.table, case.lanes, case.pull.order, on_granted=None, on_final=print, on_drained=lambda: None).enter()
     case.begin()
     case.take(case.finish(TransferState.COMMITTED, "ok"), Drained(id=IDENTITY))
@@ -132,7 +132,7 @@ def test_a_failed_pull_raises_the_named_error(case: Case) -> None:
     case.begin()
     case.take(case.finish(TransferState.FAILED, "grant_revoked"))
     assert not case.pull.is_drained
-    with pytest.raises(GrantRevoked, match="why"):
+    with pytest.raises(GrantRevokedError, match="why"):
         case.pull.result()
 
 
@@ -143,7 +143,7 @@ def test_a_transport_that_broke_ends_and_drains_it(case: Case, is_final: bool) -
         case.take(case.finish(TransferState.FAILED, "grant_revoked"))
     case.table.fail_all(TransportError("broke"))
     ended: KvxferError = case.told[0]
-    assert isinstance(ended, GrantRevoked if is_final else TransportError)
+    assert isinstance(ended, GrantRevokedError if is_final else TransportError)
     assert case.told[1:] == ["drained"]
     assert case.table.handles == ()
     case.take(Drained(id=IDENTITY))

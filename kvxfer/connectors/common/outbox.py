@@ -9,7 +9,7 @@ import logging
 import time
 
 from kvxfer.agent import Agent
-from kvxfer.errors import KvxferError, LimitExceeded, TransportError
+from kvxfer.errors import KvxferError, LimitExceededError, TransportError
 
 log = logging.getLogger("kvxfer.connectors")
 
@@ -45,7 +45,7 @@ class Outbox:
                 self._agent.notify(agent_id, waiting[0])
                 waiting.popleft()
                 self._unknown.pop(agent_id, None)
-        except LimitExceeded as error:
+        except LimitExceededError as error:
             if len(waiting) < UNSENT_MAX:
                 return
             log.warning("UNSENT_MAX=%d messages to a peer are dropped: %s", UNSENT_MAX, error)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from kvxfer.agent import Agent
-from kvxfer.errors import Closed, DeadlineExceeded
+from kvxfer.errors import ClosedError, DeadlineExceededError
 
 log = logging.getLogger("kvxfer.connectors")
 
@@ -36,20 +36,20 @@ class Runtime:
         """Return once the agent is known to its peers. Raises what entering the agent raises."""
         self._thread.start()
         if not self._started.wait(START_S):
-            raise DeadlineExceeded(f"the kvxfer agent did not start within {START_S:g} s")
+            raise DeadlineExceededError(f"the kvxfer agent did not start within {START_S:g} s")
         if self._failure is not None:
             raise self._failure
 
     def check(self) -> None:
-        """Raise Closed where the agent has ended by itself: nothing that waits for it would ever end."""
+        """Raise ClosedError where the agent has ended by itself: nothing that waits for it would ever end."""
         if self._failure is not None:
-            raise Closed(f"the kvxfer agent broke, and this engine with it: {self._failure!r}")
+            raise ClosedError(f"the kvxfer agent broke, and this engine with it: {self._failure!r}")
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call on the loop, soon; from any thread. Nothing happens any more once it stopped."""
         loop = self._loop
         if loop is None:
-            raise Closed("the kvxfer agent is not started")
+            raise ClosedError("the kvxfer agent is not started")
         try:
             loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
@@ -87,7 +87,7 @@ class Runtime:
             if serving.done() and not serving.cancelled() and serving.exception() is not None:
                 raise serving.exception()  # type: ignore[misc]
             if has_broken:
-                raise Closed("the agent closed by itself")
+                raise ClosedError("the agent closed by itself")
 
 
 async def every(period_s: float) -> AsyncIterator[None]:

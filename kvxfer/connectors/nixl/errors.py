@@ -1,8 +1,8 @@
 """NIXL's exceptions by NIXL's names, inside kvxfer's one tree. Decides which of our errors is which of theirs; must
 never know what was being done.
 
-A program may catch NIXL's names as before, or ours: ``nixlRemoteDisconnectError`` is a ``PeerGone`` and
-``nixlInvalidParamError`` an ``InvalidArgument`` (so also a ``ValueError``).
+A program may catch NIXL's names as before, or ours: ``nixlRemoteDisconnectError`` is a ``PeerGoneError`` and
+``nixlInvalidParamError`` an ``InvalidArgumentError`` (so also a ``ValueError``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class nixlNotPostedError(nixlError, errors.UsageError):
     """The transfer was never started."""
 
 
-class nixlInvalidParamError(nixlError, errors.InvalidArgument):
+class nixlInvalidParamError(nixlError, errors.InvalidArgumentError):
     """A value is wrong; the message says which."""
 
 
@@ -33,15 +33,15 @@ class nixlNotFoundError(nixlError, errors.UsageError):
     """No such agent, backend, registration or memory is known here."""
 
 
-class nixlMismatchError(nixlError, errors.Incompatible):
+class nixlMismatchError(nixlError, errors.IncompatibleError):
     """Metadata that is not ours, or of another version."""
 
 
-class nixlNotAllowedError(nixlError, errors.Refused):
+class nixlNotAllowedError(nixlError, errors.RefusedError):
     """The peer, or the state of things, does not permit it."""
 
 
-class nixlRepostActiveError(nixlError, errors.BlocksBusy):
+class nixlRepostActiveError(nixlError, errors.BlocksBusyError):
     """The transfer is still under way."""
 
 
@@ -49,15 +49,15 @@ class nixlUnknownError(nixlError):
     """None of the other kinds."""
 
 
-class nixlNotSupportedError(nixlError, errors.LaneUnavailable):
+class nixlNotSupportedError(nixlError, errors.LaneUnavailableError):
     """NIXL may do it, this connector does not; or no lane joins the pair."""
 
 
-class nixlRemoteDisconnectError(nixlError, errors.PeerGone):
+class nixlRemoteDisconnectError(nixlError, errors.PeerGoneError):
     """The remote agent died, restarted or cannot be reached."""
 
 
-class nixlCancelledError(nixlError, errors.TransferCancelled):
+class nixlCancelledError(nixlError, errors.TransferCancelledError):
     """The transfer was given up on this side."""
 
 
@@ -66,19 +66,19 @@ class nixlNoTelemetryError(nixlError, errors.UsageError):
 
 
 _KINDS: tuple[tuple[type[errors.KvxferError], type[nixlError]], ...] = (
-    (errors.BlocksBusy, nixlRepostActiveError),
-    (errors.LimitExceeded, nixlNotAllowedError),
+    (errors.BlocksBusyError, nixlRepostActiveError),
+    (errors.LimitExceededError, nixlNotAllowedError),
     (errors.UsageError, nixlInvalidParamError),
-    (errors.AuthenticationFailed, nixlNotAllowedError),
-    (errors.Refused, nixlNotAllowedError),
-    (errors.PeerGone, nixlRemoteDisconnectError),
-    (errors.LaneUnavailable, nixlNotSupportedError),
-    (errors.GrantGone, nixlNotAllowedError),
-    (errors.TransferCancelled, nixlCancelledError),
+    (errors.AuthenticationError, nixlNotAllowedError),
+    (errors.RefusedError, nixlNotAllowedError),
+    (errors.PeerGoneError, nixlRemoteDisconnectError),
+    (errors.LaneUnavailableError, nixlNotSupportedError),
+    (errors.GrantGoneError, nixlNotAllowedError),
+    (errors.TransferCancelledError, nixlCancelledError),
     (errors.PeerError, nixlBackendError),
     (errors.TransportError, nixlBackendError),
-    (errors.ChecksumMismatch, nixlBackendError),
-    (errors.MemoryGone, nixlBackendError),
+    (errors.ChecksumMismatchError, nixlBackendError),
+    (errors.MemoryGoneError, nixlBackendError),
 )
 """The first that fits."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvxfer.connectors.nixl.dlists import as_name
 from kvxfer.connectors.nixl.errors import nixlMismatchError
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.types import (
     AGENT_ID_PATTERN,
     AgentRef,
@@ -107,7 +107,7 @@ def decode_metadata(blob: Any) -> AgentMetadata:
         raise nixlMismatchError(f"metadata of version {line[len(MAGIC) :][:16]!r} is not known here, {VERSION} is")
     try:
         return _read(json.loads(text))
-    except (ValueError, KeyError, TypeError, RecursionError, binascii.Error, InvalidArgument) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, binascii.Error, InvalidArgumentError) as error:
         raise nixlMismatchError(f"metadata is damaged: {type(error).__name__}: {str(error)[:200]}") from None
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvxfer.connectors.nixl.errors import nixlInvalidParamError, nixlNotFoundError
 from kvxfer.connectors.nixl.remotes import Remote
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.descriptors import Descriptors, Prepared
 from kvxfer.transport.engine import TransferEngine
 from kvxfer.types import RegionRecord
@@ -137,5 +137,5 @@ def _places(dlist: DList, ids: Indices | None) -> npt.NDArray[np.int64]:
 def _find(poster: TransferEngine, remote: Remote | None, rows: Rows, whose: str) -> Prepared:
     try:
         return poster.prepare(Descriptors(rows), peer=None if remote is None else remote.peer)
-    except InvalidArgument as error:
+    except InvalidArgumentError as error:
         raise nixlNotFoundError(f"not all of this is {whose}: {error}") from error

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from kvxfer.connectors.nixl.dlists import nixlRegDList
 from kvxfer.connectors.nixl.errors import nixlError, nixlInvalidParamError, nixlNotFoundError, translate, translated
-from kvxfer.errors import BlocksBusy, KvxferError
+from kvxfer.errors import BlocksBusyError, KvxferError
 from kvxfer.transport.base import Region
 from kvxfer.transport.engine import MemoryRegistration, TransferEngine
 from kvxfer.types import RegionRecord
@@ -113,7 +113,7 @@ class Registry:
             try:
                 self._poster.deregister(registration)
                 return
-            except BlocksBusy:
+            except BlocksBusyError:
                 if time.monotonic() > end_s:
                     raise
             self._poster.poll()

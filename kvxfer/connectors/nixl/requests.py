@@ -28,7 +28,7 @@ from kvxfer.connectors.nixl.errors import (
     translated,
 )
 from kvxfer.connectors.nixl.remotes import Remote
-from kvxfer.errors import PeerGone
+from kvxfer.errors import PeerGoneError
 from kvxfer.transport.base import as_blocks
 from kvxfer.transport.batch import TransferBatch
 from kvxfer.transport.plan import TransferPlan
@@ -123,7 +123,7 @@ class RemoteRequest:
             if self._is_first_to_see(post):
                 self._measure(post)
             return SUCCESS
-        if isinstance(post.error, PeerGone):
+        if isinstance(post.error, PeerGoneError):
             self._check_known()
         error = translate(post.error)
         if self._is_first_to_see(post) and self._on_end is not None:

@@ -47,7 +47,7 @@ from kvxfer.connectors.sglang.sender_0_5_23 import KvxferSender
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.source import SourceCallbacks
 from kvxfer.connectors.sglang.updates import UPDATES
-from kvxfer.errors import KvxferError, WeightsUnknown
+from kvxfer.errors import KvxferError, WeightsUnknownError
 from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.rpc import member_token
 from kvxfer.types import Role
@@ -72,8 +72,8 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
-        """Raises ConfigError for what this backend does not do, WeightsUnknown where it will never be known which
-        weights these are, AuthenticationFailed, CoordinatorUnavailable."""
+        """Raises ConfigError for what this backend does not do, WeightsUnknownError where it will never be known which
+        weights these are, AuthenticationError, CoordinatorUnavailableError."""
         is_mla = bool(is_mla_backend)
         is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         options = Options.from_environment(os.environ)
@@ -101,7 +101,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         why = self.weights.why
         if why is not None:
             self.weights.stop()
-            raise WeightsUnknown(
+            raise WeightsUnknownError(
                 f"{why}. An engine of SGLang whose weights are not known could serve nothing with the transfer backend "
                 "kvxfer: start it again once its files are in place"
             )

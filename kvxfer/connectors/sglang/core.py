@@ -34,7 +34,7 @@ from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.source import SourceRooms
 from kvxfer.connectors.sglang.source_room import SourceCallbacks
 from kvxfer.connectors.sglang.watch import Leg, Watch
-from kvxfer.errors import Closed, KvxferError, PeerGone, ProtocolViolation
+from kvxfer.errors import ClosedError, KvxferError, PeerGoneError, ProtocolError
 from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.rpc.token import member_token
 from kvxfer.types import CompatibilityRecord, Role, WorkerInfo
@@ -73,7 +73,7 @@ class TransportCore:
         destination_callbacks: DestinationCallbacks | None = None,
     ) -> None:
         """``record`` describes the pages; it is compared with the other side's before a byte moves. ``agent_id``: of
-        this rank alone among all that hold the token. Raises ConfigError, InvalidArgument."""
+        this rank alone among all that hold the token. Raises ConfigError, InvalidArgumentError."""
         tokens = record.block_tokens if memory.shape is None else memory.shape.page_tokens
         info = WorkerInfo(agent_id, role, record.model, "", block_tokens=tokens, dialect=DIALECT)
         self._options = options
@@ -103,7 +103,8 @@ class TransportCore:
         return self._agent.info.agent_id
 
     def start(self) -> None:
-        """Return once peers can reach it. Raises ConfigError, AuthenticationFailed, CoordinatorUnavailable, Refused."""
+        """Return once peers can reach it. Raises ConfigError, AuthenticationError, CoordinatorUnavailableError,
+        RefusedError."""
         self._runtime.start()
         self.sources.pulse(False)
         log.info("%r: %r", self._agent, self._pools)
@@ -114,12 +115,12 @@ class TransportCore:
         self._runtime.stop()
 
     def check(self) -> None:
-        """Raise Closed where the agent has ended by itself."""
+        """Raise ClosedError where the agent has ended by itself."""
         self._runtime.check()
 
     def card(self) -> str:
         """What others :meth:`meet` this life by; empty with a coordinator, through which all are known. From any
-        thread. Raises Closed."""
+        thread. Raises ClosedError."""
         return "" if self._options.coordinator else self._agent.card()
 
     def meet(self, card: str, agent_id: str) -> None:
@@ -130,8 +131,8 @@ class TransportCore:
 
     def share(self, shape: KvShape | None) -> None:
         """Register ahead what the pages have in common with those of a peer, so that the next card tells of it. From
-        any thread. Raises Incompatible naming the field, LimitExceeded for too many peers that are cut differently,
-        InvalidArgument, Closed."""
+        any thread. Raises IncompatibleError naming the field, LimitExceededError for too many peers that are cut
+        differently, InvalidArgumentError, ClosedError."""
         self._pools.cut(shape)
 
     def describe(self, record: CompatibilityRecord) -> None:
@@ -163,13 +164,13 @@ class TransportCore:
                 sender = notification.sender.agent_id
                 try:
                     self._hear(sender, decode(notification.payload))
-                except ProtocolViolation as error:
+                except ProtocolError as error:
                     self._complaint.say(sender, error)
         finally:
             for task in tasks:
                 task.cancel()
             farewells = self._leave()
-            closed = Closed("the engine ends")
+            closed = ClosedError("the engine ends")
             self.sources.close(closed)
             self.destinations.close(closed)
             with contextlib.suppress(TimeoutError):
@@ -192,7 +193,7 @@ class TransportCore:
         elif isinstance(message, Left):
             for leg in self._legs():
                 if leg.agent_id == sender:
-                    self._leg_gone(leg, PeerGone(f"{sender} has left: {message.text}"))
+                    self._leg_gone(leg, PeerGoneError(f"{sender} has left: {message.text}"))
         elif isinstance(message, Unknown):
             if any(leg.agent_id == sender for leg in self.sources.legs()) and not self._options.coordinator:
                 with contextlib.suppress(KvxferError):  # too many pools for one; the reader says what it misses

@@ -35,14 +35,14 @@ from kvxfer.connectors.sglang.pools import Pools, rows_of
 from kvxfer.connectors.sglang.views import Cut
 from kvxfer.connectors.sglang.watch import Leg
 from kvxfer.errors import (
-    Closed,
-    GrantRevoked,
-    Incompatible,
-    InvalidArgument,
+    ClosedError,
+    GrantRevokedError,
+    IncompatibleError,
+    InvalidArgumentError,
     KvxferError,
-    PeerGone,
-    ProtocolViolation,
-    TransferCancelled,
+    PeerGoneError,
+    ProtocolError,
+    TransferCancelledError,
     from_code,
 )
 from kvxfer.observe import OpenSpan
@@ -116,15 +116,17 @@ class DestinationRooms:
         :meth:`choose` names. They belong to this until the room is over and drained. The auxiliary row is read from the
         first of them. ``timeout_s``: until the last of it is granted. ``traceparent``: of the request.
 
-        Raises InvalidArgument for a room or transfer id in use, and for rows that there are none of; BlocksBusy for
-        pages of another room; Closed; and as :meth:`choose`."""
+        Raises InvalidArgumentError for a room or transfer id in use, and for rows that there are none of;
+        BlocksBusyError for pages of another room; ClosedError; and as :meth:`choose`."""
         chosen = self._choose(sources)
         if len(states) > len(self._pools.all) - 1:
-            raise InvalidArgument(f"{len(states)} state components are wanted, {len(self._pools.all) - 1} registered")
+            raise InvalidArgumentError(
+                f"{len(states)} state components are wanted, {len(self._pools.all) - 1} registered"
+            )
         wanted = [pages, *states, *[None] * (len(self._pools.all) - 1 - len(states))]
         rows = [rows_of(pool, some) for pool, some in zip(self._pools.all, wanted, strict=True)]
         if len(chosen) > 1 and self._pools.shape is not None and any(map(len, rows[1:])):
-            raise Incompatible(
+            raise IncompatibleError(
                 f"states: {len(chosen)} sources have a share each of the pages, and states are not shared out",
                 field="states",
             )
@@ -146,11 +148,11 @@ class DestinationRooms:
             if self._closed is not None:
                 raise self._closed
             if room in self._rooms:
-                raise InvalidArgument(f"room {room} is in use: the request that had it before is not over here")
+                raise InvalidArgumentError(f"room {room} is in use: the request that had it before is not over here")
             if room in self._draining:
-                raise InvalidArgument(f"room {room} is in use: what was read for it before has not drained")
+                raise InvalidArgumentError(f"room {room} is in use: what was read for it before has not drained")
             if transfer_id in self._by_transfer:
-                raise InvalidArgument(f"transfer id {transfer_id} is another room's")
+                raise InvalidArgumentError(f"transfer id {transfer_id} is another room's")
             if self._pools.book is not None:
                 self._pools.book.fill(made.pages)
                 made.is_booked = True
@@ -162,8 +164,8 @@ class DestinationRooms:
         """Those that have a share of what this rank holds, so that all of it is read once; in their order. Of replicas
         one is chosen, by this rank's place. Without shapes every source gives all.
 
-        Raises InvalidArgument where there are none, one is named twice, or some have a shape and others not;
-        Incompatible, naming the field, where nobody has some layer or head, or one keeps it differently."""
+        Raises InvalidArgumentError where there are none, one is named twice, or some have a shape and others not;
+        IncompatibleError, naming the field, where nobody has some layer or head, or one keeps it differently."""
         return tuple(source for source, _ in self._choose(sources))
 
     def abort(self, room: int, why: str) -> None:
@@ -172,7 +174,7 @@ class DestinationRooms:
         with self._lock:
             made = self._rooms.get(room)
             if made is not None:
-                self._fail(made, TransferCancelled(why or "the request was aborted"))
+                self._fail(made, TransferCancelledError(why or "the request was aborted"))
 
     def is_drained(self, room: int) -> bool:
         """Whether the room is over and no read into its pages is under way; True for one that is not known."""
@@ -188,7 +190,7 @@ class DestinationRooms:
             if made is None:
                 return
             made.is_told = True
-            self._fail(made, TransferCancelled("the request is over"))
+            self._fail(made, TransferCancelledError("the request is over"))
             if not made.is_drained:
                 self._draining[room] = made
 
@@ -204,12 +206,14 @@ class DestinationRooms:
         made = [Source(*source) for source in sources]
         for named in ({source.agent_id for source in made}, {source.rank for source in made}):
             if not made or len(named) != len(made):
-                raise InvalidArgument(f"sources are needed, each agent and rank once, not {[one[:2] for one in made]}")
+                raise InvalidArgumentError(
+                    f"sources are needed, each agent and rank once, not {[one[:2] for one in made]}"
+                )
         shapes = [source.shape for source in made if source.shape is not None]
         if self._pools.shape is None or not shapes:
             return [(source, self._pools.cut(source.shape)) for source in made]
         if len(shapes) < len(made):
-            raise InvalidArgument("some sources have a shape and others have none")
+            raise InvalidArgumentError("some sources have a shape and others have none")
         shares = shape.choose(self._pools.shape, shapes)
         return [(source, self._pools.cut(source.shape)) for place, source in enumerate(made) if place in shares]
 
@@ -231,7 +235,7 @@ class DestinationRooms:
                 if leg.is_asked and len(leg.waiting) == 1:
                     self._start(self._learn(made, leg))
             else:
-                self._fail(made, ProtocolViolation(f"WAITING_MAX={WAITING_MAX} messages came before their sender"))
+                self._fail(made, ProtocolError(f"WAITING_MAX={WAITING_MAX} messages came before their sender"))
 
     def legs(self) -> list[Leg]:
         """Of rooms that are not over."""
@@ -245,7 +249,7 @@ class DestinationRooms:
             if made is not None:
                 self._fail(made, error)
 
-    def close(self, error: Closed) -> None:
+    def close(self, error: ClosedError) -> None:
         """The engine ends: every room fails once it drained, and none is begun any more."""
         with self._lock:
             self._closed = error
@@ -273,7 +277,7 @@ class DestinationRooms:
                 if made.is_over:
                     return
                 if time.monotonic() - leg.began_s >= MEET_S:
-                    raise PeerGone(f"no agent {leg.agent_id!r} is known")
+                    raise PeerGoneError(f"no agent {leg.agent_id!r} is known")
                 await asyncio.sleep(MEET_LOOK_S)
             with self._lock:
                 if made.is_over:
@@ -319,7 +323,7 @@ class DestinationRooms:
     def _announced(self, made: DestinationRoom, leg: DestinationLeg, message: Chunk | End) -> None:
         try:
             if leg.is_all_announced:
-                raise ProtocolViolation("a source says more after its last")
+                raise ProtocolError("a source says more after its last")
             if isinstance(message, Chunk):
                 self._pull(made, leg, message)
             else:
@@ -334,9 +338,7 @@ class DestinationRooms:
         is_known = chunk.pool < len(leg.rows) and chunk.part == leg.parts < END_PART
         if not is_known or at != leg.covered[chunk.pool] or not 0 < chunk.count <= len(leg.rows[chunk.pool]) - at:
             wanted = [f"{covered} of {len(rows)}" for covered, rows in zip(leg.covered, leg.rows, strict=True)]
-            raise ProtocolViolation(
-                f"a source gives {chunk}, and part {leg.parts} is due; it gave {wanted} rows so far"
-            )
+            raise ProtocolError(f"a source gives {chunk}, and part {leg.parts} is due; it gave {wanted} rows so far")
         leg.parts += 1
         leg.covered[chunk.pool] += chunk.count
         made.granted_s = made.granted_s or time.monotonic()
@@ -363,9 +365,9 @@ class DestinationRooms:
         for place, (name, covered, rows) in enumerate(zip(names, leg.covered, leg.rows, strict=True)):
             is_all = covered == len(rows) if place else leg.cut.is_all(covered, len(rows))
             if not is_all:
-                raise ProtocolViolation(f"a source gave {covered} of {len(rows)} {name}, and says that it is all")
+                raise ProtocolError(f"a source gave {covered} of {len(rows)} {name}, and says that it is all")
         if end.parts != leg.parts:
-            raise ProtocolViolation(f"a source gave {leg.parts} parts, and says that there are {end.parts}")
+            raise ProtocolError(f"a source gave {leg.parts} parts, and says that there are {end.parts}")
 
     def _end_granted(self, made: DestinationRoom, leg: DestinationLeg, transfer: Transfer) -> None:
         with self._lock:
@@ -380,7 +382,7 @@ class DestinationRooms:
             made.filling.add(transfer.transfer_id)
             try:
                 transfer.reserve(made.aux)
-            except InvalidArgument as error:  # it is over, and what became of it is on its way
+            except InvalidArgumentError as error:  # it is over, and what became of it is on its way
                 log.debug("a grant ended as soon as it was there: %s", error)
                 made.filling.discard(transfer.transfer_id)
             except KvxferError as error:
@@ -395,7 +397,7 @@ class DestinationRooms:
             made.transfers.pop(transfer.transfer_id, None)
             try:
                 result = transfer.result()
-            except GrantRevoked as error:
+            except GrantRevokedError as error:
                 if self._closed is None:
                     asyncio.get_running_loop().call_later(REASON_S, self._fail_late, made, error)
                 else:
@@ -451,7 +453,7 @@ class DestinationRooms:
         made.error = error
         made.ended_s = time.monotonic()
         self._by_transfer.pop(made.transfer_id, None)
-        is_own = isinstance(error, (TransferCancelled, Closed))
+        is_own = isinstance(error, (TransferCancelledError, ClosedError))
         about = {"code": error.code, "room": made.number}
         log.log(logging.DEBUG if is_own else logging.WARNING, "a room failed: %s", error, extra=about)
         for leg in made.legs.values():

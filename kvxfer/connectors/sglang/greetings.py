@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from kvxfer.connectors.sglang.limits import Layout
 from kvxfer.connectors.sglang.shape import KvShape
-from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.protocol.introduction import Seal
 from kvxfer.types import CompatibilityRecord, TransferId, check_agent_id
 
@@ -46,7 +46,7 @@ class Register:
         if self.shape is not None:
             sizes = tuple(self.shape.page_bytes(index) for index in range(len(self.shape.layers)))
             if sizes != self.layout.kv_item_lens:
-                raise InvalidArgument("shape is not of the pages that kv_item_lens says")
+                raise InvalidArgumentError("shape is not of the pages that kv_item_lens says")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,14 +148,14 @@ def is_ours(frames: Sequence[bytes]) -> bool:
 
 def address_of(frames: Sequence[bytes]) -> tuple[str, int]:
     """Where its sender says that it hears answers: of a message that is not believed, the only thing. Raises
-    ProtocolViolation."""
+    ProtocolError."""
     try:
         host, _, port = frames[1].decode("ascii").rpartition(":")
         if not host or len(host) > 255 or not 0 < int(port) < 1 << 16:
             raise ValueError
         return host.strip("[]"), int(port)
     except (IndexError, ValueError):
-        raise ProtocolViolation("a message of another engine says nowhere where it is from") from None
+        raise ProtocolError("a message of another engine says nowhere where it is from") from None
 
 
 def decode(seal: Seal, frames: Sequence[bytes]) -> Greeting:
@@ -164,38 +164,38 @@ def decode(seal: Seal, frames: Sequence[bytes]) -> Greeting:
 
 
 def read(seal: Seal, frames: Sequence[bytes]) -> tuple[Greeting, Postmark]:
-    """Raises AuthenticationFailed for one that was sealed with another token, ProtocolViolation for anything else that
+    """Raises AuthenticationError for one that was sealed with another token, ProtocolError for anything else that
     :func:`encode` does not make."""
     if len(frames) != 3 or not is_ours(frames):
-        raise ProtocolViolation("a message of another engine has not three frames")
+        raise ProtocolError("a message of another engine has not three frames")
     try:
         sealed = frames[2].decode("ascii")
     except UnicodeDecodeError:
-        raise ProtocolViolation("a message of another engine is not sealed") from None
+        raise ProtocolError("a message of another engine is not sealed") from None
     try:
         values = json.loads(seal.open(sealed))
     except (ValueError, RecursionError):
-        raise ProtocolViolation("a message of another engine is not JSON") from None
+        raise ProtocolError("a message of another engine is not JSON") from None
     if not isinstance(values, dict) or values.get("v") != VERSION:
         version = values.get("v") if isinstance(values, dict) else None
-        raise ProtocolViolation(f"the other engine's kvxfer speaks version {version!r:.20} of this, not {VERSION}")
+        raise ProtocolError(f"the other engine's kvxfer speaks version {version!r:.20} of this, not {VERSION}")
     kind = _KINDS.get(str(values.get("kind")))
     if kind is None or values.get("from") != frames[1].decode("ascii", "replace"):
-        raise ProtocolViolation("a message of another engine is of no known kind, or from elsewhere")
+        raise ProtocolError("a message of another engine is of no known kind, or from elsewhere")
     fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     if set(values) != {"v", "kind", "from", "mark", *fields}:
-        raise ProtocolViolation(f"a message {kind.__name__} of another engine has other fields")
+        raise ProtocolError(f"a message {kind.__name__} of another engine has other fields")
     try:
         mark = _mark(values["mark"])
         made: Greeting = kind(**{name: _value(name, of, values[name]) for name, of in fields.items()})
-    except (InvalidArgument, RecursionError) as error:
-        raise ProtocolViolation(f"a message {kind.__name__} of another engine: {error}") from None
+    except (InvalidArgumentError, RecursionError) as error:
+        raise ProtocolError(f"a message {kind.__name__} of another engine: {error}") from None
     return made, mark
 
 
 def _mark(value: Any) -> Postmark:
     if not isinstance(value, list) or len(value) != 3:
-        raise InvalidArgument("mark is no postmark")
+        raise InvalidArgumentError("mark is no postmark")
     by, to = (_value("agent_id", "str", agent_id) if agent_id != "" else "" for agent_id in value[:2])
     return Postmark(by, to, _value("mark", "int", value[2]))
 
@@ -211,11 +211,11 @@ def _value(name: str, kind: str, value: Any) -> Any:
         return None if value is None else KvShape.from_json(json.dumps(value, separators=(",", ":")))
     if kind == "bool":
         if type(value) is not bool:
-            raise InvalidArgument(f"{name} is no truth value")
+            raise InvalidArgumentError(f"{name} is no truth value")
         return value
     if kind == "int":
         if type(value) is not int or not 0 <= value < 1 << 63:
-            raise InvalidArgument(f"{name} is no count")
+            raise InvalidArgumentError(f"{name} is no count")
         return value
     text = _text(name, value, CARD_MAX * 2 if name == "card" else TEXT_MAX)
     if name == "agent_id":
@@ -225,18 +225,18 @@ def _value(name: str, kind: str, value: Any) -> Any:
 
 def _text(name: str, value: Any, longest: int) -> str:
     if not isinstance(value, str) or len(value) > longest:
-        raise InvalidArgument(f"{name} is no text of at most {longest} characters")
+        raise InvalidArgumentError(f"{name} is no text of at most {longest} characters")
     return value
 
 
 def _check_shape(rank: int, shape: KvShape | None) -> None:
     if shape is not None and shape.tp_rank != rank % shape.tp_size:
-        raise InvalidArgument(f"shape is of rank {shape.tp_rank} of {shape.tp_size}, and the sender {rank}")
+        raise InvalidArgumentError(f"shape is of rank {shape.tp_rank} of {shape.tp_size}, and the sender {rank}")
 
 
 def _layout(value: Any) -> Layout:
     if not isinstance(value, dict) or set(value) != {field.name for field in dataclasses.fields(Layout)}:
-        raise InvalidArgument("layout has other fields")
+        raise InvalidArgumentError("layout has other fields")
     return Layout(
         kv_item_lens=_counts(value["kv_item_lens"]),
         aux_item_lens=_counts(value["aux_item_lens"]),
@@ -247,7 +247,7 @@ def _layout(value: Any) -> Layout:
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list) or len(value) > LIST_MAX:
-        raise InvalidArgument(f"layout has something that is no list of at most {LIST_MAX}")
+        raise InvalidArgumentError(f"layout has something that is no list of at most {LIST_MAX}")
     return value
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvxfer.connectors.sglang.shape import KvShape
-from kvxfer.errors import ConfigError, Incompatible, WeightsUnknown
+from kvxfer.errors import ConfigError, IncompatibleError, WeightsUnknownError
 from kvxfer.protocol.handshake import Mismatch
 from kvxfer.types import CompatibilityRecord
 
@@ -83,8 +83,8 @@ def check_components(names: Sequence[str], addresses: Sequence[Sequence[int]]) -
 
 def check_sizes(*, is_cut: bool, has_all_heads: bool, prefill: Any, decode_tp_size: int, decode_pp_size: int) -> None:
     """``prefill``: SGLang's PrefillServerInfo; ``is_cut``: it is known what our pages hold of the model;
-    ``has_all_heads``: each rank holds what every head needs. Raise Incompatible where its ranks cannot be paired with
-    ours."""
+    ``has_all_heads``: each rank holds what every head needs. Raise IncompatibleError where its ranks cannot be paired
+    with ours."""
     sizes = sorted((prefill.attn_tp_size, decode_tp_size))
     if not (is_cut or has_all_heads) and sizes[0] != sizes[1]:
         why = "it must be the same where it is not known how pages hold heads"
@@ -129,8 +129,8 @@ class Identity:
 
 
 def check_peer(ours: Identity, theirs: Identity) -> None:
-    """Raise Incompatible, naming each field that differs with both values, unless pages may move, as far as their
-    shapes allow (:func:`~.shape.common`); WeightsUnknown where only that is not known."""
+    """Raise IncompatibleError, naming each field that differs with both values, unless pages may move, as far as their
+    shapes allow (:func:`~.shape.common`); WeightsUnknownError where only that is not known."""
     names = [field.name for field in dataclasses.fields(CompatibilityRecord)]
     found = [Mismatch(name, getattr(ours.record, name), getattr(theirs.record, name)) for name in names]
     wrong = [mismatch for mismatch in found if mismatch.ours != mismatch.theirs or mismatch.is_unknown]
@@ -142,7 +142,7 @@ def check_peer(ours: Identity, theirs: Identity) -> None:
         if here != there and not (field.name == "kv_item_lens" and all(is_cut)):
             wrong.append(Mismatch(field.name, shortened(here), shortened(there)))
     if wrong:
-        kind = WeightsUnknown if all(mismatch.is_unknown for mismatch in wrong) else Incompatible
+        kind = WeightsUnknownError if all(mismatch.is_unknown for mismatch in wrong) else IncompatibleError
         raise kind("the engines do not match: " + "; ".join(map(str, wrong)), field=wrong[0].field)
 
 
@@ -157,5 +157,5 @@ def shortened(values: Sequence[Any]) -> str:
     return ", ".join(text if count == 1 else f"{count} x {text}" for count, text in runs)[:300]
 
 
-def _unequal(field: str, ours: object, theirs: object, why: str) -> Incompatible:
-    return Incompatible(f"the engines do not match: {field} is {ours} here and {theirs} there: {why}", field=field)
+def _unequal(field: str, ours: object, theirs: object, why: str) -> IncompatibleError:
+    return IncompatibleError(f"the engines do not match: {field} is {ours} here and {theirs} there: {why}", field=field)

@@ -1,7 +1,7 @@
 """What ranks of a prefill and a decode engine say to each other beside the transfers, as agents' notifications: JSON,
 one message each.
 
-The decoder is total: a message or ProtocolViolation. A message about a transfer that is not known, or is over, means
+The decoder is total: a message or ProtocolError. A message about a transfer that is not known, or is over, means
 nothing.
 """
 
@@ -11,7 +11,7 @@ import dataclasses
 import json
 from typing import Any, TypeAlias
 
-from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.types import TransferId
 
 COUNT_MAX = 1 << 31
@@ -103,9 +103,9 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 def encode(message: Message) -> bytes:
     """The message as the peer's :func:`decode` reads it; texts are cut to TEXT_MAX characters, but a card to none:
-    raises InvalidArgument for one of more than CARD_MAX."""
+    raises InvalidArgumentError for one of more than CARD_MAX."""
     if isinstance(message, Card) and len(message.card) > CARD_MAX:
-        raise InvalidArgument(f"a card of {len(message.card)} characters does not fit a message")
+        raise InvalidArgumentError(f"a card of {len(message.card)} characters does not fit a message")
     values: dict[str, Any] = {"kind": _NAMES[type(message)]}
     for field in dataclasses.fields(message):
         value = getattr(message, field.name)
@@ -114,16 +114,16 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """Raises ProtocolViolation for anything that :func:`encode` does not make."""
+    """Raises ProtocolError for anything that :func:`encode` does not make."""
     try:
         values = json.loads(payload)
     except (ValueError, RecursionError):
-        raise ProtocolViolation("a peer's message is not JSON") from None
+        raise ProtocolError("a peer's message is not JSON") from None
     name = values.pop("kind", None) if isinstance(values, dict) else None
     kind = _KINDS.get(name) if isinstance(name, str) else None
     names = set() if kind is None else {field.name for field in dataclasses.fields(kind)}
     if kind is None or set(values) != names:
-        raise ProtocolViolation("a peer's message is of no known kind, or has other fields")
+        raise ProtocolError("a peer's message is of no known kind, or has other fields")
     message: Message = kind(**{field: _value(field, value) for field, value in values.items()})
     return message
 
@@ -132,12 +132,12 @@ def _value(name: str, value: Any) -> Any:
     if name == "transfer_id":
         try:
             return TransferId.from_hex(value)
-        except InvalidArgument:
-            raise ProtocolViolation("a transfer id of a peer's message is not 32 hex digits") from None
+        except InvalidArgumentError:
+            raise ProtocolError("a transfer id of a peer's message is not 32 hex digits") from None
     if name in _TEXTS:
         if not isinstance(value, str) or len(value) > _TEXTS[name]:
-            raise ProtocolViolation(f"{name} of a peer's message is no short text")
+            raise ProtocolError(f"{name} of a peer's message is no short text")
         return value
     if type(value) is not int or not 0 <= value < COUNT_MAX:
-        raise ProtocolViolation(f"{name} of a peer's message is no count")
+        raise ProtocolError(f"{name} of a peer's message is no count")
     return value

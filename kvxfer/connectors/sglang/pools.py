@@ -13,7 +13,7 @@ from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
 from kvxfer.connectors.sglang.shape import KvShape, axes_of, packing_of
 from kvxfer.connectors.sglang.views import Cut, PageBook, Views, neutral
-from kvxfer.errors import ConfigError, Incompatible, InvalidArgument
+from kvxfer.errors import ConfigError, IncompatibleError, InvalidArgumentError
 from kvxfer.transport.base import SEGMENTS_MAX, Blocks, Region
 from kvxfer.types import CompatibilityRecord, MemoryKind, Segment
 
@@ -37,9 +37,9 @@ class Pools:
 
     def cut(self, peer: KvShape | None) -> Cut:
         """What the pages have in common with those of a peer; one without a shape must have pages like ours. Raises
-        Incompatible and as :meth:`Views.cut`."""
+        IncompatibleError and as :meth:`Views.cut`."""
         if self.views is None and peer is not None:
-            raise Incompatible("shape: this rank does not know what its pages hold of the model", field="shape")
+            raise IncompatibleError("shape: this rank does not know what its pages hold of the model", field="shape")
         return Cut(self.all[0]) if self.views is None or peer is None else self.views.cut(peer)
 
     def describe(self, record: CompatibilityRecord) -> None:
@@ -87,14 +87,17 @@ def register(agent: Agent, memory: EngineMemory, record: CompatibilityRecord, ch
 
 
 def rows_of(pool: Pool, rows: npt.ArrayLike | None) -> Blocks:
-    """Row numbers as the agent takes them; ``None`` is none. Raises InvalidArgument for what ``pool`` does not have."""
+    """Row numbers as the agent takes them; ``None`` is none. Raises InvalidArgumentError for what ``pool`` does not
+    have."""
     array = np.asarray(() if rows is None else rows)
     if array.size == 0:
         return NO_ROWS
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise InvalidArgument(f"rows must be a list of numbers, not of shape {array.shape} and {array.dtype}")
+        raise InvalidArgumentError(f"rows must be a list of numbers, not of shape {array.shape} and {array.dtype}")
     if array.min() < 0 or array.max() >= pool.block_count:
-        raise InvalidArgument(f"rows {array.min()} to {array.max()} are not all among the {pool.block_count} there are")
+        raise InvalidArgumentError(
+            f"rows {array.min()} to {array.max()} are not all among the {pool.block_count} there are"
+        )
     return np.ascontiguousarray(array, dtype=np.uint32)
 
 
@@ -133,5 +136,5 @@ def _register(
     ]
     try:
         return agent.register_pool(record, region, block_count=buffers.count, segments=segments, checks=checks)
-    except InvalidArgument as error:
+    except InvalidArgumentError as error:
         raise ConfigError(f"{what} cannot be registered: {error}") from None

@@ -17,7 +17,7 @@ from kvxfer.connectors.sglang.greetings import Abort, Card, Refused, Register, R
 from kvxfer.connectors.sglang.limits import Identity, check_peer
 from kvxfer.connectors.sglang.shape import KvShape, asking
 from kvxfer.connectors.sglang.source import Reader
-from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.errors import InvalidArgumentError, KvxferError
 
 log = logging.getLogger("kvxfer.sglang")
 
@@ -100,8 +100,8 @@ class PrefillSide:
             return room in self._open
 
     def open(self, room: int, traceparent: str | None = None) -> None:
-        """SGLang made a sender for it, of a request of that ``traceparent``. Raises InvalidArgument where the core has
-        the room already, Closed."""
+        """SGLang made a sender for it, of a request of that ``traceparent``. Raises InvalidArgumentError where the core
+        has the room already, ClosedError."""
         with self._lock:
             over = self._over.pop(room, None)
             self._core.sources.accept(room, traceparent)
@@ -213,7 +213,7 @@ class PrefillSide:
             for each in wanted:
                 if not each.is_dummy:
                     self._core.sources.reader(room, each.reader)
-        except (InvalidArgument, KvxferError) as error:
+        except (InvalidArgumentError, KvxferError) as error:
             self._engine.fail(room, f"{error.code}: {error}")
             return
         self._engine.ready(room, wanted)

@@ -14,7 +14,7 @@ from kvxfer.connectors.common.weights import PENDING
 from kvxfer.connectors.sglang.limits import LOCAL_FORMATS, load_formats, shortened
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.views import neutral
-from kvxfer.errors import ConfigError, InvalidArgument
+from kvxfer.errors import ConfigError, InvalidArgumentError
 from kvxfer.layout.tp_sharding import tp_heads
 from kvxfer.types import CompatibilityRecord
 
@@ -87,7 +87,7 @@ def shape_of(
         sizes = tuple(size // held for size in items)
         numbers, names = tuple(layer for layer, _ in kept), tuple(part for _, part in kept)
         return KvShape(numbers, names, sizes, tokens, rank, tp_size, heads)
-    except (InvalidArgument, ConfigError):
+    except (InvalidArgumentError, ConfigError):
         return None
 
 

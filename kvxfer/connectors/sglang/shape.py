@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvxfer.errors import ConfigError, Incompatible, InvalidArgument, ProtocolViolation
+from kvxfer.errors import ConfigError, IncompatibleError, InvalidArgumentError, ProtocolError
 from kvxfer.layout.kv_layout import Holding
 from kvxfer.layout.tp_sharding import choose_sources, tp_heads
 
@@ -71,7 +71,7 @@ class KvShape:
             raise ConfigError(f"tp_size: must be 1 to {NUMBER_MAX - 1}, not {self.tp_size}")
         try:
             tp_heads(self.total_heads, self.tp_size, self.tp_rank)
-        except InvalidArgument as error:
+        except InvalidArgumentError as error:
             raise ConfigError(str(error)) from None
 
     @functools.cached_property
@@ -99,26 +99,26 @@ class KvShape:
 
     @classmethod
     def from_json(cls, text: str) -> KvShape:
-        """Raises ProtocolViolation for anything that :meth:`to_json` does not make."""
+        """Raises ProtocolError for anything that :meth:`to_json` does not make."""
         names = {field.name: field for field in dataclasses.fields(cls)}
         try:
             values: Any = json.loads(text) if len(text) <= SHAPE_BYTES_MAX else None
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict) or set(values) != set(names):
-            raise ProtocolViolation("a peer's shape is no JSON of exactly the fields of one")
+            raise ProtocolError("a peer's shape is no JSON of exactly the fields of one")
         made: dict[str, Any] = {}
         for name, value in values.items():
             kind = str if name == "parts" else int
             is_list = str(names[name].type).startswith("tuple")
             items = value if is_list and isinstance(value, list) else [value]
             if is_list != isinstance(value, list) or not all(type(item) is kind for item in items):
-                raise ProtocolViolation(f"{name} of a peer's shape is of another kind")
+                raise ProtocolError(f"{name} of a peer's shape is of another kind")
             made[name] = tuple(value) if is_list else value
         try:
             return cls(**made)
         except ConfigError as error:
-            raise ProtocolViolation(f"a peer's shape makes no sense: {error}") from None
+            raise ProtocolError(f"a peer's shape makes no sense: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +138,8 @@ class Slice:
 
 
 def common(ours: KvShape, theirs: KvShape) -> Slice:
-    """What both hold; the same whichever side asks. Raises Incompatible naming the field: ``total_heads``, ``layers``
-    or ``heads`` (they have none in common), ``parts`` or ``head_bytes`` (they keep a layer differently)."""
+    """What both hold; the same whichever side asks. Raises IncompatibleError naming the field: ``total_heads``,
+    ``layers`` or ``heads`` (they have none in common), ``parts`` or ``head_bytes`` (they keep a layer differently)."""
     if ours.total_heads != theirs.total_heads:
         raise _differ("total_heads", ours.total_heads, theirs.total_heads)
     layers = sorted(set(ours.layers) & set(theirs.layers))
@@ -166,13 +166,13 @@ def choose(destination: KvShape, sources: Sequence[KvShape]) -> dict[int, Slice]
     """Of which of ``sources`` the destination takes what, by their place in the list: everything that it holds, once.
     Of replicas rank ``r`` takes the ``r``-th, round and round.
 
-    Raises Incompatible naming the field: where nobody has some layer or head, and as :func:`common`."""
+    Raises IncompatibleError naming the field: where nobody has some layer or head, and as :func:`common`."""
     holdings = {place: source.holding for place, source in enumerate(sources)}
     chosen: dict[int, Slice] = {}
     for share in choose_sources(destination.holding, holdings, destination_rank=destination.tp_rank):
         slice_ = common(destination, sources[share.source])
         if (share.layers, share.heads) != (slice_.layers, slice_.heads):
-            raise Incompatible(
+            raise IncompatibleError(
                 f"layers: source {share.source} would give more than its share: layers {spans(slice_.layers)} of heads "
                 f"{spans(slice_.heads)}, and layers {spans(share.layers)} of heads {spans(share.heads)} are its own",
                 field="layers",
@@ -216,5 +216,5 @@ def _parts_of(shape: KvShape, layer: int) -> str:
     return "+".join(sorted(part for held, part in shape.buffer_of if held == layer)) or "nothing"
 
 
-def _differ(field: str, ours: object, theirs: object, of: str = "") -> Incompatible:
-    return Incompatible(f"{field}{of}: {ours} here, {theirs} there", field=field)
+def _differ(field: str, ours: object, theirs: object, of: str = "") -> IncompatibleError:
+    return IncompatibleError(f"{field}{of}: {ours} here, {theirs} there", field=field)

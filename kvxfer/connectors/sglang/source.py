@@ -31,16 +31,16 @@ from kvxfer.connectors.sglang.source_room import COMMITTED, Moved, Reader, Sourc
 from kvxfer.connectors.sglang.views import Cut
 from kvxfer.connectors.sglang.watch import Leg
 from kvxfer.errors import (
-    Closed,
-    GrantExpired,
-    GrantGone,
-    GrantRevoked,
-    InvalidArgument,
+    ClosedError,
+    GrantExpiredError,
+    GrantGoneError,
+    GrantRevokedError,
+    InvalidArgumentError,
     KvxferError,
-    PeerGone,
-    ProtocolViolation,
-    Refused,
-    TransferCancelled,
+    PeerGoneError,
+    ProtocolError,
+    RefusedError,
+    TransferCancelledError,
     from_code,
 )
 from kvxfer.observe import OpenSpan
@@ -62,9 +62,9 @@ GIVEN_UP_MAX = 4096
 """Transfers remembered that readers gave up before it was known here which room is theirs."""
 
 _ENDED: dict[GrantState, type[KvxferError]] = {
-    GrantState.EXPIRED: GrantExpired,
-    GrantState.REVOKED: GrantRevoked,
-    GrantState.READER_GONE: PeerGone,
+    GrantState.EXPIRED: GrantExpiredError,
+    GrantState.REVOKED: GrantRevokedError,
+    GrantState.READER_GONE: PeerGoneError,
 }
 
 
@@ -113,13 +113,13 @@ class SourceRooms:
     # --- the engine ---
 
     def accept(self, room: int, traceparent: str | None = None) -> None:
-        """The engine here accepted that prompt, in a request of that ``traceparent``. Raises InvalidArgument where the
-        room is in use; Closed."""
+        """The engine here accepted that prompt, in a request of that ``traceparent``. Raises InvalidArgumentError where
+        the room is in use; ClosedError."""
         with self._lock:
             if self._closed is not None:
                 raise self._closed
             if room in self._rooms:
-                raise InvalidArgument(f"room {room} is in use: the request that had it before is not over here")
+                raise InvalidArgumentError(f"room {room} is in use: the request that had it before is not over here")
             self._ended.pop(room, None)
             made = self._early.pop(room, None) or SourceRoom(room, time.monotonic())
             self._rooms[room] = made
@@ -203,7 +203,7 @@ class SourceRooms:
         with self._lock:
             made = self._rooms.get(room)
             if made is not None and not made.is_over:
-                self._fail(made, TransferCancelled(why or "the request was aborted"), is_told=False)
+                self._fail(made, TransferCancelledError(why or "the request was aborted"), is_told=False)
 
     def clear(self, room: int) -> None:
         """Forget it, after :meth:`abort` where it is not over. Harmless again."""
@@ -260,7 +260,7 @@ class SourceRooms:
                 leg.is_done = True
                 self._look(made)
             else:
-                self._fail(made, ProtocolViolation("a reader says that it has everything, before it was given"))
+                self._fail(made, ProtocolError("a reader says that it has everything, before it was given"))
 
     def legs(self) -> list[Leg]:
         """Of rooms that are accepted and not over."""
@@ -289,7 +289,7 @@ class SourceRooms:
             for room in [room for room, made in self._early.items() if now_s - made.made_s >= self._early_s]:
                 self._drop_early(room)
 
-    def close(self, error: Closed) -> None:
+    def close(self, error: ClosedError) -> None:
         """The engine ends: every room fails, and none is accepted any more."""
         with self._lock:
             self._closed = error
@@ -315,11 +315,11 @@ class SourceRooms:
         if made.error is not None:
             return made.error
         if leg.transfer_id in self._by_transfer:
-            return Refused(f"room {room}: its transfer id is another's")
+            return RefusedError(f"room {room}: its transfer id is another's")
         if any((one.agent_id, one.rank) == (leg.agent_id, leg.rank) for one in made.legs):
-            return Refused(f"room {room} is in use: another request of {leg.agent_id} waits for it")
+            return RefusedError(f"room {room} is in use: another request of {leg.agent_id} waits for it")
         if made.is_sending or made.is_done:
-            return Refused(f"room {room} is in use: it is being sent to others")
+            return RefusedError(f"room {room} is in use: it is being sent to others")
         return None
 
     def _note_life(self, leg: SourceLeg) -> None:
@@ -355,9 +355,11 @@ class SourceRooms:
     ) -> list[Grant]:
         """Grants of all that is sent now to every reader, who is told. Raises KvxferError's kinds."""
         if made.is_all_sent:
-            raise InvalidArgument(f"room {made.number}: more is sent after its last")
+            raise InvalidArgumentError(f"room {made.number}: more is sent after its last")
         if len(states) > len(self._pools.all) - 1:
-            raise InvalidArgument(f"{len(states)} state components are sent, and {len(self._pools.all) - 1} registered")
+            raise InvalidArgumentError(
+                f"{len(states)} state components are sent, and {len(self._pools.all) - 1} registered"
+            )
         index = rows_of(self._pools.all[KV_POOL], pages)
         beside = [(pool, 0, rows_of(self._pools.all[pool], rows)) for pool, rows in enumerate(states, 1)]
         if self._pools.book is not None and made.legs:
@@ -375,7 +377,7 @@ class SourceRooms:
             if is_last:
                 row = rows_of(self._pools.aux, [] if aux_row is None else [aux_row])
                 if not len(row):
-                    raise InvalidArgument(f"room {made.number} has no auxiliary row")
+                    raise InvalidArgumentError(f"room {made.number} has no auxiliary row")
                 granted.append(self._grant(made, leg, END_PART, self._pools.aux, row))
                 self._say(leg.agent_id, End(leg.transfer_id, leg.parts))
         return granted
@@ -468,21 +470,22 @@ class SourceRooms:
 
 
 def _lead(reader: Reader, cut: Cut) -> int:
-    """Raises ProtocolViolation for one that is no part of a page of ours, or that a reader with such pages cannot
+    """Raises ProtocolError for one that is no part of a page of ours, or that a reader with such pages cannot
     have."""
     if not 0 <= reader.lead < (1 if cut.own_rows == cut.peer_rows else cut.own_rows):
-        raise ProtocolViolation(f"a reader has {reader.lead} tokens of the first page already: that cannot be")
+        raise ProtocolError(f"a reader has {reader.lead} tokens of the first page already: that cannot be")
     return reader.lead
 
 
 def _share(leg: SourceLeg, cut: Cut, first: int, pages: Blocks) -> tuple[int, Blocks]:
-    """Where in what the reader wants these pages are, and as which blocks. Raises InvalidArgument for more of them."""
+    """Where in what the reader wants these pages are, and as which blocks. Raises InvalidArgumentError for more of
+    them."""
     start = first * cut.own_rows - leg.lead
     at, rows = max(start, 0), cut.rows(pages)[max(-start, 0) :]
     surplus = max(at + len(rows) - leg.wanted, 0)
     if first < 0 or surplus >= (cut.own_rows if cut.own_rows != cut.peer_rows else 1):
         end, wanted = first + len(pages), leg.wanted / cut.own_rows
-        raise InvalidArgument(f"pages {first} to {end} are sent, and {leg.agent_id} wants {wanted:g}")
+        raise InvalidArgumentError(f"pages {first} to {end} are sent, and {leg.agent_id} wants {wanted:g}")
     return at, rows[: len(rows) - surplus]
 
 
@@ -492,5 +495,5 @@ def _announce(granted: list[Grant]) -> None:
     for grant in granted:
         try:
             grant.ready(grant.blocks, complete=True)
-        except GrantGone as error:
+        except GrantGoneError as error:
             log.debug("a grant ended before its pages were written: %s", error)

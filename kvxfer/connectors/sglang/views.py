@@ -33,7 +33,7 @@ import numpy.typing as npt
 from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.sglang.memory import Buffers
 from kvxfer.connectors.sglang.shape import KvShape, Slice, axes_of, common, packing_of
-from kvxfer.errors import BlocksBusy, InvalidArgument, LimitExceeded
+from kvxfer.errors import BlocksBusyError, InvalidArgumentError, LimitExceededError
 from kvxfer.transport.base import Blocks, Region
 from kvxfer.types import CompatibilityRecord, Segment
 
@@ -96,8 +96,8 @@ class Views:
         return len(self._views)
 
     def cut(self, peer: KvShape) -> Cut:
-        """What there is in common with that peer, registered. Raises Incompatible naming the field, LimitExceeded for
-        more than VIEWS_MAX, InvalidArgument for memory of too many tokens, Closed."""
+        """What there is in common with that peer, registered. Raises IncompatibleError naming the field,
+        LimitExceededError for more than VIEWS_MAX, InvalidArgumentError for memory of too many tokens, ClosedError."""
         slice_ = common(self.shape, peer)
         if slice_.is_whole:
             return Cut(self._pages)
@@ -105,7 +105,9 @@ class Views:
             pool = self._views.get(slice_)
             if pool is None:
                 if len(self._views) >= VIEWS_MAX:
-                    raise LimitExceeded(f"VIEWS_MAX={VIEWS_MAX} slices of these pages are shared with others already")
+                    raise LimitExceededError(
+                        f"VIEWS_MAX={VIEWS_MAX} slices of these pages are shared with others already"
+                    )
                 pool = self._views[slice_] = self._register(slice_)
         tokens = slice_.block_tokens
         return Cut(pool, self.shape.page_tokens // tokens, peer.page_tokens // tokens, True)
@@ -127,7 +129,7 @@ class Views:
             segments.append(Segment(at, stride, length))
         count = self._buffers.count * shape.page_tokens // tokens
         if count >= ROWS_MAX:
-            raise InvalidArgument(f"{count} tokens are more than a pool's blocks can be numbered")
+            raise InvalidArgumentError(f"{count} tokens are more than a pool's blocks can be numbered")
         record = self._record_of(slice_)
         return self._agent.register_pool(
             record, self._region, block_count=count, segments=segments, checks=self._checks
@@ -159,12 +161,13 @@ class PageBook:
         return not self._filled.any() and not self._given.any()
 
     def fill(self, pages: Blocks) -> None:
-        """They are one room's until :meth:`filled`. Raises BlocksBusy, InvalidArgument for a page named twice."""
+        """They are one room's until :meth:`filled`. Raises BlocksBusyError, InvalidArgumentError for a page named
+        twice."""
         with self._lock:
             self._check(self._filled, pages, "filled by another room")
             self._check(self._given, pages, "given by a room")
             if len(np.unique(pages)) != len(pages):
-                raise InvalidArgument("a page is named twice")
+                raise InvalidArgumentError("a page is named twice")
             self._filled[pages] = True
 
     def filled(self, pages: Blocks) -> None:
@@ -173,7 +176,7 @@ class PageBook:
             self._filled[pages] = False
 
     def give(self, pages: Blocks) -> None:
-        """They stay as they are until as many :meth:`given`. Raises BlocksBusy."""
+        """They stay as they are until as many :meth:`given`. Raises BlocksBusyError."""
         with self._lock:
             self._check(self._filled, pages, "filled by a room")
             np.add.at(self._given, pages, 1)
@@ -187,7 +190,7 @@ class PageBook:
     def _check(held: npt.NDArray[Any], pages: Blocks, how: str) -> None:
         busy = pages[held[pages] != 0]
         if len(busy):
-            raise BlocksBusy(f"page {busy[0]} is {how}")
+            raise BlocksBusyError(f"page {busy[0]} is {how}")
 
 
 def neutral(record: CompatibilityRecord, **changes: object) -> CompatibilityRecord:

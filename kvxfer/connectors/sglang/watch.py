@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from kvxfer.agent import Agent, Delivery
 from kvxfer.connectors.common.pauses import Pauses
 from kvxfer.connectors.sglang.messages import Alive, encode
-from kvxfer.errors import KvxferError, LimitExceeded, PeerGone
+from kvxfer.errors import KvxferError, LimitExceededError, PeerGoneError
 from kvxfer.types import AgentRef, TransferId
 
 log = logging.getLogger("kvxfer.sglang")
@@ -102,10 +102,10 @@ class Watch:
             leg.life = member.ref
         if leg.life is None:
             is_late = now_s - leg.began_s >= SILENT_S
-            return PeerGone(f"no agent {leg.agent_id!r} is known") if is_late else None
+            return PeerGoneError(f"no agent {leg.agent_id!r} is known") if is_late else None
         if member is None or member.ref != leg.life:
             now = "gone" if member is None else f"restarted: it is {member.ref} now"
-            return PeerGone(f"{leg.life} is {now}")
+            return PeerGoneError(f"{leg.life} is {now}")
         if leg.life not in seen:
             seen[leg.life] = self._ask(leg.life, now_s)
         return seen[leg.life]
@@ -117,22 +117,22 @@ class Watch:
         else:
             asked.down_s = now_s if asked.down_s is None else asked.down_s
             if now_s - asked.down_s >= LOST_S:
-                return PeerGone(f"{ref} cannot be reached")
+                return PeerGoneError(f"{ref} cannot be reached")
         if asked.answer is not None and asked.answer.done():
             error, asked.answer = asked.answer.result(), None
             if error is not None:
                 return error
         if asked.answer is not None:
             if now_s - asked.at_s >= SILENT_S:
-                return PeerGone(f"{ref} has said nothing for {SILENT_S:g} s")
+                return PeerGoneError(f"{ref} has said nothing for {SILENT_S:g} s")
         elif now_s - asked.at_s >= ASK_S:
             try:
                 delivery = self._agent.notify(ref.agent_id, encode(Alive()))
-            except LimitExceeded:
+            except LimitExceededError:
                 asked.full_s = now_s if asked.full_s is None else asked.full_s
                 if now_s - asked.full_s < 2 * SILENT_S:
                     return None
-                return PeerGone(f"{ref} has not had room for another message for {2 * SILENT_S:g} s")
+                return PeerGoneError(f"{ref} has not had room for another message for {2 * SILENT_S:g} s")
             asked.full_s = None
             asked.at_s, asked.answer = now_s, asyncio.ensure_future(_outcome(delivery))
         return None

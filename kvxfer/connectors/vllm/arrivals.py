@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from kvxfer.connectors.vllm.arrival_place import find_socket, make_socket
 from kvxfer.connectors.vllm.params import PrefillLeg, parse
-from kvxfer.errors import ConfigError, InvalidArgument
+from kvxfer.errors import ConfigError, InvalidArgumentError
 from kvxfer.types import TransferId, check_agent_id
 
 log = logging.getLogger("kvxfer.vllm")
@@ -58,7 +58,7 @@ def arrival_of(body: bytes | bytearray) -> tuple[str, TransferId] | None:
         if not isinstance(leg, PrefillLeg) or leg.transfer_id is None:
             return None
         return check_agent_id(params["source"]["agent_id"]), leg.transfer_id
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, InvalidArgument):
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, InvalidArgumentError):
         return None  # the server says what is wrong with it
 
 

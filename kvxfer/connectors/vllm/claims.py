@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from kvxfer.connectors.vllm.wire import Claim, Claimed
-from kvxfer.errors import DeadlineExceeded, KvxferError, from_code
+from kvxfer.errors import DeadlineExceededError, KvxferError, from_code
 from kvxfer.types import TransferId
 
 
@@ -24,7 +24,8 @@ class Claims:
 
     async def win(self, transfer_id: TransferId, source: str, ask: Callable[[Claim], Awaitable[object]]) -> None:
         """Return once the agent ``source`` says that this engine is the one reader. ``ask`` sends it a message. Raises
-        the error that it was refused with (Refused: another engine's), DeadlineExceeded, and what ``ask`` raises."""
+        the error that it was refused with (RefusedError: another engine's), DeadlineExceededError, and what ``ask``
+        raises."""
         answer: asyncio.Future[Claimed] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault((transfer_id, source), [])
         waiting.append(answer)
@@ -33,7 +34,7 @@ class Claims:
                 await ask(Claim(transfer_id, self._rank, is_early=True))
                 claimed = await answer
         except TimeoutError:
-            raise DeadlineExceeded(f"agent {source!r} did not say for {self._timeout_s:g} s whose it is") from None
+            raise DeadlineExceededError(f"agent {source!r} did not say for {self._timeout_s:g} s whose it is") from None
         finally:
             waiting.remove(answer)
             if not waiting and self._waiting.get((transfer_id, source)) is waiting:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from kvxfer.connectors.vllm.accepted import AWAITED_MAX, Accepted
 from kvxfer.connectors.vllm.wire import Ask, Claim, Claimed, Refuse, Release
-from kvxfer.errors import GrantUnknown, KvxferError, Overloaded, Refused
+from kvxfer.errors import GrantUnknownError, KvxferError, OverloadedError, RefusedError
 from kvxfer.types import TransferId
 
 EARLY_MAX = 1024
@@ -28,19 +28,19 @@ def refusal(ask: Question, error: KvxferError) -> Refusal:
     return Refuse(ask.transfer_id, ask.attempt, error.code, str(error))
 
 
-def unknown() -> GrantUnknown:
+def unknown() -> GrantUnknownError:
     """Of a prompt that will not come."""
-    return GrantUnknown("this engine never heard of that prompt")
+    return GrantUnknownError("this engine never heard of that prompt")
 
 
-def another() -> Refused:
+def another() -> RefusedError:
     """Of a prompt of some other reader."""
-    return Refused("that prompt is promised to another engine")
+    return RefusedError("that prompt is promised to another engine")
 
 
-def crowded() -> Overloaded:
+def crowded() -> OverloadedError:
     """Of a prompt that so many others wait for that there is no room for one more question."""
-    return Overloaded(
+    return OverloadedError(
         f"this engine keeps at most AWAITED_MAX={AWAITED_MAX} questions for prompts that it has not begun"
     )
 

@@ -39,15 +39,15 @@ from kvxfer.connectors.vllm.wire import (
     encode,
 )
 from kvxfer.errors import (
-    DeadlineExceeded,
-    GrantGone,
-    GrantRevoked,
-    InvalidArgument,
+    DeadlineExceededError,
+    GrantGoneError,
+    GrantRevokedError,
+    InvalidArgumentError,
     KvxferError,
-    PeerGone,
-    ProtocolViolation,
-    Refused,
-    TransferCancelled,
+    PeerGoneError,
+    ProtocolError,
+    RefusedError,
+    TransferCancelledError,
     from_code,
 )
 from kvxfer.types import AgentRef, Member, TransferId
@@ -184,13 +184,13 @@ class Loads:
         if not fetch.is_adopted:
             self._kept.pop(fetch.order.request_id, None)
             fetch.end_span(report)
-            with contextlib.suppress(PeerGone):
+            with contextlib.suppress(PeerGoneError):
                 self._meet(fetch.order, fetch.source_rank)
 
     def cancel(self, request_id: str) -> None:
         """Nobody waits for it any more; it still ends with a call of ``on_done``."""
         for fetch in self._fetches.get(request_id, ()):
-            fetch.end(TransferCancelled("the request was aborted"))
+            fetch.end(TransferCancelledError("the request was aborted"))
 
     def release(self, remote: Remote) -> None:
         """It will not be fetched."""
@@ -213,7 +213,7 @@ class Loads:
     async def close(self) -> None:
         """End everything."""
         for fetch in itertools.chain(*self._fetches.values()):
-            fetch.end(TransferCancelled("the engine stops"))
+            fetch.end(TransferCancelledError("the engine stops"))
         for watch in self._watched.values():
             watch.cancel()
         await self._claims.close()
@@ -264,10 +264,10 @@ class Loads:
             fetch.task = asyncio.create_task(self._fetch(fetch))
             self._watch(fetch.source)
             await asyncio.wait({fetch.task}, timeout=self._options.load_deadline_s)
-            fetch.end(DeadlineExceeded(f"load_deadline_s {self._options.load_deadline_s:g} passed"))
+            fetch.end(DeadlineExceededError(f"load_deadline_s {self._options.load_deadline_s:g} passed"))
             outcome = await fetch.task
         except asyncio.CancelledError:
-            outcome = fetch.why or TransferCancelled("the engine stops")
+            outcome = fetch.why or TransferCancelledError("the engine stops")
         except KvxferError as failure:
             outcome = failure
         except Exception as failure:
@@ -287,7 +287,7 @@ class Loads:
                 for transfer in fetch.transfers:
                     await transfer
                 return None
-            except (GrantGone, Refused) as error:
+            except (GrantGoneError, RefusedError) as error:
                 await self._direct_failed(fetch, error)
                 is_early = False
         first = self._ranks_read(self._rank, len(order.sources)).start
@@ -307,14 +307,14 @@ class Loads:
             try:
                 await self._pull(fetch, landing, DIRECT, 0, len(landing.blocks))
                 return landing
-            except (GrantGone, Refused) as error:
+            except (GrantGoneError, RefusedError) as error:
                 await self._direct_failed(fetch, error)
                 is_early = False
         while True:
             try:
                 await self._ask(fetch, landing, is_early=is_early)
                 return landing
-            except GrantRevoked as error:
+            except GrantRevokedError as error:
                 if fetch.attempt + 1 == ASKS_MAX:
                     raise
                 log.debug("what was promised was taken back, asking again: %s", error)
@@ -328,8 +328,8 @@ class Loads:
         fetch.transfers.clear()
 
     async def _ask(self, fetch: Fetch, landing: Landing, *, is_early: bool) -> None:
-        """Ask for the prompt and pull its parts. Raises GrantRevoked where the source took them back: it may compute
-        them again."""
+        """Ask for the prompt and pull its parts. Raises GrantRevokedError where the source took them back: it may
+        compute them again."""
         order = fetch.order
         ask = Ask(order.transfer_id, self._rank, fetch.attempt, fetch.readers, landing.first, is_early)
         await self.notify(fetch.source, ask)
@@ -343,7 +343,7 @@ class Loads:
                 if isinstance(message, Refuse):
                     raise from_code(message.code, f"the source will not send it: {message.text}")
                 if message.first != covered or not 0 < message.count <= end - covered or message.total != end:
-                    raise ProtocolViolation(f"the source sends {message}, and blocks {covered} to {end} are wanted")
+                    raise ProtocolError(f"the source sends {message}, and blocks {covered} to {end} are wanted")
                 covered += message.count
                 fetch.is_all_announced = covered == end
                 pull = self._pull(fetch, landing, message.part, message.first - landing.first, message.count)
@@ -389,20 +389,21 @@ class Loads:
     # --- sources ---
 
     async def _find(self, order: Load, source_rank: int) -> Member:
-        """The life of that source which has the prompt, as far as it is known which. Raises PeerGone."""
+        """The life of that source which has the prompt, as far as it is known which. Raises PeerGoneError."""
         life = order.lives[source_rank] if order.lives else None
         self._meet(order, source_rank)
         return await self._agent.wait_member(order.sources[source_rank], timeout_s=SILENT_S, incarnation=life)
 
     def _meet(self, order: Load | Remote, source_rank: int) -> None:
-        """Know that source by its card, where this engine goes by cards and the request has one. Raises PeerGone."""
+        """Know that source by its card, where this engine goes by cards and the request has one. Raises
+        PeerGoneError."""
         if self._options.introductions and order.cards:
             life = order.lives[source_rank] if order.lives else None
             self._agent.meet(order.cards[source_rank], order.sources[source_rank], incarnation=life)
 
     def _meet_all(self, remote: Remote) -> None:
         for source_rank in self._ranks_read(self._rank, len(remote.sources)):
-            with contextlib.suppress(PeerGone):  # then it is not told
+            with contextlib.suppress(PeerGoneError):  # then it is not told
                 self._meet(remote, source_rank)
 
     def _ranks_read(self, rank: int, count: int) -> range:
@@ -452,7 +453,9 @@ class Loads:
                     told = await self.notify(source, *(Keep(tuple(some)) for some in _batches(wanted)))
                     for fetch in fetches:
                         if fetch.life not in (None, told):
-                            fetch.end(PeerGone(f"agent {source!r} was restarted: it is {told} now, not {fetch.life}"))
+                            fetch.end(
+                                PeerGoneError(f"agent {source!r} was restarted: it is {told} now, not {fetch.life}")
+                            )
                 except KvxferError as error:
                     for fetch in fetches:
                         fetch.end(error)
@@ -461,8 +464,8 @@ class Loads:
             del self._watched[source]
 
     async def notify(self, agent_id: str, *messages: Message) -> AgentRef:
-        """Say that to an agent, and return the life that took it. Raises PeerGone where none did in time,
-        CoordinatorUnavailable."""
+        """Say that to an agent, and return the life that took it. Raises PeerGoneError where none did in time,
+        CoordinatorUnavailableError."""
         member = await self._agent.wait_member(agent_id, timeout_s=SILENT_S)
         deliveries = [self._agent.notify(agent_id, encode(message)) for message in messages]
         try:
@@ -470,7 +473,7 @@ class Loads:
                 for delivery in deliveries:
                     await delivery
         except TimeoutError:
-            raise PeerGone(f"agent {agent_id!r} took no message for {SILENT_S:g} s") from None
+            raise PeerGoneError(f"agent {agent_id!r} took no message for {SILENT_S:g} s") from None
         return member.ref
 
     def _send(self, agent_id: str, message: Message) -> None:
@@ -483,8 +486,8 @@ class Loads:
         task.add_done_callback(self._tasks.discard)
 
 
-def _taken() -> InvalidArgument:
-    return InvalidArgument("another request under this transfer id is being fetched, or cancelled")
+def _taken() -> InvalidArgumentError:
+    return InvalidArgumentError("another request under this transfer id is being fetched, or cancelled")
 
 
 def _batches(wanted: list[TransferId]) -> Iterable[list[TransferId]]:

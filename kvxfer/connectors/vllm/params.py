@@ -3,7 +3,7 @@ them.
 
 A prefill leg says ``do_remote_decode``; a decode leg says ``do_remote_prefill`` and whose blocks it wants: what the
 prefill leg was answered, or (both legs at once) the router's ``source``. Decides what makes sense; never raises
-anything but InvalidArgument, because what it reads came from a client.
+anything but InvalidArgumentError, because what it reads came from a client.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.connectors.common.ids import rank_agent
-from kvxfer.errors import BY_CODE, InvalidArgument
+from kvxfer.errors import BY_CODE, InvalidArgumentError
 from kvxfer.observe import is_traceparent
 from kvxfer.protocol.introduction import TEXT_MAX
 from kvxfer.types import Incarnation, TransferId, check_agent_id
@@ -66,7 +66,8 @@ class Declined:
 
 
 def parse(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | Declined | None:
-    """What a request is for; ``None`` for one that has nothing to do with another engine. Raises InvalidArgument."""
+    """What a request is for; ``None`` for one that has nothing to do with another engine. Raises
+    InvalidArgumentError."""
     if not params:
         return None
     if params.get("do_remote_prefill"):
@@ -149,16 +150,18 @@ def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
         base, ranks = _end("source", params.get("source"))
         return DecodeLeg(transfer_id, tuple(rank_agent(base, rank) for rank in range(ranks)), None, timeout_s=timeout_s)
     if not isinstance(answered, dict) or answered.get("version") != VERSION:
-        raise InvalidArgument(f"kvxfer.version must be {VERSION}: prefill and decode run different versions of kvxfer")
+        raise InvalidArgumentError(
+            f"kvxfer.version must be {VERSION}: prefill and decode run different versions of kvxfer"
+        )
     agents, tokens = answered.get("agents"), answered.get("tokens")
     if not isinstance(agents, list) or not 1 <= len(agents) <= RANKS_MAX:
-        raise InvalidArgument("kvxfer.agents must name the agents of the prefill engine")
+        raise InvalidArgumentError("kvxfer.agents must name the agents of the prefill engine")
     if type(tokens) is not int or tokens < 0:
-        raise InvalidArgument("kvxfer.tokens must be a count")
+        raise InvalidArgumentError("kvxfer.tokens must be a count")
     names = tuple(check_agent_id(agent) for agent in agents)
     lives, cards = (_for_each(agents, answered, name) for name in ("lives", "cards"))
     if len(cards) > CARDS_MAX:
-        raise InvalidArgument(f"kvxfer.cards must be at most {CARDS_MAX}")
+        raise InvalidArgumentError(f"kvxfer.cards must be at most {CARDS_MAX}")
     return DecodeLeg(transfer_id, names, tokens, tuple(map(_life, lives)), tuple(map(_card, cards)))
 
 
@@ -166,34 +169,34 @@ def _timeout(value: Any) -> float | None:
     if value is None:
         return None
     if type(value) not in (int, float) or not 0 < value <= TIMEOUT_S_MAX:
-        raise InvalidArgument(f"timeout_s must be a number above 0, and at most {TIMEOUT_S_MAX:g}")
+        raise InvalidArgumentError(f"timeout_s must be a number above 0, and at most {TIMEOUT_S_MAX:g}")
     return float(value)
 
 
 def _for_each(agents: list[Any], answered: Mapping[str, Any], name: str) -> list[Any]:
     values = answered.get(name, [])
     if not isinstance(values, list) or len(values) not in (0, len(agents)):
-        raise InvalidArgument(f"kvxfer.{name} must have one for each of kvxfer.agents")
+        raise InvalidArgumentError(f"kvxfer.{name} must have one for each of kvxfer.agents")
     return values
 
 
 def _card(text: Any) -> str:
     if not isinstance(text, str) or len(text) > TEXT_MAX:
-        raise InvalidArgument(f"a card of kvxfer.cards must be a text of at most {TEXT_MAX} characters")
+        raise InvalidArgumentError(f"a card of kvxfer.cards must be a text of at most {TEXT_MAX} characters")
     return text
 
 
 def _life(text: Any) -> Incarnation:
     found = _LIFE.fullmatch(text) if isinstance(text, str) else None
     if found is None:
-        raise InvalidArgument("a life of kvxfer.lives must be a number, a point and 32 hex digits")
+        raise InvalidArgumentError("a life of kvxfer.lives must be a number, a point and 32 hex digits")
     return Incarnation(int(found[1]), bytes.fromhex(found[2]))
 
 
 def _end(name: str, end: Any) -> tuple[str, int]:
     if not isinstance(end, dict):
-        raise InvalidArgument(f"{name} must be an object with agent_id and ranks")
+        raise InvalidArgumentError(f"{name} must be an object with agent_id and ranks")
     ranks = end.get("ranks", 1)
     if type(ranks) is not int or not 1 <= ranks <= RANKS_MAX:
-        raise InvalidArgument(f"{name}.ranks must be 1 to {RANKS_MAX}")
+        raise InvalidArgumentError(f"{name}.ranks must be 1 to {RANKS_MAX}")
     return check_agent_id(end.get("agent_id", "")), ranks

@@ -12,16 +12,16 @@ from kvxfer.connectors.common.ids import part_id
 from kvxfer.connectors.vllm.fences import Act
 from kvxfer.connectors.vllm.hold import Hold
 from kvxfer.connectors.vllm.pages import Store
-from kvxfer.errors import GrantExpired, GrantGone, GrantRevoked, KvxferError, PeerGone
+from kvxfer.errors import GrantExpiredError, GrantGoneError, GrantRevokedError, KvxferError, PeerGoneError
 from kvxfer.observe import OpenSpan
 from kvxfer.types import GrantState
 
 log = logging.getLogger("kvxfer.vllm")
 
 _CODES = {
-    GrantState.EXPIRED: GrantExpired.code,
-    GrantState.REVOKED: GrantRevoked.code,
-    GrantState.READER_GONE: PeerGone.code,
+    GrantState.EXPIRED: GrantExpiredError.code,
+    GrantState.REVOKED: GrantRevokedError.code,
+    GrantState.READER_GONE: PeerGoneError.code,
 }
 
 
@@ -35,7 +35,7 @@ class PartGrant:
     count: int
 
     def announce(self, layers: int) -> None:
-        """So many of the model's layers are written. Raises GrantGone's kinds."""
+        """So many of the model's layers are written. Raises GrantGoneError's kinds."""
         own = min(layers - self.first_layer, self.layers)
         if own > 0:
             self.grant.ready(own * self.count, layers=own, complete=own == self.layers)
@@ -48,7 +48,7 @@ def announce(parts: list[PartGrant], layers: int) -> None:
         try:
             part.announce(layers)
             alive.append(part)
-        except GrantGone as error:
+        except GrantGoneError as error:
             log.debug("a part ended while it was computed: %s", error)
     parts[:] = alive
 

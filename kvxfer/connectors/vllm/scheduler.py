@@ -45,7 +45,7 @@ from kvxfer.connectors.vllm.steps import (
     StepOrders,
     Wait,
 )
-from kvxfer.errors import GrantRevoked, InvalidArgument, WeightsUnknown
+from kvxfer.errors import GrantRevokedError, InvalidArgumentError, WeightsUnknownError
 from kvxfer.types import Incarnation, TransferId, why_unknown
 
 log = logging.getLogger("kvxfer.vllm")
@@ -196,8 +196,8 @@ class SchedulerHalf:
             return False, None
         self._look_again(prefill)
         if prefill.why_unknown is not None:
-            self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknown.code)
-            return False, declined(prefill.transfer_id, WeightsUnknown.code, prefill.why_unknown)
+            self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknownError.code)
+            return False, declined(prefill.transfer_id, WeightsUnknownError.code, prefill.why_unknown)
         is_computed = request.status.name in COMPUTED and len(block_ids) >= prefill.total > 0
         if not is_computed:
             self._close(prefill, "the request ended before its prompt was computed", will_resume=False)
@@ -222,7 +222,7 @@ class SchedulerHalf:
             if prefill.is_open:
                 self._look_again(prefill)
             if prefill.is_open and prefill.why_unknown is not None:
-                self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknown.code)
+                self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknownError.code)
             elif prefill.is_open and (request_id in resumed or prefill.request.status.name == "PREEMPTED"):
                 self._close(prefill, "the source needed the blocks for older requests", will_resume=True)
         for new in output.scheduled_new_reqs:
@@ -291,7 +291,7 @@ class SchedulerHalf:
             if decode is None or not decode.is_waiting:
                 continue
             decode.is_known = standing.is_known
-            if standing.is_over and standing.code and self._will_fail and standing.code != WeightsUnknown.code:
+            if standing.is_over and standing.code and self._will_fail and standing.code != WeightsUnknownError.code:
                 decode.failure, decode.is_waiting = standing, False
                 self._releases.append(remote(decode))
             elif standing.is_over and standing.code:
@@ -335,7 +335,7 @@ class SchedulerHalf:
             return
         try:
             leg = parse(request.kv_transfer_params)
-        except InvalidArgument as error:
+        except InvalidArgumentError as error:
             log.warning("kv_transfer_params: %s; the prompt is computed here", error, extra={"request_id": request_id})
             self._senseless.add(request_id)
             return
@@ -398,7 +398,7 @@ class SchedulerHalf:
         if prefill.why_unknown is None:
             self._accepts.append(Accept(prefill.request.request_id, prefill.transfer_id))
         else:
-            self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknown.code)
+            self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknownError.code)
 
     def _take_back(self, has_forward: bool) -> Revoke | None:
         """A prompt that is kept for another engine, where something has no room."""
@@ -455,7 +455,7 @@ class SchedulerHalf:
             chunks.append(Chunk(request_id, tuple(prefill.table[prefill.blocks : done])))
             prefill.blocks = done
 
-    def _close(self, prefill: Prefill, reason: str, *, will_resume: bool, code: str = GrantRevoked.code) -> None:
+    def _close(self, prefill: Prefill, reason: str, *, will_resume: bool, code: str = GrantRevokedError.code) -> None:
         prefill.is_open = False
         if prefill.reader is not None or prefill.is_accepted:  # it may be asking already
             self._closes.append(Close(prefill.request.request_id, prefill.transfer_id, reason, will_resume, code))
@@ -485,7 +485,7 @@ class SchedulerHalf:
 
     def _decline(self, decode: Decode, why: str) -> None:
         """Compute its prompt here, and say why."""
-        self._give_up(decode, WeightsUnknown.code, why)
+        self._give_up(decode, WeightsUnknownError.code, why)
 
     def _give_up(self, decode: Decode, code: str, text: str, seconds: float = 0.0) -> None:
         self._release(decode)

@@ -48,13 +48,13 @@ from kvxfer.connectors.vllm.wire import (
     encode,
 )
 from kvxfer.errors import (
-    GrantExpired,
-    GrantReleased,
-    GrantRevoked,
-    GrantUnknown,
+    GrantExpiredError,
+    GrantReleasedError,
+    GrantRevokedError,
+    GrantUnknownError,
     KvxferError,
-    Overloaded,
-    PeerGone,
+    OverloadedError,
+    PeerGoneError,
     from_code,
 )
 from kvxfer.types import GrantState, TransferId
@@ -163,7 +163,7 @@ class Source:
         self._announcing.drop()
         with self._lock:
             for hold in list(self._writing):
-                self._end(hold, GrantRevoked("the forward that should have computed it failed"))
+                self._end(hold, GrantRevokedError("the forward that should have computed it failed"))
 
     def step_over(self) -> None:
         """The engine has come to the end of its step."""
@@ -207,7 +207,7 @@ class Source:
         self._after(functools.partial(self._settle, [(hold, hold.total)]))
         hold.until_s = now_s + self._options.hold_ttl_s
         if hold.is_released:
-            self._free(hold, GrantReleased("the reader gave it back"))
+            self._free(hold, GrantReleasedError("the reader gave it back"))
 
     def _grant_directly(self, hold: Hold) -> None:
         """The whole prompt, to its reader, or to the first that comes: one that waits for it already is the first."""
@@ -244,7 +244,7 @@ class Source:
     def _take_back(self, order: Revoke) -> None:
         hold = self._holds.get(order.request_id)
         if hold is not None and hold.until_s is not None:
-            self._free(hold, GrantRevoked(order.reason))
+            self._free(hold, GrantRevokedError(order.reason))
 
     def _life_end_s(self) -> float:
         return time.monotonic() + self._options.hold_life_max_s
@@ -254,7 +254,7 @@ class Source:
         previous = self._by_transfer.get(hold.transfer_id)
         if previous is not None:
             end = self._end if previous.until_s is None else self._free
-            end(previous, GrantRevoked("another request came with the same transfer id"))
+            end(previous, GrantRevokedError("another request came with the same transfer id"))
         self._ended.forget(hold.transfer_id)
         self._holds[hold.request_id] = hold
         self._by_transfer[hold.transfer_id] = hold
@@ -303,7 +303,7 @@ class Source:
             for agent_id, ask in self._early.expire(now_s):
                 self._send(agent_id, refusal(ask, unknown()))
             for agent_id, transfer_id in self._accepted.sweep(now_s):
-                self._send(agent_id, Begun(transfer_id, GrantUnknown.code, str(unknown())))
+                self._send(agent_id, Begun(transfer_id, GrantUnknownError.code, str(unknown())))
 
     def _look_at(self, hold: Hold, now_s: float, known: set[str]) -> None:
         self._tell_read(hold)
@@ -324,7 +324,7 @@ class Source:
         if now_s >= (hold.life_end_s if is_read else hold.until_s):
             self.expired += 1
             log.warning("a prompt was not fetched in time", extra={"request_id": hold.request_id})
-            self._free(hold, GrantExpired("it was not fetched in time"))
+            self._free(hold, GrantExpiredError("it was not fetched in time"))
 
     def arrival(self, transfer_id: TransferId, is_here: bool) -> None:
         """The API server has got that prompt, or is through with it."""
@@ -344,7 +344,7 @@ class Source:
         waiting = [one for one in message.transfer_ids if not self._awaited(agent_id, one)]
         kept = [one for one in waiting if self._accepted.ask(agent_id, one, now_s)]
         for transfer_id in set(waiting).difference(kept):
-            self._send(agent_id, Begun(transfer_id, Overloaded.code, str(crowded())))
+            self._send(agent_id, Begun(transfer_id, OverloadedError.code, str(crowded())))
         is_computing = any(hold.until_s is None for hold in self._holds.values())
         for answer in self._accepted.answer(kept, now_s, is_computing=is_computing):
             self._send(agent_id, answer)
@@ -371,10 +371,10 @@ class Source:
         ended, reader = self._ended.find(ask.transfer_id)
         if ended is None and ask.is_early and self._early.ask(agent_id, ask, time.monotonic()):
             return
-        if isinstance(ask, Claim) and isinstance(ended, GrantReleased) and reader == engine_of(agent_id, ask.rank):
+        if isinstance(ask, Claim) and isinstance(ended, GrantReleasedError) and reader == engine_of(agent_id, ask.rank):
             self._send(agent_id, Claimed(ask.transfer_id, "", ""))  # its first rank was quicker, and has what it needs
             return
-        self._send(agent_id, refusal(ask, ended or GrantUnknown("this engine has no such prompt")))
+        self._send(agent_id, refusal(ask, ended or GrantUnknownError("this engine has no such prompt")))
 
     def _join(self, hold: Hold, ask: Question, agent_id: str) -> None:
         if not hold.is_reader(engine_of(agent_id, ask.rank), self._rank):
@@ -387,7 +387,7 @@ class Source:
         if known is not None and known.ask.attempt >= ask.attempt:
             return
         if ask.rank in hold.released:
-            self._send(agent_id, refusal(ask, GrantReleased("it was taken for gone, or gave this back")))
+            self._send(agent_id, refusal(ask, GrantReleasedError("it was taken for gone, or gave this back")))
             return
         hold.hear(agent_id, time.monotonic())
         hold.readers_expected = max(1, ask.readers)
@@ -408,12 +408,12 @@ class Source:
         hold.released.add(release.rank)
         hold.readers.pop(release.rank, None)
         if hold.is_released and hold.until_s is not None:
-            self._free(hold, GrantReleased("the reader gave it back"))
+            self._free(hold, GrantReleasedError("the reader gave it back"))
 
     def _reader_gone(self, hold: Hold, why: str) -> None:
         log.warning("the reader of a prompt %s", why, extra={"request_id": hold.request_id})
         if hold.until_s is not None:
-            self._free(hold, PeerGone(f"the reader {why}"))
+            self._free(hold, PeerGoneError(f"the reader {why}"))
             return
         self._revoke(hold, _ELSEWHERE)
         hold.readers.clear()
@@ -443,7 +443,7 @@ class Source:
         blocks = hold.blocks[first : first + count]
         granted = self._grant(hold, reader.agent_id, reader.ask.rank, reader.parts, blocks)
         if not granted:
-            error = GrantRevoked("the source could not grant the blocks")
+            error = GrantRevokedError("the source could not grant the blocks")
             self._send(reader.agent_id, refusal(reader.ask, error))
             return []
         reader.sent = first + count
@@ -481,12 +481,12 @@ class Source:
         self._on_freed(hold.request_id)
 
     def _end(self, hold: Hold, how: KvxferError) -> None:
-        self._revoke(hold, str(how) if isinstance(how, GrantRevoked) else _ELSEWHERE)
+        self._revoke(hold, str(how) if isinstance(how, GrantRevokedError) else _ELSEWHERE)
         self._holds.pop(hold.request_id, None)
         if self._by_transfer.get(hold.transfer_id) is hold:
             del self._by_transfer[hold.transfer_id]
         self._writing = [other for other in self._writing if other is not hold]
-        hold.span.end(None if isinstance(how, GrantReleased) else how.code)
+        hold.span.end(None if isinstance(how, GrantReleasedError) else how.code)
         self._ended.remember(hold.transfer_id, how, hold.find_reader(self._rank))
         for reader in hold.readers.values():
             self._send(reader.agent_id, refusal(reader.ask, how))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.common.ids import blocks_for
 from kvxfer.connectors.vllm.pages import Store
-from kvxfer.errors import LimitExceeded
+from kvxfer.errors import LimitExceededError
 from kvxfer.layout.convertible import is_convertible
 from kvxfer.layout.kv_layout import KvLayout, KvPart
 from kvxfer.layout.plan import plan_transfer
@@ -84,7 +84,8 @@ class Staging:
         """Where ``blocks`` of a prompt of ``tokens`` tokens, from our ``first``-th on, land when they come from
         ``source``. Leave it when nothing can land any more.
 
-        Raises Incompatible, naming the fields that differ; LimitExceeded where staging has no room for so much.
+        Raises IncompatibleError, naming the fields that differ; LimitExceededError where staging has no room for so
+        much.
         """
         theirs = nearest(self._pools[0].published, source)
         if not compare(self._pools[0].published, theirs):
@@ -98,10 +99,10 @@ class Staging:
         layers = self._stores[0].layers
         size = layers * count * theirs.block_bytes
         if size > self._bytes_max:
-            raise LimitExceeded(f"the prompt takes {size} bytes of staging_bytes {self._bytes_max}")
+            raise LimitExceededError(f"the prompt takes {size} bytes of staging_bytes {self._bytes_max}")
         async with self._room:
             if cut.reads_several and self._bytes + size > self._bytes_max:  # to wait holding some would be for ever
-                raise LimitExceeded("staging_bytes are in use, and a load of several sources does not wait")
+                raise LimitExceededError("staging_bytes are in use, and a load of several sources does not wait")
             await self._room.wait_for(lambda: self._bytes + size <= self._bytes_max)
             self._bytes += size
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvxfer.connectors.vllm.loaded import AdapterLoad
-from kvxfer.errors import GrantRevoked
+from kvxfer.errors import GrantRevokedError
 from kvxfer.types import Incarnation, TransferId
 
 
@@ -94,7 +94,7 @@ class Close:
     transfer_id: TransferId
     reason: str
     will_resume: bool
-    code: str = GrantRevoked.code
+    code: str = GrantRevokedError.code
     """Of the error that its reader is told."""
 
 

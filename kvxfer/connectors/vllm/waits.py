@@ -17,7 +17,7 @@ from kvxfer.connectors.common.pauses import Pauses
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.steps import Standing, Wait
 from kvxfer.connectors.vllm.wire import KEEPS_MAX, Await, Begun, Queued
-from kvxfer.errors import DeadlineExceeded, KvxferError, PeerGone, from_code
+from kvxfer.errors import DeadlineExceededError, KvxferError, PeerGoneError, from_code
 
 AWAIT_S = 0.5
 
@@ -41,8 +41,8 @@ class Waits:
         notify: Callable[[str, Sequence[Await]], Awaitable[object]],
         tell: Callable[[Standing], None],
     ) -> None:
-        """``notify`` says something to an agent: it raises PeerGone where that took nothing. ``tell`` is called with
-        every change."""
+        """``notify`` says something to an agent: it raises PeerGoneError where that took nothing. ``tell`` is called
+        with every change."""
         self._options = options
         self._notify = notify
         self._tell = tell
@@ -87,7 +87,9 @@ class Waits:
             waiting.heard_s = now_s
             if message.has_work and message.step_age_ms >= silent_s * 1e3:
                 age_s = message.step_age_ms / 1e3
-                self._end(waiting, PeerGone(f"the engine of {agent_id!r} has work, and made no step for {age_s:.1f} s"))
+                self._end(
+                    waiting, PeerGoneError(f"the engine of {agent_id!r} has work, and made no step for {age_s:.1f} s")
+                )
             elif waiting.is_known != (position > 0):
                 waiting.is_known = position > 0
                 self._tell(Standing(waiting.order.request_id, waiting.is_known))
@@ -120,7 +122,7 @@ class Waits:
         waiting = self._waiting.get(request_id)
         if waiting is not None:
             queue = "in the source's queue" if waiting.is_known else "unknown to the source"
-            self._end(waiting, DeadlineExceeded(f"timeout_s {waiting.order.timeout_s:g} passed, {queue}"))
+            self._end(waiting, DeadlineExceededError(f"timeout_s {waiting.order.timeout_s:g} passed, {queue}"))
 
     async def _ask(self, source: str) -> None:
         """Ask that source as long as something waits for it."""
@@ -144,7 +146,7 @@ class Waits:
                     waiting.heard_s += paused_s
                     if time.monotonic() >= waiting.heard_s + self._options.engine_silent_s:
                         silent_s = self._options.engine_silent_s
-                        self._end(waiting, PeerGone(f"agent {source!r} said nothing for {silent_s:g} s"))
+                        self._end(waiting, PeerGoneError(f"agent {source!r} said nothing for {silent_s:g} s"))
                 try:
                     async with asyncio.timeout(AWAIT_S):
                         await new.wait()

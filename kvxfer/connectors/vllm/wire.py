@@ -1,6 +1,6 @@
 """What ranks of two engines say to each other beside the transfers, as agents' notifications: JSON, one message each.
 
-The decoder is total: a message or ProtocolViolation. Every message may come twice or late, and means the same then.
+The decoder is total: a message or ProtocolError. Every message may come twice or late, and means the same then.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import json
 from typing import Any, TypeAlias
 
-from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.types import TransferId
 
 COUNT_MAX = 1 << 31
@@ -156,19 +156,19 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """Raises ProtocolViolation for anything that :func:`encode` does not make."""
+    """Raises ProtocolError for anything that :func:`encode` does not make."""
     try:
         values = json.loads(payload)
     except (ValueError, RecursionError):
-        raise ProtocolViolation("a peer's message is not JSON") from None
+        raise ProtocolError("a peer's message is not JSON") from None
     name = values.pop("kind", None) if isinstance(values, dict) else None
     kind = _KINDS.get(name) if isinstance(name, str) else None
     names = set() if kind is None else {field.name for field in dataclasses.fields(kind)}
     if kind is None or set(values) != names:
-        raise ProtocolViolation("a peer's message is of no known kind, or has other fields")
+        raise ProtocolError("a peer's message is of no known kind, or has other fields")
     message: Message = kind(**{field: _value(field, value) for field, value in values.items()})
     if isinstance(message, Queued) and len(message.positions) != len(message.transfer_ids):
-        raise ProtocolViolation("a peer's message has not one position for each transfer id")
+        raise ProtocolError("a peer's message has not one position for each transfer id")
     return message
 
 
@@ -177,31 +177,31 @@ def _value(name: str, value: Any) -> Any:
         return _transfer_id(value)
     if name == "transfer_ids":
         if not isinstance(value, list) or len(value) > KEEPS_MAX:
-            raise ProtocolViolation(f"{name} of a peer's message is no list of at most {KEEPS_MAX}")
+            raise ProtocolError(f"{name} of a peer's message is no list of at most {KEEPS_MAX}")
         return tuple(_transfer_id(item) for item in value)
     if name == "positions":
         if not isinstance(value, list) or len(value) > KEEPS_MAX:
-            raise ProtocolViolation(f"{name} of a peer's message is no list of at most {KEEPS_MAX}")
+            raise ProtocolError(f"{name} of a peer's message is no list of at most {KEEPS_MAX}")
         return tuple(_count(name, item) for item in value)
     if name in ("code", "text"):
         if not isinstance(value, str) or len(value) > TEXT_MAX:
-            raise ProtocolViolation(f"{name} of a peer's message is no short text")
+            raise ProtocolError(f"{name} of a peer's message is no short text")
         return value
     if name in ("is_early", "has_work"):
         if not isinstance(value, bool):
-            raise ProtocolViolation(f"{name} of a peer's message is neither true nor false")
+            raise ProtocolError(f"{name} of a peer's message is neither true nor false")
         return value
     return _count(name, value, ATTEMPTS_MAX if name == "attempt" else COUNT_MAX)
 
 
 def _count(name: str, value: Any, end: int = COUNT_MAX) -> int:
     if type(value) is not int or not 0 <= value < end:
-        raise ProtocolViolation(f"{name} of a peer's message is no count")
+        raise ProtocolError(f"{name} of a peer's message is no count")
     return value
 
 
 def _transfer_id(value: Any) -> TransferId:
     try:
         return TransferId.from_hex(value)
-    except InvalidArgument:
-        raise ProtocolViolation("a transfer id of a peer's message is not 32 hex digits") from None
+    except InvalidArgumentError:
+        raise ProtocolError("a transfer id of a peer's message is not 32 hex digits") from None

@@ -31,7 +31,7 @@ from kvxfer.connectors.vllm.source import SWEEP_S, Source
 from kvxfer.connectors.vllm.steps import Close, Load, News, Remote, Report, Standing, StepOrders
 from kvxfer.connectors.vllm.waits import Waits
 from kvxfer.connectors.vllm.wire import Begun, Claimed, Part, Queued, Refuse, decode
-from kvxfer.errors import ConfigError, KvxferError, ProtocolViolation, WeightsUnknown, from_code
+from kvxfer.errors import ConfigError, KvxferError, ProtocolError, WeightsUnknownError, from_code
 from kvxfer.transport.huge_pages import Collapsing
 from kvxfer.types import CompatibilityRecord, Incarnation, TransferId, WorkerInfo
 
@@ -197,8 +197,8 @@ class WorkerHalf:
         return News(self.agent_id, why, self.card, adapters, standings, read)
 
     def begin_step(self, orders: StepOrders) -> None:
-        """Before the forward writes anything. The same orders again change nothing. Raises Closed once the agent has
-        broken."""
+        """Before the forward writes anything. The same orders again change nothing. Raises ClosedError once the agent
+        has broken."""
         if orders is self._orders:
             return
         source, _, runtime = self._parts()
@@ -257,7 +257,7 @@ class WorkerHalf:
                 self._open.pop(name, None)
             self._open.update({begun.request_id: begun.transfer_id for begun in orders.opens})
             return orders
-        error = WeightsUnknown(why)
+        error = WeightsUnknownError(why)
         ends, self._open = self._open, {}
         ends |= {accept.request_id: accept.transfer_id for accept in orders.accepts}
         ends |= {begun.request_id: begun.transfer_id for begun in orders.opens}
@@ -412,7 +412,7 @@ class WorkerHalf:
         async for notification in agent.notifications():
             try:
                 message = decode(notification.payload)
-            except ProtocolViolation as error:
+            except ProtocolError as error:
                 log.warning("%s: %s", notification.sender, error)
                 continue
             if isinstance(message, (Part, Refuse, Claimed)):

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable
 
 from kvxfer.config import AgentConfig
-from kvxfer.errors import GrantGone
+from kvxfer.errors import GrantGoneError
 from kvxfer.testing.contract.parties import LaneMaker, PoolLayout, fresh_id, introduce, make_party
 from kvxfer.testing.contract.steps import (
     PLAIN,
@@ -47,7 +47,7 @@ def check_cancel_then_reuse(maker: LaneMaker) -> None:
             destination.transport.cancel(transfer_id)
             expect_outcome(maker, parties, destination, transfer_id, "cancelled")
             destination.poison()
-            with contextlib.suppress(GrantGone):
+            with contextlib.suppress(GrantGoneError):
                 source.transport.ready(transfer_id, 8, layers=0, complete=True)
             maker.wait(parties, lambda: False, 0.05)
             expect_poison(destination)
@@ -133,7 +133,7 @@ def check_destination_closed(maker: LaneMaker) -> None:
         expect(maker, [source, destination], "a block", lambda: destination.done.get(transfer_id.raw, 0) > 0, SOON_S)
         destination.transport.close()
         destination.poison()
-        with contextlib.suppress(GrantGone):
+        with contextlib.suppress(GrantGoneError):
             source.transport.ready(transfer_id, 32, layers=0, complete=True)
         maker.wait([source], lambda: False, 0.05)
         expect_poison(destination)

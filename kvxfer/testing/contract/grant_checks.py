@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 
 from kvxfer.config import AgentConfig
-from kvxfer.errors import BlocksBusy, GrantGone, InvalidArgument, PeerGone
+from kvxfer.errors import BlocksBusyError, GrantGoneError, InvalidArgumentError, PeerGoneError
 from kvxfer.testing.contract.parties import POOL_ID, RECORD, LaneMaker, PoolLayout, fresh_id, introduce, make_party
 from kvxfer.testing.contract.steps import (
     PLAIN,
@@ -51,7 +51,7 @@ def check_revoke_in_the_middle(maker: LaneMaker) -> None:
         expect(maker, parties, "4 blocks", has_done(destination, transfer_id, 4), SOON_S)
         assert source.transport.revoke_grant(transfer_id) is GrantState.REVOKED
         source.poison()
-        with raises(GrantGone):
+        with raises(GrantGoneError):
             source.transport.ready(transfer_id, 8, layers=0, complete=True)
         expect_outcome(maker, parties, destination, transfer_id, "grant_revoked")
         assert source.ended[transfer_id.raw] == [GrantState.REVOKED]
@@ -203,29 +203,29 @@ def check_wrong_calls(maker: LaneMaker) -> None:
     with two_parties(maker) as (source, destination):
         transfer_id = fresh_id()
         grant(source, transfer_id, [1, 2])
-        with raises(InvalidArgument):
+        with raises(InvalidArgumentError):
             grant(source, transfer_id, [3])
-        with raises(InvalidArgument):
+        with raises(InvalidArgumentError):
             grant(source, fresh_id(), [16])
-        with raises(InvalidArgument):
+        with raises(InvalidArgumentError):
             pull(maker, destination, source, fresh_id(), [4, 4])
-        with raises(InvalidArgument):
+        with raises(InvalidArgumentError):
             source.transport.ready(transfer_id, 1, layers=0, complete=False)
         unready = fresh_id()
         grant(source, unready, [5, 6], ready=0)
         pull(maker, destination, source, unready, [1, 2])
-        with raises(BlocksBusy):
+        with raises(BlocksBusyError):
             pull(maker, destination, source, fresh_id(), [2, 3])
-        with raises(BlocksBusy):
+        with raises(BlocksBusyError):
             destination.transport.grant(fresh_id(), POOL_ID, as_blocks([2]), reader="", ttl_s=1.0, ready_blocks=0)
         source.transport.ready(unready, 2, layers=0, complete=True)
         expect_outcome(maker, [source, destination], destination, unready, "committed")
         pull(maker, destination, source, transfer_id, [1, 2])
         expect_outcome(maker, [source, destination], destination, transfer_id, "committed")
-        with raises(InvalidArgument):
+        with raises(InvalidArgumentError):
             pull(maker, destination, source, transfer_id, [1, 2])
         destination.transport.peer_dead(source.ref)
-        with raises(PeerGone):
+        with raises(PeerGoneError):
             pull(maker, destination, source, fresh_id(), [1])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvxfer.errors import BlocksBusy, InvalidArgument, LaneUnavailable, PeerGone
+from kvxfer.errors import BlocksBusyError, InvalidArgumentError, LaneUnavailableError, PeerGoneError
 from kvxfer.policy.lanes import checking_lanes
 from kvxfer.testing.contract.parties import LaneMaker, LaneParty
 from kvxfer.testing.contract.posted_memory import PostedMemory, Rows, expect_post, has_received, peer_of, post
@@ -236,7 +236,7 @@ def check_removed_region(maker: LaneMaker) -> None:
         rows = theirs.rows([0], 8192)
         expect_post(maker, [one, other], post(maker, Op.READ, one, mine.rows([0], 8192), stale, rows), COMMITTED)
         other.poster.deregister(theirs.registration)
-        with raises(InvalidArgument):
+        with raises(InvalidArgumentError):
             other.poster.deregister(theirs.registration)
         mine.poison()
         for op in BOTH:
@@ -266,25 +266,25 @@ def check_wrong_posts(maker: LaneMaker) -> None:
             (mine.rows([8129], 64), theirs.rows([0], 64)),
             (theirs.rows([0], 64), theirs.rows([0], 64)),
         ):
-            with raises(InvalidArgument):
+            with raises(InvalidArgumentError):
                 post(maker, Op.READ, one, local, other, remote)
         prepared = one.poster.prepare(mine.rows([0], 64))
         of_other = one.poster.prepare(theirs.rows([0], 64), peer=peer_of(other))
         for ids in ([1], [0, 0], []):
-            with raises(InvalidArgument):
+            with raises(InvalidArgumentError):
                 one.poster.post(Op.READ, prepared, ids, of_other, [0], lanes=[maker.lane])
-        with raises(InvalidArgument):
+        with raises(InvalidArgumentError):
             one.poster.post(Op.READ, of_other, None, prepared, None, lanes=[maker.lane])
         if not _has_sums(maker):
-            with raises(LaneUnavailable):
+            with raises(LaneUnavailableError):
                 post(maker, Op.READ, one, mine.rows([0], 64), other, theirs.rows([0], 64), wants_sums=True)
         stalled = post(maker, Op.READ, one, mine.rows([0], 8192), other, theirs.rows([0], 8192))
         if not stalled.is_drained:
-            with raises(BlocksBusy):
+            with raises(BlocksBusyError):
                 one.poster.deregister(mine.registration)
         expect_post(maker, [one, other], stalled, COMMITTED)
         one.transport.peer_dead(other.ref)
-        with raises(PeerGone):
+        with raises(PeerGoneError):
             post(maker, Op.WRITE, one, mine.rows([0], 64), other, theirs.rows([0], 64))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.config import AgentConfig
-from kvxfer.errors import BlocksBusy
+from kvxfer.errors import BlocksBusyError
 from kvxfer.testing.contract.parties import LaneMaker, LaneParty, introduce, make_party
 from kvxfer.testing.contract.post_checks import BOTH, COMMITTED
 from kvxfer.testing.contract.posted_memory import PostedMemory, expect_post, outcome, peer_of, post
@@ -116,7 +116,7 @@ def check_region_taken_back_while_it_is_written(maker: LaneMaker) -> None:
 def _is_taken_back(party: LaneParty, memory: PostedMemory) -> bool:
     try:
         party.poster.deregister(memory.registration)
-    except BlocksBusy:
+    except BlocksBusyError:
         return False
     return True
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvxfer.errors import GrantReleased, InvalidArgument
+from kvxfer.errors import GrantReleasedError, InvalidArgumentError
 from kvxfer.testing.contract.parties import POOL_ID, LaneMaker, LaneParty, fresh_id
 from kvxfer.testing.contract.steps import (
     SOON_S,
@@ -83,9 +83,9 @@ def check_declined(maker: LaneMaker) -> None:
             if not is_early:
                 pull(maker, destination, source, transfer_id, [1])
             expect_outcome(maker, parties, destination, transfer_id, "grant_revoked")
-            with raises(InvalidArgument):
+            with raises(InvalidArgumentError):
                 grant(source, transfer_id, [1])
-            with raises(InvalidArgument):
+            with raises(InvalidArgumentError):
                 source.transport.decline(transfer_id)
         expect_poison(destination)
 
@@ -100,7 +100,7 @@ def check_given_up(maker: LaneMaker) -> None:
         assert source.ended[made.raw] == [GrantState.RELEASED]
         destination.transport.give_up(late, source.ref)
         expect(maker, parties, "heard", lambda: source.transport.grant_state(late) is GrantState.RELEASED, SOON_S)
-        with raises(GrantReleased):
+        with raises(GrantReleasedError):
             grant(source, late, [1])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvxfer.config import AgentConfig
-from kvxfer.errors import BlocksBusy, InvalidArgument
+from kvxfer.errors import BlocksBusyError, InvalidArgumentError
 from kvxfer.testing.contract.parties import POOL_ID, LaneMaker, LaneParty, fresh_id
 from kvxfer.testing.contract.steps import (
     SOON_S,
@@ -170,16 +170,16 @@ def check_the_reason_of_a_revocation(maker: LaneMaker) -> None:
 def check_wrong_reservations(maker: LaneMaker) -> None:
     with two_parties(maker) as (source, destination):
         parties, first, second = [source, destination], fresh_id(), fresh_id()
-        with raises(InvalidArgument):
+        with raises(InvalidArgumentError):
             destination.transport.reserve(first, as_blocks([1]), first=0)
-        with raises(InvalidArgument):
+        with raises(InvalidArgumentError):
             _ask(maker, source, destination, first, 0)
         for transfer_id in (first, second):
             _ask(maker, source, destination, transfer_id, 1)
         destination.transport.reserve(first, as_blocks([1]), first=0)
-        with raises(InvalidArgument):
+        with raises(InvalidArgumentError):
             destination.transport.reserve(first, as_blocks([2]), first=0)
-        with raises(BlocksBusy):
+        with raises(BlocksBusyError):
             destination.transport.reserve(second, as_blocks([1]), first=0)
         for transfer_id in (first, second):
             destination.transport.cancel(transfer_id)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvxfer.connectors.nixl import api, bindings, errors, utils
-from kvxfer.errors import InvalidArgument, KvxferError, PeerGone, TransferCancelled
+from kvxfer.errors import InvalidArgumentError, KvxferError, PeerGoneError, TransferCancelledError
 from tests.support.nixl.agents import surface
 
 SNAPSHOT = json.loads(pathlib.Path(__file__).with_name("surface.json").read_text())
@@ -52,10 +52,10 @@ def test_snapshot_is_that_of_the_installed_wheel() -> None:
 def test_exceptions_are_in_our_tree_too() -> None:
     for name in SNAPSHOT["exceptions"]:
         assert issubclass(getattr(bindings, name), KvxferError), name
-    assert issubclass(bindings.nixlInvalidParamError, InvalidArgument)
+    assert issubclass(bindings.nixlInvalidParamError, InvalidArgumentError)
     assert issubclass(bindings.nixlInvalidParamError, ValueError)
-    assert issubclass(bindings.nixlRemoteDisconnectError, PeerGone)
-    assert issubclass(bindings.nixlCancelledError, TransferCancelled)
+    assert issubclass(bindings.nixlRemoteDisconnectError, PeerGoneError)
+    assert issubclass(bindings.nixlCancelledError, TransferCancelledError)
 
 
 def test_every_error_of_ours_has_a_name_of_theirs() -> None:

@@ -13,7 +13,7 @@ import pytest
 from kvxfer.connectors.sglang.destination import Source
 from kvxfer.connectors.sglang.source import Reader
 from kvxfer.connectors.sglang.views import VIEWS_MAX
-from kvxfer.errors import BlocksBusy, Incompatible, InvalidArgument, LimitExceeded
+from kvxfer.errors import BlocksBusyError, IncompatibleError, InvalidArgumentError, LimitExceededError
 from kvxfer.types import Lane, Role
 from tests.support.sglang_core.coordinator import coordinator
 from tests.support.sglang_core.cores import POISON, RECORD, Rank, introduce, new_id, options, running, until
@@ -189,7 +189,7 @@ def test_what_is_shared_is_registered_ahead(tmp_path: pathlib.Path) -> None:
             p.ranks[0].core.share(shape)
         p.ranks[0].core.share(None)
         assert views(p) == [2]
-        with pytest.raises(Incompatible, match="total_heads"):
+        with pytest.raises(IncompatibleError, match="total_heads"):
             p.ranks[0].core.share(Cutting(heads=8).shapes[0])
         introduce(*p.ranks, *d.ranks)
         room = Room(p, d, 1, 22, SOURCE, TARGET)
@@ -203,18 +203,18 @@ def test_a_share_that_nobody_holds_is_refused_by_name(tmp_path: pathlib.Path) ->
     with engines(tmp_path, Cutting(pp=2, tp=2), Cutting()) as (p, d):
         rooms = d.ranks[0].destinations
         for sources, field in ((p.sources[:2], "layers"), (p.sources[1:], "heads"), (p.sources[::2], "heads")):
-            with pytest.raises(Incompatible, match=field) as caught:
+            with pytest.raises(IncompatibleError, match=field) as caught:
                 rooms.begin(1, new_id(), sources, (1, 2), 0)
             assert caught.value.field == field
         for other, field in ((Cutting(heads=8), "total_heads"), (Cutting(sizes=(("k", 24),)), "parts")):
-            with pytest.raises(Incompatible, match=field):
+            with pytest.raises(IncompatibleError, match=field):
                 rooms.begin(1, new_id(), [Source("p.0", 0, other.shapes[0])], (1, 2), 0)
-        with pytest.raises(Incompatible, match="head_bytes of v of layer 0: 16 here, 17 there"):
+        with pytest.raises(IncompatibleError, match="head_bytes of v of layer 0: 16 here, 17 there"):
             rooms.begin(1, new_id(), [Source("p.0", 0, Cutting(sizes=(("k", 24), ("v", 17))).shapes[0])], (1, 2), 0)
-        with pytest.raises(InvalidArgument, match="shape"):
+        with pytest.raises(InvalidArgumentError, match="shape"):
             rooms.begin(1, new_id(), [p.sources[0], ("p.1", 1)], (1, 2), 0)
         for twice in (p.sources[0], p.sources[1]._replace(rank=0), None):
-            with pytest.raises(InvalidArgument, match="each agent and rank once"):
+            with pytest.raises(InvalidArgumentError, match="each agent and rank once"):
                 rooms.begin(1, new_id(), [p.sources[0], twice] if twice else [], (1, 2), 0)
         rooms.begin(1, new_id(), p.sources, (1, 2), 0)  # nothing was left behind
         rooms.abort(1, "")
@@ -314,7 +314,7 @@ def test_an_abort_midway_drains_everything(tmp_path: pathlib.Path, prefill: int,
         for rank in touched:
             assert not rank.destinations.is_drained(1), "its reads are under way"
             assert rank.none("failed")
-            with pytest.raises(BlocksBusy, match="filled by another room"):
+            with pytest.raises(BlocksBusyError, match="filled by another room"):
                 rank.destinations.begin(2, new_id(), p.sources, room.target[:1], 1)
         for let in release:
             let()
@@ -362,7 +362,7 @@ def test_a_page_is_not_given_while_it_is_filled(tmp_path: pathlib.Path) -> None:
         both.sources.accept(3)
         both.sources.reader(3, Reader(new_id(), other.name, 0, 2, d.cutting.shapes[0]))
         both.sources.send(3, 0, (6, 7), is_last=True, aux_row=1)
-        with pytest.raises(BlocksBusy, match="page 7 is given by a room"):
+        with pytest.raises(BlocksBusyError, match="page 7 is given by a room"):
             both.destinations.begin(4, new_id(), d.sources, (8, 7), 0)
         both.sources.abort(3, "")
         both.destinations.begin(4, new_id(), d.sources, (8, 7), 0)
@@ -386,7 +386,7 @@ def test_one_page_is_given_to_several_rooms(tmp_path: pathlib.Path) -> None:
 
 def test_state_components_are_not_shared_out(tmp_path: pathlib.Path) -> None:
     with engines(tmp_path, Cutting(tp=2), Cutting(), states=1) as (p, d):
-        with pytest.raises(Incompatible, match="states"):
+        with pytest.raises(IncompatibleError, match="states"):
             d.ranks[0].destinations.begin(1, new_id(), p.sources, (1,), 0, states=[(1,)])
         room = Room(p, d, 2, 8, SOURCE, TARGET)
         room.run()
@@ -399,7 +399,7 @@ def test_views_are_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
     with engines(tmp_path, Cutting(), Cutting(tp=2)) as (p, d):
         p.ranks[0].core._pools.cut(d.cutting.shapes[0])
         p.ranks[0].core._pools.cut(d.cutting.shapes[0])
-        with pytest.raises(LimitExceeded, match="VIEWS_MAX=1"):
+        with pytest.raises(LimitExceededError, match="VIEWS_MAX=1"):
             p.ranks[0].core._pools.cut(d.cutting.shapes[1])
         transfer_id = new_id()
         p.ranks[0].sources.accept(1)
@@ -441,7 +441,7 @@ def test_a_rank_without_a_shape_says_so(tmp_path: pathlib.Path) -> None:
     chosen = options(tmp_path)
     p, d = Rank("p", Role.PREFILL, chosen), Rank("d", Role.DECODE, chosen, shape=Cutting().shapes[0])
     with running(p, d):
-        with pytest.raises(Incompatible, match="shape"):
+        with pytest.raises(IncompatibleError, match="shape"):
             p.destinations.begin(1, new_id(), [Source("d", 0, Cutting().shapes[0])], (1,), 0)
         d.destinations.begin(1, new_id(), [("p", 0)], (1,), 0)
         p.sources.accept(1)

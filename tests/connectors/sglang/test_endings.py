@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvxfer.connectors.sglang.source import Reader
-from kvxfer.errors import Closed, InvalidArgument
+from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.types import Role, unknown_fingerprint
 from tests.support.sglang_core.cores import (
     RECORD,
@@ -158,7 +158,7 @@ def test_a_room_is_drained_only_once_no_read_is_under_way(ranks: Ranks) -> None:
         time.sleep(0.3)
         assert not d.destinations.is_drained(5)
         assert d.none("failed"), "its pages are not free yet"
-        with pytest.raises(InvalidArgument, match="room 5 is in use"):
+        with pytest.raises(InvalidArgumentError, match="room 5 is in use"):
             d.destinations.begin(5, new_id(), [("p", 0)], (1,), 0)
         release()
         d.wait("failed", 5)
@@ -174,7 +174,7 @@ def test_a_room_that_was_cleared_while_it_is_read_drains_all_the_same(ranks: Ran
         until(lambda: len(d.destinations._rooms[5].filling) == 1)
         d.destinations.clear(5)
         assert not d.destinations.is_drained(5)
-        with pytest.raises(InvalidArgument, match="has not drained"):
+        with pytest.raises(InvalidArgumentError, match="has not drained"):
             d.destinations.begin(5, new_id(), [("p", 0)], (1,), 0)
         release()
         until(lambda: d.destinations.is_drained(5))
@@ -227,12 +227,12 @@ def test_a_wait_ends_when_its_time_is_over(ranks: Ranks) -> None:
 def test_a_room_in_use_is_refused_by_name(ranks: Ranks) -> None:
     p, d = ranks
     p.sources.accept(5)
-    with pytest.raises(InvalidArgument, match="room 5 is in use"):
+    with pytest.raises(InvalidArgumentError, match="room 5 is in use"):
         p.sources.accept(5)
     transfer_id = begin(p, d, 5, (1,), 0)
-    with pytest.raises(InvalidArgument, match="room 5 is in use"):
+    with pytest.raises(InvalidArgumentError, match="room 5 is in use"):
         d.destinations.begin(5, new_id(), [("p", 0)], (2,), 1)
-    with pytest.raises(InvalidArgument, match="is another room's"):
+    with pytest.raises(InvalidArgumentError, match="is another room's"):
         d.destinations.begin(6, transfer_id, [("p", 0)], (2,), 1)
     p.sources.reader(5, Reader(transfer_id, "d", 0, 1))  # again: the same
     p.sources.send(5, 0, (7,), is_last=True, aux_row=0)
@@ -323,7 +323,7 @@ def test_fewer_pages_than_are_wanted_fail_the_room(ranks: Ranks) -> None:
 @pytest.mark.parametrize("rows", [(99,), (-1,), ((1, 2),), (1.5,)])
 def test_rows_that_there_are_none_of_are_refused(ranks: Ranks, rows: Any) -> None:
     p, d = ranks
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         d.destinations.begin(5, new_id(), [("p", 0)], rows, 0)
     p.sources.accept(5)
     begin(p, d, 5, (1,), 0)
@@ -344,13 +344,13 @@ def test_an_engine_that_stops_tells_its_peers(tmp_path: pathlib.Path) -> None:
             _, _, code, text = d.wait("failed", room, 1.0)
             assert (code, text) == ("peer_gone", "p has left: the engine ends")
         assert p.wait("unsent", 5)[2] == "closed"
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             p.sources.accept(6)
         p.core.stop()
         d.destinations.begin(7, new_id(), [("p", 0)], (2,), 1)
         assert d.wait("failed", 7, 3.0)[2] == "peer_gone"
         d.core.stop()
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             d.destinations.begin(8, new_id(), [("p", 0)], (2,), 1)
 
 

@@ -13,7 +13,7 @@ from kvxfer.connectors.sglang import greetings
 from kvxfer.connectors.sglang.greetings import Abort, Card, Postmark, Refused, Register, Room, RoomFailed
 from kvxfer.connectors.sglang.limits import Layout
 from kvxfer.connectors.sglang.shape import KvShape
-from kvxfer.errors import AuthenticationFailed, ProtocolViolation
+from kvxfer.errors import AuthenticationError, ProtocolError
 from kvxfer.types import CompatibilityRecord, TransferId
 
 SEAL = greetings.seal_of(b"t" * 32)
@@ -54,19 +54,19 @@ def test_a_postmark_is_heard_with_it(mark: Postmark) -> None:
 def test_what_is_no_postmark_is_refused(mark: object) -> None:
     tag, address, sealed = greetings.encode(SEAL, "h:1", ALL[0])
     values = json.loads(SEAL.open(sealed.decode())) | {"mark": mark}
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         greetings.read(SEAL, [tag, address, SEAL.close(json.dumps(values).encode()).encode()])
 
 
 def test_another_token_is_not_believed() -> None:
     frames = greetings.encode(greetings.seal_of(b"u" * 32), "h:1", ALL[0])
-    with pytest.raises(AuthenticationFailed):
+    with pytest.raises(AuthenticationError):
         greetings.decode(SEAL, frames)
 
 
 def test_an_address_that_was_changed_is_not_believed() -> None:
     tag, _, sealed = greetings.encode(SEAL, "h:1", ALL[0])
-    with pytest.raises(ProtocolViolation, match="from elsewhere"):
+    with pytest.raises(ProtocolError, match="from elsewhere"):
         greetings.decode(SEAL, [tag, b"other:1", sealed])
 
 
@@ -74,7 +74,7 @@ def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(greetings, "VERSION", 1)
     frames = greetings.encode(SEAL, "h:1", ALL[2])
     monkeypatch.undo()
-    with pytest.raises(ProtocolViolation, match="version 1 of this, not 2"):
+    with pytest.raises(ProtocolError, match="version 1 of this, not 2"):
         greetings.decode(SEAL, frames)
 
 
@@ -103,7 +103,7 @@ def test_a_field_of_another_kind_is_refused_or_read(greeting: greetings.Greeting
     frames = changed(greeting, **{data.draw(st.sampled_from(sorted(values))): data.draw(JSON)})
     try:
         found = greetings.decode(SEAL, frames)
-    except ProtocolViolation:
+    except ProtocolError:
         return
     assert {field.name for field in dataclasses.fields(found)} <= set(values)
 
@@ -128,15 +128,15 @@ SHAPE_VALUES = json.loads(SHAPE.to_json())
     ],
 )
 def test_a_shape_is_not_believed(greeting: greetings.Greeting, changes: dict[str, object], says: str) -> None:
-    with pytest.raises(ProtocolViolation, match=says):
+    with pytest.raises(ProtocolError, match=says):
         greetings.decode(SEAL, changed(greeting, shape=SHAPE_VALUES | changes))
 
 
 @pytest.mark.parametrize("changes", [{"head_bytes": [8, 4]}, {"page_tokens": 8}, {"total_heads": 8}])
 def test_a_shape_that_is_not_of_the_pages_is_not_believed(changes: dict[str, object]) -> None:
-    with pytest.raises(ProtocolViolation, match="shape is not of the pages"):
+    with pytest.raises(ProtocolError, match="shape is not of the pages"):
         greetings.decode(SEAL, changed(ALL[1], shape=SHAPE_VALUES | changes))
-    with pytest.raises(ProtocolViolation, match="shape is not of the pages"):
+    with pytest.raises(ProtocolError, match="shape is not of the pages"):
         greetings.decode(
             SEAL,
             changed(
@@ -151,12 +151,12 @@ def test_nesting_without_end_is_an_error() -> None:
         nested: object = []
         for _ in range(800):
             nested = [nested]
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ProtocolError):
             greetings.decode(SEAL, changed(ALL[1], **{field: nested}))
 
 
 @given(st.lists(st.binary(max_size=64), max_size=4))
 def test_bytes_of_anybody_are_one_error(frames: list[bytes]) -> None:
     for each in (frames, [greetings.TAG, *frames]):
-        with pytest.raises((ProtocolViolation, AuthenticationFailed)):
+        with pytest.raises((ProtocolError, AuthenticationError)):
             greetings.decode(SEAL, each)

@@ -19,7 +19,7 @@ from kvxfer.connectors.sglang.limits import (
 )
 from kvxfer.connectors.sglang.record import models_of
 from kvxfer.connectors.sglang.shape import KvShape
-from kvxfer.errors import ConfigError, Incompatible, WeightsUnknown
+from kvxfer.errors import ConfigError, IncompatibleError, WeightsUnknownError
 from kvxfer.types import CompatibilityRecord
 
 RECORD = CompatibilityRecord("m", "c", "w", "float32", 3, 2, 16, 16, "page", "6 x 256", "config", "torch_native")
@@ -47,21 +47,21 @@ def test_equal_engines_match() -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("attention_backend", "fa3"), ("block_tokens", 64), ("tp_size", 2)])
 def test_a_field_of_the_record_is_named_with_both_values(field: str, value: object) -> None:
-    with pytest.raises(Incompatible, match=f"{field} is .*{getattr(RECORD, field)}.* here and .*{value}.* there"):
+    with pytest.raises(IncompatibleError, match=f"{field} is .*{getattr(RECORD, field)}.* here and .*{value}.* there"):
         check_peer(OURS, Identity(dataclasses.replace(RECORD, **{field: value}), LAYOUT))
 
 
 def test_a_list_of_the_layout_is_named_shortly() -> None:
     other = dataclasses.replace(LAYOUT, kv_item_lens=(256,) * 5 + (128,))
-    with pytest.raises(Incompatible, match="kv_item_lens is '6 x 256' here and '5 x 256, 128' there"):
+    with pytest.raises(IncompatibleError, match="kv_item_lens is '6 x 256' here and '5 x 256, 128' there"):
         check_peer(OURS, Identity(RECORD, other))
 
 
 def test_weights_that_are_not_known_match_nothing() -> None:
     strange = dataclasses.replace(RECORD, weights_fingerprint=unknown("they were updated"))
-    with pytest.raises(WeightsUnknown, match="there they were updated"):
+    with pytest.raises(WeightsUnknownError, match="there they were updated"):
         check_peer(OURS, Identity(strange, LAYOUT))
-    with pytest.raises(WeightsUnknown):
+    with pytest.raises(WeightsUnknownError):
         check_peer(Identity(strange, LAYOUT), Identity(strange, LAYOUT))
 
 
@@ -71,15 +71,15 @@ def test_pages_whose_shapes_are_known_may_be_of_other_sizes() -> None:
         RECORD, dataclasses.replace(LAYOUT, kv_item_lens=(128,) * 6), dataclasses.replace(SHAPE, tp_size=2)
     )
     check_peer(ours, theirs)
-    with pytest.raises(Incompatible, match="shape is 'known' here and 'not known' there"):
+    with pytest.raises(IncompatibleError, match="shape is 'known' here and 'not known' there"):
         check_peer(ours, OURS)
-    with pytest.raises(Incompatible, match="aux_item_lens"):
+    with pytest.raises(IncompatibleError, match="aux_item_lens"):
         check_peer(ours, dataclasses.replace(theirs, layout=dataclasses.replace(LAYOUT, aux_item_lens=(8,))))
 
 
 @pytest.mark.parametrize("field", SIZES)
 def test_sizes_that_differ_are_named(field: str) -> None:
-    with pytest.raises(Incompatible, match=f"{field} is 1 here and 2 there"):
+    with pytest.raises(IncompatibleError, match=f"{field} is 1 here and 2 there"):
         check(**{field: 2})
 
 
@@ -90,13 +90,13 @@ def test_tensor_parallel_sizes_of_which_one_divides_the_other(prefill: int, deco
 
 def test_pipelines_end_in_one_stage_or_in_as_many() -> None:
     check(is_cut=True, pp_size=4)
-    with pytest.raises(Incompatible, match="pp_size is 2 here and 4 there: it must be the same, or 1 here"):
+    with pytest.raises(IncompatibleError, match="pp_size is 2 here and 4 there: it must be the same, or 1 here"):
         check(is_cut=True, pp_size=4, decode_pp_size=2)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 3), (3, 2), (0, 1), (4, 6)])
 def test_ranks_that_cannot_be_paired_are_refused(prefill: int, decode: int) -> None:
-    with pytest.raises(Incompatible, match=f"attn_tp_size is {decode} here and {prefill} there: one must divide"):
+    with pytest.raises(IncompatibleError, match=f"attn_tp_size is {decode} here and {prefill} there: one must divide"):
         check(is_cut=True, attn_tp_size=prefill, decode_tp_size=decode)
 
 

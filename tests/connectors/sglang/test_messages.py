@@ -25,7 +25,7 @@ from kvxfer.connectors.sglang.messages import (
     decode,
     encode,
 )
-from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.types import TransferId
 
 ids = st.binary(min_size=16, max_size=16).map(TransferId)
@@ -55,7 +55,7 @@ def test_what_is_encoded_is_decoded(message: Message) -> None:
 
 @given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
 def test_bytes_are_a_message_or_a_violation(payload: bytes) -> None:
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         decode(payload)
 
 
@@ -65,7 +65,7 @@ def test_a_changed_field_is_a_message_or_a_violation(message: Message, data: st.
     values[data.draw(st.sampled_from(sorted(values)))] = data.draw(json_values)
     try:
         changed = decode(json.dumps(values).encode())
-    except ProtocolViolation:
+    except ProtocolError:
         return
     assert decode(encode(changed)) == changed
 
@@ -74,13 +74,13 @@ def test_a_changed_field_is_a_message_or_a_violation(message: Message, data: st.
 def test_a_number_is_a_count(count: object) -> None:
     values = json.loads(encode(Chunk(TransferId(bytes(16)), END_PART, 0, 0, 1)))
     for name in ("part", "pool", "first", "count"):
-        with pytest.raises(ProtocolViolation, match=name):
+        with pytest.raises(ProtocolError, match=name):
             decode(json.dumps({**values, name: count}).encode())
 
 
 @pytest.mark.parametrize("payload", [b"[" * 100_000, b'{"kind":"left","text":' + b'{"a":' * 50_000, b"\xff\xfe"])
 def test_what_is_nested_without_end_is_a_violation(payload: bytes) -> None:
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         decode(payload)
 
 
@@ -89,11 +89,11 @@ def test_a_long_text_is_cut() -> None:
     assert isinstance(message, Failed)
     assert len(message.text) == TEXT_MAX
     values = {"kind": "left", "text": "x" * (TEXT_MAX + 1)}
-    with pytest.raises(ProtocolViolation, match="text"):
+    with pytest.raises(ProtocolError, match="text"):
         decode(json.dumps(values).encode())
 
 
 def test_a_card_is_never_cut() -> None:
     assert decode(encode(Card("x" * CARD_MAX))) == Card("x" * CARD_MAX)
-    with pytest.raises(InvalidArgument, match="card"):
+    with pytest.raises(InvalidArgumentError, match="card"):
         encode(Card("x" * (CARD_MAX + 1)))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
 from kvxfer.connectors.sglang.shape import KvShape, asking, axes_of, choose, common, packing_of, spans
 from kvxfer.connectors.sglang.views import Cut, PageBook
-from kvxfer.errors import BlocksBusy, ConfigError, InvalidArgument, ProtocolViolation
+from kvxfer.errors import BlocksBusyError, ConfigError, InvalidArgumentError, ProtocolError
 from tests.support.sglang_core.engines import Cutting
 
 SHAPE = Cutting(tp=2).shape(0, 1)
@@ -75,7 +75,7 @@ def test_a_shape_that_makes_no_sense_names_the_field(changes: dict[str, Any], fi
     with pytest.raises(ConfigError, match=field):
         dataclasses.replace(SHAPE, **changes)
     values = {**json.loads(SHAPE.to_json()), **changes}
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         KvShape.from_json(json.dumps(values))
 
 
@@ -110,7 +110,7 @@ def test_a_shape_travels_as_json(cutting: Cutting) -> None:
 
 @given(st.text(max_size=40) | json_values.map(json.dumps))
 def test_text_is_a_shape_or_a_violation(text: str) -> None:
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         KvShape.from_json(text)
 
 
@@ -120,7 +120,7 @@ def test_a_changed_field_is_a_shape_or_a_violation(data: st.DataObject) -> None:
     values[data.draw(st.sampled_from(sorted(values)))] = data.draw(json_values)
     try:
         changed = KvShape.from_json(json.dumps(values))
-    except ProtocolViolation:
+    except ProtocolError:
         return
     assert KvShape.from_json(changed.to_json()) == changed
 
@@ -150,16 +150,16 @@ def test_the_book_of_pages() -> None:
     one, other = (np.array(pages, np.uint32) for pages in ([1, 2], [2, 3]))
     book.fill(one)
     for act in (book.fill, book.give):
-        with pytest.raises(BlocksBusy, match="page 2"):
+        with pytest.raises(BlocksBusyError, match="page 2"):
             act(other)
-    with pytest.raises(InvalidArgument, match="twice"):
+    with pytest.raises(InvalidArgumentError, match="twice"):
         book.fill(np.array([5, 5], np.uint32))
     book.filled(one)
     assert book.is_idle
     book.give(one)
     book.give(other)
     book.given(one)
-    with pytest.raises(BlocksBusy, match="page 2 is given"):
+    with pytest.raises(BlocksBusyError, match="page 2 is given"):
         book.fill(one)
     book.given(other)
     book.fill(one)

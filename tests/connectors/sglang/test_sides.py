@@ -15,7 +15,7 @@ from kvxfer.connectors.sglang.greetings import Abort, Card, Refused, Register, R
 from kvxfer.connectors.sglang.limits import Identity, Layout
 from kvxfer.connectors.sglang.prefill_side import PrefillSide, Wanted
 from kvxfer.connectors.sglang.shape import KvShape
-from kvxfer.errors import Incompatible
+from kvxfer.errors import IncompatibleError
 from kvxfer.types import CompatibilityRecord, TransferId
 
 RECORD = CompatibilityRecord("m", "c", "w", "float32", 3, 2, 16, 16, "page", "6 x 256", "config", "torch_native")
@@ -242,7 +242,7 @@ def test_a_decode_rank_that_has_nothing_in_common_is_refused(engine: Engine, cor
     engine.shape = SHAPE
 
     def share(shape: KvShape) -> None:
-        raise Incompatible("heads: 0-1 here, 2-3 there", field="heads")
+        raise IncompatibleError("heads: 0-1 here, 2-3 there", field="heads")
 
     core.share = share
     PrefillSide(engine, core, 0).register(Register("d", 0, "card", RECORD, LAYOUT, SHAPE), HERE)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.connectors.vllm.params import DecodeLeg, PrefillLeg, handed_over, parse, trace_of
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.protocol.introduction import TEXT_MAX
 from kvxfer.types import Incarnation, TransferId
 
@@ -92,7 +92,7 @@ def test_other_requests_are_none_of_ours(params: dict[str, Any] | None) -> None:
     ],
 )
 def test_a_wrong_field_is_named(params: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidArgument, match=field):
+    with pytest.raises(InvalidArgumentError, match=field):
         parse({"do_remote_prefill": True, **params})
 
 
@@ -106,6 +106,6 @@ def test_a_wrong_field_is_named(params: dict[str, Any], field: str) -> None:
 def test_whatever_a_client_sends_is_a_leg_or_one_error(values: dict[str, Any], is_decode: bool) -> None:
     try:
         leg = parse({"do_remote_prefill" if is_decode else "do_remote_decode": True, **values})
-    except InvalidArgument:
+    except InvalidArgumentError:
         return
     assert isinstance(leg, DecodeLeg if is_decode else PrefillLeg)

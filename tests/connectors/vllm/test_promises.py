@@ -11,7 +11,7 @@ from kvxfer.agent import Delivery
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
 from kvxfer.connectors.vllm.steps import Chunk, Load, StepOrders
 from kvxfer.connectors.vllm.wire import Release
-from kvxfer.errors import LimitExceeded
+from kvxfer.errors import LimitExceededError
 from tests.support.vllm_connector.pair import (
     LAYERS,
     OPTIONS,
@@ -121,7 +121,7 @@ async def test_a_reader_that_confirms_slowly_is_told_every_part_in_order(
 
     def full(agent_id: str, payload: bytes) -> Delivery:
         if next(refusals, None) is not None:
-            raise LimitExceeded("1024 notifications are not confirmed")
+            raise LimitExceededError("1024 notifications are not confirmed")
         return notify(agent_id, payload)
 
     monkeypatch.setattr(p.agent, "notify", full)

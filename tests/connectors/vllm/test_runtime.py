@@ -16,7 +16,7 @@ from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.source import Source
 from kvxfer.connectors.vllm.steps import Load, StepOrders
 from kvxfer.connectors.vllm.worker import WorkerHalf
-from kvxfer.errors import Closed
+from kvxfer.errors import ClosedError
 from kvxfer.transport import huge_pages
 from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo
 
@@ -57,7 +57,7 @@ async def forever() -> None:
 def test_calls_run_on_its_thread_until_it_is_stopped() -> None:
     runtime, names = Runtime(new_agent(), forever), []
     runtime.stop()
-    with pytest.raises(Closed, match="not started"):
+    with pytest.raises(ClosedError, match="not started"):
         runtime.call(print)
     runtime.start()
     called = threading.Event()
@@ -77,7 +77,7 @@ def test_an_agent_that_breaks_is_told_of() -> None:
     runtime = Runtime(new_agent(), breaks)
     runtime.start()
     runtime._thread.join(5.0)
-    with pytest.raises(Closed, match=r"broke.*ZeroDivisionError\('seven'\)"):
+    with pytest.raises(ClosedError, match=r"broke.*ZeroDivisionError\('seven'\)"):
         runtime.check()
 
 
@@ -88,7 +88,7 @@ def test_an_agent_that_ends_without_a_word_is_told_of_too() -> None:
     runtime = Runtime(new_agent(), ends)
     runtime.start()
     runtime._thread.join(5.0)
-    with pytest.raises(Closed, match="closed by itself"):
+    with pytest.raises(ClosedError, match="closed by itself"):
         runtime.check()
 
 
@@ -99,7 +99,7 @@ def test_holds_that_nobody_looks_after_any_more_are_told_of(monkeypatch: pytest.
     half = new_worker(rank=0)
     monkeypatch.setattr(Source, "sweep", breaks)
     half._runtime._thread.join(5.0)
-    with pytest.raises(Closed, match=r"broke.*ZeroDivisionError\('seven'\)"):
+    with pytest.raises(ClosedError, match=r"broke.*ZeroDivisionError\('seven'\)"):
         half.begin_step(StepOrders())
     half.shutdown()
 

@@ -19,7 +19,7 @@ from kvxfer.agent import Agent
 from kvxfer.connectors.vllm import staging as staging_module
 from kvxfer.connectors.vllm.pages import Store
 from kvxfer.connectors.vllm.staging import Cut, Staging, ranks_read, repack
-from kvxfer.errors import Incompatible, LimitExceeded
+from kvxfer.errors import IncompatibleError, LimitExceededError
 from kvxfer.transport.base import Region, allocate_region
 from kvxfer.types import (
     AgentRef,
@@ -191,7 +191,7 @@ async def land(theirs: CompatibilityRecord, cut: Cut = ALONE, *, bytes_max: int 
 @pytest.mark.parametrize("block_tokens", [16, 32])
 async def test_what_cannot_be_bridged_is_refused_by_name(field: str, value: object, block_tokens: int) -> None:
     theirs = dataclasses.replace(RECORD, block_tokens=block_tokens, **cast("dict[str, int]", {field: value}))
-    with pytest.raises(Incompatible, match=field):
+    with pytest.raises(IncompatibleError, match=field):
         await land(theirs)
 
 
@@ -199,7 +199,7 @@ async def test_heads_that_add_up_are_staged() -> None:
     theirs = dataclasses.replace(RECORD, kv_heads=1)
     assert await land(theirs, Cut(1, 2, 0, 1))
     assert await land(dataclasses.replace(RECORD, kv_heads=4), Cut(0, 1, 1, 2))
-    with pytest.raises(Incompatible, match="kv_heads"):
+    with pytest.raises(IncompatibleError, match="kv_heads"):
         await land(theirs, Cut(0, 4, 0, 1))
 
 
@@ -207,7 +207,7 @@ async def test_another_block_size_is_staged_where_there_is_room() -> None:
     assert not await land(RECORD)
     theirs = dataclasses.replace(RECORD, block_tokens=32, packing="isa vec16")
     assert await land(theirs)
-    with pytest.raises(LimitExceeded, match="staging_bytes"):
+    with pytest.raises(LimitExceededError, match="staging_bytes"):
         await land(theirs, bytes_max=4096)
 
 

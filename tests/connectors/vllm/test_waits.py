@@ -14,7 +14,7 @@ from kvxfer.connectors.vllm import accepted
 from kvxfer.connectors.vllm.steps import Accept, Chunk, Close, Remote, Revoke, Standing, StepOrders, Wait
 from kvxfer.connectors.vllm.waits import Waits
 from kvxfer.connectors.vllm.wire import Await, Queued, Release
-from kvxfer.errors import PeerGone
+from kvxfer.errors import PeerGoneError
 from tests.support.vllm_connector.pair import (
     OPTIONS,
     Rank,
@@ -247,7 +247,7 @@ async def test_a_source_that_is_gone_ends_its_waits_only() -> None:
 
     async def notify(agent_id: str, messages: Sequence[Await]) -> None:
         if agent_id == "p":
-            raise PeerGone("no sign of it")
+            raise PeerGoneError("no sign of it")
 
     waits = Waits(OPTIONS, notify, told.append)
     waits.start(wait_order())

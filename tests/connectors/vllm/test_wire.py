@@ -23,7 +23,7 @@ from kvxfer.connectors.vllm.wire import (
     decode,
     encode,
 )
-from kvxfer.errors import ProtocolViolation
+from kvxfer.errors import ProtocolError
 from kvxfer.types import TransferId
 
 ids = st.binary(min_size=16, max_size=16).map(TransferId)
@@ -61,7 +61,7 @@ def test_what_is_encoded_is_decoded(message: Message) -> None:
 
 @given(st.binary(max_size=200))
 def test_bytes_are_a_message_or_a_violation(payload: bytes) -> None:
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         decode(payload)
 
 
@@ -71,7 +71,7 @@ def test_a_changed_field_is_a_message_or_a_violation(message: Message, data: st.
     values[data.draw(st.sampled_from(sorted(values)))] = data.draw(json_values)
     try:
         changed = decode(json.dumps(values).encode())
-    except ProtocolViolation:
+    except ProtocolError:
         return
     assert decode(encode(changed)) == changed
 
@@ -79,16 +79,16 @@ def test_a_changed_field_is_a_message_or_a_violation(message: Message, data: st.
 def test_a_queue_has_a_position_for_each_prompt() -> None:
     values = json.loads(encode(Queued((TransferId(bytes(16)),) * 2, (1, 0), 5, True)))
     for positions in ([1], [1, 2, 3], [1, -1], [1, True], [1, 1.0], [1, "2"], None, {"1": 2}, [1, 1 << 31]):
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ProtocolError):
             decode(json.dumps({**values, "positions": positions}).encode())
     many = {"transfer_ids": ["0" * 32] * (KEEPS_MAX + 1), "positions": [1] * (KEEPS_MAX + 1)}
-    with pytest.raises(ProtocolViolation, match="1024"):
+    with pytest.raises(ProtocolError, match="1024"):
         decode(json.dumps({**values, **many}).encode())
 
 
 def test_a_list_has_a_bound() -> None:
     ids = ["0" * 32] * (KEEPS_MAX + 1)
-    with pytest.raises(ProtocolViolation, match="1024"):
+    with pytest.raises(ProtocolError, match="1024"):
         decode(json.dumps({"kind": "keep", "transfer_ids": ids}).encode())
 
 

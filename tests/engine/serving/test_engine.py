@@ -13,7 +13,7 @@ import pytest
 from kvxfer.engine.request import FailurePolicy, Leg, Remote, Request
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.sampling import SamplingParams
-from kvxfer.errors import Closed, KvxferError, Overloaded, PeerGone, TransportError
+from kvxfer.errors import ClosedError, KvxferError, OverloadedError, PeerGoneError, TransportError
 from kvxfer.types import GrantState
 from tests.support.engine.engine_harness import answer, greedy, legs, make_prompt, new_id, prefill, reference, running
 from tests.support.engine.fake_agent import World
@@ -185,7 +185,7 @@ async def test_a_failed_pull_is_recomputed_in_other_blocks_until_drained(tiny_mo
     async with running(tiny_model, world, "p") as p, running(tiny_model, world, "d") as d:
         prompt = make_prompt(100)
         prefill_leg, decode_leg = legs(prompt, greedy(COUNT))
-        world.pull_errors[decode_leg.remote.transfer_id] = PeerGone("killed")
+        world.pull_errors[decode_leg.remote.transfer_id] = PeerGoneError("killed")
         world.drains.clear()
         _, (tokens, _, outcome) = await asyncio.gather(prefill(p.engine, prefill_leg), answer(d.engine, decode_leg))
         assert tokens == reference(tiny_model, prompt, COUNT)
@@ -203,7 +203,7 @@ async def test_a_failed_pull_fails_the_request_where_the_policy_says_so(tiny_mod
     world = World()
     async with running(tiny_model, world, "d", on_transfer_failure=FailurePolicy.FAIL) as d:
         request = Request("r", make_prompt(50), greedy(4), Leg.DECODE, Remote(new_id(), "nobody"))
-        with pytest.raises(PeerGone):
+        with pytest.raises(PeerGoneError):
             await answer(d.engine, request)
 
 
@@ -274,7 +274,7 @@ async def test_preempting_a_prefill_leg_revokes_its_grant_first(tiny_model):
         tokens = await local
         assert tokens == reference(tiny_model, make_prompt(30), 100)
         grant = world.grants[prefill_leg.remote.transfer_id]
-        if isinstance(outcome[0], Overloaded):
+        if isinstance(outcome[0], OverloadedError):
             assert grant.state is GrantState.REVOKED
         grant.end(GrantState.EXPIRED)
     assert not world.breaches
@@ -284,7 +284,7 @@ async def test_a_full_queue_is_overloaded(tiny_model):
     async with running(tiny_model, None, "both", blocks=8, max_waiting=2, max_running=1) as worker:
         runs = [answer(worker.engine, Request(f"r{at}", make_prompt(20), greedy(60))) for at in range(6)]
         outcomes = await asyncio.gather(*runs, return_exceptions=True)
-        assert sum(isinstance(outcome, Overloaded) for outcome in outcomes) >= 2
+        assert sum(isinstance(outcome, OverloadedError) for outcome in outcomes) >= 2
         assert any(isinstance(outcome, tuple) for outcome in outcomes)
 
 
@@ -299,7 +299,7 @@ async def test_the_reader_of_a_leg_that_never_began_does_not_wait(tiny_model):
                 *(answer(d.engine, decode_leg) for _, decode_leg in pairs),
                 return_exceptions=True,
             )
-        assert sum(isinstance(outcome, Overloaded) for outcome in done[:6]) >= 3
+        assert sum(isinstance(outcome, OverloadedError) for outcome in done[:6]) >= 3
         for prompt, (tokens, _, outcome) in zip(prompts, done[6:], strict=True):
             assert tokens == reference(tiny_model, prompt, 4)
             assert outcome.report.failure in (None, "grant_revoked")
@@ -345,7 +345,7 @@ async def test_stop_lets_the_running_finish_and_refuses_the_new(tiny_model):
         await asyncio.sleep(0)
         stop = asyncio.create_task(worker.engine.stop(20.0))
         await asyncio.sleep(0)
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             worker.engine.submit(Request("late", make_prompt(20), greedy(4)))
         tokens, _, _ = await run
         assert tokens == reference(tiny_model, make_prompt(20), COUNT)
@@ -362,7 +362,7 @@ async def test_stop_aborts_what_outlives_the_grace(tiny_model):
         await asyncio.sleep(0.05)
         await d.engine.stop(0.0)
         for task in (run, long):
-            with pytest.raises(Closed):
+            with pytest.raises(ClosedError):
                 await task
 
 
@@ -435,7 +435,7 @@ async def test_a_dead_engine_thread_answers_everyone_and_refuses_the_next(tiny_m
             with pytest.raises(KvxferError, match="the engine failed"):
                 await run
             await asyncio.wait_for(worker.engine.failed.wait(), 5)
-            with pytest.raises(Closed):
+            with pytest.raises(ClosedError):
                 worker.engine.submit(Request("late", make_prompt(20), greedy(4)))
             await worker.engine.stop(0.1)
             failure = worker.engine.failure

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvxfer.engine.pool import BlockPool
 from kvxfer.engine.request import Leg, Phase, Request, Sequence, blocks_for
 from kvxfer.engine.scheduler import Plan, Scheduler, SchedulerLimits
-from kvxfer.errors import ConfigError, Overloaded
+from kvxfer.errors import ConfigError, OverloadedError
 from tests.support.engine.engine_harness import greedy, legs, make_prompt
 
 TOKENS = 4
@@ -68,11 +68,11 @@ def test_the_queue_is_bounded_and_admission_keeps_its_order():
     scheduler.add(small)
     assert scheduler.plan().admitted == ()
     scheduler.add(local(4))
-    with pytest.raises(Overloaded, match="max_waiting is 3"):
+    with pytest.raises(OverloadedError, match="max_waiting is 3"):
         scheduler.add(local(4))
     for _ in range(3):
         scheduler.add(decode(4))  # those that ask do not count
-    with pytest.raises(Overloaded, match="max_waiting is 3"):
+    with pytest.raises(OverloadedError, match="max_waiting is 3"):
         scheduler.add(decode(4))
 
 
@@ -167,7 +167,7 @@ def test_no_plan_writes_where_somebody_else_reads(seed, blocks):
             )
             try:
                 scheduler.add(sequence)
-            except Overloaded:
+            except OverloadedError:
                 now = scheduler.statistics()
                 assert (now.asking + now.granted if sequence.leg is Leg.DECODE else now.waiting) >= 8
             else:

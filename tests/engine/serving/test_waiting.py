@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvxfer.engine.request import Leg, Remote, Request
-from kvxfer.errors import DeadlineExceeded, KvxferError, Overloaded
+from kvxfer.errors import DeadlineExceededError, KvxferError, OverloadedError
 from tests.support.engine.engine_harness import (
     BLOCK_TOKENS,
     answer,
@@ -151,7 +151,7 @@ async def test_a_source_is_told_of_a_prompt_when_it_is_accepted_and_when_it_will
         requests = [legs(make_prompt(100, n), greedy(4))[0] for n in range(4)]
         results = await asyncio.gather(*(prefill(p.engine, one) for one in requests), return_exceptions=True)
         assert agent.expected == [one.remote.transfer_id for one in requests]
-        refused = [one for one, result in zip(requests, results, strict=True) if isinstance(result, Overloaded)]
+        refused = [one for one, result in zip(requests, results, strict=True) if isinstance(result, OverloadedError)]
         assert refused, "there is room for one in the queue"
         assert all(world.grants[one.remote.transfer_id].state.name == "REVOKED" for one in refused)
         for one in requests:
@@ -220,7 +220,7 @@ async def test_a_leg_names_how_long_it_may_wait(tiny_model) -> None:
     async with running(tiny_model, world, "p"), running(tiny_model, world, "d") as d:
         request = legs(make_prompt(40), greedy(3))[1]
         remote = Remote(request.remote.transfer_id, "p", timeout_s=0.2)
-        world.pull_errors[remote.transfer_id] = DeadlineExceeded("late")
+        world.pull_errors[remote.transfer_id] = DeadlineExceededError("late")
         tokens, _, _ = await answer(d.engine, Request("r", request.token_ids, greedy(3), Leg.DECODE, remote))
         assert tokens == reference(tiny_model, request.token_ids, 3)
         assert world.agents["d"].transfers[0].timeout_s == 0.2

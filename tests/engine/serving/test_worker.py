@@ -20,7 +20,7 @@ from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.options import WorkerOptions
 from kvxfer.engine.request import FailurePolicy
 from kvxfer.engine.runner import Runner
-from kvxfer.errors import ConfigError, PeerGone
+from kvxfer.errors import ConfigError, PeerGoneError
 from kvxfer.openai.sse import EventDecoder
 from kvxfer.types import GrantState, Role
 from tests.support.engine.engine_harness import make_prompt, new_id, reference
@@ -277,7 +277,7 @@ async def test_the_policy_decides_what_a_failed_transfer_becomes(tiny_path, tiny
     for policy in FailurePolicy:
         async with pair(tiny_path, monkeypatch, on_transfer_failure=policy) as (world, _, d):
             transfer_id = new_id()
-            world.pull_errors[transfer_id] = PeerGone("killed")
+            world.pull_errors[transfer_id] = PeerGoneError("killed")
             source = world.agents["p"]
             blocks = np.arange(4, dtype=np.uint32)
             source.grant(source.pool, blocks, transfer_id=transfer_id, reader="d", ready_blocks=4)

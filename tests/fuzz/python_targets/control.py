@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from kvxfer._pb import control_pb2 as pb
 from kvxfer.agent.introductions import Introductions
-from kvxfer.errors import InvalidArgument, KvxferError, PeerGone, ProtocolViolation, Refused
+from kvxfer.errors import InvalidArgumentError, KvxferError, PeerGoneError, ProtocolError, RefusedError
 from kvxfer.protocol.directory import Directory
 from kvxfer.protocol.introduction import Seal
 from kvxfer.protocol.liveness import LivenessLimits
@@ -26,7 +26,7 @@ def text_of(data: bytes) -> str:
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        raise InvalidArgument("no text") from None
+        raise InvalidArgumentError("no text") from None
 
 
 def region_record(data: bytes) -> object:
@@ -72,7 +72,7 @@ def message_of(kind: Any, data: bytes) -> Any:
     try:
         return kind.FromString(data)
     except DecodeError:
-        raise ProtocolViolation("no message") from None
+        raise ProtocolError("no message") from None
 
 
 LIMITS = LivenessLimits(suspect_after_ns=10, dead_after_ns=20, gap_max_ns=5)
@@ -144,22 +144,22 @@ COORDINATOR_MESSAGES = [
 ]
 
 TARGETS = {
-    "region_record": Target(region_record, [r.to_json().encode() for r in REGIONS], (InvalidArgument,)),
-    "compatibility_record": Target(compatibility_record, [RECORD.to_json().encode()], (InvalidArgument,)),
-    "card": Target(card, [convert.write_member(MEMBER, b"").SerializeToString()], (PeerGone,), pb.Member),
+    "region_record": Target(region_record, [r.to_json().encode() for r in REGIONS], (InvalidArgumentError,)),
+    "compatibility_record": Target(compatibility_record, [RECORD.to_json().encode()], (InvalidArgumentError,)),
+    "card": Target(card, [convert.write_member(MEMBER, b"").SerializeToString()], (PeerGoneError,), pb.Member),
     "sealed_card": Target(
-        sealed_card, [SEAL.close(convert.write_member(MEMBER, b"").SerializeToString()).encode()], (PeerGone,)
+        sealed_card, [SEAL.close(convert.write_member(MEMBER, b"").SerializeToString()).encode()], (PeerGoneError,)
     ),
     "agent_message": Target(
         agent_message,
         [message.SerializeToString() for message in AGENT_MESSAGES],
-        (ProtocolViolation, Refused),
+        (ProtocolError, RefusedError),
         pb.AgentMessage,
     ),
     "coordinator_message": Target(
         coordinator_message,
         [message.SerializeToString() for message in COORDINATOR_MESSAGES],
-        (ProtocolViolation,),
+        (ProtocolError,),
         pb.CoordinatorMessage,
     ),
     "grpc_status": Target(grpc_status, [b"\2refused\nno", b"\7no"]),

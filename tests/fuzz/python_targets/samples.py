@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.protocol.directory import Change, Hello
 from kvxfer.transport.descriptors import Descriptors, RemotePeer
 from kvxfer.types import (
@@ -56,14 +56,14 @@ TRANSFER = TransferId(bytes(range(16)))
 
 
 def look_up(records: Sequence[RegionRecord]) -> None:
-    """What lies in one region is found there, and anything else is InvalidArgument."""
+    """What lies in one region is found there, and anything else is InvalidArgumentError."""
     table = RemotePeer(REF, ADDRESS, records).table
     known = [(record.address, min(record.length_bytes, 64)) for record in records[:8]]
     for address, length in [(4096, 1), (2**64 - 100, 50), (1, 2**64 - 1), *known]:
         holders = [r for r in records if r.address <= address and address + length <= r.address + r.length_bytes]
         try:
             prepared = table.resolve(Descriptors(np.array([(address, length, 0)], np.uint64)))
-        except InvalidArgument:
+        except InvalidArgumentError:
             assert not (len(holders) == 1 and holders[0].device == 0 and length < 2**20)
             continue
         assert prepared.regions <= {record.region_id for record in holders}

@@ -14,7 +14,7 @@ from kvxfer.connectors.vllm import params as vllm_params
 from kvxfer.connectors.vllm import wire
 from kvxfer.engine import schemas as engine_schemas
 from kvxfer.engine.unsupported import IgnoredFields
-from kvxfer.errors import InvalidArgument, ProtocolViolation
+from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.openai import schemas
 from kvxfer.openai.errors import RequestError, error_body
 from kvxfer.openai.sse import CONTENT_TYPE, DONE, EventDecoder, encode_event, encode_object
@@ -179,7 +179,7 @@ def vllm_transfer_params(data: bytes) -> object:
     finally:
         sys.setrecursionlimit(limit)
     if not isinstance(values, dict):
-        raise InvalidArgument("vLLM takes no such body")
+        raise InvalidArgumentError("vLLM takes no such body")
     vllm_params.trace_of(None, values)
     return vllm_params.parse(values)
 
@@ -232,8 +232,8 @@ TARGETS = {
         worker_stream,
         [b"\0: kept alive\n\n" + encode_event(CHUNK) * 2 + DONE, b"\0data: " + BUSY + b"\n\n", b"\7" + BUSY],
     ),
-    "vllm_notification": Target(vllm_notification, [wire.encode(one) for one in NOTIFICATIONS], (ProtocolViolation,)),
+    "vllm_notification": Target(vllm_notification, [wire.encode(one) for one in NOTIFICATIONS], (ProtocolError,)),
     "vllm_transfer_params": Target(
-        vllm_transfer_params, [encode_object(values) for values in VLLM_PARAMS], (InvalidArgument,)
+        vllm_transfer_params, [encode_object(values) for values in VLLM_PARAMS], (InvalidArgumentError,)
     ),
 }

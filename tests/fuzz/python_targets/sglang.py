@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvxfer.connectors.sglang import greetings, messages
 from kvxfer.connectors.sglang.limits import Layout
 from kvxfer.connectors.sglang.shape import KvShape
-from kvxfer.errors import AuthenticationFailed, ProtocolViolation
+from kvxfer.errors import AuthenticationError, ProtocolError
 from tests.fuzz.python_targets.samples import RECORD, TRANSFER, Target
 
 SEAL = greetings.seal_of(bytes(32))
@@ -59,7 +59,7 @@ GREETINGS = [
 FRAMES = [greetings.encode(SEAL, ADDRESS, one, MARK) for one in GREETINGS]
 
 TARGETS = {
-    "sglang_notification": Target(notification, [messages.encode(one) for one in NOTIFICATIONS], (ProtocolViolation,)),
-    "sglang_greeting": Target(greeting, [SEAL.open(sealed.decode()) for *_, sealed in FRAMES], (ProtocolViolation,)),
-    "sglang_frames": Target(frames, [b"\n".join(one) for one in FRAMES], (ProtocolViolation, AuthenticationFailed)),
+    "sglang_notification": Target(notification, [messages.encode(one) for one in NOTIFICATIONS], (ProtocolError,)),
+    "sglang_greeting": Target(greeting, [SEAL.open(sealed.decode()) for *_, sealed in FRAMES], (ProtocolError,)),
+    "sglang_frames": Target(frames, [b"\n".join(one) for one in FRAMES], (ProtocolError, AuthenticationError)),
 }

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from kvxfer.errors import (
-    BlocksBusy,
-    GrantExpired,
-    GrantGone,
-    GrantRevoked,
-    Incompatible,
-    InvalidArgument,
+    BlocksBusyError,
+    GrantExpiredError,
+    GrantGoneError,
+    GrantRevokedError,
+    IncompatibleError,
+    InvalidArgumentError,
     KvxferError,
-    PeerGone,
-    TransferCancelled,
+    PeerGoneError,
+    TransferCancelledError,
 )
 from kvxfer.types import CompatibilityRecord, GrantState, Lane, Load, TransferId
 
@@ -109,7 +109,7 @@ class FakeGrant:
     def ready(self, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
         with self.world.lock:
             if self.state is not GrantState.ALIVE:
-                raise GrantExpired("ended") if self.state is GrantState.EXPIRED else GrantRevoked("ended")
+                raise GrantExpiredError("ended") if self.state is GrantState.EXPIRED else GrantRevokedError("ended")
             assert self.ready_blocks <= blocks <= len(self.blocks), "ready is cumulative and bounded"
             assert not complete or blocks == len(self.blocks)
             self.seen += [self.pool.digest([block]) for block in self.blocks[self.ready_blocks : blocks]]
@@ -194,7 +194,7 @@ class FakeTransfer:
     def reserve(self, blocks: np.ndarray, *, first: int = 0) -> None:
         with self.world.lock:
             if self.task.done():
-                raise InvalidArgument("this transfer is over")
+                raise InvalidArgumentError("this transfer is over")
             take(self.world, self.pool, blocks)
             self.first, self.blocks = first, blocks.tolist()
         self.world.touch()
@@ -228,15 +228,15 @@ class FakeTransfer:
         while True:
             with world.lock:
                 if self.is_cancelled:
-                    raise TransferCancelled("cancelled")
+                    raise TransferCancelledError("cancelled")
                 grant = world.grants.get(self.transfer_id)
                 if grant is not None:
                     if None not in (self.content, grant.content) and self.content != grant.content:
-                        raise Incompatible("content differs")
+                        raise IncompatibleError("content differs")
                     if grant.state is GrantState.EXPIRED:
-                        raise GrantExpired("the grant expired")
+                        raise GrantExpiredError("the grant expired")
                     if grant.state is not GrantState.ALIVE:
-                        raise GrantRevoked(f"the grant is {grant.state.name}")
+                        raise GrantRevokedError(f"the grant is {grant.state.name}")
                     if not self.is_told and self.on_granted is not None:
                         self.is_told = True
                         self.on_granted(self)
@@ -251,7 +251,7 @@ class FakeTransfer:
                     if self.blocks and not is_held_back and grant.is_complete and done == len(self.blocks):
                         break
                 elif world.loop.time() > end_s:
-                    raise PeerGone("no grant came")
+                    raise PeerGoneError("no grant came")
             world.changed.clear()
             try:
                 await asyncio.wait_for(world.changed.wait(), 0.05)
@@ -259,9 +259,9 @@ class FakeTransfer:
                 continue
         await asyncio.sleep(0)
         if self.is_cancelled:
-            raise TransferCancelled("cancelled")
+            raise TransferCancelledError("cancelled")
         if grant.end(GrantState.RELEASED) is not GrantState.RELEASED:
-            raise GrantGone("the grant ended before the confirm")
+            raise GrantGoneError("the grant ended before the confirm")
         size = done * self.pool.block_bytes
         seconds = {"queue": 0.0, "plan": 0.0, "wire": 0.001, "confirm": 0.0}
         return FakeResult(self.transfer_id, Lane.MEMORY, "fake", done, size, seconds, early)
@@ -345,7 +345,7 @@ class FakeAgent:
         with self.world.lock:
             if pool.reserved & set(blocks.tolist()):
                 self.world.breaches.append("a block was granted while it is pulled into")
-                raise BlocksBusy("reserved")
+                raise BlocksBusyError("reserved")
             assert transfer_id not in self.world.grants, "a retry is a new transfer id"
             grant = FakeGrant(self.world, pool, blocks.tolist(), transfer_id, reader, content)
             self.world.grants[transfer_id] = grant
@@ -383,7 +383,7 @@ class FakeAgent:
         assert asyncio.get_running_loop() is self.world.loop
         self.world.pulls_started += 1
         if source not in self.world.agents:
-            raise PeerGone(f"no agent {source}")
+            raise PeerGoneError(f"no agent {source}")
         take(self.world, pool, blocks)
         transfer = FakeTransfer(self.world, pool, blocks.tolist(), transfer_id, first, content, on_granted)
         transfer.timeout_s = timeout_s
@@ -404,7 +404,7 @@ class FakeAgent:
         assert asyncio.get_running_loop() is self.world.loop
         self.world.pulls_started += 1
         if source not in self.world.agents:
-            raise PeerGone(f"no agent {source}")
+            raise PeerGoneError(f"no agent {source}")
         transfer = FakeTransfer(self.world, pool, [], transfer_id, 0, content, on_granted)
         self.transfers.append(transfer)
         return transfer
@@ -416,6 +416,6 @@ def take(world: World, pool: FakePool, blocks: np.ndarray) -> None:
     taken = set(blocks.tolist())
     if len(taken) != len(blocks) or pool.reserved & taken:
         world.breaches.append("a block is pulled into twice")
-        raise BlocksBusy("reserved")
+        raise BlocksBusyError("reserved")
     pool.reserved |= taken
     pool.array[blocks] = POISON

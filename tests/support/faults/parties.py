@@ -19,7 +19,7 @@ import numpy as np
 
 from kvxfer._native import _core
 from kvxfer.config import AgentConfig
-from kvxfer.errors import BlocksBusy, KvxferError
+from kvxfer.errors import BlocksBusyError, KvxferError
 from kvxfer.testing.contract.parties import RECORD
 from kvxfer.transport import counts
 from kvxfer.transport.base import allocate_region
@@ -224,7 +224,7 @@ class Party:
         def is_gone() -> bool:
             try:
                 self.poster.deregister(registration)
-            except BlocksBusy:
+            except BlocksBusyError:
                 return False
             return True
 

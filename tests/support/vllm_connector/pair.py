@@ -27,7 +27,7 @@ from kvxfer.connectors.vllm.source import Source
 from kvxfer.connectors.vllm.steps import Close, Finish, Load, Open, Standing, StepOrders
 from kvxfer.connectors.vllm.waits import Waits
 from kvxfer.connectors.vllm.wire import Await, Begun, Claimed, Part, Queued, Refuse, decode
-from kvxfer.errors import Closed
+from kvxfer.errors import ClosedError
 from kvxfer.transport.base import Region
 from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo
 from tests.support.vllm_connector.late_device import Device
@@ -105,7 +105,7 @@ async def sweep(rank: Rank) -> None:
 
 
 def wait_ended(agent: Agent, fetch: Fetch) -> None:
-    with contextlib.suppress(Closed):
+    with contextlib.suppress(ClosedError):
         while not fetch.is_ended:
             agent.wait(0.01)
 

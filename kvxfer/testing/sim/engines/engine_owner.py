@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from kvxfer.engine.generation import Generation
 from kvxfer.engine.request import Leg, Request, Sequence
-from kvxfer.errors import KvxferError, TransferCancelled
+from kvxfer.errors import KvxferError, TransferCancelledError
 from kvxfer.testing.sim.engines.bug import EngineBug
 from kvxfer.testing.sim.engines.engine_view import EngineWorldView, Profile, TicketView
 from kvxfer.testing.sim.engines.seeded_executor import make_executor
@@ -97,7 +97,7 @@ class EngineOwner:
 
     def abort(self, sequence: Sequence) -> None:
         """The client went away."""
-        self.put(functools.partial(self.executor.abort, sequence, TransferCancelled("the client went away")))
+        self.put(functools.partial(self.executor.abort, sequence, TransferCancelledError("the client went away")))
 
     def put(self, command: Callable[[], None]) -> None:
         """Run ``command`` between two steps."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvxfer.engine.remote import Pull
 from kvxfer.engine.request import Remote
-from kvxfer.errors import KvxferError, PeerGone, TransferCancelled, from_code
+from kvxfer.errors import KvxferError, PeerGoneError, TransferCancelledError, from_code
 from kvxfer.testing.sim.engines.bug import fixed_wait_ns
 from kvxfer.testing.sim.engines.engine_view import EngineWorldView
 from kvxfer.testing.sim.tagged_memory import POOL, checksum
@@ -219,7 +219,7 @@ class SimExchange:
         process, world, id_ = self._process, self._world, remote.transfer_id.raw
         if pull.is_cancelled:
             self._give_up(remote)
-            return self._fail(pull, id_, TransferCancelled("cancelled before the pull began"))
+            return self._fail(pull, id_, TransferCancelledError("cancelled before the pull began"))
         if pull.is_unreserved:
             blocks, first = [], 0
         source, now = world.slots[remote.agent_id].process, process.clock.now
@@ -228,13 +228,13 @@ class SimExchange:
         timeout_ns = (fixed_wait_ns(world.bug) or round(remote.timeout_s * S)) - (now - asked_ns)
         try:
             if source is None or source.ref is None:
-                raise PeerGone("no such agent")
+                raise PeerGoneError("no such agent")
             effects = process.endpoint.pull(
                 id_, source.ref, POOL, blocks, first, world.lanes(process), now + timeout_ns,
                 process.rng.getrandbits(64), now, content, count=0 if blocks else count,
                 granted_ns=world.granted_ns, tells_granted=True,
             )  # fmt: skip
-        except PeerGone as error:
+        except PeerGoneError as error:
             if now - asked_ns < _SEARCH_NS:
                 return process.later(100 * MS, self._begin, pull, blocks, remote, content, first, count, asked_ns)
             return self._fail(pull, id_, error)
