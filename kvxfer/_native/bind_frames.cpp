@@ -188,7 +188,7 @@ void bind_frames(nb::module_& m) {
 
   m.def("encode", [](const Frame& frame) { return to_bytes(encode(frame)); }, nb::arg("frame"), "The bytes of a frame, DATA's payload excluded.");
   m.def("kind_name", [](const Frame& frame) { return std::string(kind_name(frame)); }, nb::arg("frame"));
-  nb::class_<Decoder>(m, "Decoder", "Bytes in, in any cut; frames out, or ProtocolViolation once and for ever.")
+  nb::class_<Decoder>(m, "Decoder", "Bytes in, in any cut; frames out, or ProtocolError once and for ever.")
       .def(nb::init<>())
       .def("feed", [](Decoder& d, const nb::bytes& bytes) { d.feed(view(bytes)); }, nb::arg("data"))
       .def("next", &Decoder::next)

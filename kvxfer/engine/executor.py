@@ -21,7 +21,7 @@ from kvxfer.engine.block_digests import BlockDigests
 from kvxfer.engine.generation import Generation, Output
 from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.pool import BlockPool
-from kvxfer.engine.remote import BlockExchange, Pull, ResultLike, ended_error
+from kvxfer.engine.remote import BlockExchange, EnginePull, ResultLike, ended_error
 from kvxfer.engine.request import (
     Event,
     FailurePolicy,
@@ -90,7 +90,7 @@ class Executor:
         self._on_ttft = on_ttft
         self._exchange: BlockExchange | None = None
         self._events: list[tuple[Generation, Event]] = []
-        self._pulls: dict[Sequence, Pull] = {}
+        self._pulls: dict[Sequence, EnginePull] = {}
         self._aborted: set[Sequence] = set()
         self._owners: dict[Sequence, Generation] = {}
 
@@ -293,7 +293,7 @@ class Executor:
     def _ask(self, sequence: Sequence) -> None:
         """A decode leg asks for its grant: with blocks where there are some that nobody else wants."""
         exchange, remote = self._partners(sequence)
-        pull = Pull(
+        pull = EnginePull(
             on_granted=functools.partial(self.scheduler.granted, sequence),
             on_committed=functools.partial(self._pulled, sequence),
             on_failed=functools.partial(self._pull_failed, sequence),

@@ -128,7 +128,7 @@ def ended_error(state: GrantState) -> KvxferError:
     return GrantRevokedError("the grant was revoked before the prompt was computed")
 
 
-class Pull:
+class EnginePull:
     """One pull.
 
     Its callbacks run on the engine thread: ``on_granted``, perhaps more than once; then either
@@ -232,7 +232,7 @@ class BlockExchange:
         self._on_loop(give_up)
 
     def start(
-        self, pull: Pull, blocks: list[int], remote: Remote, *, content: bytes, first: int = 0, count: int = 0
+        self, pull: EnginePull, blocks: list[int], remote: Remote, *, content: bytes, first: int = 0, count: int = 0
     ) -> None:
         """Pull grant positions ``first...`` into ``blocks``, which are the agent's until a callback says otherwise, or
         :meth:`unreserve`. No blocks: ask whether the grant of ``count`` blocks exists, and wait for :meth:`reserve`.
@@ -248,7 +248,7 @@ class BlockExchange:
 
         self._on_loop(spawn)
 
-    def reserve(self, pull: Pull, blocks: list[int], *, first: int) -> None:
+    def reserve(self, pull: EnginePull, blocks: list[int], *, first: int) -> None:
         """Give a pull that asked its blocks, for grant positions ``first...``."""
         if pull.transfer is None:
             raise AssertionError("a pull is granted before it has begun")
@@ -257,7 +257,7 @@ class BlockExchange:
         except KvxferError as error:  # it is over, and its end is on the way
             _log.debug("a pull took no blocks any more", extra={"code": error.code})
 
-    def unreserve(self, pull: Pull) -> bool:
+    def unreserve(self, pull: EnginePull) -> bool:
         """Take the blocks of a pull back, unless its grant exists, or it is over."""
         with pull.lock:
             if pull.transfer is None:
@@ -269,7 +269,7 @@ class BlockExchange:
             _log.debug("a pull gave no blocks back", extra={"code": error.code})
             return False
 
-    def cancel(self, pull: Pull) -> None:
+    def cancel(self, pull: EnginePull) -> None:
         """Give a pull up. It still ends with one of its callbacks."""
 
         def cancel() -> None:
@@ -280,7 +280,7 @@ class BlockExchange:
         self._on_loop(cancel)
 
     def _begin(
-        self, pull: Pull, blocks: Blocks, remote: Remote, content: bytes, first: int, count: int
+        self, pull: EnginePull, blocks: Blocks, remote: Remote, content: bytes, first: int, count: int
     ) -> TransferLike:
         say_granted = functools.partial(self._post, pull.on_granted)
         if pull.is_unreserved or not len(blocks):
@@ -304,7 +304,9 @@ class BlockExchange:
             on_granted=lambda _: say_granted(),
         )
 
-    async def _run(self, pull: Pull, blocks: Blocks, remote: Remote, content: bytes, first: int, count: int) -> None:
+    async def _run(
+        self, pull: EnginePull, blocks: Blocks, remote: Remote, content: bytes, first: int, count: int
+    ) -> None:
         try:
             if pull.is_cancelled:
                 self.give_up(remote)

@@ -41,15 +41,15 @@ class Runs:
 
 
 @dataclasses.dataclass(frozen=True)
-class TransferPlan:
+class LayoutPlan:
     """Every byte to be moved, once. Arrays are made when first asked for, and kept."""
 
     spans: tuple[TokenSpan, ...]
 
     @staticmethod
-    def join(plans: Iterable[TransferPlan]) -> TransferPlan:
+    def join(plans: Iterable[LayoutPlan]) -> LayoutPlan:
         """Several plans as one, in that order: the cache groups of a hybrid model, say, between the same two ranks."""
-        return TransferPlan(tuple(span for plan in plans for span in plan.spans))
+        return LayoutPlan(tuple(span for plan in plans for span in plan.spans))
 
     @functools.cached_property
     def bytes(self) -> int:
@@ -124,8 +124,8 @@ def plan_transfer(
     heads: range | None = None,
     source_start: int = 0,
     destination_start: int = 0,
-) -> TransferPlan:
-    """TransferPlan the move of ``tokens`` of a sequence from blocks of one pool to blocks of another.
+) -> LayoutPlan:
+    """Plan the move of ``tokens`` of a sequence from blocks of one pool to blocks of another.
 
     ``source_blocks`` and ``destination_blocks`` are block ids in the order of the sequence, shape (n,), of any
     whole-number dtype; the first of them holds the sequence's token ``source_start`` (``destination_start``) in its
@@ -153,7 +153,7 @@ def plan_transfer(
     )
     first, last = _token_range(ours, theirs, tokens)
     if first >= last:
-        return TransferPlan(())
+        return LayoutPlan(())
     if source.packing:
         for side in (ours, theirs):
             if any((edge - side.start) % side.block_tokens for edge in (first, last)):
@@ -161,7 +161,7 @@ def plan_transfer(
                     f"tokens: {first} to {last - 1} cut a block, and blocks packed as {source.packing!r} move whole"
                 )
     theirs.check_distinct(first, last, destination.block_count)
-    return TransferPlan((TokenSpan(source, destination, layers, heads, cut(ours, theirs, first, last)),))
+    return LayoutPlan((TokenSpan(source, destination, layers, heads, cut(ours, theirs, first, last)),))
 
 
 def _check_compatible(source: KvLayout, destination: KvLayout) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvxfer.layout.axes import layout_from_axes
 from kvxfer.layout.indexed_ranges import IndexedRanges
 from kvxfer.layout.kv_layout import KvLayout, KvPart
-from kvxfer.layout.plan import TransferPlan, plan_transfer
+from kvxfer.layout.plan import LayoutPlan, plan_transfer
 from kvxfer.layout.runs import U64
 
 POISON = 0xA5
@@ -51,7 +51,7 @@ class Case:
     layers: list[int]
     heads: range
 
-    def plan(self) -> TransferPlan:
+    def plan(self) -> LayoutPlan:
         return plan_transfer(
             self.source.layout,
             self.destination.layout,
@@ -88,7 +88,7 @@ def copy_by_element(case: Case, source: Memory, destination: Memory) -> int:
     return copied
 
 
-def copy_by_runs(plan: TransferPlan, source: Memory, destination: Memory) -> int:
+def copy_by_runs(plan: LayoutPlan, source: Memory, destination: Memory) -> int:
     columns = zip(*(getattr(plan.runs, field.name).tolist() for field in dataclasses.fields(plan.runs)), strict=True)
     copied = 0
     for a, x, step, b, y, other_step, length, count in columns:
@@ -130,7 +130,7 @@ def assert_equal(found: Mapping[int, npt.NDArray[np.uint8]], wanted: Mapping[int
         np.testing.assert_array_equal(found[region], expected, err_msg=f"region {region}")
 
 
-def check(case: Case) -> TransferPlan:
+def check(case: Case) -> LayoutPlan:
     """Bit-exact, every byte once, and not a byte beside."""
     rng = np.random.default_rng(7)
     source = memory(case.source.layout, lambda size: rng.integers(0, 256, size, dtype=np.uint8))

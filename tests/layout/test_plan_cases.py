@@ -12,7 +12,7 @@ import pytest
 from kvxfer.errors import IncompatibleError, InvalidArgumentError, LimitExceededError
 from kvxfer.layout.axes import layout_from_axes
 from kvxfer.layout.kv_layout import KvLayout, KvPart
-from kvxfer.layout.plan import TransferPlan, plan_transfer
+from kvxfer.layout.plan import LayoutPlan, plan_transfer
 
 BASE: dict[str, Any] = dict(layers=range(4), block_tokens=16, block_count=100, heads=2, dims=8, dtype_bytes=2)
 BLOCK_BYTES = 4 * 2 * 2 * 16 * 8 * 2
@@ -23,7 +23,7 @@ def layout(axes: str, **changes: Any) -> KvLayout:
     return layout_from_axes(axes, **{**BASE, **changes})
 
 
-def shape_of(plan: TransferPlan) -> list[tuple[int, int]]:
+def shape_of(plan: LayoutPlan) -> list[tuple[int, int]]:
     """(length, count) of each run."""
     return list(zip(plan.runs.length.tolist(), plan.runs.count.tolist(), strict=True))
 
@@ -119,7 +119,7 @@ def test_plan_without_tokens_is_empty() -> None:
     for plan in (
         plan_transfer(pool, pool, [1, 2], [], range(0)),
         plan_transfer(pool, pool, [], []),
-        TransferPlan.join([]),
+        LayoutPlan.join([]),
     ):
         assert (plan.bytes, plan.count, plan.descriptor_count) == (0, 0, 0)
         assert plan.as_indexed_ranges().source.shape == (0, 5)
@@ -128,7 +128,7 @@ def test_plan_without_tokens_is_empty() -> None:
 
 def test_plan_join_keeps_the_order() -> None:
     full, window = layout("BLKHND"), layout("BLKHND", layers=[4], regions=[1])
-    plan = TransferPlan.join([plan_transfer(full, full, [3, 8], [1, 5]), plan_transfer(window, window, [7], [2])])
+    plan = LayoutPlan.join([plan_transfer(full, full, [3, 8], [1, 5]), plan_transfer(window, window, [7], [2])])
     assert plan.runs.source_region.tolist() == [0, 0, 1]
     ranges = plan.as_indexed_ranges()
     assert ranges.source.shape == (2, 5)

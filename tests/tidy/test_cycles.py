@@ -19,17 +19,8 @@ PACKAGE = pathlib.Path(kvxfer.__file__).parent
 NATIVE = pathlib.Path(__file__).resolve().parents[2] / "kvxfer" / "_native"
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
-NATIVE_FLOORS = {"machines": 0, "memory": 0, "lanes": 1, "core": 2, "io": 2, "bindings": 3, "fuzz": 3}
+NATIVE_FLOORS = {"machines": 0, "memory": 1, "lanes": 2, "io": 3, "bindings": 4, "fuzz": 4}
 """Rooms of the native core. ``bindings`` are the files beside the rooms."""
-
-KNOWN = [
-    {"kvxfer.connectors.nixl.codec", "kvxfer.connectors.nixl.dlists"},
-    {"kvxfer.transport.descriptors", "kvxfer.transport.peer"},
-    {"kvxfer.transport.memory", "kvxfer.transport.network"},
-    {"kvxfer.transport.plan", "kvxfer.transport.post", "kvxfer.transport.posts"},
-    {"core", "lanes"},
-]
-"""Circles that are still there; each is to go, and none may be added."""
 
 Graph = Mapping[str, set[str]]
 
@@ -66,7 +57,7 @@ def circles(graph: Graph) -> list[set[str]]:
 
 
 def new_circles(graph: Graph) -> list[str]:
-    return [" <-> ".join(sorted(part)) for part in circles(graph) if not any(part <= known for known in KNOWN)]
+    return [" <-> ".join(sorted(part)) for part in circles(graph)]
 
 
 def python_graph(package: pathlib.Path) -> dict[str, set[str]]:
@@ -137,8 +128,7 @@ def test_native_rooms_include_lower_rooms_only() -> None:
     for path in native_files():
         room = room_of(path)
         for other in {room_of(found) for found in included(path)} - {room}:
-            is_known = {room, other} in KNOWN
-            if NATIVE_FLOORS[other] >= NATIVE_FLOORS[room] and not is_known:
+            if NATIVE_FLOORS[other] >= NATIVE_FLOORS[room]:
                 wrong.append(f"{path.relative_to(NATIVE)} ({room}) includes {other}")
     assert not wrong, "\n".join(wrong)
 

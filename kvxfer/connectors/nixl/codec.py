@@ -1,97 +1,33 @@
-"""Descriptor lists as bytes for other processes: no pickle, in or out. Decides the form; must never know who sends it.
-
-Little endian throughout::
-
-    8  magic "kvxfer\\0D"
-    1  version, 1
-    1  kind: 1 transfer list, 2 registration list, 0 none at all (memory type and count 0)
-    1  memory type, as in nixl_mem_t
-    5  zero
-    8  count
-    24 x count   address, length, device
-    and for kind 2, count times: 4 bytes of length, and as many of the meta
-
-A decoder gives a list (or None, which NIXL's programs send too) or raises one error, whatever the bytes.
+"""Descriptor lists as bytes, in the form of :mod:`kvxfer.connectors.nixl.packed_rows`. Decides which
+kinds of lists travel; must never know who sends one.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import TypeVar
 
-import numpy as np
-
+from kvxfer.connectors.nixl import packed_rows
 from kvxfer.connectors.nixl.dlists import nixlRegDList, nixlXferDList
-from kvxfer.connectors.nixl.enums import nixl_mem_t
 from kvxfer.connectors.nixl.errors import nixlInvalidParamError, nixlMismatchError
 
-MAGIC = b"kvxfer\0D"
-VERSION = 1
-HEAD = struct.Struct("<8sBBB5xQ")
-META = struct.Struct("<I")
-NONE = HEAD.pack(MAGIC, VERSION, 0, 0, 0)
-ROW_BYTES = 24
-COUNT_MAX = 1 << 24
-"""Descriptors in one list from another process."""
-PICKLE_MARK = b"\x80"
-"""What a pickle of protocol 2 or later begins with, and nothing of ours does."""
-
 DListT = TypeVar("DListT", nixlXferDList, nixlRegDList)
-_KINDS: dict[int, type[nixlXferDList] | type[nixlRegDList]] = {1: nixlXferDList, 2: nixlRegDList}
 
 
 def encode_dlist(descs: nixlXferDList | nixlRegDList | None) -> bytes:
     """The bytes of a transfer or registration list, or of None. Raises nixlInvalidParamError for anything else."""
     if descs is None:
-        return NONE
-    kind = next((number for number, kind in _KINDS.items() if type(descs) is kind), None)
-    if kind is None:
+        return packed_rows.NONE
+    if type(descs) not in (nixlXferDList, nixlRegDList):
         raise nixlInvalidParamError(f"only transfer and registration lists are serialised, not {type(descs).__name__}")
-    parts = [HEAD.pack(MAGIC, VERSION, kind, int(descs.getType()), descs.descCount())]
-    parts.append(descs.rows.astype("<u8", copy=False).tobytes())
-    if isinstance(descs, nixlRegDList):
-        for meta in descs.metas:
-            parts += (META.pack(len(meta)), meta)
-    return b"".join(parts)
+    return descs.__getstate__()
 
 
 def decode_any(data: bytes) -> nixlXferDList | nixlRegDList | None:
-    """The list, or None, that :func:`encode_dlist` wrote.
-
-    Raises nixlMismatchError for bytes of another origin (pickles among them) and for damaged ones.
-    """
-    if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise TypeError(f"serialised descriptors must be bytes, not {type(data).__name__}")
-    data = bytes(data)
-    if data[:1] == PICKLE_MARK:
-        raise nixlMismatchError(
-            "these descriptors are a pickle, which could run any code: kvxfer does not load it. "
-            "NIXL itself sends pickles: run the peer on kvxfer too"
-        )
-    if len(data) < HEAD.size or data[:8] != MAGIC:
-        raise nixlMismatchError("these bytes are no descriptors serialised by kvxfer")
-    if data == NONE:
+    """The list, or None, that :func:`encode_dlist` wrote; raises as :func:`packed_rows.unpack`."""
+    packed = packed_rows.unpack(data)
+    if packed is None:
         return None
-    _, version, kind, memory, count = HEAD.unpack_from(data)
-    if version != VERSION or kind not in _KINDS or data[11:16] != bytes(5):
-        raise nixlMismatchError(f"descriptors of version {version}, kind {kind} are not known here")
-    if memory not in set(nixl_mem_t) or count > COUNT_MAX or len(data) < HEAD.size + ROW_BYTES * count:
-        raise nixlMismatchError(
-            f"serialised descriptors are damaged: {count} of memory type {memory} in {len(data)} bytes"
-        )
-    rows = np.frombuffer(data, "<u8", 3 * count, HEAD.size).astype(np.uint64).reshape(count, 3)
-    descs = _KINDS[kind](nixl_mem_t(memory), rows)
-    end = HEAD.size + ROW_BYTES * count
-    if isinstance(descs, nixlRegDList):
-        for place in range(count):
-            length = META.unpack_from(data, end)[0] if end + META.size <= len(data) else len(data)
-            begin, end = end + META.size, end + META.size + length
-            if end > len(data):
-                raise nixlMismatchError(f"serialised descriptors are damaged: the meta of number {place} is cut off")
-            descs._metas[place] = data[begin:end]
-    if end != len(data):
-        raise nixlMismatchError(f"serialised descriptors are damaged: {len(data) - end} bytes too many")
-    return descs
+    return (nixlRegDList if packed.kind == packed_rows.REGISTRATION else nixlXferDList).unpacked(packed)
 
 
 def decode_dlist(data: bytes, kind: type[DListT]) -> DListT:

@@ -2,7 +2,7 @@
 never know whether the memory is registered, nor touch it.
 
 Where NIXL's own lists read beyond their end for a wrong index, these raise IndexError. Pickling one (by the program's
-own hand) gives the form of :mod:`kvxfer.connectors.nixl.codec`; nothing here ever unpickles.
+own hand) gives the form of :mod:`kvxfer.connectors.nixl.packed_rows`; nothing here ever unpickles.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.connectors.nixl import packed_rows
 from kvxfer.connectors.nixl.enums import nixl_mem_t
-from kvxfer.connectors.nixl.errors import nixlInvalidParamError, nixlNotFoundError
+from kvxfer.connectors.nixl.errors import nixlInvalidParamError, nixlMismatchError, nixlNotFoundError
+from kvxfer.connectors.nixl.packed_rows import PackedRows
 
 Rows = npt.NDArray[np.uint64]
 RowT = TypeVar("RowT", bound=tuple[Any, ...])
@@ -28,6 +30,7 @@ class _DList(Generic[RowT]):
 
     WIDTH: ClassVar[int] = 3
     LAYOUT: ClassVar[str] = "(address, length, device)"
+    KIND: ClassVar[int] = packed_rows.TRANSFER
 
     def __init__(self, type: nixl_mem_t, descs: Any = 0) -> None:
         """``descs``: a list of tuples, an array of shape [n, 3] (uint64 or int64), or how many empty rows.
@@ -157,22 +160,34 @@ class _DList(Generic[RowT]):
             raise nixlNotFoundError(f"{tuple(desc)} is not in {self!r}")
         return int(found[0])
 
+    def __getstate__(self) -> bytes:
+        return packed_rows.pack(self.KIND, self._type, self.rows, self._packed_metas())
+
+    def __setstate__(self, state: bytes) -> None:
+        packed = packed_rows.unpack(state)
+        if packed is None or packed.kind != self.KIND:
+            raise nixlMismatchError(f"these bytes are no {type(self).__name__}")
+        self.__dict__.update(self.unpacked(packed).__dict__)
+
+    @classmethod
+    def unpacked(cls, packed: PackedRows) -> Self:
+        """The list of these rows, which are of this kind."""
+        made = cls(packed.memory, packed.rows)
+        made._take_metas(packed.metas)
+        return made
+
+    def _packed_metas(self) -> Sequence[bytes]:
+        return ()
+
+    def _take_metas(self, metas: list[bytes]) -> None:
+        """Whatever else a row of the kind has."""
+
 
 class nixlXferDList(_DList[tuple[int, int, int]]):
     """What to move: (address, length, device)."""
 
     def index(self, desc: tuple[int, int, int]) -> int:
         return self._index_of(desc)
-
-    def __getstate__(self) -> bytes:
-        from kvxfer.connectors.nixl.codec import encode_dlist
-
-        return encode_dlist(self)
-
-    def __setstate__(self, state: bytes) -> None:
-        from kvxfer.connectors.nixl.codec import decode_dlist
-
-        self.__dict__.update(decode_dlist(state, nixlXferDList).__dict__)
 
 
 class nixlRegDList(_DList[tuple[int, int, int, bytes]]):
@@ -181,6 +196,8 @@ class nixlRegDList(_DList[tuple[int, int, int, bytes]]):
 
     WIDTH = 4
     LAYOUT = "(address, length, device, meta)"
+    KIND = packed_rows.REGISTRATION
+    _metas: list[bytes]
 
     def index(self, desc: tuple[int, int, int, bytes]) -> int:
         return self._index_of(desc)
@@ -204,19 +221,15 @@ class nixlRegDList(_DList[tuple[int, int, int, bytes]]):
 
     __hash__ = None
 
-    def __getstate__(self) -> bytes:
-        from kvxfer.connectors.nixl.codec import encode_dlist
+    def _packed_metas(self) -> Sequence[bytes]:
+        return self._metas
 
-        return encode_dlist(self)
-
-    def __setstate__(self, state: bytes) -> None:
-        from kvxfer.connectors.nixl.codec import decode_dlist
-
-        self.__dict__.update(decode_dlist(state, nixlRegDList).__dict__)
+    def _take_metas(self, metas: list[bytes]) -> None:
+        self._metas = metas
 
     def _fill(self, rows: Rows, count: int) -> None:
         super()._fill(rows, count)
-        self._metas: list[bytes] = [b""] * count
+        self._metas = [b""] * count
 
     def _fill_rest(self, descs: Sequence[tuple[Any, ...]]) -> None:
         self._metas = [_as_meta(desc[3]) for desc in descs]

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from kvxfer.engine.executor import Executor
 from kvxfer.engine.model import LoadedModel
-from kvxfer.engine.remote import BlockExchange, Pull
+from kvxfer.engine.remote import BlockExchange, EnginePull
 from kvxfer.engine.request import FailurePolicy, Leg, Sequence, blocks_for
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.scheduler import SchedulerLimits
@@ -55,7 +55,7 @@ class FixedWaitExecutor(Executor):
     """A decode leg takes slot and blocks as soon as there are some, and waits in them for its grant."""
 
     def _ask(self, sequence: Sequence) -> None:
-        self._pulls[sequence] = Pull(
+        self._pulls[sequence] = EnginePull(
             on_granted=lambda: None,
             on_committed=functools.partial(self._pulled, sequence),
             on_failed=functools.partial(self._pull_failed, sequence),

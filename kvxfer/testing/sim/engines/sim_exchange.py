@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvxfer.engine.remote import Pull
+from kvxfer.engine.remote import EnginePull
 from kvxfer.engine.request import Remote
 from kvxfer.errors import KvxferError, PeerGoneError, TransferCancelledError, from_code
 from kvxfer.testing.sim.engines.bug import fixed_wait_ns
@@ -84,7 +84,7 @@ class SimExchange:
         self, world: EngineWorldView, process: ProcessView, post: Callable[[Callable[[], None]], None]
     ) -> None:
         self._world, self._process, self._post = world, process, post
-        self._pulls: dict[bytes, Pull] = {}
+        self._pulls: dict[bytes, EnginePull] = {}
         self._begun: set[bytes] = set()
         self._on_ended: dict[bytes, Callable[[GrantState], None]] = {}
 
@@ -136,13 +136,13 @@ class SimExchange:
         self._soon(self._give_up, remote)
 
     def start(
-        self, pull: Pull, blocks: list[int], remote: Remote, *, content: bytes, first: int = 0, count: int = 0
+        self, pull: EnginePull, blocks: list[int], remote: Remote, *, content: bytes, first: int = 0, count: int = 0
     ) -> None:
         self._pulls[remote.transfer_id.raw] = pull
         self._poison(blocks)
         self._soon(self._begin, pull, list(blocks), remote, content, first, count, self._process.clock.now)
 
-    def reserve(self, pull: Pull, blocks: list[int], *, first: int) -> None:
+    def reserve(self, pull: EnginePull, blocks: list[int], *, first: int) -> None:
         process, id_ = self._process, self._id(pull)
         self._poison(blocks)
         try:
@@ -154,7 +154,7 @@ class SimExchange:
         self._world.checkers.reserved(process.life, id_, list(blocks), first)
         process.perform(effects)
 
-    def unreserve(self, pull: Pull) -> bool:
+    def unreserve(self, pull: EnginePull) -> bool:
         process, id_ = self._process, self._id(pull)
         if id_ not in self._pulls:  # it is over, and its engine will hear so
             return False
@@ -170,7 +170,7 @@ class SimExchange:
         process.perform(effects)
         return bool(is_done)
 
-    def cancel(self, pull: Pull) -> None:
+    def cancel(self, pull: EnginePull) -> None:
         self._soon(self._cancel, pull)
 
     # --- what the process tells ---
@@ -205,7 +205,7 @@ class SimExchange:
         """On another thread, which takes what it is given in order."""
         self._process.later(MS, act, *args)
 
-    def _id(self, pull: Pull) -> bytes:
+    def _id(self, pull: EnginePull) -> bytes:
         return next((id_ for id_, one in self._pulls.items() if one is pull), bytes(16))
 
     def _poison(self, blocks: list[int]) -> None:
@@ -214,7 +214,7 @@ class SimExchange:
             self._process.memory.scrub(block)
 
     def _begin(
-        self, pull: Pull, blocks: list[int], remote: Remote, content: bytes, first: int, count: int, asked_ns: int
+        self, pull: EnginePull, blocks: list[int], remote: Remote, content: bytes, first: int, count: int, asked_ns: int
     ) -> None:
         process, world, id_ = self._process, self._world, remote.transfer_id.raw
         if pull.is_cancelled:
@@ -247,7 +247,7 @@ class SimExchange:
         )
         process.perform(effects)
 
-    def _fail(self, pull: Pull, id_: bytes, error: KvxferError) -> None:
+    def _fail(self, pull: EnginePull, id_: bytes, error: KvxferError) -> None:
         del self._pulls[id_]
         self._post(lambda: pull.on_failed(error))
         self._post(lambda: pull.on_drained())
@@ -261,7 +261,7 @@ class SimExchange:
         except KvxferError as error:
             self._world.log(f"{process!r} cannot give {remote.transfer_id.raw.hex()[:6]} up: {error.code}")
 
-    def _cancel(self, pull: Pull) -> None:
+    def _cancel(self, pull: EnginePull) -> None:
         pull.is_cancelled = True
         id_ = self._id(pull)
         if id_ in self._begun:
