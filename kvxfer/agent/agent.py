@@ -117,10 +117,8 @@ class Agent(AgentMemory):
             raise
         session = self._session
         try:
-            self._metrics = AgentMetrics(self.registry, self.statistics)
-            self._life = AgentRuntime(
-                transport, self.config, self._counters, self._metrics, self._notifications, self._on_failure
-            )
+            self._metrics = self._counters.metrics = AgentMetrics(self.registry, self.statistics)
+            self._life = AgentRuntime(transport, self.config, self._counters, self._notifications, self._on_failure)
             self._signs.open(transport)
             self._pools.open(transport, None if session is None else session.set_pools)
             if self.config.introductions:

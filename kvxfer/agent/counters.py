@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvxfer._native import _core
+from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Notifications
 from kvxfer.agent.statistics import AgentStatistics, Quarantine
 from kvxfer.errors import KvxferError
@@ -25,6 +26,8 @@ class AgentCounters:
     """The counts of one agent."""
 
     def __init__(self, agent_id: str, notifications: Notifications) -> None:
+        self.metrics: AgentMetrics | None = None
+        """Prometheus' copy of the counts, from the agent's start."""
         self._notifications = notifications
         self._outcomes: Outcomes = {}
         self._bytes: collections.Counter[Lane] = collections.Counter()
@@ -33,18 +36,27 @@ class AgentCounters:
         self._last = AgentStatistics(agent_id)
         """What the transport held last; it may be gone."""
 
-    def committed(self, lane: Lane, byte_count: int) -> None:
+    def committed(self, lane: Lane, byte_count: int, seconds: Mapping[str, float]) -> None:
+        """``seconds``: by phase."""
         _add(self._outcomes, lane.value, "committed")
         self._bytes[lane] += byte_count
+        if self.metrics is not None:
+            self.metrics.committed(lane.value, byte_count, seconds)
 
     def failed(self, lane: Lane | None, error: KvxferError) -> None:
         """``lane``: the last that was tried, if one was."""
-        _add(self._outcomes, "none" if lane is None else lane.value, error.code)
+        name = "none" if lane is None else lane.value
+        _add(self._outcomes, name, error.code)
+        if self.metrics is not None:
+            self.metrics.failed(name, error.code)
 
     def offer_ended(self, event: _core.OfferEnded) -> None:
         """A peer's write into our registered memory is over."""
         is_committed = TransferState(int(event.state)) is TransferState.COMMITTED
-        _add(self._offers, LANES_BACK[event.lane].value, "committed" if is_committed else event.code.name)
+        lane, outcome = LANES_BACK[event.lane].value, "committed" if is_committed else event.code.name
+        _add(self._offers, lane, outcome)
+        if self.metrics is not None:
+            self.metrics.offer_ended(lane, outcome)
 
     def session_refused(self) -> None:
         self._refused += 1

@@ -1,12 +1,13 @@
-"""An agent's Prometheus metrics, on a registry of its own or a given one. All but the durations are read from the
-agent's statistics at each scrape; must never decide anything.
+"""An agent's Prometheus metrics, on a registry of its own or a given one. What the agent counts goes to counters of
+Prometheus at once, because its multiprocess mode knows no others; the rest is read from the statistics at each scrape.
+Must never decide anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -22,6 +23,21 @@ class AgentMetrics:
 
     def __init__(self, registry: CollectorRegistry, statistics: Callable[[], AgentStatistics]) -> None:
         self.registry = registry
+        self._transfers = Counter(
+            "kvxfer_transfers",
+            "Finished transfers by lane and outcome: committed, or the error's code",
+            ["lane", "outcome"],
+            registry=registry,
+        )
+        self._bytes = Counter(
+            "kvxfer_transfer_bytes", "Bytes of committed transfers by lane", ["lane"], registry=registry
+        )
+        self._offers = Counter(
+            "kvxfer_offers",
+            "Finished writes of peers into registered memory by lane and outcome: committed, or the error's code",
+            ["lane", "outcome"],
+            registry=registry,
+        )
         self._seconds = Histogram(
             "kvxfer_transfer_seconds",
             "Duration of committed transfers by phase: queue (until the first block was ready), plan, wire, confirm",
@@ -34,13 +50,20 @@ class AgentMetrics:
         self._gauges = _StatisticsCollector(statistics)
         registry.register(self._gauges)
 
-    def committed(self, seconds: Mapping[str, float]) -> None:
-        """``seconds``: by phase, of a transfer that committed."""
+    def committed(self, lane: str, byte_count: int, seconds: Mapping[str, float]) -> None:
+        self._transfers.labels(lane, "committed").inc()
+        self._bytes.labels(lane).inc(byte_count)
         for phase in PHASES:
             self._seconds.labels(phase).observe(seconds[phase])
 
+    def failed(self, lane: str, code: str) -> None:
+        self._transfers.labels(lane, code).inc()
+
+    def offer_ended(self, lane: str, outcome: str) -> None:
+        self._offers.labels(lane, outcome).inc()
+
     def close(self) -> None:
-        for collector in (self._seconds, self._gauges):
+        for collector in (self._transfers, self._bytes, self._offers, self._seconds, self._gauges):
             self.registry.unregister(collector)
 
 
@@ -53,14 +76,6 @@ class _StatisticsCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         now = self._statistics()
-        what = "Finished transfers by lane and outcome: committed, or the error's code"
-        yield _outcomes("kvxfer_transfers", what, now.outcomes)
-        moved = CounterMetricFamily("kvxfer_transfer_bytes", "Bytes of committed transfers by lane", labels=("lane",))
-        for lane, byte_count in now.bytes.items():
-            moved.add_metric((lane.value,), byte_count)
-        yield moved
-        what = "Finished writes of peers into registered memory by lane and outcome: committed, or the error's code"
-        yield _outcomes("kvxfer_offers", what, now.offers)
         grants = GaugeMetricFamily("kvxfer_grants", "Grants alive now, and ended ones by state", labels=("state",))
         for state, count in now.grants.by_state().items():
             grants.add_metric((state.name.lower(),), count)
@@ -111,11 +126,3 @@ class _StatisticsCollector(Collector):
                 "1 while the coordinator is heard",
                 value=float(now.is_coordinator_connected),
             )
-
-
-def _outcomes(name: str, what: str, counts: Mapping[str, Mapping[str, int]]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, what, labels=("lane", "outcome"))
-    for lane, outcomes in counts.items():
-        for outcome, count in outcomes.items():
-            family.add_metric((lane, outcome), count)
-    return family

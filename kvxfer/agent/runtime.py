@@ -12,7 +12,6 @@ from collections.abc import Callable
 from kvxfer._native import _core
 from kvxfer.agent.counters import AgentCounters
 from kvxfer.agent.grants import Grants
-from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Notifications
 from kvxfer.agent.peers import Peers
 from kvxfer.agent.pump import EventPump
@@ -38,7 +37,6 @@ class AgentRuntime:
         transport: Transport,
         config: AgentConfig,
         counters: AgentCounters,
-        metrics: AgentMetrics,
         notifications: Notifications,
         on_failure: Callable[[KvxferError], None],
     ) -> None:
@@ -48,7 +46,7 @@ class AgentRuntime:
         self.notifications = notifications
         self.grants = Grants(transport, asyncio.get_running_loop())
         self.peers = Peers(transport)
-        self.transfers = Transfers(transport, config, self.peers, counters, metrics, lambda: self.pump.drain())
+        self.transfers = Transfers(transport, config, self.peers, counters, lambda: self.pump.drain())
         self.pump = EventPump(transport, self._on_event, self._fail, self.transfers.tell)
         self.on_session_up: Callable[[AgentRef], None] = lambda _: None
         self._refusals = RateLimitedWarning(log, "%s: a session was refused (%s): %s")

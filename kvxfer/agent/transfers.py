@@ -16,7 +16,6 @@ from typing import Any
 import numpy.typing as npt
 
 from kvxfer.agent.counters import AgentCounters
-from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.peers import Peers
 from kvxfer.agent.statistics import Quarantine
 from kvxfer.agent.transfer import AgentPost, Awaited, Transfer
@@ -49,7 +48,6 @@ class Transfers:
         config: AgentConfig,
         peers: Peers,
         counters: AgentCounters,
-        metrics: AgentMetrics,
         drain: Callable[[], None],
     ) -> None:
         """``drain`` has the transport's events given to :meth:`handle`."""
@@ -59,7 +57,6 @@ class Transfers:
         self._lanes = self.engine.lanes
         self._peers = peers
         self._counters = counters
-        self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._untold: collections.deque[tuple[Awaited[Any], Any]] = collections.deque()
@@ -242,8 +239,7 @@ class Transfers:
                 log.info("%r ended: %s", transfer, outcome)
                 self._counters.failed(transfer.lane, outcome)
             else:
-                self._counters.committed(outcome.lane, outcome.bytes)
-                self._metrics.committed(outcome.seconds)
+                self._counters.committed(outcome.lane, outcome.bytes, outcome.seconds)
 
     def _ended(self, transfer: Transfer, outcome: Outcome) -> None:
         self._untold.append((transfer, outcome))
