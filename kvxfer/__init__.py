@@ -11,15 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvxfer import errors as errors
-    from kvxfer.agent import Agent, Grant, Pool, Transfer, TransferResult
+    from kvxfer.agent import Agent, AgentPost, Grant, Pool, Transfer, TransferResult
+    from kvxfer.agent.notifications import Delivery, Notification
     from kvxfer.config import AgentConfig
     from kvxfer.errors import KvxferError
+    from kvxfer.transport.base import allocate_region
+    from kvxfer.transport.engine import MemoryRegistration, Op
+    from kvxfer.transport.network import MemoryNetwork
     from kvxfer.types import (
         AgentRef,
         CompatibilityRecord,
+        DataAddress,
+        Exposure,
         GrantState,
         Incarnation,
         Lane,
+        Member,
+        PoolRecord,
+        ProgressMode,
+        RegionRecord,
         Role,
         Segment,
         TransferId,
@@ -32,14 +42,26 @@ __version__ = "0.1.0"
 __all__ = [
     "Agent",
     "AgentConfig",
+    "AgentPost",
     "AgentRef",
     "CompatibilityRecord",
+    "DataAddress",
+    "Delivery",
+    "Exposure",
     "Grant",
     "GrantState",
     "Incarnation",
     "KvxferError",
     "Lane",
+    "Member",
+    "MemoryNetwork",
+    "MemoryRegistration",
+    "Notification",
+    "Op",
     "Pool",
+    "PoolRecord",
+    "ProgressMode",
+    "RegionRecord",
     "Role",
     "Segment",
     "Transfer",
@@ -48,17 +70,25 @@ __all__ = [
     "TransferState",
     "WorkerInfo",
     "__version__",
+    "allocate_region",
     "errors",
 ]
 
 _HOME = {
     "Agent": "kvxfer.agent",
     "AgentConfig": "kvxfer.config",
+    "AgentPost": "kvxfer.agent",
+    "Delivery": "kvxfer.agent.notifications",
     "Grant": "kvxfer.agent",
     "KvxferError": "kvxfer.errors",
+    "MemoryNetwork": "kvxfer.transport.network",
+    "MemoryRegistration": "kvxfer.transport.engine",
+    "Notification": "kvxfer.agent.notifications",
+    "Op": "kvxfer.transport.engine",
     "Pool": "kvxfer.agent",
     "Transfer": "kvxfer.agent",
     "TransferResult": "kvxfer.agent",
+    "allocate_region": "kvxfer.transport.base",
 }
 
 

@@ -228,6 +228,12 @@ class CompatibilityRecord:
     tp_rank: int = 0
     tp_size: int = 1
 
+    @classmethod
+    def opaque(cls, format_name: str) -> CompatibilityRecord:
+        """Of blocks that kvxfer knows nothing of: pools of the same ``format_name`` match, if their blocks have
+        equal sizes."""
+        return cls(format_name, "", "", "uint8", 1, 1, 1, 1, axes="bytes", packing="", rope="", attention_backend="")
+
     @property
     def has_known_weights(self) -> bool:
         """Whether it can be said which weights the blocks are made with."""

@@ -63,7 +63,7 @@ class Agent(AgentMemory):
 
     def __init__(
         self,
-        info: WorkerInfo,
+        info: WorkerInfo | str,
         *,
         coordinator: str | None = None,
         token: bytes | None = None,
@@ -72,8 +72,11 @@ class Agent(AgentMemory):
         network: MemoryNetwork | None = None,
         connect_s: float = 30.0,
     ) -> None:
-        """``coordinator`` is ``host:port``, ``token`` the cluster's (default: the token file's). ``registry`` gets the
-        metrics. ``network``: an in-process network instead of sockets. ``connect_s`` bounds the wait to register."""
+        """``info`` may be just the agent's id. ``coordinator`` is ``host:port``, ``token`` the cluster's (default: the
+        token file's). ``registry`` gets the metrics. ``network``: an in-process network instead of sockets.
+        ``connect_s`` bounds the wait to register."""
+        if isinstance(info, str):
+            info = WorkerInfo(info, Role.BOTH, model="", http_url="")
         check_agent_id(info.agent_id)
         check_positive("connect_s", connect_s)
         self.info = info
