@@ -611,9 +611,7 @@ def encode(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Relea
 def kind_name(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map | Fetch | Done | Queued) -> str: ...
 
 class Decoder:
-    """
-    Bytes in, in any cut; frames out, or ProtocolError once and for ever.
-    """
+    """Bytes in, in any cut; frames out, or ProtocolError once and for ever."""
 
     def __init__(self) -> None: ...
 
@@ -1599,7 +1597,7 @@ class Core:
 
     def remove_pool(self, pool: int) -> None:
         """
-        Raises BlocksBusyError while a block is granted, reserved or quarantined. When it returns, the memory is not touched any more.
+        Raises BlocksBusy while a block is granted, reserved or quarantined. When it returns, the memory is not touched any more.
         """
 
     def add_region(self, info: RegionInfo, region: Region) -> None:
@@ -1616,7 +1614,7 @@ class Core:
 
     def remove_region(self, id: int) -> None:
         """
-        Ends every peer's read and write of it. Raises BlocksBusyError while an own fetch may still write there. When it returns, the memory
+        Ends every peer's read and write of it. Raises BlocksBusy while an own fetch may still write there. When it returns, the memory
         is not touched any more.
         """
 

@@ -13,14 +13,26 @@ import kvxfer
 PUBLIC = {
     "Agent",
     "AgentConfig",
+    "AgentPost",
     "AgentRef",
     "CompatibilityRecord",
+    "DataAddress",
+    "Delivery",
+    "Exposure",
     "Grant",
     "GrantState",
     "Incarnation",
     "KvxferError",
     "Lane",
+    "Member",
+    "MemoryNetwork",
+    "MemoryRegistration",
+    "Notification",
+    "Op",
     "Pool",
+    "PoolRecord",
+    "ProgressMode",
+    "RegionRecord",
     "Role",
     "Segment",
     "Transfer",
@@ -29,6 +41,7 @@ PUBLIC = {
     "TransferState",
     "WorkerInfo",
     "__version__",
+    "allocate_region",
     "errors",
 }
 
@@ -41,7 +54,7 @@ def run_python(source: str) -> str:
 
 def test_exported_names() -> None:
     assert set(kvxfer.__all__) == PUBLIC
-    assert len(PUBLIC) <= 20
+    assert len(PUBLIC) <= 35
     assert set(dir(kvxfer)) >= PUBLIC
 
 
