@@ -93,7 +93,7 @@ class TransferBatch:
         self._on_final: OnBatch | None = None
         self._on_drained: OnBatch | None = None
         self._states = dict.fromkeys(ids, TransferState.CONNECTING)
-        self._live: set[bytes] = set()
+        self._live: dict[bytes, None] = {}
         """Transfers that the transport was asked for, and that have not drained."""
         self._is_final = False
         self._state = TransferState.CONNECTING
@@ -208,7 +208,7 @@ class TransferBatch:
 
     def enter(self, identity: bytes) -> None:
         """The transport is about to be asked for one of its transfers."""
-        self._live.add(identity)
+        self._live[identity] = None
         self._table.add(identity, self)
 
     def started(self, on_final: OnBatch | None, on_drained: OnBatch | None) -> None:
@@ -223,7 +223,7 @@ class TransferBatch:
             self._on_final = self._on_drained = None
             for identity in tuple(self._live):
                 if not self._has_begun(identity):
-                    self._live.discard(identity)
+                    self._live.pop(identity, None)
                     self._table.remove(identity, self)
             self._cancel_rest()
             if not self._is_final:
@@ -261,7 +261,7 @@ class TransferBatch:
 
     def drained(self, event: _core.TransferDrained) -> None:
         with self._table.lock:
-            self._live.discard(event.id)
+            self._live.pop(event.id, None)
             self._tell()
             self._table.remove(event.id, self)  # last, so that all of it can be done again
 

@@ -10,7 +10,7 @@ from kvxfer.config import AgentConfig
 from kvxfer.testing.contract.parties import LaneParty, MemoryLaneMaker, introduce, make_party
 from kvxfer.testing.contract.posted_memory import PostedMemory, expect_post, outcome, post
 from kvxfer.testing.contract.steps import PLAIN, expect_idle
-from kvxfer.transport import Fate, Passage
+from kvxfer.transport import Passage, PassageFate
 from kvxfer.transport.memory import MemoryTransport
 from kvxfer.transport.plan import Op
 
@@ -36,16 +36,16 @@ FRAMES = {
 
 
 @pytest.mark.parametrize(("op", "what"), [(op, what) for op, names in FRAMES.items() for what in names])
-@pytest.mark.parametrize("fate", [Fate.DROP, Fate.TWICE, Fate.CUT])
-def test_one_fault_anywhere_is_survived(maker: MemoryLaneMaker, op: Op, what: str, fate: Fate) -> None:
+@pytest.mark.parametrize("fate", [PassageFate.DROP, PassageFate.TWICE, PassageFate.CUT])
+def test_one_fault_anywhere_is_survived(maker: MemoryLaneMaker, op: Op, what: str, fate: PassageFate) -> None:
     """A lost, repeated or cut message costs time, never the post, nor its notification; which is told once."""
     met = []
 
-    def fault(passage: Passage) -> Fate:
+    def fault(passage: Passage) -> PassageFate:
         if passage.what == what and not met:
             met.append(passage)
             return fate
-        return Fate.ARRIVE
+        return PassageFate.ARRIVE
 
     one, other = parties = join(maker)
     mine, theirs = PostedMemory.register(one, SIZE), PostedMemory.register(other, SIZE)
@@ -71,8 +71,8 @@ def test_many_faults(seed: int) -> None:
     parties = join(maker)
     memories = {party: (PostedMemory.register(party, SIZE), PostedMemory.register(party, SIZE)) for party in parties}
     truths = {party: sources.fill(seed) for party, (_, sources) in memories.items()}
-    fates = [Fate.DROP, Fate.TWICE, Fate.CUT]
-    maker.network.fault = lambda _: fates[random.integers(3)] if random.random() < 0.08 else Fate.ARRIVE
+    fates = [PassageFate.DROP, PassageFate.TWICE, PassageFate.CUT]
+    maker.network.fault = lambda _: fates[random.integers(3)] if random.random() < 0.08 else PassageFate.ARRIVE
     posts = []
     for number in range(12):
         party, peer = parties[:: random.choice([1, -1])]
@@ -110,7 +110,7 @@ def test_bytes_of_a_region_that_was_taken_back_are_not_committed(maker: MemoryLa
     """All of it was read, and then it was deregistered before the reader asked whether that was right."""
     one, other = parties = join(maker)
     mine, theirs = PostedMemory.register(one, SIZE), PostedMemory.register(other, SIZE)
-    maker.network.fault = lambda passage: Fate.HOLD if passage.what == "confirm" else Fate.ARRIVE
+    maker.network.fault = lambda passage: PassageFate.HOLD if passage.what == "confirm" else PassageFate.ARRIVE
     read = post(maker, Op.READ, one, mine.rows([0], 4096), other, theirs.rows([0], 4096))
     maker.wait(parties, lambda: False, 0.1)
     assert not read.is_final

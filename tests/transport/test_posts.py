@@ -26,8 +26,7 @@ from kvxfer.errors import (
     TransportError,
 )
 from kvxfer.policy.checksums import wants_checksums
-from kvxfer.transport import posts
-from kvxfer.transport.engine import Op, RemotePeer, TransferBatch
+from kvxfer.transport.engine import ROUTES_MAX, Op, RemotePeer, TransferBatch
 from kvxfer.types import Lane, TransferState
 from tests.support.posts_setting import ADDRESS, MANY, PEER_REF, Drained, Setting
 
@@ -158,7 +157,7 @@ def test_a_post_that_ends_while_it_is_started(setting: Setting, fails: str) -> N
 
     def fail(identity: bytes) -> None:
         if fails == "the core":
-            setting.poster.fail_all(TransportError("the native core failed"))
+            setting.poster.transfers.fail_all(TransportError("the native core failed"))
             return
         setting.finish(identity, TransferState.FAILED, "transport")
         setting.transport.events.append(Drained(id=identity))
@@ -270,7 +269,7 @@ def test_prepared_once_for_all_starts(setting: Setting) -> None:
     assert len(plan.routes) == 2
     for lanes in itertools.permutations([Lane.STREAM, Lane.UNIX, Lane.CMA, Lane.MAPPED]):
         setting.poster.start(plan, lanes=lanes)
-        assert len(plan.routes) <= posts.ROUTES_MAX
+        assert len(plan.routes) <= ROUTES_MAX
 
 
 def test_lanes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from posts_support import ADDRESS, PEER_REF, Drained, Final, Recorder
 
 from kvxfer._native import _core
 from kvxfer.errors import GrantRevokedError, InvalidArgumentError, KvxferError, TransferCancelledError, TransportError
-from kvxfer.testing.lane_parties import RECORD
+from kvxfer.testing.contract.parties import RECORD
 from kvxfer.transport import transfers
 from kvxfer.transport.lane_choice import LaneChooser
 from kvxfer.transport.pull import Pull, PullOrder, TransferResult
 from kvxfer.transport.transfers import TransferTable
 from kvxfer.types import Exposure, Lane, Member, PoolRecord, Role, TransferId, TransferState, WorkerInfo
+from tests.support.posts_setting import ADDRESS, PEER_REF, Drained, Final, Recorder
 
 POOL = PoolRecord(1, RECORD, 16, 4096, Exposure.GRANT, False)
 SOURCE = Member(PEER_REF, WorkerInfo("b", Role.BOTH, "", ""), ADDRESS, (POOL,))

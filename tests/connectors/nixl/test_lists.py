@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.connectors.nixl import codec, nixl_agent
+from kvxfer.connectors.nixl import codec, nixl_agent, packed_rows
 from kvxfer.connectors.nixl.bindings import (
     DRAM_SEG,
     FILE_SEG,
@@ -251,7 +251,9 @@ def test_a_pickle_is_refused_by_name(pair: tuple[nixl_agent, nixl_agent]) -> Non
 
 
 HEADS = st.builds(
-    lambda kind, memory_type, count, rest: codec.MAGIC + struct.pack("<BBB5xQ", 1, kind, memory_type, count) + rest,
+    lambda kind, memory_type, count, rest: (
+        packed_rows.MAGIC + struct.pack("<BBB5xQ", 1, kind, memory_type, count) + rest
+    ),
     st.integers(0, 3),
     st.integers(0, 6),
     st.sampled_from([0, 1, 2, 1 << 24, 1 << 63]),
