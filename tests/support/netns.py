@@ -20,7 +20,7 @@ from types import TracebackType
 
 from kvxfer.errors import ConfigError
 
-INTERFACE = "link"
+INTERFACE = "kvxfer-veth"
 PREFIX_BITS = 30
 CARRIES_S = 10.0
 _PROBE = """
