@@ -101,7 +101,7 @@ def test_a_lie_costs_the_lane(lie: Any, frame: native.Map | None, make: Callable
     assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.no_lane)
     assert why in final.lane_notes
     assert set(d.memory.tolist()) == {0xEE}
-    assert len(os.listdir("/proc/self/fd")) <= before + len(descriptors) + 6
+    assert len(os.listdir("/proc/self/fd")) <= before + len(descriptors) + 5
 
 
 def test_blocks_outside_of_the_pool(lie: Any) -> None:

@@ -1,7 +1,9 @@
 #include "shared_endpoint.hpp"
 
-#include <poll.h>
+#include <linux/futex.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -18,6 +20,15 @@ bool is_confirmation(const Frame& frame) {
   return verdict != nullptr && verdict->code == Code::ok;
 }
 
+// Sleeps at most so long while `word` is `seen`; a signal or wake_sleepers() ends it earlier. A condition variable would not do: it
+// sleeps on after a signal, whose handler Python then could not run.
+void sleep_while(const std::atomic<uint32_t>& word, uint32_t seen, Nanos at_most) {
+  const timespec timeout{at_most / 1'000'000'000, static_cast<long>(at_most % 1'000'000'000)};
+  ::syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, &timeout, nullptr, 0);
+}
+static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "the kernel looks at 32 bits");
+void wake_sleepers(const std::atomic<uint32_t>& word) { ::syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0); }
+
 template <class T, class Variant>
 constexpr bool is_alternative = false;
 template <class T, class... All>
@@ -26,8 +37,8 @@ constexpr bool is_alternative<T, std::variant<All...>> = (std::is_same_v<T, All>
 }  // namespace
 
 SharedEndpoint::SharedEndpoint(AgentRef self, EndpointLimits limits)
-    : endpoint_(std::move(self), limits), wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), news_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!wake_fd_ || !news_fd_) fail_errno(Code::limit_exceeded, "eventfd");
+    : endpoint_(std::move(self), limits), wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!wake_fd_) fail_errno(Code::limit_exceeded, "eventfd");
 }
 
 void SharedEndpoint::check_process() const {
@@ -81,24 +92,16 @@ void SharedEndpoint::push_event(Turn& turn, OwnerEvent&& event, Nanos now, bool 
   has_events_.store(true, std::memory_order_release);
   if (!is_news) return;
   has_news_ = true;
+  ++news_;
   turn.must_tell |= news_waiters_ != 0;
   turn.must_wake |= !is_io && caller_waits_;
 }
 
 bool SharedEndpoint::wait_for_news(Nanos until) {
-  {
-    std::lock_guard lock(mutex_);
-    if (is_shut_) return has_events();
-    ++news_waiters_;
-  }
-  if (const Nanos left = until - monotonic_now(); left > 0 && !has_news()) {
-    pollfd news{news_fd_.get(), POLLIN, 0};
-    const timespec timeout{left / 1'000'000'000, static_cast<long>(left % 1'000'000'000)};
-    ::ppoll(&news, 1, &timeout, nullptr);
-  }
-  std::lock_guard lock(mutex_);
-  eventfd_t ignored;
-  if (--news_waiters_ == 0) ::eventfd_read(news_fd_.get(), &ignored);  // the others that wait are to be woken by it too
+  ++news_waiters_;
+  const uint32_t seen = news_;
+  if (const Nanos left = until - monotonic_now(); left > 0 && !has_news() && !is_shut()) sleep_while(news_, seen, left);
+  --news_waiters_;
   return has_events();
 }
 
@@ -116,7 +119,7 @@ void SharedEndpoint::wait_gathers_ended(std::unique_lock<std::mutex>& lock) {
 SharedEndpoint::Turn::~Turn() {
   lock.unlock();
   if (must_wake) shared_.wake();
-  if (must_tell) ::eventfd_write(shared_.news_fd_.get(), 1);
+  if (must_tell) wake_sleepers(shared_.news_);
   if (must_signal) shared_.events_.signal();
 }
 
@@ -124,6 +127,7 @@ void SharedEndpoint::shut(const std::string& failure) {
   Turn turn(*this);
   is_shut_ = true;
   turn.must_wake = turn.must_tell = true;
+  ++news_;
   if (failure_.empty()) failure_ = failure;
 }
 

@@ -208,8 +208,8 @@ class SharedEndpoint {
   uint64_t sends_ = 0;
   std::set<uint64_t> gathers_;  // under way
   uint64_t next_gather_ = 1;
-  Fd wake_fd_, news_fd_;
-  uint32_t news_waiters_ = 0;
+  Fd wake_fd_;
+  std::atomic<uint32_t> news_{0}, news_waiters_{0};  // a counter that changes with each news, and threads that sleep on it
   Nanos sleep_until_ = 0;  // of the event loop; 0: it is awake, and takes effects before it sleeps
   uint64_t next_pool_serial_ = 1;
   bool is_shut_ = false, is_failure_told_ = false;  // after that nothing is told
