@@ -359,8 +359,8 @@ def test_events_of_a_wait_that_a_signal_interrupts_are_drained_next(pair: MakePa
             d.pull(transfer, p, blocks, lanes=[native.Lane.MAPPED])
             sending = threading.Timer(delay_s, signal.pthread_kill, [main, signal.SIGUSR1])
             until = time.monotonic() + 10
-            sending.start()
             try:
+                sending.start()  # may be interrupted itself, on a busy machine
                 while sending.is_alive():
                     d.core.wait(SECOND // 50)
                     time.sleep(0)
