@@ -19,7 +19,7 @@ WORKERS = auto
 SEEDS = 200
 ENGINE_SEEDS = $(SEEDS)
 SEED_BASE = 0
-SECONDS = 60
+SECONDS = 15
 
 VENV = .venv
 PY = $(VENV)/bin/python
@@ -89,7 +89,7 @@ nightly-sim:
 	@$(MAKE) sim SEEDS=2000 ENGINE_SEEDS=5000
 
 nightly-fuzz:
-	@$(MAKE) fuzz SECONDS=240
+	@$(MAKE) fuzz SECONDS=30
 
 nightly-asan:
 	@$(MAKE) asan PART=$@ MARKS=''
@@ -190,29 +190,28 @@ bench-sglang: install $(SGLANG)/.installed-$(SGLANG_VERSION) $(NIXL)/.installed
 stub: install
 	@$(PY) -m nanobind.stubgen -q -m kvxfer._native._core -o kvxfer/_native/_core.pyi
 
-# Every target, native ones under AddressSanitizer and UBSan and then all Python decoders, as many at once as there are cores, for
-# SECONDS in all, from the kept corpus and from what earlier runs found here. The input that breaks one is kept in build/fuzz.
+# Every native target (clang's libFuzzer, with AddressSanitizer and UBSan) and every Python decoder (atheris) for SECONDS each, as
+# many at once as there are cores, from the kept corpus and from what earlier runs found here. The input that breaks one is kept in
+# build/fuzz. If clang or atheris is missing, a sentence says so, and make fails: .ci/fuzz says how `make nightly` recognizes a skip.
+CLANG = clang++
 FUZZERS = connection endpoint frames lists maps
-PYTHON_FUZZ = $(PY) -m tests.fuzz.python_fuzz
-fuzz:
-	@case "$(SECONDS)" in ''|*[!0-9]*|0*|[1-5]) \
-	    echo "SECONDS=$(SECONDS): a whole number, at least 6, which the targets share" >&2; exit 2;; esac
-	@$(MAKE) native fuzz-build
-	@PY=$(PY) .ci/fuzz $(SECONDS) $(FUZZERS)
+fuzz: native $(VENV)/.installed-fuzz
+	@case "$(SECONDS)" in ''|*[!0-9]*|0*) echo "SECONDS=$(SECONDS): a whole number of seconds, for each target" >&2; exit 2;; esac
+	@CLANG=$(CLANG) PY=$(PY) .ci/fuzz $(SECONDS) $(FUZZERS)
 
-# The kept corpus made anew: of what is kept and what was found, few inputs that touch every edge that all of them do.
-# What has a name that is no hash stays.
-fuzz-corpus: native fuzz-build
-	@for name in $(FUZZERS); do \
-	    rm -rf build/fuzz/merged && mkdir -p build/fuzz/merged build/fuzz/corpus/$$name && printf '%s: ' $$name && \
-	    build/fuzz/kvxfer_fuzz_$$name -merge=1 build/fuzz/merged tests/fuzz/corpus/$$name build/fuzz/corpus/$$name || exit 1; \
-	    find tests/fuzz/corpus/$$name -type f ! -name '*[!0-9a-f]*' -delete && mv build/fuzz/merged/* tests/fuzz/corpus/$$name; done
-	@$(PYTHON_FUZZ) --merge
+# The kept corpus made anew: of what is kept and what was found, few inputs that cover all that these inputs cover.
+fuzz-corpus: native fuzz-build $(VENV)/.installed-fuzz
+	@PY=$(PY) .ci/fuzz-corpus $(FUZZERS)
 
 fuzz-build: $(VENV)/.installed
 	@mkdir -p build/fuzz; rm -f build/fuzz/CMakeCache.txt
-	@$(CMAKE) -B build/fuzz -DKVXFER_FUZZ=ON -DKVXFER_SANITIZE=address,undefined >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
+	@$(CMAKE) -B build/fuzz -DCMAKE_CXX_COMPILER=$(CLANG) -DKVXFER_FUZZ=ON -DKVXFER_SANITIZE=address,undefined >build/fuzz.log 2>&1 || { \
+	    cat build/fuzz.log; exit 1; }
 	@$(WITH_TOOLS) cmake --build build/fuzz --target fuzzers >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
+
+# atheris has wheels for some versions of Python; if it has none for this one, make fuzz says so.
+$(VENV)/.installed-fuzz: $(VENV)/.installed
+	-@$(PIP) --only-binary :all: atheris && touch $@
 
 # The native tests once more: with every byte that the core touches watched (asan, with undefined behaviour beside it, and the
 # kept corpus through every fuzz target), and with every pair of accesses from two threads (tsan), which the pure machines

@@ -18,18 +18,19 @@ BUILD = pathlib.Path(os.environ.get("KVXFER_FUZZERS") or ROOT / "build" / "asan"
 CORPUS_BYTES_MAX = 300 << 10
 
 
-def run(name: str, *arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
+def run(name: str, *files: pathlib.Path) -> subprocess.CompletedProcess[str]:
     program = BUILD / f"kvxfer_fuzz_{name}"
     assert program.exists(), f"{program} is not there: `make asan` builds it"
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([program, *files], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_kept_input_breaks_its_target(name: str) -> None:
-    directory = HERE / "corpus" / name
-    done = run(name, "-runs=0", directory)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{len(list(directory.iterdir()))} inputs: no crash\n"
+    files = sorted((HERE / "corpus" / name).iterdir())
+    done = run(name, *files)
+    assert done.returncode == 0, f"{done.stderr[-4000:]}"
+    assert done.stderr.splitlines() == [str(file) for file in files]
+    assert done.stdout == f"{len(files)} inputs: no crash\n"
 
 
 def test_every_target_is_fuzzed_and_has_a_corpus() -> None:
@@ -39,8 +40,8 @@ def test_every_target_is_fuzzed_and_has_a_corpus() -> None:
     assert sum(path.stat().st_size for path in kept.glob("*/*")) < CORPUS_BYTES_MAX
 
 
-@pytest.mark.parametrize("argument", ["-max_total_time=soon", "-seed=", "-verbosity=1", "no/such/directory"])
-def test_the_driver_says_what_it_does_not_take(argument: str) -> None:
-    done = run("frames", argument)
+def test_a_file_that_is_not_there_is_an_error() -> None:
+    missing = HERE / "no-such-file"
+    done = run("frames", missing)
     assert done.returncode == 2
-    assert argument in done.stderr
+    assert str(missing) in done.stderr

@@ -11,7 +11,7 @@
 
 namespace kvxfer::fuzz {
 
-// The driver keeps the input that this happened with.
+// libFuzzer keeps the input that broke the rule.
 [[noreturn]] inline void broken(const std::string& rule) {
   std::fprintf(stderr, "broken: %s\n", rule.c_str());
   std::abort();

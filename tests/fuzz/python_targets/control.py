@@ -146,7 +146,7 @@ COORDINATOR_MESSAGES = [
 TARGETS = {
     "region_record": Target(region_record, [r.to_json().encode() for r in REGIONS], (InvalidArgumentError,)),
     "compatibility_record": Target(compatibility_record, [RECORD.to_json().encode()], (InvalidArgumentError,)),
-    "card": Target(card, [convert.write_member(MEMBER, b"").SerializeToString()], (PeerGoneError,), pb.Member),
+    "card": Target(card, [convert.write_member(MEMBER, b"").SerializeToString()], (PeerGoneError,)),
     "sealed_card": Target(
         sealed_card, [SEAL.close(convert.write_member(MEMBER, b"").SerializeToString()).encode()], (PeerGoneError,)
     ),
@@ -154,13 +154,11 @@ TARGETS = {
         agent_message,
         [message.SerializeToString() for message in AGENT_MESSAGES],
         (ProtocolError, RefusedError),
-        pb.AgentMessage,
     ),
     "coordinator_message": Target(
         coordinator_message,
         [message.SerializeToString() for message in COORDINATOR_MESSAGES],
         (ProtocolError,),
-        pb.CoordinatorMessage,
     ),
     "grpc_status": Target(grpc_status, [b"\2refused\nno", b"\7no"]),
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from kvxfer.types import (
     WorkerInfo,
 )
 
+STACK_FRAMES = 400
+"""That a decoder may use, whoever calls it: what is nested too deep is so in every run."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -36,8 +39,21 @@ class Target:
     read: Callable[[bytes], object]
     seeds: Sequence[bytes]
     errors: tuple[type[Exception], ...] = ()
-    message: Any = None
-    """The protobuf message that the bytes are of, where they are."""
+
+    def is_value(self, data: bytes) -> bool:
+        """Whether ``data`` is a value. Raises whatever ``read`` may not raise."""
+        depth, frame = 0, sys._getframe()
+        while frame is not None:
+            depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(depth + STACK_FRAMES)
+        try:
+            self.read(data)
+        except self.errors:
+            return False
+        finally:
+            sys.setrecursionlimit(limit)
+        return True
 
 
 REF = AgentRef("a", Incarnation(3, bytes(range(16))))
