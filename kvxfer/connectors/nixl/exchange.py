@@ -22,7 +22,6 @@ from kvxfer.connectors.nixl.errors import (
     nixlInvalidParamError,
     nixlNotAllowedError,
 )
-from kvxfer.connectors.nixl.etcd import EtcdClient, EtcdWatch
 from kvxfer.connectors.nixl.settings import Settings
 from kvxfer.connectors.nixl.tcpstore import TcpStoreClient
 from kvxfer.errors import KvxferError
@@ -41,10 +40,12 @@ class Store(Protocol):
 
     NAME: str
 
+    def open(self) -> None: ...
     def key(self, agent: str, label: str) -> str: ...
     def put(self, agent: str, label: str, blob: bytes) -> None: ...
     def get(self, agent: str, label: str) -> bytes | None: ...
     def delete(self, agent: str) -> None: ...
+    def watch(self, on_gone: Callable[[str], None]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -71,7 +72,6 @@ class Exchange:
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._worker: threading.Thread | None = None
-        self._watch: EtcdWatch | None = None
         self._watched: set[str] = set()
         self._is_closed = self._is_flushed = False
         self.listener = p2p.Listener(endpoint, settings.host, port) if listens else None
@@ -118,12 +118,10 @@ class Exchange:
                 return
             self._is_closed = True
             self._tasks.put(None)
-            worker, watch = self._worker, self._watch
+            worker = self._worker
         if worker is not None and worker is not threading.current_thread():
             worker.join(FLUSH_S)
         self._is_flushed = True
-        if watch is not None:
-            watch.close()
         if self.listener is not None:
             self.listener.close()
         if self._store is not None:
@@ -142,6 +140,7 @@ class Exchange:
             raise nixlInvalidParamError(
                 "no peer's address was given, and neither NIXL_ETCD_ENDPOINTS nor NIXL_TCPSTORE_ENDPOINT is set"
             )
+        self._store.open()
         return self._store
 
     def _submit(self, what: str, task: Callable[[], None]) -> None:
@@ -229,11 +228,9 @@ class Exchange:
             wait.reason = f"there is no {store.key(name, label)!r}"
             return False
         self._endpoint.load(blob, name)
-        if isinstance(store, EtcdClient):
-            with self._lock:
-                self._watched.add(name)
-                if self._watch is None and not self._is_closed:
-                    self._watch = EtcdWatch(store, self._taken_back)
+        with self._lock:
+            self._watched.add(name)
+        store.watch(self._taken_back)
         return True
 
     def _taken_back(self, name: str) -> None:
@@ -257,6 +254,8 @@ def _store(settings: Settings, etcd_wait_s: float) -> tuple[Store | None, float]
     if settings.etcd_endpoints and settings.tcpstore_endpoint:
         raise nixlInvalidParamError("NIXL_ETCD_ENDPOINTS and NIXL_TCPSTORE_ENDPOINT are both set: unset one")
     if settings.etcd_endpoints:
+        from kvxfer.connectors.nixl.etcd import EtcdClient  # it imports grpc, which no other part of this package does
+
         return EtcdClient(settings.etcd_endpoints, settings.etcd_namespace), etcd_wait_s
     if settings.tcpstore_endpoint:
         wait_s, answer_s = settings.tcpstore_wait_s, settings.tcpstore_answer_s

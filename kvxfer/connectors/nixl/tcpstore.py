@@ -51,6 +51,9 @@ class TcpStoreClient:
         self._line: Line | None = None
         self._is_asking = self._is_closed = False
 
+    def open(self) -> None:
+        """Nothing is needed beside this package."""
+
     @staticmethod
     def key(agent: str, label: str) -> str:
         """By which torch's clients find it too; on the wire they put a ``/`` before it."""
@@ -70,6 +73,9 @@ class TcpStoreClient:
         for label in sorted(label for name, label in self._published if name == agent):
             self._ask(functools.partial(_delete, self._wire_key(agent, label)))
             self._published.discard((agent, label))
+
+    def watch(self, on_gone: Callable[[str], None]) -> None:
+        """A TCPStore tells of nothing that is taken back."""
 
     def close(self) -> None:
         """No query is sent any more once this returned; one that is under way fails. Callable twice."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import base64
+import concurrent.futures
 import contextlib
-import http.server
-import json
 import queue
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
+from aetcd import rpc
+from aetcd.rpc import rpc_pb2_grpc
 
+from kvxfer.connectors.nixl import etcd as etcd_module
 from kvxfer.connectors.nixl import nixl_agent, p2p
 from kvxfer.connectors.nixl.bindings import nixlBackendError, nixlInvalidParamError
 from kvxfer.connectors.nixl.etcd import EtcdClient
@@ -245,100 +248,70 @@ def test_tasks_go_between_the_tries_of_fetches(make_agent: MakeAgent, monkeypatc
 # --- through etcd ---
 
 
-class SmallEtcd(http.server.ThreadingHTTPServer):
-    """The four calls of etcd's gateway that are used, on a dictionary."""
-
-    daemon_threads = True
+class SmallEtcd(rpc_pb2_grpc.KVServicer, rpc_pb2_grpc.WatchServicer):
+    """The four calls of etcd that are used, on a dictionary."""
 
     def __init__(self) -> None:
-        super().__init__((HOST, 0), SmallEtcdHandler)
         self.keys: dict[bytes, bytes] = {}
         self.watchers: list[queue.Queue[bytes | None]] = []
         self.lock = threading.Lock()
+        self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(8))
+        rpc_pb2_grpc.add_KVServicer_to_server(self, self.server)
+        rpc_pb2_grpc.add_WatchServicer_to_server(self, self.server)
+        self.url = f"http://{HOST}:{self.server.add_insecure_port(f'{HOST}:0')}"
+        self.server.start()
 
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.server_address[1]}"
-
-    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        key = base64.b64decode(body["key"])
+    def Put(self, request: Any, context: grpc.ServicerContext) -> Any:
         with self.lock:
-            if path == "/v3/kv/put":
-                self.keys[key] = base64.b64decode(body.get("value", ""))
-                return {}
-            end = base64.b64decode(body["range_end"]) if "range_end" in body else key + b"\0"
-            found = {each: value for each, value in self.keys.items() if key <= each < end}
-            if path == "/v3/kv/range":
-                kvs = [{"key": encode(each), "value": encode(value)} for each, value in found.items()]
-                return {"kvs": kvs} if kvs else {}
-            assert path == "/v3/kv/deleterange"
-            for each in found:
-                del self.keys[each]
-                for watcher in self.watchers:
-                    watcher.put(each)
-            return {"deleted": str(len(found))}
+            self.keys[request.key] = request.value
+        return rpc.PutResponse()
 
-    def close(self) -> None:
+    def Range(self, request: Any, context: grpc.ServicerContext) -> Any:
+        with self.lock:
+            found = self.named(request)
+            return rpc.RangeResponse(kvs=[rpc.KeyValue(key=key, value=self.keys[key]) for key in found])
+
+    def DeleteRange(self, request: Any, context: grpc.ServicerContext) -> Any:
+        with self.lock:
+            for key in self.named(request):
+                del self.keys[key]
+                for watcher in self.watchers:
+                    watcher.put(key)
+        return rpc.DeleteRangeResponse()
+
+    def Watch(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        assert list(next(requests).create_request.filters) == [rpc.WatchCreateRequest.NOPUT]
+        deleted: queue.Queue[bytes | None] = queue.Queue()
+        context.add_callback(lambda: deleted.put(None))
+        yield rpc.WatchResponse(created=True)
+        with self.lock:
+            self.watchers.append(deleted)
+        while (key := deleted.get()) is not None:
+            yield rpc.WatchResponse(events=[rpc.Event(type=rpc.Event.DELETE, kv=rpc.KeyValue(key=key))])
+
+    def named(self, request: Any) -> list[bytes]:
+        end = request.range_end or request.key + b"\0"
+        return [key for key in self.keys if request.key <= key < end]
+
+    def hang_up(self) -> None:
+        """Every stream of a watch ends, without an error."""
         with self.lock:
             for watcher in self.watchers:
                 watcher.put(None)
-        self.shutdown()
-        self.server_close()
+            self.watchers.clear()
 
-
-class SmallEtcdHandler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: SmallEtcd
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/v3/watch":
-            self.watch()
-            return
-        answer = json.dumps(self.server.answer(self.path, body)).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def watch(self) -> None:
-        events: queue.Queue[bytes | None] = queue.Queue()
-        with self.server.lock:
-            self.server.watchers.append(events)
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        self.chunk({"result": {"created": True}})
-        while (key := events.get()) is not None:
-            try:
-                self.chunk({"result": {"events": [{"type": "DELETE", "kv": {"key": encode(key)}}]}})
-            except OSError:
-                return
-        self.close_connection = True
-
-    def chunk(self, value: dict[str, Any]) -> None:
-        line = json.dumps(value).encode() + b"\n"
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
-        self.wfile.flush()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-def encode(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+    def close(self) -> None:
+        self.hang_up()
+        self.server.stop(0).wait(10)
 
 
 @pytest.fixture
 def etcd(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallEtcd]:
     server = SmallEtcd()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
     monkeypatch.setenv("NIXL_ETCD_ENDPOINTS", f"http://{HOST}:1;{server.url}")
     monkeypatch.setenv("NIXL_ETCD_NAMESPACE", "/test/agents")
     yield server
     server.close()
-    thread.join(10)
 
 
 def test_etcd(etcd: SmallEtcd, make_agent: MakeAgent) -> None:
@@ -355,6 +328,32 @@ def test_etcd(etcd: SmallEtcd, make_agent: MakeAgent) -> None:
     until(lambda: etcd.keys)
     one.fetch_remote_metadata("other")
     until(lambda: one.check_remote_metadata("other"))
+
+
+def test_a_watch_that_broke_off_is_opened_again(
+    etcd: SmallEtcd, make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_module, "RETRY_S", 0.01)
+    one, other = make_agent("one"), make_agent("other")
+    other.send_local_metadata()
+    one.fetch_remote_metadata("other")
+    for _ in range(2):
+        until(lambda: etcd.watchers)
+        etcd.hang_up()
+    until(lambda: etcd.watchers)
+    assert one.check_remote_metadata("other")
+    other.invalidate_local_metadata()
+    until(lambda: not one.check_remote_metadata("other"))
+
+
+def test_etcd_without_aetcd_raises_what_installs_it(
+    etcd: SmallEtcd, make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "aetcd.rpc", None)
+    agent = make_agent("one")
+    for call in (agent.send_local_metadata, lambda: agent.fetch_remote_metadata("other")):
+        with pytest.raises(nixlBackendError, match=r"aetcd; pip install 'kvxfer\[etcd\]'"):
+            call()
 
 
 def test_labels(etcd: SmallEtcd, make_agent: MakeAgent) -> None:
@@ -389,9 +388,9 @@ def test_the_client_names_what_is_wrong(etcd: SmallEtcd) -> None:
     assert client.get("a", "b") is None
     client.put("a", "b", b"blob")
     assert client.get("a", "b") == b"blob"
-    with pytest.raises(nixlBackendError, match="cannot be reached"):
+    with pytest.raises(nixlBackendError, match=f"Put: {HOST}:1: UNAVAILABLE"):
         EtcdClient(f"{HOST}:1", "/x").put("a", "b", b"")
-    with pytest.raises(nixlBackendError, match="cannot be reached"):
+    with pytest.raises(nixlBackendError, match=r"a\.\.b:1: "):
         EtcdClient("http://a..b:1", "/x").put("a", "b", b"")
     for endpoints in ("", "ftp://host", "http://host:port", "http://", "http://[::1", "http://host:" + "1" * 5000):
         with pytest.raises(nixlInvalidParamError):

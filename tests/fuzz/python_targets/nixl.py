@@ -1,18 +1,17 @@
-"""What NIXL agents send each other, and what comes out of the stores that they meet in."""
+"""What NIXL agents send each other, and what comes out of the store that they meet in."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from kvxfer.connectors.nixl import codec, etcd, metadata, p2p, tcpstore
+from kvxfer.connectors.nixl import codec, metadata, p2p, tcpstore
 from kvxfer.connectors.nixl.dlists import nixlRegDList, nixlXferDList
 from kvxfer.connectors.nixl.enums import nixl_mem_t
 from kvxfer.connectors.nixl.errors import nixlBackendError, nixlMismatchError
 from kvxfer.connectors.nixl.inbox import envelope_for, open_envelope
 from kvxfer.connectors.nixl.line import Line
 from kvxfer.connectors.nixl.registry import newest
-from kvxfer.openai.sse import encode_object
 from tests.fuzz.python_targets.samples import ADDRESS, REF, REGIONS, Target, look_up
 
 
@@ -61,23 +60,6 @@ def nixl_frames(data: bytes) -> object:
     return found
 
 
-def etcd_value(data: bytes) -> object:
-    found = etcd.first_value(data)
-    assert found is None or (isinstance(found, bytes) and found)
-    return found
-
-
-ETCD = etcd.EtcdClient("http://127.0.0.1:1", "/n")
-
-
-def etcd_events(data: bytes) -> object:
-    keys = etcd.deleted_keys(data)
-    for key in keys:
-        agent = ETCD.agent_of(key)
-        assert agent is None or agent
-    return keys
-
-
 def tcpstore_answer(data: bytes) -> object:
     connection: Any = Connection(data)
     client: Any = tcpstore.TcpStoreClient("127.0.0.1:1", 1.0, 1.0)
@@ -101,10 +83,6 @@ FRAMES = [
     b"".join(p2p.HEAD.pack(p2p.MAGIC, p2p.VERSION, kind, len(body)) + body for kind, body in frames)
     for frames in ([(p2p.LOAD, BLOBS[1]), (p2p.SEND, b"")], [(p2p.FORGET, bytes(33))])
 ]
-EVENTS = [
-    encode_object({"result": {"events": [{"type": kind, "kv": {"key": "L24vYS9sYWJlbA=="}}]}})
-    for kind in ("DELETE", "PUT")
-]
 
 TARGETS = {
     "nixl_descriptors": Target(nixl_descriptors, LISTS, (nixlMismatchError,)),
@@ -113,8 +91,6 @@ TARGETS = {
         nixl_notification, [envelope_for("a name")(b"text"), envelope_for("a")(b"text"), b"\0"]
     ),
     "nixl_frames": Target(nixl_frames, FRAMES, (nixlMismatchError,)),
-    "etcd_value": Target(etcd_value, [b'{"kvs": [{"key": "YQ==", "value": "YmxvYg=="}]}', b"{}"], (nixlBackendError,)),
-    "etcd_events": Target(etcd_events, EVENTS, (nixlBackendError,)),
     "tcpstore_answer": Target(
         tcpstore_answer, [b"\0" + tcpstore._text(b"blob"), b"\1", b"\0" + tcpstore._text(b"")], (nixlBackendError,)
     ),
