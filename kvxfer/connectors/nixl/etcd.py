@@ -138,7 +138,7 @@ def aetcd_rpc() -> Any:
     try:
         return importlib.import_module("aetcd.rpc")
     except ImportError:
-        raise nixlBackendError("metadata through etcd needs aetcd; pip install 'kvxfer[etcd]' brings it") from None
+        raise nixlBackendError("metadata through etcd needs aetcd: install it, or kvxfer with its extra etcd") from None
     except TypeError as error:  # protobuf refuses a second rpc.proto in one process
         raise nixlBackendError(f"aetcd cannot be loaded beside another client of etcd: {error}") from None
 
