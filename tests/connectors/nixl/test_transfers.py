@@ -194,7 +194,7 @@ def test_a_transfer_under_way_is_not_posted_again(joined: Any, monkeypatch: pyte
     )
     poster = one.agent._endpoint.link.poster
     with monkeypatch.context() as patch:
-        patch.setattr(poster, "poll", lambda: None)
+        patch.setattr(poster.transfers, "poll", lambda: None)
         assert one.transfer(handle) == "PROC"
         with pytest.raises(nixlRepostActiveError):
             one.transfer(handle)
