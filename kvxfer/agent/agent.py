@@ -53,9 +53,9 @@ log = logging.getLogger("kvxfer.agent")
 
 
 class Agent(AgentMemory):
-    """An async context manager. It lives on the loop that entered it. :meth:`grant`, :meth:`pull`, :meth:`load`,
+    """An async context manager. It lives on the loop that entered it. :meth:`grant`, :meth:`pull`, :meth:`report_load`,
     :meth:`card`, :meth:`find_member`, :meth:`is_connected`, :meth:`statistics` and the methods of a Grant may be called
-    from any thread, :meth:`wait` from any other, and everything else on that loop.
+    from any thread, :meth:`progress` from any other, and everything else on that loop.
 
     With a coordinator it finds its peers by itself. Without one (``coordinator=None``) it knows exactly the peers that
     :meth:`connect_peer` named, and with ``introductions`` those that it met or that dialed it.
@@ -183,7 +183,7 @@ class Agent(AgentMemory):
         log has it), InvalidArgumentError where ``introductions`` are off."""
         return self._introduced().meet(card, agent_id, incarnation)
 
-    def load(self, load: Load) -> None:
+    def report_load(self, load: Load) -> None:
         """What the next heartbeat says. From any thread."""
         self._load = load
         if self._session is not None:
@@ -242,8 +242,8 @@ class Agent(AgentMemory):
 
     def expect(self, transfer_id: TransferId, *, reader: str | None = None) -> None:
         """The engine here accepted that prompt for the agent ``reader`` (``None``: whoever comes first): a pull of it
-        that comes early is told that it is queued. Ends by :meth:`grant` or :meth:`decline`. From any thread. Raises
-        InvalidArgumentError (an id used before), LimitExceededError, GrantReleasedError (the reader gave it up
+        that comes early is told that it is queued. Ends by :meth:`grant` or :meth:`abort_grant`. From any thread.
+        Raises InvalidArgumentError (an id used before), LimitExceededError, GrantReleasedError (the reader gave it up
         before)."""
         self._open().grants.expect(transfer_id, reader or "")
 
@@ -255,9 +255,9 @@ class Agent(AgentMemory):
             self._open()
         self._signs.pulse(has_work, took_in)
 
-    def decline(self, transfer_id: TransferId) -> None:
+    def abort_grant(self, transfer_id: TransferId) -> None:
         """This grant will never be made: its reader need not wait. From any thread. Raises InvalidArgumentError."""
-        self._open().grants.decline(transfer_id)
+        self._open().grants.abort(transfer_id)
 
     # --- destination ---
 
@@ -288,7 +288,7 @@ class Agent(AgentMemory):
         ``source`` that is not known yet is waited for, at most 2 s; until it is found the blocks are not reserved yet,
         so that BlocksBusyError too may come late. From any thread; on another than the loop's nobody waits for a source
         that is not known. ``on_ended(transfer)`` is called once it drained, on the thread that hears of it first (see
-        :meth:`wait`), and must not block."""
+        :meth:`progress`), and must not block."""
         index = as_blocks(blocks)
         what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content)
         return self._open().transfers.pull(self._order(pool, index, len(index), *what), on_ended, on_granted)
@@ -336,13 +336,13 @@ class Agent(AgentMemory):
         what = (transfer_id, source, pool.published, blocks, count, first, allowed, timeout_s, deadline_s)
         return PullOrder(*what, as_content(content), pool.checks)
 
-    def wait(self, timeout_s: float) -> None:
+    def progress(self, timeout_s: float) -> None:
         """Wait for news of any kind, at most so long and 5 ms, on a thread that is not the loop's; calls ``on_ended``
         of transfers that ended. With ``AgentConfig.progress`` "caller" this thread moves bytes meanwhile. Raises
         ClosedError, InvalidArgumentError on the loop, or what broke the agent."""
-        self._open().wait(timeout_s)
+        self._open().progress(timeout_s)
 
-    def give_up(self, transfer_id: TransferId, source: str) -> None:
+    def abort_pull(self, transfer_id: TransferId, source: str) -> None:
         """This id will never be pulled here: its source, if known, need not wait for the grant to expire.
 
         Raises InvalidArgumentError for a transfer that has begun (cancel that).

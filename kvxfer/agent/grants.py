@@ -14,7 +14,7 @@ from kvxfer.types import GrantState, TransferId
 
 
 class Grants:
-    """:meth:`make` and :meth:`decline` may be called from any thread, the rest on the agent's loop."""
+    """:meth:`make` and :meth:`abort` may be called from any thread, the rest on the agent's loop."""
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -59,7 +59,7 @@ class Grants:
         """From any thread. Raises what :meth:`Transport.expect` raises."""
         self._transport.expect(transfer_id, reader=reader)
 
-    def decline(self, transfer_id: TransferId) -> None:
+    def abort(self, transfer_id: TransferId) -> None:
         self._transport.decline(transfer_id)
 
     def handle(self, event: _core.GrantEnded) -> None:

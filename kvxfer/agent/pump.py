@@ -73,7 +73,7 @@ class EventPump:
                 return
             self._handle_left()
 
-    def wait(self, timeout_s: float, take: Callable[[Event], bool]) -> None:
+    def progress(self, timeout_s: float, take: Callable[[Event], bool]) -> None:
         """On a thread that is not the loop's: wait for news, at most so long and MOMENT_S, and take what there is. The
         loop gets the events that ``take(event)`` does not want. Where the loop is handling events, this waits for it,
         at most as long again."""

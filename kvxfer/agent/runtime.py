@@ -56,11 +56,11 @@ class AgentRuntime:
     def start(self) -> None:
         self.pump.start()
 
-    def wait(self, timeout_s: float) -> None:
-        """See :meth:`Agent.wait`."""
+    def progress(self, timeout_s: float) -> None:
+        """See :meth:`Agent.progress`."""
         if self.transfers.is_on_loop:
             raise InvalidArgumentError("the agent's own loop has to await; only another thread may wait in place")
-        self.pump.wait(timeout_s, self.transfers.handle)
+        self.pump.progress(timeout_s, self.transfers.handle)
 
     async def close(self, error: KvxferError) -> None:
         """End: what is open ends with ``error``, grants are revoked, what is under way drains, at most CLOSE_S."""

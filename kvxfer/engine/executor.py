@@ -132,7 +132,7 @@ class Executor:
         if work:
             self._forward(work)
         if self._exchange is not None:
-            self._exchange.load(self.load())
+            self._exchange.report_load(self.load())
         # What was admitted may have ended at once (all of it cached, or its grant refused), and left room for others.
         return bool(work or plan.preempted or plan.admitted or has_made_room)
 
@@ -287,7 +287,7 @@ class Executor:
         self._revoke(sequence)
         if sequence.leg is Leg.DECODE:
             exchange, remote = self._partners(sequence)
-            exchange.give_up(remote)
+            exchange.abort_pull(remote)
         self._emit_error(sequence, error)
 
     def _ask(self, sequence: Sequence) -> None:
@@ -416,7 +416,7 @@ class Executor:
             sequence.grant.revoke("the request ended at the source")
         elif sequence.leg is Leg.PREFILL:
             exchange, remote = self._partners(sequence)
-            exchange.decline(remote)
+            exchange.abort_grant(remote)
 
     def _remote_blocks(self, sequence: Sequence) -> list[int]:
         return sequence.blocks[sequence.matched : blocks_for(sequence.prompt_tokens - 1, self.pool.block_tokens)]

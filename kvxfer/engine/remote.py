@@ -76,7 +76,7 @@ class TransferLike(Protocol):
 class AgentLike(Protocol):
     """What the engine uses of :class:`kvxfer.agent.Agent`. ``Any`` stands for the agent's own pool type."""
 
-    def load(self, load: Load) -> None: ...
+    def report_load(self, load: Load) -> None: ...
     def expect(self, transfer_id: TransferId, *, reader: str | None = None) -> None: ...
     def pulse(self, *, has_work: bool, took_in: bool = True) -> None: ...
     def grant(
@@ -90,7 +90,7 @@ class AgentLike(Protocol):
         ttl_s: float | None = None,
         content: bytes | None = None,
     ) -> GrantLike: ...
-    def decline(self, transfer_id: TransferId) -> None: ...
+    def abort_grant(self, transfer_id: TransferId) -> None: ...
     def pull(
         self,
         pool: Any,
@@ -114,7 +114,7 @@ class AgentLike(Protocol):
         content: bytes | None = None,
         on_granted: Callable[[Any], None] | None = None,
     ) -> TransferLike: ...
-    def give_up(self, transfer_id: TransferId, source: str) -> None: ...
+    def abort_pull(self, transfer_id: TransferId, source: str) -> None: ...
 
 
 def ended_error(state: GrantState) -> KvxferError:
@@ -172,9 +172,9 @@ class BlockExchange:
         """Pulls that have not drained yet."""
         return len(self._tasks)
 
-    def load(self, load: Load) -> None:
+    def report_load(self, load: Load) -> None:
         """What the next heartbeat says."""
-        self._agent.load(load)
+        self._agent.report_load(load)
 
     def expect(self, remote: Remote) -> None:
         """The prompt of a prefill leg was accepted: its reader, who may be early, is told that it is queued. From any
@@ -213,23 +213,23 @@ class BlockExchange:
         self._on_loop(lambda: grant.on_ended(lambda state: self._post(lambda: on_ended(state))))
         return grant
 
-    def decline(self, remote: Remote) -> None:
+    def abort_grant(self, remote: Remote) -> None:
         """Let a reader, who may wait for its grant already, know that none will come."""
         try:
-            self._agent.decline(remote.transfer_id)
+            self._agent.abort_grant(remote.transfer_id)
         except KvxferError as error:
             _log.debug("a reader could not be told", extra={"code": error.code, "agent_id": remote.agent_id})
 
-    def give_up(self, remote: Remote) -> None:
+    def abort_pull(self, remote: Remote) -> None:
         """Let a source know that its grant will not be read: the pull never began."""
 
-        def give_up() -> None:
+        def abort() -> None:
             try:
-                self._agent.give_up(remote.transfer_id, remote.agent_id)
+                self._agent.abort_pull(remote.transfer_id, remote.agent_id)
             except KvxferError as error:
                 _log.debug("a source could not be told", extra={"code": error.code, "agent_id": remote.agent_id})
 
-        self._on_loop(give_up)
+        self._on_loop(abort)
 
     def start(
         self, pull: EnginePull, blocks: list[int], remote: Remote, *, content: bytes, first: int = 0, count: int = 0
@@ -309,7 +309,7 @@ class BlockExchange:
     ) -> None:
         try:
             if pull.is_cancelled:
-                self.give_up(remote)
+                self.abort_pull(remote)
                 raise TransferCancelledError("cancelled before the pull began")
             with pull.lock:
                 pull.transfer = self._begin(pull, blocks, remote, content, first, count)

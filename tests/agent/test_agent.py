@@ -216,7 +216,7 @@ async def test_the_end_of_a_grant_is_told_once_on_the_loop(pair: Pair) -> None:
         grant.on_ended(lambda state: seen.append(("early", state, threading.get_ident())))
         for blocks in (1, 2):
             grant.ready(blocks, complete=blocks == 2)
-        source.load(dataclasses.replace(source._load, queued_requests=3))
+        source.report_load(dataclasses.replace(source._load, queued_requests=3))
         grants.append(grant)
 
     grants: list = []
@@ -430,7 +430,7 @@ async def test_another_thread_pulls_and_waits_itself(pair: Pair) -> None:
         pool, ended = destination.pools[0], []
         transfer = destination.pull(pool, [0, 1], transfer_id=transfer_id, source="source", on_ended=ended.append)
         while not ended:
-            destination.wait(0.05)
+            destination.progress(0.05)
         heard.append((ended, transfer.is_drained, transfer.result().bytes, bool((into[:2] == data[[5, 3]]).all())))
         return transfer
 
@@ -476,7 +476,7 @@ async def test_a_callback_that_raises_keeps_nothing_from_the_others(pair: Pair) 
         source.grant(source.pools[0], [1], transfer_id=transfer_id, reader="destination", ready_blocks=1)
         transfer = destination.pull(pool, [0], transfer_id=transfer_id, source="source", on_ended=lambda _: 1 // 0)
         while not transfer.is_drained:
-            destination.wait(0.05)
+            destination.progress(0.05)
         return transfer
 
     transfer = await asyncio.to_thread(pull)

@@ -77,7 +77,7 @@ async def test_the_end_of_the_agent_may_come_before_the_pull_began(
 
 async def test_a_look_waits_for_nobody(pair: Pair) -> None:
     _, destination = pair
-    looking = threading.Thread(target=destination.wait, args=[0.0])
+    looking = threading.Thread(target=destination.progress, args=[0.0])
     with destination._life.pump._lock:  # the loop is at its events
         looking.start()
         looking.join(5.0)
@@ -98,7 +98,7 @@ async def test_a_source_without_a_pool_is_not_waited_for_off_the_loop_and_keeps_
 
 async def test_the_loop_may_not_wait_in_place(pair: Pair) -> None:
     with pytest.raises(InvalidArgumentError, match="has to await"):
-        pair[1].wait(0.0)
+        pair[1].progress(0.0)
 
 
 async def test_what_a_thread_took_and_could_not_handle_comes_to_the_loop(
@@ -115,7 +115,7 @@ async def test_what_a_thread_took_and_could_not_handle_comes_to_the_loop(
         return False
 
     with pytest.raises(KeyboardInterrupt):
-        pump.wait(0.01, take)
+        pump.progress(0.01, take)
     await asyncio.sleep(0)
     assert handled == ["first", "third"]
 
@@ -131,7 +131,7 @@ async def test_what_came_when_a_signal_ended_a_wait_stays_for_the_loop(
     monkeypatch.setattr(pump, "_on_event", handled.append)
     monkeypatch.setattr(pump, "_transport", SimpleNamespace(wait=interrupted, drain=lambda: ["first"]))
     with pytest.raises(KeyboardInterrupt):
-        pump.wait(0.01, lambda _: True)
+        pump.progress(0.01, lambda _: True)
     assert handled == []
     pump.drain()
     assert handled == ["first"]
@@ -147,7 +147,7 @@ async def test_wait_of_a_broken_transport_ends_the_agent_on_its_loop(
 
     monkeypatch.setattr(pump, "_on_failure", failures.append)
     monkeypatch.setattr(pump, "_transport", SimpleNamespace(wait=broken))
-    await asyncio.to_thread(pump.wait, 0.01, lambda _: True)
+    await asyncio.to_thread(pump.progress, 0.01, lambda _: True)
     await asyncio.sleep(0)
     assert [str(failure) for failure in failures] == ["the native core broke: ValueError('no such descriptor')"]
     assert not pump.is_running
@@ -165,7 +165,7 @@ async def test_progress_of_what_another_thread_pulls_does_not_wake_the_loop(
     def pull() -> None:
         transfer = destination.pull(pool, [4, 5, 6], **arguments)
         while not transfer.progress().blocks_done:
-            destination.wait(0.01)
+            destination.progress(0.01)
 
     pulling = threading.Thread(target=pull, daemon=True)
     with monkeypatch.context() as patched:

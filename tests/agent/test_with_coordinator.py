@@ -64,7 +64,7 @@ async def test_the_whole_path(coordinator: Coordinator) -> None:
         assert source.statistics().is_idle
         assert destination.statistics().is_coordinator_connected
         assert [member.ref for member in destination.members()] == [source.ref]
-        source.load(Load(queued_requests=4))
+        source.report_load(Load(queued_requests=4))
 
 
 async def test_a_pull_waits_for_a_source_that_is_just_joining(coordinator: Coordinator) -> None:

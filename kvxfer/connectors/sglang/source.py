@@ -466,7 +466,7 @@ class SourceRooms:
 
     def _decline_now(self, transfer_id: TransferId) -> None:
         with contextlib.suppress(KvxferError):
-            self._agent.decline(transfer_id)
+            self._agent.abort_grant(transfer_id)
 
 
 def _lead(reader: Reader, cut: Cut) -> int:

@@ -120,8 +120,8 @@ class Loads:
 
     def begin(self, order: Load) -> Fetch | None:
         """Pull now what the source granted as a whole, on the forward thread; ``None``: that is for :meth:`start`. It
-        is to be waited for with :meth:`Agent.wait`, and to be adopted before it is cancelled or where that takes long.
-        """
+        is to be waited for with :meth:`Agent.progress`, and to be adopted before it is cancelled or where that takes
+        long."""
         name = order.sources[self._rank] if len(order.sources) == self._ranks else ""
         has_to_claim = order.is_open and self._rank != 0
         if (

@@ -220,7 +220,7 @@ class Source:
     def _decline_directly(self, hold: Hold) -> None:
         for index in range(len(self._pools)):
             with contextlib.suppress(KvxferError):
-                self._agent.decline(part_id(hold.transfer_id, self._rank, self._rank, DIRECT, index))
+                self._agent.abort_grant(part_id(hold.transfer_id, self._rank, self._rank, DIRECT, index))
 
     def _close(self, order: Close) -> None:
         hold = self._holds.get(order.request_id)

@@ -329,7 +329,7 @@ class WorkerHalf:
         left_s = timeout_s
         with contextlib.suppress(KvxferError):  # an agent that ended tells its loads so
             while self._begun and not self._progress.is_set():
-                runtime.agent.wait(left_s)
+                runtime.agent.progress(left_s)
                 self._begun = [fetch for fetch in self._begun if not fetch.is_ended]
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:

@@ -318,7 +318,7 @@ class FakeAgent:
         alive = {block for grant in grants if grant.state is GrantState.ALIVE for block in grant.blocks}
         return FakeStatistics(len(self.pool.reserved) if self.pool else 0, len(alive))
 
-    def load(self, load: Load) -> None:
+    def report_load(self, load: Load) -> None:
         self.loads = [load]
 
     def expect(self, transfer_id: TransferId, *, reader: str | None = None) -> None:
@@ -354,13 +354,13 @@ class FakeAgent:
             grant.end(GrantState.EXPIRED)
         return grant
 
-    def decline(self, transfer_id: TransferId) -> None:
+    def abort_grant(self, transfer_id: TransferId) -> None:
         with self.world.lock:
             assert transfer_id not in self.world.grants, "what was granted is revoked, not declined"
             self.world.grants[transfer_id] = FakeGrant(self.world, FakePool(0, 1), [], transfer_id, "")
         self.world.grants[transfer_id].end(GrantState.REVOKED)
 
-    def give_up(self, transfer_id: TransferId, source: str) -> None:
+    def abort_pull(self, transfer_id: TransferId, source: str) -> None:
         self.given_up.append(transfer_id)
         grant = self.world.grants.get(transfer_id)
         if grant is not None:

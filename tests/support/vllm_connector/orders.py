@@ -96,7 +96,7 @@ class TableAgent:
         self.see(self.table.grant(transfer_id.raw, ledger, blocks.tolist(), reader or "", TTL // 10**4, NOW, content))
         return grant
 
-    def decline(self, transfer_id: TransferId) -> None:
+    def abort_grant(self, transfer_id: TransferId) -> None:
         self.see(self.table.decline(transfer_id.raw))
 
     def see(self, effects: Sequence[Any]) -> None:

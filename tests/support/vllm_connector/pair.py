@@ -107,7 +107,7 @@ async def sweep(rank: Rank) -> None:
 def wait_ended(agent: Agent, fetch: Fetch) -> None:
     with contextlib.suppress(ClosedError):
         while not fetch.is_ended:
-            agent.wait(0.01)
+            agent.progress(0.01)
 
 
 async def tell_each(loads: Loads, agent_id: str, messages: Sequence[Await]) -> None:

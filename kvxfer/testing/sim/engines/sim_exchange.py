@@ -94,7 +94,7 @@ class SimExchange:
 
     # --- what the executor calls ---
 
-    def load(self, load: Load) -> None:
+    def report_load(self, load: Load) -> None:
         """The coordinator of this world places nothing."""
 
     def expect(self, remote: Remote) -> None:
@@ -124,7 +124,7 @@ class SimExchange:
         process.perform(effects)
         return SimGrant(world, process, id_, blocks, ready_blocks)
 
-    def decline(self, remote: Remote) -> None:
+    def abort_grant(self, remote: Remote) -> None:
         try:
             effects = self._process.endpoint.decline(remote.transfer_id.raw)
         except KvxferError:
@@ -132,7 +132,7 @@ class SimExchange:
         self._world.log(f"{self._process!r} declines {remote.transfer_id.raw.hex()[:6]}")
         self._process.perform(effects)
 
-    def give_up(self, remote: Remote) -> None:
+    def abort_pull(self, remote: Remote) -> None:
         self._soon(self._give_up, remote)
 
     def start(
