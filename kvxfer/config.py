@@ -105,8 +105,9 @@ class AgentConfig:
     advertise_host: str = ""
     """Host that peers dial, where it differs from ``bind_host`` (containers); empty means ``bind_host``."""
     insecure: bool = False
-    introductions: bool = False
-    """Without a coordinator: know whoever's sealed card is handed over, and let in whoever holds the cluster token."""
+    discovery: bool = False
+    """Without a coordinator: know the agents whose signed metadata the application passes on, and admit every peer that
+    proves the cluster token."""
     lanes: tuple[Lane, ...] = DEFAULT_LANES
     """Allowed lanes, best first. ``KVXFER_LANES`` in the environment narrows them: see :func:`operator_lanes`."""
     calibrate: bool = True

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from kvxfer.agent.agent_memory import AgentMemory
 from kvxfer.agent.counters import AgentCounters
+from kvxfer.agent.discovery import Discovery
 from kvxfer.agent.grant import Grant
-from kvxfer.agent.introductions import Introductions
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Delivery, Notification, Notifications
 from kvxfer.agent.pool import Pool
@@ -54,11 +54,11 @@ log = logging.getLogger("kvxfer.agent")
 
 class Agent(AgentMemory):
     """An async context manager. It lives on the loop that entered it. :meth:`grant`, :meth:`pull`, :meth:`report_load`,
-    :meth:`card`, :meth:`find_member`, :meth:`is_connected`, :meth:`statistics` and the methods of a Grant may be called
-    from any thread, :meth:`progress` from any other, and everything else on that loop.
+    :meth:`export_metadata`, :meth:`find_member`, :meth:`is_connected`, :meth:`statistics` and the methods of a Grant
+    may be called from any thread, :meth:`progress` from any other, and everything else on that loop.
 
     With a coordinator it finds its peers by itself. Without one (``coordinator=None``) it knows exactly the peers that
-    :meth:`connect_peer` named, and with ``introductions`` those that it met or that dialed it.
+    :meth:`connect_peer` named, and with ``discovery`` those that :meth:`add_remote_agent` added or that dialed it.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Agent(AgentMemory):
         check_positive("connect_s", connect_s)
         self.info = info
         self.config = config or AgentConfig()
-        if self.config.introductions and coordinator is not None:
-            raise ConfigError("agents are found by the coordinator or by introductions, not by both")
+        if self.config.discovery and coordinator is not None:
+            raise ConfigError("the coordinator finds peers already: discovery is for agents without one")
         self.registry = CollectorRegistry() if registry is None else registry
         self._is_guest = registry is not None
         self._coordinator, self._token, self._connect_s = coordinator, token, connect_s
@@ -95,7 +95,7 @@ class Agent(AgentMemory):
         self._life: AgentRuntime | None = None
         self._session: CoordinatorSession | None = None
         self._metrics: AgentMetrics | None = None
-        self._introductions: Introductions | None = None
+        self._discovery: Discovery | None = None
         self._failure: KvxferError | None = None
         self._closed: asyncio.Future[None] | None = None
         self._is_entered = self._is_closing = False
@@ -124,9 +124,9 @@ class Agent(AgentMemory):
             self._life = AgentRuntime(transport, self.config, self._counters, self._notifications, self._on_failure)
             self._signs.open(transport)
             self._pools.open(transport, None if session is None else session.set_pools)
-            if self.config.introductions:
+            if self.config.discovery:
                 token = cluster_token(self._token)
-                self._introductions = Introductions(token, self.info, self._pools, self._life, transport)
+                self._discovery = Discovery(token, self.info, self._pools, self._life, transport)
             self._life.start()
             if session is not None:
                 self._life.peers.coordinator_is(session.is_connected)
@@ -172,16 +172,17 @@ class Agent(AgentMemory):
         where a later one is known it is gone. Raises PeerGoneError, CoordinatorUnavailableError."""
         return await self._open().peers.wait(agent_id, timeout_s, with_pools=True, incarnation=incarnation)
 
-    def card(self) -> str:
-        """What others need to :meth:`meet` this life with its pools of now, sealed with the cluster token, for anybody
-        to carry. Raises InvalidArgumentError where ``introductions`` are off, or there are too many pools."""
-        return self._introduced().card()
+    def export_metadata(self) -> str:
+        """What others need for :meth:`add_remote_agent`: this incarnation and its pools of now, signed with the cluster
+        token. Any channel may carry the text. Raises InvalidArgumentError if ``discovery`` is off, or there are too
+        many pools."""
+        return self._discovered().export_metadata()
 
-    def meet(self, card: str, agent_id: str, *, incarnation: Incarnation | None = None) -> Member:
-        """Know an agent by its :meth:`card`; it gets to know this one when it is dialed. ``incarnation``: that life of
-        it, and no other; nothing is done where that is known already. Raises PeerGoneError, for whatever reason (the
-        log has it), InvalidArgumentError where ``introductions`` are off."""
-        return self._introduced().meet(card, agent_id, incarnation)
+    def add_remote_agent(self, metadata: str, agent_id: str, *, incarnation: Incarnation | None = None) -> Member:
+        """Know an agent by what its :meth:`export_metadata` returned; that agent learns of this one when it is dialed.
+        ``incarnation``: only that incarnation of it; nothing is done if it is known already. Raises PeerGoneError
+        (only the log says why), InvalidArgumentError if ``discovery`` is off."""
+        return self._discovered().add_remote_agent(metadata, agent_id, incarnation)
 
     def report_load(self, load: Load) -> None:
         """What the next heartbeat says. From any thread."""
@@ -426,11 +427,11 @@ class Agent(AgentMemory):
         )
         return await self._session.start(self._connect_s)
 
-    def _introduced(self) -> Introductions:
+    def _discovered(self) -> Discovery:
         self._open()
-        if self._introductions is None:
-            raise InvalidArgumentError(f"agent {self.info.agent_id} has introductions turned off")
-        return self._introductions
+        if self._discovery is None:
+            raise InvalidArgumentError(f"agent {self.info.agent_id} has discovery turned off")
+        return self._discovery
 
     def _on_membership(self, membership: Membership) -> None:
         if self._life is not None and not self._is_closing:

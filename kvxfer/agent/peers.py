@@ -5,10 +5,9 @@ A new life of an agent does not end the old one: the old life may still be read 
 coordinator says that exactly it is gone. A name means the newest life known. While the coordinator cannot be reached,
 what is known stays as it is (fail static), and a name that is not known cannot be waited for.
 
-A life that was introduced has nobody who would announce its end: one without a session is forgotten when a newer one of
-its name is known, or else what it was still to hear would be dialed for ever; and of too many the one that was not met
-for longest. It may be introduced again. One that was said to be gone may not.
-"""
+No coordinator reports the end of a discovered incarnation. Without a session it is forgotten when a newer one of its
+name is known, since a message for it would otherwise be dialed for ever. Beyond DISCOVERED_MAX the one that was heard
+of longest ago is forgotten. Either may be discovered again; an incarnation that was announced as gone may not."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ from kvxfer.types import AgentRef, DataAddress, Incarnation, Member, Membership
 
 log = logging.getLogger("kvxfer.agent")
 
-INTRODUCED_MAX = 1024
-"""Lives known that were introduced."""
+DISCOVERED_MAX = 1024
+"""Discovered incarnations that are remembered."""
 NOWHERE = DataAddress("", 0, "", "")
 """Of a life that is reached over the sessions that it opens."""
 GONE_MAX = 4096
@@ -47,11 +46,11 @@ class Peers:
         self._members: dict[AgentRef, Member] = {}
         self._newest: dict[str, Member] = {}
         self._told: dict[AgentRef, tuple[DataAddress, bytes]] = {}
-        self._introduced: dict[AgentRef, None] = {}
-        """Whoever was met last comes last."""
+        self._discovered: dict[AgentRef, None] = {}
+        """In the order in which they were last heard of."""
         self._gone: dict[AgentRef, None] = {}
-        self.admits_strangers = False
-        """Whether lives that nobody named come by themselves, where they prove themselves."""
+        self.admits_unregistered = False
+        """Whether peers that neither a coordinator nor the application named are admitted, if they prove the token."""
         self._changed: asyncio.Future[None] | None = None
         self._is_closed = False
         self.coordinator_state: bool | None = None
@@ -84,7 +83,7 @@ class Peers:
         if self._told.get(member.ref) != contact:
             self._transport.set_peer(member.ref, member.address, member.session_key)
             self._told[member.ref] = contact
-        self._introduced.pop(member.ref, None)
+        self._discovered.pop(member.ref, None)
         self._gone.pop(member.ref, None)
         self._members[member.ref] = member
         newest = self._newest.get(member.ref.agent_id)
@@ -92,42 +91,42 @@ class Peers:
             self._newest[member.ref.agent_id] = member
         self._tell()
 
-    def introduce(self, member: Member) -> None:
-        """Know a life that nobody announced. Raises PeerGoneError for one that was said to be gone,
-        InvalidArgumentError for our own name, for one that was announced of another, and as :meth:`add`,
-        LimitExceededError where INTRODUCED_MAX others have sessions."""
+    def discover(self, member: Member) -> None:
+        """Know an incarnation that no coordinator announced. Raises PeerGoneError if it was announced as gone,
+        InvalidArgumentError for our own name, for a name whose incarnation was announced, and as :meth:`add`,
+        LimitExceededError where DISCOVERED_MAX others have sessions."""
         ref = member.ref
         if ref in self._gone:
             raise PeerGoneError(f"{ref} is gone")
         if ref.agent_id == self._transport.ref.agent_id:
             raise InvalidArgumentError(f"{ref} has our own name")
         newest = self.find(ref.agent_id)
-        if newest is not None and newest.ref not in self._introduced:
-            raise InvalidArgumentError(f"{newest.ref} was named to us, and {ref} only introduced itself")
-        if ref not in self._introduced and len(self._introduced) >= INTRODUCED_MAX:
-            idle = next((other for other in self._introduced if not self._transport.is_connected(other)), None)
+        if newest is not None and newest.ref not in self._discovered:
+            raise InvalidArgumentError(f"{newest.ref} was announced, and {ref} was only discovered")
+        if ref not in self._discovered and len(self._discovered) >= DISCOVERED_MAX:
+            idle = next((other for other in self._discovered if not self._transport.is_connected(other)), None)
             if idle is None:
-                raise LimitExceededError(f"INTRODUCED_MAX={INTRODUCED_MAX} agents that were introduced have sessions")
+                raise LimitExceededError(f"DISCOVERED_MAX={DISCOVERED_MAX} discovered agents have sessions")
             self._forget(idle)
         self.add(member)
-        self._introduced[ref] = None
-        for older in [other for other in self._introduced if self._is_outlived(other)]:
+        self._discovered[ref] = None
+        for older in [other for other in self._discovered if self._is_outlived(other)]:
             self._forget(older)
 
     def _is_outlived(self, ref: AgentRef) -> bool:
         return self._newest[ref.agent_id].ref != ref and not self._transport.is_connected(ref)
 
     def touch(self, ref: AgentRef) -> None:
-        """An introduced life was met again."""
-        if ref in self._introduced:
-            self._introduced[ref] = self._introduced.pop(ref)
+        """A discovered incarnation was heard of again."""
+        if ref in self._discovered:
+            self._discovered[ref] = self._discovered.pop(ref)
 
     def remove(self, ref: AgentRef) -> None:
         """The announced death of exactly this life."""
         if ref in self._told:
             log.info("%s: %s is gone", self._transport.ref.agent_id, ref)
             self._forget(ref)
-        if self.admits_strangers:
+        if self.admits_unregistered:
             self._bar(ref)
 
     def turn_away(self, ref: AgentRef) -> None:
@@ -147,7 +146,7 @@ class Peers:
 
     def _forget(self, ref: AgentRef) -> None:
         del self._told[ref]
-        self._introduced.pop(ref, None)
+        self._discovered.pop(ref, None)
         del self._members[ref]
         if self._newest[ref.agent_id].ref == ref:
             rest = [member for member in self._members.values() if member.ref.agent_id == ref.agent_id]

@@ -47,9 +47,9 @@ class Wire:
 
     def recorded(self, kind: type, rank: Rank) -> list[list[bytes]]:
         """Messages of that kind that came to that rank."""
-        seal = rank.manager._seal
+        signer = rank.manager._signer
         mine = [frames for manager, frames in list(self._recorded) if manager is rank.manager]
-        return [frames for frames in mine if isinstance(greetings.decode(seal, frames), kind)]
+        return [frames for frames in mine if isinstance(greetings.decode(signer, frames), kind)]
 
     def replay(self, kind: type, rank: Rank, to: Rank | None = None) -> None:
         """All messages of that kind that came to ``rank``, to it or another again; returns when they were heard."""
@@ -179,18 +179,18 @@ def test_an_answer_sent_again_introduces_nobody(world: World, wire: Wire) -> Non
     """Of a prefill rank that is no more, from the place where there is another now."""
     world.decode.manager.forget(world.address)
     works(world, world.room())
-    before = wire.recorded(greetings.Card, world.decode)
+    before = wire.recorded(greetings.Registered, world.decode)
     place = greetings.address_of(before[-1])
     known = world.decode.manager.decode_side._known
     was = known[place]
-    known[place] = greetings.Card("sglang-prefill-new", *list(was.__dict__.values())[1:])
+    known[place] = greetings.Registered("sglang-prefill-new", *list(was.__dict__.values())[1:])
     now = known[place]
-    wire.replay(greetings.Card, world.decode)
+    wire.replay(greetings.Registered, world.decode)
     assert known[place] == now
     world.decode.manager.forget(world.address)
 
 
-def test_introductions_sent_again_change_nothing(world: World, wire: Wire) -> None:
+def test_discovery_sent_again_change_nothing(world: World, wire: Wire) -> None:
     world.decode.manager.forget(world.address)
     room = world.room()
     sender, receiver = world.prefill.sender(room), world.decode.ask(room, [5], 1)

@@ -80,7 +80,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         arguments = resolving_view(server_args)
         check_arguments(arguments)
         self.lock = threading.RLock()
-        self._seal = greetings.seal_of(member_token(options.token_file))
+        self._signer = greetings.signer_of(member_token(options.token_file))
         model = ModelConfig.from_server_args(server_args)
         parallel = get_parallel()
         tp_size = parallel.attn_tp_size
@@ -182,9 +182,9 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         """Why it is not known which weights this rank has; ``None``: it is."""
         return self.weights.why
 
-    def sealed(self, address: tuple[str, int], greeting: greetings.Greeting) -> list[bytes]:
+    def signed(self, address: tuple[str, int], greeting: greetings.Greeting) -> list[bytes]:
         """A message for whoever was heard last from there, and for nobody else; to be sent once."""
-        return greetings.encode(self._seal, self.address, greeting, self._correspondence.mark(address, greeting))
+        return greetings.encode(self._signer, self.address, greeting, self._correspondence.mark(address, greeting))
 
     def tell(self, address: tuple[str, int], greeting: greetings.Greeting) -> None:
         """Send it, once somebody was heard from there; where nobody hears it, nothing happens."""
@@ -192,7 +192,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             return
         place = NetworkAddress(*address)
         try:
-            frames = self.sealed(address, greeting)
+            frames = self.signed(address, greeting)
             self._send_multipart_locked(place.to_tcp(), frames, is_ipv6=place.is_ipv6)
         except (zmq.ZMQError, KvxferError) as error:
             log.warning("%s could not be told: %s", place.to_host_port_str(), error)
@@ -288,9 +288,11 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
     # --- decode ---
 
     def build_receiver_registration_message(self) -> Any:
-        """Who this rank is, and what its pages are; the receiver seals it."""
+        """Who this rank is, and what its pages are; the receiver signs it."""
         core = self.core
-        return greetings.Register(core.agent_id, self._rank(), core.card(), self.record, self.layout, self.shape)
+        return greetings.Register(
+            core.agent_id, self._rank(), core.export_metadata(), self.record, self.layout, self.shape
+        )
 
     def build_receiver_metadata_message(
         self,
@@ -304,7 +306,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         is_dummy: bool,
         device_kv_indices: Any = None,
     ) -> Any:
-        """A room that was begun: how many pages of it this rank wants; the receiver seals it."""
+        """A room that was begun: how many pages of it this rank wants; the receiver signs it."""
         assert self.decode_side is not None
         return greetings.Room(
             bootstrap_room,
@@ -383,7 +385,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
     def _take(self, frames: list[bytes]) -> None:
         """What is not believed has no effect and no answer: anybody may reach this socket, and would choose whom this
         rank connects to."""
-        greeting, mark = greetings.read(self._seal, frames)
+        greeting, mark = greetings.read(self._signer, frames)
         place = greetings.address_of(frames)
         if not self._correspondence.take(mark, place, greeting):
             log.debug("a message of %s is not for this process, or was taken before: %s", mark.by, greeting)
@@ -396,7 +398,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             elif isinstance(greeting, greetings.Abort):
                 self.prefill_side.abort(greeting)
         elif self.decode_side is not None:
-            if isinstance(greeting, greetings.Card | greetings.Refused):
+            if isinstance(greeting, greetings.Registered | greetings.Refused):
                 self.decode_side.answered(greeting, place)
             elif isinstance(greeting, greetings.RoomFailed):
                 self.decode_side.room_failed(greeting)

@@ -18,13 +18,13 @@ from kvxfer.connectors.sglang.destination import MEET_S, DestinationCallbacks, D
 from kvxfer.connectors.sglang.memory import EngineMemory
 from kvxfer.connectors.sglang.messages import (
     Alive,
-    Card,
     Chunk,
     Done,
     End,
     Failed,
     Left,
     Message,
+    SourceMetadata,
     Unknown,
     decode,
     encode,
@@ -118,19 +118,19 @@ class TransportCore:
         """Raise ClosedError where the agent has ended by itself."""
         self._runtime.check()
 
-    def card(self) -> str:
-        """What others :meth:`meet` this life by; empty with a coordinator, through which all are known. From any
+    def export_metadata(self) -> str:
+        """What others need for :meth:`add_remote_agent`; empty with a coordinator, which announces all agents. From any
         thread. Raises ClosedError."""
-        return "" if self._options.coordinator else self._agent.card()
+        return "" if self._options.coordinator else self._agent.export_metadata()
 
-    def meet(self, card: str, agent_id: str) -> None:
-        """Know a peer by its card, before anything that is asked of this core later; does nothing with a coordinator.
-        From any thread. A card that is not believed is logged, and rooms with that peer fail with ``peer_gone``."""
+    def add_remote_agent(self, metadata: str, agent_id: str) -> None:
+        """Know a peer by its signed metadata, before all later calls of this core; does nothing with a coordinator.
+        From any thread. Metadata that is not believed is logged, and rooms with that peer fail with ``peer_gone``."""
         if not self._options.coordinator:
-            self._runtime.call(self._meet, card, agent_id)
+            self._runtime.call(self._add_remote_agent, metadata, agent_id)
 
     def share(self, shape: KvShape | None) -> None:
-        """Register ahead what the pages have in common with those of a peer, so that the next card tells of it. From
+        """Register ahead what the pages have in common with those of a peer, so that the next metadata lists it. From
         any thread. Raises IncompatibleError naming the field, LimitExceededError for too many peers that are cut
         differently, InvalidArgumentError, ClosedError."""
         self._pools.cut(shape)
@@ -148,9 +148,9 @@ class TransportCore:
 
     # --- on the agent's loop ---
 
-    def _meet(self, card: str, agent_id: str) -> None:
+    def _add_remote_agent(self, metadata: str, agent_id: str) -> None:
         with contextlib.suppress(KvxferError):  # the agent has logged why
-            self._agent.meet(card, agent_id)
+            self._agent.add_remote_agent(metadata, agent_id)
 
     def _say(self, agent_id: str, message: Message) -> None:
         """From any thread."""
@@ -197,10 +197,10 @@ class TransportCore:
         elif isinstance(message, Unknown):
             if any(leg.agent_id == sender for leg in self.sources.legs()) and not self._options.coordinator:
                 with contextlib.suppress(KvxferError):  # too many pools for one; the reader says what it misses
-                    self._outbox.send(sender, encode(Card(self._agent.card())))
-        elif isinstance(message, Card):
+                    self._outbox.send(sender, encode(SourceMetadata(self._agent.export_metadata())))
+        elif isinstance(message, SourceMetadata):
             if any(leg.agent_id == sender for leg in self.destinations.legs()):
-                self.meet(message.card, sender)
+                self.add_remote_agent(message.agent_metadata, sender)
         else:
             assert isinstance(message, Alive)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from kvxfer.connectors.sglang.core import TransportCore
 from kvxfer.connectors.sglang.destination import Source
-from kvxfer.connectors.sglang.greetings import Card, Refused, RoomFailed
+from kvxfer.connectors.sglang.greetings import Refused, Registered, RoomFailed
 from kvxfer.types import TransferId
 
 log = logging.getLogger("kvxfer.sglang")
@@ -53,16 +53,16 @@ class DecodeSide:
         self._engine = engine
         self._core = core
         self._lock = threading.Lock()
-        self._known: dict[Place, Card | Refused] = {}
+        self._known: dict[Place, Registered | Refused] = {}
         self._asked: dict[int, Asked] = {}
         self._rooms: dict[int, str] = {}
 
     # --- prefill ranks ---
 
-    def answered(self, greeting: Card | Refused, place: Place) -> None:
+    def answered(self, greeting: Registered | Refused, place: Place) -> None:
         """A prefill rank answered that it was introduced to."""
-        if isinstance(greeting, Card):
-            self._core.meet(greeting.card, greeting.agent_id)
+        if isinstance(greeting, Registered):
+            self._core.add_remote_agent(greeting.agent_metadata, greeting.agent_id)
         with self._lock:
             self._known[place] = greeting
 
@@ -84,7 +84,7 @@ class DecodeSide:
         :meth:`~.destination.DestinationRooms.choose`."""
         with self._lock:
             known = [(info, self._known.get(place_of(info))) for info in infos if not info.get("is_dummy")]
-        asked = [(info, Source(to.agent_id, to.rank, to.shape)) for info, to in known if isinstance(to, Card)]
+        asked = [(info, Source(to.agent_id, to.rank, to.shape)) for info, to in known if isinstance(to, Registered)]
         asked.sort(key=lambda one: -int(one[0].get("pp_rank", 0)))  # the last stage has the auxiliary row
         chosen = list(self._core.destinations.choose([source for _, source in asked]))
         for info, source in asked:

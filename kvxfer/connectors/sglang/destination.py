@@ -54,7 +54,7 @@ __all__ = ["DestinationCallbacks", "DestinationRooms", "Received", "Source"]
 log = logging.getLogger("kvxfer.sglang")
 
 MEET_S = 2.0
-"""How long a source may not be known yet when a room begins: its card is on its way."""
+"""How long a source may not be known yet when a room begins: its agent metadata is on its way."""
 MEET_LOOK_S = 0.01
 REASON_S = 0.1
 """A grant that was revoked says so before the message comes that says why."""

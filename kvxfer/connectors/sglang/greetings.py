@@ -1,8 +1,8 @@
 """What the ranks of a prefill and a decode engine say to each other over SGLang's own sockets before an agent knows the
-other, and about rooms that no agent can tell of. Sealed with the cluster token, so that a room number alone does
-nothing for a stranger that can reach the socket.
+other, and about rooms that no agent can tell of. Signed with the cluster token, so that a room number
+alone does nothing for a peer that can reach the socket.
 
-A message is three frames: TAG, where the sender hears answers (``host:port``), and the sealed JSON, with a postmark.
+A message is three frames: TAG, where the sender hears answers (``host:port``), and the signed JSON, with a postmark.
 The decoder is total: a message, or one error. Decides what stands in a message; must never know sockets, nor what it
 leads to.
 """
@@ -19,13 +19,13 @@ from typing import Any, TypeAlias
 from kvxfer.connectors.sglang.limits import Layout
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.errors import InvalidArgumentError, ProtocolError
-from kvxfer.protocol.introduction import Seal
+from kvxfer.protocol.signed_metadata import Signer
 from kvxfer.types import CompatibilityRecord, TransferId, check_agent_id
 
 VERSION = 2
 TAG = b"KVXFER"
 TEXT_MAX = 600
-CARD_MAX = 1 << 16
+METADATA_MAX = 1 << 16
 LIST_MAX = 1 << 14
 """Buffers of one rank."""
 
@@ -36,7 +36,7 @@ class Register:
 
     agent_id: str
     rank: int
-    card: str
+    agent_metadata: str
     record: CompatibilityRecord
     layout: Layout
     shape: KvShape | None
@@ -50,12 +50,12 @@ class Register:
 
 
 @dataclasses.dataclass(frozen=True)
-class Card:
-    """Prefill's answer: who I am, and what my pages hold of the model."""
+class Registered:
+    """Prefill's answer: my agent, and what my pages hold of the model."""
 
     agent_id: str
     rank: int
-    card: str
+    agent_metadata: str
     shape: KvShape | None
 
     def __post_init__(self) -> None:
@@ -114,18 +114,28 @@ class Postmark:
     number: int = 0
 
 
-Greeting: TypeAlias = Register | Card | Refused | Room | Abort | RoomFailed
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Register, Card, Refused, Room, Abort, RoomFailed)}
+Greeting: TypeAlias = Register | Registered | Refused | Room | Abort | RoomFailed
+_KINDS: dict[str, type[Any]] = {
+    "Register": Register,
+    "Card": Registered,
+    "Refused": Refused,
+    "Room": Room,
+    "Abort": Abort,
+    "RoomFailed": RoomFailed,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_WIRE_NAMES = {"agent_metadata": "card"}
+"""Fields that a message calls otherwise."""
 
 
-def seal_of(token: bytes) -> Seal:
+def signer_of(token: bytes) -> Signer:
     """For these messages only."""
-    return Seal(hmac.digest(token, b"kvxfer sglang greetings v1", hashlib.sha256))
+    return Signer(hmac.digest(token, b"kvxfer sglang greetings v1", hashlib.sha256))
 
 
-def encode(seal: Seal, address: str, greeting: Greeting, mark: Postmark = Postmark()) -> list[bytes]:
+def encode(signer: Signer, address: str, greeting: Greeting, mark: Postmark = Postmark()) -> list[bytes]:
     """The frames of a message from the one who hears answers at ``address``; texts are cut to TEXT_MAX characters."""
-    values: dict[str, Any] = {"v": VERSION, "kind": type(greeting).__name__, "from": address}
+    values: dict[str, Any] = {"v": VERSION, "kind": _NAMES[type(greeting)], "from": address}
     values["mark"] = [mark.by, mark.to, mark.number]
     for field in dataclasses.fields(greeting):
         value = getattr(greeting, field.name)
@@ -137,8 +147,8 @@ def encode(seal: Seal, address: str, greeting: Greeting, mark: Postmark = Postma
             value = json.loads(value.to_json())
         elif field.name in ("text", "code"):
             value = str(value)[:TEXT_MAX]
-        values[field.name] = value
-    return [TAG, address.encode(), seal.close(json.dumps(values, separators=(",", ":")).encode()).encode()]
+        values[_WIRE_NAMES.get(field.name, field.name)] = value
+    return [TAG, address.encode(), signer.sign(json.dumps(values, separators=(",", ":")).encode()).encode()]
 
 
 def is_ours(frames: Sequence[bytes]) -> bool:
@@ -158,22 +168,22 @@ def address_of(frames: Sequence[bytes]) -> tuple[str, int]:
         raise ProtocolError("a message of another engine says nowhere where it is from") from None
 
 
-def decode(seal: Seal, frames: Sequence[bytes]) -> Greeting:
+def decode(signer: Signer, frames: Sequence[bytes]) -> Greeting:
     """As :func:`read`, without its postmark."""
-    return read(seal, frames)[0]
+    return read(signer, frames)[0]
 
 
-def read(seal: Seal, frames: Sequence[bytes]) -> tuple[Greeting, Postmark]:
-    """Raises AuthenticationError for one that was sealed with another token, ProtocolError for anything else that
+def read(signer: Signer, frames: Sequence[bytes]) -> tuple[Greeting, Postmark]:
+    """Raises AuthenticationError for one that was signed with another token, ProtocolError for anything else that
     :func:`encode` does not make."""
     if len(frames) != 3 or not is_ours(frames):
         raise ProtocolError("a message of another engine has not three frames")
     try:
-        sealed = frames[2].decode("ascii")
+        signed = frames[2].decode("ascii")
     except UnicodeDecodeError:
-        raise ProtocolError("a message of another engine is not sealed") from None
+        raise ProtocolError("a message of another engine is not signed") from None
     try:
-        values = json.loads(seal.open(sealed))
+        values = json.loads(signer.verify(signed))
     except (ValueError, RecursionError):
         raise ProtocolError("a message of another engine is not JSON") from None
     if not isinstance(values, dict) or values.get("v") != VERSION:
@@ -182,14 +192,16 @@ def read(seal: Seal, frames: Sequence[bytes]) -> tuple[Greeting, Postmark]:
     kind = _KINDS.get(str(values.get("kind")))
     if kind is None or values.get("from") != frames[1].decode("ascii", "replace"):
         raise ProtocolError("a message of another engine is of no known kind, or from elsewhere")
-    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    fields = {_WIRE_NAMES.get(field.name, field.name): field for field in dataclasses.fields(kind)}
     if set(values) != {"v", "kind", "from", "mark", *fields}:
-        raise ProtocolError(f"a message {kind.__name__} of another engine has other fields")
+        raise ProtocolError(f"a message {_NAMES[kind]} of another engine has other fields")
     try:
         mark = _mark(values["mark"])
-        made: Greeting = kind(**{name: _value(name, of, values[name]) for name, of in fields.items()})
+        made: Greeting = kind(
+            **{field.name: _value(name, str(field.type), values[name]) for name, field in fields.items()}
+        )
     except (InvalidArgumentError, RecursionError) as error:
-        raise ProtocolError(f"a message {kind.__name__} of another engine: {error}") from None
+        raise ProtocolError(f"a message {_NAMES[kind]} of another engine: {error}") from None
     return made, mark
 
 
@@ -217,7 +229,7 @@ def _value(name: str, kind: str, value: Any) -> Any:
         if type(value) is not int or not 0 <= value < 1 << 63:
             raise InvalidArgumentError(f"{name} is no count")
         return value
-    text = _text(name, value, CARD_MAX * 2 if name == "card" else TEXT_MAX)
+    text = _text(name, value, METADATA_MAX * 2 if name == "card" else TEXT_MAX)
     if name == "agent_id":
         check_agent_id(text)
     return text

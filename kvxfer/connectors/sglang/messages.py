@@ -16,9 +16,9 @@ from kvxfer.types import TransferId
 
 COUNT_MAX = 1 << 31
 TEXT_MAX = 512
-CARD_MAX = 60_000
-"""Characters of a card: it fits one notification."""
-_TEXTS = {"code": TEXT_MAX, "text": TEXT_MAX, "card": CARD_MAX}
+METADATA_MAX = 60_000
+"""Characters of signed agent metadata: it fits one notification."""
+_TEXTS = {"code": TEXT_MAX, "text": TEXT_MAX, "card": METADATA_MAX}
 END_PART = COUNT_MAX - 1
 """The part that is the auxiliary row, which SGLang reads the first token from; all others have smaller numbers."""
 KV_POOL = 0
@@ -81,13 +81,13 @@ class Unknown:
 
 
 @dataclasses.dataclass(frozen=True)
-class Card:
-    """Source to reader: who I am, and all my pools (:meth:`Agent.card`)."""
+class SourceMetadata:
+    """Source to reader: my agent and all its pools (:meth:`Agent.export_metadata`)."""
 
-    card: str
+    agent_metadata: str
 
 
-Message: TypeAlias = Chunk | End | Done | Failed | Left | Alive | Unknown | Card
+Message: TypeAlias = Chunk | End | Done | Failed | Left | Alive | Unknown | SourceMetadata
 _KINDS: dict[str, type[Any]] = {
     "chunk": Chunk,
     "end": End,
@@ -96,20 +96,23 @@ _KINDS: dict[str, type[Any]] = {
     "left": Left,
     "alive": Alive,
     "unknown": Unknown,
-    "card": Card,
+    "card": SourceMetadata,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
+_WIRE_NAMES = {"agent_metadata": "card"}
+"""Fields that a message calls otherwise."""
 
 
 def encode(message: Message) -> bytes:
-    """The message as the peer's :func:`decode` reads it; texts are cut to TEXT_MAX characters, but a card to none:
-    raises InvalidArgumentError for one of more than CARD_MAX."""
-    if isinstance(message, Card) and len(message.card) > CARD_MAX:
-        raise InvalidArgumentError(f"a card of {len(message.card)} characters does not fit a message")
+    """The message as the peer's :func:`decode` reads it; texts are cut to TEXT_MAX characters, but agent metadata is
+    not: raises InvalidArgumentError for more than METADATA_MAX."""
+    if isinstance(message, SourceMetadata) and len(message.agent_metadata) > METADATA_MAX:
+        raise InvalidArgumentError(f"agent metadata of {len(message.agent_metadata)} characters does not fit a message")
     values: dict[str, Any] = {"kind": _NAMES[type(message)]}
     for field in dataclasses.fields(message):
         value = getattr(message, field.name)
-        values[field.name] = value if isinstance(value, int) else str(value)[: _TEXTS.get(field.name, TEXT_MAX)]
+        name = _WIRE_NAMES.get(field.name, field.name)
+        values[name] = value if isinstance(value, int) else str(value)[: _TEXTS.get(name, TEXT_MAX)]
     return json.dumps(values, separators=(",", ":")).encode()
 
 
@@ -121,10 +124,11 @@ def decode(payload: bytes) -> Message:
         raise ProtocolError("a peer's message is not JSON") from None
     name = values.pop("kind", None) if isinstance(values, dict) else None
     kind = _KINDS.get(name) if isinstance(name, str) else None
-    names = set() if kind is None else {field.name for field in dataclasses.fields(kind)}
-    if kind is None or set(values) != names:
+    fields = () if kind is None else dataclasses.fields(kind)
+    names = {_WIRE_NAMES.get(field.name, field.name): field.name for field in fields}
+    if kind is None or set(values) != set(names):
         raise ProtocolError("a peer's message is of no known kind, or has other fields")
-    message: Message = kind(**{field: _value(field, value) for field, value in values.items()})
+    message: Message = kind(**{names[name]: _value(name, value) for name, value in values.items()})
     return message
 
 

@@ -33,8 +33,8 @@ class Options:
     insecure: bool = False
     """Accept that lane ``stream`` does not encrypt, on a network that is trusted."""
     coordinator: str = ""
-    """``host:port`` of the coordinator, through which engines find each other; empty: by cards over SGLang's own
-    bootstrap."""
+    """``host:port`` of the coordinator, through which engines find each other; empty: by agent metadata over SGLang's
+    own bootstrap."""
     token_file: str = ""
     """The cluster token; empty: the default place."""
     lanes: tuple[Lane, ...] = AgentConfig.lanes
@@ -86,7 +86,7 @@ class Options:
             bind_host=self.host,
             advertise_host=self.advertise,
             insecure=self.insecure,
-            introductions=not self.coordinator,
+            discovery=not self.coordinator,
             stripes=self.stripes,
             grant_wait_s=self.timeout_s,
             unknown_wait_s=self.unknown_wait_s,

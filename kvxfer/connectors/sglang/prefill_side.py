@@ -13,7 +13,7 @@ import time
 from typing import Any, Protocol
 
 from kvxfer.connectors.sglang.core import TransportCore
-from kvxfer.connectors.sglang.greetings import Abort, Card, Refused, Register, Room, RoomFailed
+from kvxfer.connectors.sglang.greetings import Abort, Refused, Register, Registered, Room, RoomFailed
 from kvxfer.connectors.sglang.limits import Identity, check_peer
 from kvxfer.connectors.sglang.shape import KvShape, asking
 from kvxfer.connectors.sglang.source import Reader
@@ -142,10 +142,12 @@ class PrefillSide:
             log.warning("decode at %s:%d is refused: %s", *address, error)
             self._engine.tell(address, Refused(error.code, str(error)))
             return
-        self._core.meet(greeting.card, greeting.agent_id)
+        self._core.add_remote_agent(greeting.agent_metadata, greeting.agent_id)
         count = None if ours.shape is None or shape is None else asking(ours.shape, shape)
         self.peers[greeting.agent_id] = Peer(greeting.agent_id, greeting.rank, shape, count)
-        self._engine.tell(address, Card(self._core.agent_id, self._rank, self._core.card(), ours.shape))
+        self._engine.tell(
+            address, Registered(self._core.agent_id, self._rank, self._core.export_metadata(), ours.shape)
+        )
 
     def want(self, greeting: Room, address: tuple[str, int]) -> None:
         """A decode rank wants a room."""

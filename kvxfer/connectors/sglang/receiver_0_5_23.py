@@ -32,7 +32,7 @@ class KvxferReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._transfer_id = ""
         self._traceparent = mgr.take_traceparent()
         self._shown = KVPoll.Bootstrapping
-        self._introduced_s = 0.0
+        self._registered_s = 0.0
         self.bootstrap_infos: Any = None
         if self._is_refused:
             self.kv_mgr, self.bootstrap_room, self.bootstrap_addr = mgr, bootstrap_room, bootstrap_addr
@@ -44,10 +44,10 @@ class KvxferReceiver(CommonKVReceiver):  # type: ignore[misc]
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Introduce this rank to the prefill ranks, where they do not know it."""
+        """Register this rank at the prefill ranks that do not know it."""
         if self._is_refused:
             return
-        self._introduced_s = time.monotonic()
+        self._registered_s = time.monotonic()
         super().init(prefill_dp_rank)
         why = self.kv_mgr.why_unknown()
         if why is not None:
@@ -98,7 +98,7 @@ class KvxferReceiver(CommonKVReceiver):  # type: ignore[misc]
             return KVPoll.Failed
         status = super().poll()
         if status == KVPoll.WaitingForInput and not self._has_begun:
-            status = self._introduction()
+            status = self._registration()
         if status == KVPoll.Failed and self._has_begun:
             self.kv_mgr.core.destinations.abort(self.bootstrap_room, self.kv_mgr.why_failed(self.bootstrap_room))
             if not self.kv_mgr.core.destinations.is_drained(self.bootstrap_room):
@@ -139,16 +139,16 @@ class KvxferReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def _send_bootstrap_message(self, *, bootstrap_info: dict[str, Any], message: Any, operation: Any) -> Any:
         """SGLang's, of a message that is for that rank alone."""
-        frames = self.kv_mgr.sealed(place_of(bootstrap_info), message)
+        frames = self.kv_mgr.signed(place_of(bootstrap_info), message)
         return super()._send_bootstrap_message(bootstrap_info=bootstrap_info, message=frames, operation=operation)
 
-    def _introduction(self) -> Any:
+    def _registration(self) -> Any:
         refused, place = self._side.refusal(self.bootstrap_infos), self._side.waits_for(self.bootstrap_infos)
         if refused is None and place is None:
             return KVPoll.WaitingForInput
         if refused is not None:
             text = f"{refused.code}: the prefill engine at {self.bootstrap_addr} refused: {refused.text}"
-        elif place is not None and time.monotonic() - self._introduced_s < ANSWER_S:
+        elif place is not None and time.monotonic() - self._registered_s < ANSWER_S:
             return KVPoll.Bootstrapping
         else:
             text = (

@@ -58,12 +58,12 @@ class KvxferReports(_WorkerMetadata):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class KvxferHandshake(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From the worker half to the scheduler half, once: the life of this rank's agent, its card, if it has one, and why
-    it does not know its weights, if it does not."""
+    """From the worker half to the scheduler half, once: the incarnation of this rank's agent, its signed metadata with
+    option ``discovery``, and why it does not know its weights, if it does not."""
 
     agent_id: str
     incarnation: Incarnation
-    card: str
+    agent_metadata: str
     weights_why: str | None
 
 
@@ -151,7 +151,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def get_handshake_metadata(self) -> KvxferHandshake:
         worker = self._worker
-        return KvxferHandshake(worker.agent_id, worker.incarnation, worker.card, worker.weights_why)
+        return KvxferHandshake(worker.agent_id, worker.incarnation, worker.agent_metadata, worker.weights_why)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Called before anything of a step is written, whether something was preempted or not."""
@@ -222,8 +222,8 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         ranks = [metadata[rank] for rank in sorted(metadata)]
-        cards = tuple(rank.card for rank in ranks if rank.card)
-        self._scheduler.set_lives(tuple(rank.incarnation for rank in ranks), cards)
+        agent_metadata = tuple(rank.agent_metadata for rank in ranks if rank.agent_metadata)
+        self._scheduler.set_lives(tuple(rank.incarnation for rank in ranks), agent_metadata)
         for rank in ranks:
             self._engine_weights.tell(rank.agent_id, rank.weights_why)
 
@@ -249,7 +249,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
             self._scheduler.reported(reports.reports)
             for news in reports.news:
                 self._engine_weights.tell(news.agent_id, news.weights_why)
-                self._scheduler.set_card(news.agent_id, news.card)
+                self._scheduler.set_agent_metadata(news.agent_id, news.agent_metadata)
                 LOADED.take(news.adapters)
                 self._scheduler.stands(news.standings)
                 self._scheduler.read(news.read)

@@ -395,11 +395,13 @@ class Loads:
         return await self._agent.wait_member(order.sources[source_rank], timeout_s=SILENT_S, incarnation=life)
 
     def _meet(self, order: Load | Remote, source_rank: int) -> None:
-        """Know that source by its card, where this engine goes by cards and the request has one. Raises
+        """Know that source by its signed metadata, with option ``discovery`` and if the request has some. Raises
         PeerGoneError."""
-        if self._options.introductions and order.cards:
+        if self._options.discovery and order.agent_metadata:
             life = order.lives[source_rank] if order.lives else None
-            self._agent.meet(order.cards[source_rank], order.sources[source_rank], incarnation=life)
+            self._agent.add_remote_agent(
+                order.agent_metadata[source_rank], order.sources[source_rank], incarnation=life
+            )
 
     def _meet_all(self, remote: Remote) -> None:
         for source_rank in self._ranks_read(self._rank, len(remote.sources)):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.config import AgentConfig, check_address, check_checks, check_copy_threads, check_positive
-from kvxfer.connectors.vllm.params import CARDS_MAX
+from kvxfer.connectors.vllm.params import DISCOVERED_RANKS_MAX
 from kvxfer.errors import ConfigError
 from kvxfer.types import Lane, Role, check_agent_id
 
@@ -20,7 +20,8 @@ SECONDS = (
 """Settings that are durations."""
 RETIRED = {
     "pull_wait_s": "a request waits without blocks now, for a prompt that its source knows as long as its timeout_s or "
-    "grant_wait_s says, and for one that it does not know as long as unknown_wait_s says: leave pull_wait_s out"
+    "grant_wait_s says, and for one that it does not know as long as unknown_wait_s says: leave pull_wait_s out",
+    "introductions": "it is called discovery now",
 }
 """Keys that were settings, and what to do instead."""
 ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
@@ -34,9 +35,9 @@ class ConnectorOptions:
     agent_id: str
     """Of rank 0; the others add their rank."""
     coordinator: str
-    """``host:port`` of the coordinator, through which engines find each other; empty with ``introductions``."""
-    introductions: bool = False
-    """Instead of a coordinator: introduce this engine by what it answers, and know others by theirs."""
+    """``host:port`` of the coordinator, through which engines find each other; empty with ``discovery``."""
+    discovery: bool = False
+    """Without a coordinator: answers carry this engine's signed agent metadata, and requests that of the sources."""
     token_file: str = ""
     """The cluster token; empty: the default place."""
     http_url: str = ""
@@ -85,8 +86,8 @@ class ConnectorOptions:
 
     def __post_init__(self) -> None:
         check_agent_id(self.agent_id)
-        if bool(self.coordinator) == self.introductions:
-            raise ConfigError("kv_connector_extra_config needs either coordinator: host:port, or introductions: true")
+        if bool(self.coordinator) == self.discovery:
+            raise ConfigError("kv_connector_extra_config needs either coordinator: host:port, or discovery: true")
         if self.coordinator:
             check_address("coordinator", self.coordinator)
         elif self.http_url:
@@ -130,9 +131,9 @@ class ConnectorOptions:
             )
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ConfigError for an engine of more ranks than one request can introduce."""
-        if self.introductions and ranks > CARDS_MAX:
-            raise ConfigError(f"introductions are for at most {CARDS_MAX} ranks, not {ranks}: use a coordinator")
+        """Raise ConfigError for an engine of more ranks than one request has agent metadata of."""
+        if self.discovery and ranks > DISCOVERED_RANKS_MAX:
+            raise ConfigError(f"discovery is for at most {DISCOVERED_RANKS_MAX} ranks, not {ranks}: use a coordinator")
 
     def agent_config(self, rank: int) -> AgentConfig:
         """Of the agent of one rank. A peer that stopped is given up within 3 s."""
@@ -142,7 +143,7 @@ class ConnectorOptions:
             bind_port=self.bind_port + rank if self.bind_port else 0,
             advertise_host=self.advertise_host,
             insecure=self.insecure,
-            introductions=self.introductions,
+            discovery=self.discovery,
             stripes=self.stripes,
             copy_threads=self.copy_threads,
             grant_ttl_s=self.hold_ttl_s,

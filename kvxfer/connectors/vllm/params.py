@@ -16,15 +16,15 @@ from typing import Any
 from kvxfer.connectors.common.ids import rank_agent
 from kvxfer.errors import BY_CODE, InvalidArgumentError
 from kvxfer.observe import is_traceparent
-from kvxfer.protocol.introduction import TEXT_MAX
+from kvxfer.protocol.signed_metadata import TEXT_MAX
 from kvxfer.types import Incarnation, TransferId, check_agent_id
 
 VERSION = 1
 RANKS_MAX = 1024
 DECLINED_TEXT_MAX = 512
 TIMEOUT_S_MAX = 86400.0
-CARDS_MAX = 16
-"""Agents of one engine that may introduce themselves."""
+DISCOVERED_RANKS_MAX = 16
+"""Ranks of one engine whose agent metadata one request carries at most."""
 _LIFE = re.compile(r"([0-9]{1,20})\.([0-9a-f]{32})")
 
 
@@ -40,14 +40,14 @@ class PrefillLeg:
 @dataclasses.dataclass(frozen=True)
 class DecodeLeg:
     """Fetch the prompt. ``tokens``: how many the source holds, where it has said so: then it has computed them.
-    ``lives``: which lives of ``sources`` did that, and ``cards``: their own, sealed; empty where it was not said.
-    ``timeout_s``: how long it may wait for a source that has not begun it; ``None``: not said."""
+    ``lives``: which lives of ``sources`` did that, and ``agent_metadata``: their signed metadata; empty where it was
+    not said. ``timeout_s``: how long it may wait for a source that has not begun it; ``None``: not said."""
 
     transfer_id: TransferId
     sources: tuple[str, ...]
     tokens: int | None
     lives: tuple[Incarnation, ...] = ()
-    cards: tuple[str, ...] = ()
+    agent_metadata: tuple[str, ...] = ()
     timeout_s: float | None = None
 
     @property
@@ -105,10 +105,10 @@ def handed_over(
     tokens: int,
     traceparent: str | None = None,
     lives: tuple[Incarnation, ...] = (),
-    cards: tuple[str, ...] = (),
+    agent_metadata: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """What a prefill leg is answered, to be copied into the decode leg: ``tokens`` are kept by ``agents``, in these
-    ``lives`` of theirs, which ``cards`` introduce."""
+    ``lives`` of theirs, which ``agent_metadata`` describes."""
     trace = {} if traceparent is None else {"traceparent": traceparent}
     return {
         **trace,
@@ -121,7 +121,7 @@ def handed_over(
             "version": VERSION,
             "agents": list(agents),
             "lives": [f"{life.number}.{life.boot_nonce.hex()}" for life in lives],
-            "cards": list(cards),
+            "cards": list(agent_metadata),
             "tokens": tokens,
         },
     }
@@ -159,10 +159,10 @@ def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
     if type(tokens) is not int or tokens < 0:
         raise InvalidArgumentError("kvxfer.tokens must be a count")
     names = tuple(check_agent_id(agent) for agent in agents)
-    lives, cards = (_for_each(agents, answered, name) for name in ("lives", "cards"))
-    if len(cards) > CARDS_MAX:
-        raise InvalidArgumentError(f"kvxfer.cards must be at most {CARDS_MAX}")
-    return DecodeLeg(transfer_id, names, tokens, tuple(map(_life, lives)), tuple(map(_card, cards)))
+    lives, agent_metadata = (_for_each(agents, answered, name) for name in ("lives", "cards"))
+    if len(agent_metadata) > DISCOVERED_RANKS_MAX:
+        raise InvalidArgumentError(f"kvxfer.cards must be at most {DISCOVERED_RANKS_MAX}")
+    return DecodeLeg(transfer_id, names, tokens, tuple(map(_life, lives)), tuple(map(_metadata, agent_metadata)))
 
 
 def _timeout(value: Any) -> float | None:
@@ -180,9 +180,9 @@ def _for_each(agents: list[Any], answered: Mapping[str, Any], name: str) -> list
     return values
 
 
-def _card(text: Any) -> str:
+def _metadata(text: Any) -> str:
     if not isinstance(text, str) or len(text) > TEXT_MAX:
-        raise InvalidArgumentError(f"a card of kvxfer.cards must be a text of at most {TEXT_MAX} characters")
+        raise InvalidArgumentError(f"kvxfer.cards must have agent metadata, a text of at most {TEXT_MAX} characters")
     return text
 
 

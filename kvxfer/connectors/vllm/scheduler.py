@@ -78,7 +78,7 @@ class SchedulerHalf:
         self._block_tokens = block_tokens
         self._agents = agents
         self._lives: tuple[Incarnation, ...] = ()
-        self._cards: tuple[str, ...] = ()
+        self._agent_metadata: tuple[str, ...] = ()
         self._mint = mint
         self._adapter_fingerprint = adapter_fingerprint
         self._weights_why = weights_why
@@ -106,15 +106,16 @@ class SchedulerHalf:
         """Seconds of waits that ended."""
         self._gauges: Gauges | None = None
 
-    def set_lives(self, lives: tuple[Incarnation, ...], cards: tuple[str, ...] = ()) -> None:
-        """Of this engine's agents, by rank: what they compute is to be had of no other. ``cards``: theirs."""
-        self._lives, self._cards = lives, cards
+    def set_lives(self, lives: tuple[Incarnation, ...], agent_metadata: tuple[str, ...] = ()) -> None:
+        """Of this engine's agents, by rank: what they compute is to be had of no other. ``agent_metadata``: theirs,
+        signed."""
+        self._lives, self._agent_metadata = lives, agent_metadata
 
-    def set_card(self, agent_id: str, card: str) -> None:
-        """What introduces that rank's agent from now on."""
-        if self._cards and agent_id in self._agents:
+    def set_agent_metadata(self, agent_id: str, agent_metadata: str) -> None:
+        """The signed metadata of that rank's agent from now on."""
+        if self._agent_metadata and agent_id in self._agents:
             at = self._agents.index(agent_id)
-            self._cards = (*self._cards[:at], card, *self._cards[at + 1 :])
+            self._agent_metadata = (*self._agent_metadata[:at], agent_metadata, *self._agent_metadata[at + 1 :])
 
     # --- what vLLM says of one request ---
 
@@ -207,7 +208,7 @@ class SchedulerHalf:
         self._finishes.append(Finish(name, transfer_id, prefill.reader, blocks, prefill.content, traceparent))
         self._held.keep(name, len(block_ids), is_read=prefill.is_read)
         tokens = request.num_prompt_tokens - 1
-        answer = handed_over(transfer_id, self._agents, name, tokens, traceparent, self._lives, self._cards)
+        answer = handed_over(transfer_id, self._agents, name, tokens, traceparent, self._lives, self._agent_metadata)
         return True, answer
 
     # --- what a step is ---

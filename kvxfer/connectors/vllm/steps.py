@@ -19,7 +19,7 @@ class Load:
     engine.
 
     ``has_direct``: the source said that the whole prompt is granted already. ``traceparent``: of the request.
-    ``lives``: those of the sources that have the prompt, and ``cards`` that introduce them; empty where not said.
+    ``lives``: those of the sources that have the prompt, and their signed ``agent_metadata``; empty where not said.
     ``is_open``: the source may have promised it to no engine, so that of several engines the first one has it. ``code``
     and ``text``: the wait for it ended with that error, and so does this, at once.
     """
@@ -34,7 +34,7 @@ class Load:
     has_direct: bool
     traceparent: str | None = None
     lives: tuple[Incarnation, ...] = ()
-    cards: tuple[str, ...] = ()
+    agent_metadata: tuple[str, ...] = ()
     is_open: bool = False
     code: str = ""
     text: str = ""
@@ -42,14 +42,14 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remote:
-    """A request whose KV lies with the ranks ``sources`` of another engine, in those ``lives``, which ``cards``
-    introduce. ``is_open`` as in :class:`Load`."""
+    """A request whose KV lies with the ranks ``sources`` of another engine, in those ``lives``, which
+    ``agent_metadata`` describes. ``is_open`` as in :class:`Load`."""
 
     request_id: str
     transfer_id: TransferId
     sources: tuple[str, ...]
     lives: tuple[Incarnation, ...] = ()
-    cards: tuple[str, ...] = ()
+    agent_metadata: tuple[str, ...] = ()
     is_open: bool = False
 
 
@@ -186,8 +186,8 @@ class News:
     agent_id: str
     weights_why: str | None
     """Why it is not known which weights it has; ``None``: it is."""
-    card: str
-    """What introduces it now; empty without ``introductions``."""
+    agent_metadata: str
+    """Signed, as of now; empty without option ``discovery``."""
     adapters: tuple[AdapterLoad, ...]
     """It loaded."""
     standings: tuple[Standing, ...] = ()

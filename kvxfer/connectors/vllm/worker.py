@@ -166,10 +166,10 @@ class WorkerHalf:
         return runtime.agent.ref.incarnation
 
     @property
-    def card(self) -> str:
-        """What introduces this life of the agent, its pools registered; empty without ``introductions``."""
+    def agent_metadata(self) -> str:
+        """Signed metadata of this incarnation of the agent with its pools; empty without option ``discovery``."""
         _, _, runtime = self._parts()
-        return runtime.agent.card() if self._options.introductions else ""
+        return runtime.agent.export_metadata() if self._options.discovery else ""
 
     @property
     def agent_id(self) -> str:
@@ -194,7 +194,7 @@ class WorkerHalf:
         if adapters:
             self._adapters_told = adapters[-1].number
         self._told = why, said
-        return News(self.agent_id, why, self.card, adapters, standings, read)
+        return News(self.agent_id, why, self.agent_metadata, adapters, standings, read)
 
     def begin_step(self, orders: StepOrders) -> None:
         """Before the forward writes anything. The same orders again change nothing. Raises ClosedError once the agent
@@ -271,7 +271,7 @@ class WorkerHalf:
             self._stands(Standing(wait.request_id, False, True, error.code, str(error)))
         left = {load.request_id for load in orders.loads}
         remotes = tuple(
-            Remote(load.request_id, load.transfer_id, load.sources, load.lives, load.cards, load.is_open)
+            Remote(load.request_id, load.transfer_id, load.sources, load.lives, load.agent_metadata, load.is_open)
             for load in orders.loads
         )
         return dataclasses.replace(

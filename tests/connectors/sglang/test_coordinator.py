@@ -1,4 +1,4 @@
-"""Engines that find each other by a coordinator: no card travels."""
+"""Engines that find each other by a coordinator: no agent metadata travels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_ranks_find_each_other_by_a_coordinator(tmp_path: pathlib.Path) -> None:
         chosen = options(tmp_path, coordinator=address)
         p, d = Rank("p", Role.PREFILL, chosen), Rank("d", Role.DECODE, chosen)
         with running(p, d):
-            assert p.core.card() == ""
+            assert p.core.export_metadata() == ""
             p.write(p.kv, (7, 8), 1)
             p.write(p.aux, (0,), 1)
             p.sources.accept(5)

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from kvxfer.connectors.sglang import correspondence
 from kvxfer.connectors.sglang.correspondence import WINDOW, Correspondence, Window
-from kvxfer.connectors.sglang.greetings import Abort, Card, Postmark, Register
+from kvxfer.connectors.sglang.greetings import Abort, Postmark, Register, Registered
 from kvxfer.connectors.sglang.limits import Layout
 from kvxfer.types import CompatibilityRecord
 
 RECORD = CompatibilityRecord("m", "c", "w", "float32", 3, 2, 16, 16, "page", "6 x 256", "config", "torch_native")
-REGISTER = Register("d", 0, "card", RECORD, Layout((256,) * 6, (64,)), None)
-CARD = Card("p", 0, "card", None)
+REGISTER = Register("d", 0, "metadata", RECORD, Layout((256,) * 6, (64,)), None)
+REGISTERED = Registered("p", 0, "metadata", None)
 ABORT = Abort(1, "", "x")
 P, D = ("127.0.0.1", 1), ("127.0.0.1", 2)
 
@@ -33,7 +33,7 @@ def d() -> Correspondence:
 
 def introduce(p: Correspondence, d: Correspondence) -> None:
     assert p.take(d.mark(P, REGISTER), D, REGISTER)
-    assert d.take(p.mark(D, CARD), P, CARD)
+    assert d.take(p.mark(D, REGISTERED), P, REGISTERED)
 
 
 def test_a_message_is_taken_once(p: Correspondence, d: Correspondence) -> None:
@@ -59,17 +59,17 @@ def test_what_is_for_another_process_is_not_taken(p: Correspondence, d: Correspo
     assert not later.take(mark, D, ABORT)
     assert later.take(d.mark(P, REGISTER), D, REGISTER)
     assert not later.take(mark, D, ABORT)
-    assert d.take(later.mark(D, CARD), P, CARD)
+    assert d.take(later.mark(D, REGISTERED), P, REGISTERED)
     assert later.take(d.mark(P, ABORT), D, ABORT)
 
 
 def test_an_answer_of_an_earlier_process_is_not_taken_again(p: Correspondence, d: Correspondence) -> None:
     introduce(p, d)
-    was = p.mark(D, CARD)
-    assert d.take(was, P, CARD)
+    was = p.mark(D, REGISTERED)
+    assert d.take(was, P, REGISTERED)
     later = Correspondence("p again")
     introduce(later, d)
-    assert not d.take(was, P, CARD)
+    assert not d.take(was, P, REGISTERED)
     assert d.mark(P, ABORT).to == "p again"
 
 

@@ -410,17 +410,17 @@ def test_views_are_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_card_from_before_the_view_was_made_is_no_obstacle(tmp_path: pathlib.Path) -> None:
-    """Adapters hand over the card that they had first, again and again."""
+    """Adapters hand over the metadata that they had first, again and again."""
     with engines(tmp_path, Cutting(tp=2), Cutting()) as (p, d):
-        old = {rank.name: rank.core.card() for rank in p.ranks}
+        old = {rank.name: rank.core.export_metadata() for rank in p.ranks}
         for number in (1, 2):
             room = Room(p, d, number, 22, SOURCE, TARGET)
             room.run()
             room.wait()
             d.check(room.arrived)
             room.clear()
-            for name, card in old.items():
-                d.ranks[0].core.meet(card, name)
+            for name, metadata in old.items():
+                d.ranks[0].core.add_remote_agent(metadata, name)
 
 
 def test_views_by_a_coordinator(tmp_path: pathlib.Path) -> None:

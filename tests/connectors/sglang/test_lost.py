@@ -36,7 +36,7 @@ class Other:
         self._reading = threading.Thread(target=self._read)
         self._reading.start()
         until(lambda: self.events, 30.0)
-        self.card = str(self.events[0][1])
+        self.metadata = str(self.events[0][1])
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -66,8 +66,8 @@ def other(name: str, role: Role, directory: pathlib.Path, rank: Rank) -> Iterato
     """It and ``rank`` know each other."""
     made = Other(name, role, directory)
     try:
-        made.tell("meet", rank.core.card(), rank.name)
-        rank.core.meet(made.card, name)
+        made.tell("add_remote_agent", rank.core.export_metadata(), rank.name)
+        rank.core.add_remote_agent(made.metadata, name)
         yield made
     finally:
         made.end()

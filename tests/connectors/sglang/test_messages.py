@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.connectors.sglang.messages import (
-    CARD_MAX,
     COUNT_MAX,
     END_PART,
+    METADATA_MAX,
     TEXT_MAX,
     Alive,
-    Card,
     Chunk,
     Done,
     End,
     Failed,
     Left,
     Message,
+    SourceMetadata,
     Unknown,
     decode,
     encode,
@@ -39,7 +39,7 @@ messages = st.one_of(
     st.builds(Left, texts),
     st.builds(Alive),
     st.builds(Unknown, ids),
-    st.builds(Card, texts),
+    st.builds(SourceMetadata, texts),
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40),
@@ -94,6 +94,6 @@ def test_a_long_text_is_cut() -> None:
 
 
 def test_a_card_is_never_cut() -> None:
-    assert decode(encode(Card("x" * CARD_MAX))) == Card("x" * CARD_MAX)
-    with pytest.raises(InvalidArgumentError, match="card"):
-        encode(Card("x" * (CARD_MAX + 1)))
+    assert decode(encode(SourceMetadata("x" * METADATA_MAX))) == SourceMetadata("x" * METADATA_MAX)
+    with pytest.raises(InvalidArgumentError, match="agent metadata"):
+        encode(SourceMetadata("x" * (METADATA_MAX + 1)))

@@ -12,7 +12,7 @@ from kvxfer.types import Lane
 
 def test_nothing_set_is_the_default() -> None:
     assert Options.from_environment({"PATH": "/bin", "KVXFER_LANES": "stream", "KVXFER_SGLANG_HOST": ""}) == Options()
-    assert Options().agent_config().introductions
+    assert Options().agent_config().discovery
 
 
 def test_everything_can_be_set() -> None:
@@ -37,7 +37,7 @@ def test_everything_can_be_set() -> None:
     )
     config = options.agent_config()
     assert (config.bind_host, config.advertise_host, config.insecure) == ("0.0.0.0", "node-3", True)
-    assert (config.introductions, config.lanes, config.stripes) == (False, lanes, 4)
+    assert (config.discovery, config.lanes, config.stripes) == (False, lanes, 4)
     assert (config.grant_wait_s, config.unknown_wait_s, config.engine_silent_s) == (30.0, 1.5, 20.0)
     assert config.transfer_deadline_s == 60.0
 

@@ -11,7 +11,7 @@ import pytest
 from kvxfer.connectors.sglang import prefill_side
 from kvxfer.connectors.sglang.decode_side import DecodeSide
 from kvxfer.connectors.sglang.destination import Source
-from kvxfer.connectors.sglang.greetings import Abort, Card, Refused, Register, Room, RoomFailed
+from kvxfer.connectors.sglang.greetings import Abort, Refused, Register, Registered, Room, RoomFailed
 from kvxfer.connectors.sglang.limits import Identity, Layout
 from kvxfer.connectors.sglang.prefill_side import PrefillSide, Wanted
 from kvxfer.connectors.sglang.shape import KvShape
@@ -52,7 +52,7 @@ class Engine(Calls):
 
 
 def make_core() -> Any:
-    return Calls(agent_id="p", sources=Calls(), destinations=Calls(), card=lambda: "card of p")
+    return Calls(agent_id="p", sources=Calls(), destinations=Calls(), export_metadata=lambda: "metadata of p")
 
 
 def room(number: int, agent_id: str = "d", **changes: Any) -> Room:
@@ -75,7 +75,7 @@ def core() -> Any:
 def side(engine: Engine, core: Any) -> PrefillSide:
     side = PrefillSide(engine, core, 0)
     for rank, agent_id in enumerate(("d", "e")):
-        side.register(Register(agent_id, rank, "card", RECORD, LAYOUT, None), HERE)
+        side.register(Register(agent_id, rank, "metadata", RECORD, LAYOUT, None), HERE)
     engine.calls.clear()
     return side
 
@@ -86,14 +86,14 @@ def told(engine: Engine) -> list[Any]:
 
 def test_a_decode_rank_hears_who_prefill_is(engine: Engine, core: Any) -> None:
     side = PrefillSide(engine, core, 3)
-    side.register(Register("d", 0, "card of d", RECORD, LAYOUT, None), HERE)
-    assert core.named("meet") == [("meet", "card of d", "d")]
-    assert engine.calls == [("tell", HERE, Card("p", 3, "card of p", None))]
+    side.register(Register("d", 0, "metadata of d", RECORD, LAYOUT, None), HERE)
+    assert core.named("add_remote_agent") == [("add_remote_agent", "metadata of d", "d")]
+    assert engine.calls == [("tell", HERE, Registered("p", 3, "metadata of p", None))]
 
 
 def test_a_decode_rank_that_does_not_match_is_refused(engine: Engine, core: Any) -> None:
     side = PrefillSide(engine, core, 0)
-    side.register(Register("d", 0, "card", RECORD, Layout((256,) * 6, (64,)), None), HERE)
+    side.register(Register("d", 0, "metadata", RECORD, Layout((256,) * 6, (64,)), None), HERE)
     (refused,) = told(engine)
     assert isinstance(refused, Refused)
     assert "aux_item_lens is '64, 512' here and '64' there" in refused.text
@@ -197,8 +197,8 @@ def cut_side(engine: Engine, core: Any, *, decode_tp: int, page_tokens: int = 16
     for rank, agent_id in enumerate(("d", "e")[:decode_tp]):
         shape = dataclasses.replace(SHAPE, tp_rank=rank, tp_size=decode_tp, page_tokens=page_tokens)
         layout = dataclasses.replace(LAYOUT, kv_item_lens=tuple(shape.page_bytes(at) for at in range(6)))
-        side.register(Register(agent_id, rank, "card", RECORD, layout, shape), HERE)
-    assert [type(greeting) for greeting in told(engine)] == [Card] * min(decode_tp, 2)
+        side.register(Register(agent_id, rank, "metadata", RECORD, layout, shape), HERE)
+    assert [type(greeting) for greeting in told(engine)] == [Registered] * min(decode_tp, 2)
     assert all(greeting.shape == SHAPE for greeting in told(engine))
     engine.calls.clear()
     return side
@@ -219,7 +219,7 @@ def test_both_sides_know_how_many_ranks_ask(engine: Engine, core: Any) -> None:
 
 
 def test_ranks_of_two_engines_are_not_mixed(side: PrefillSide, engine: Engine) -> None:
-    side.register(Register("f", 0, "card", RECORD, LAYOUT, None), HERE)
+    side.register(Register("f", 0, "metadata", RECORD, LAYOUT, None), HERE)
     side.open(1)
     side.want(room(1, required=2), HERE)
     for wrong in (room(1, "f", required=2), room(1, "e", required=3), room(1, "e", required=2, prefix_tokens=16)):
@@ -245,9 +245,9 @@ def test_a_decode_rank_that_has_nothing_in_common_is_refused(engine: Engine, cor
         raise IncompatibleError("heads: 0-1 here, 2-3 there", field="heads")
 
     core.share = share
-    PrefillSide(engine, core, 0).register(Register("d", 0, "card", RECORD, LAYOUT, SHAPE), HERE)
+    PrefillSide(engine, core, 0).register(Register("d", 0, "metadata", RECORD, LAYOUT, SHAPE), HERE)
     assert told(engine) == [Refused("incompatible", "heads: 0-1 here, 2-3 there")]
-    assert not core.named("meet")
+    assert not core.named("add_remote_agent")
 
 
 # --- decode ---
@@ -260,11 +260,11 @@ def decode(engine: Engine, core: Any) -> DecodeSide:
 
 def test_a_prefill_rank_is_waited_for_until_it_answered(decode: DecodeSide, core: Any) -> None:
     assert decode.waits_for([PLACE]) == ("127.0.0.1", 9)
-    decode.answered(Card("p", 2, "card of p", None), ("127.0.0.1", 9))
+    decode.answered(Registered("p", 2, "metadata of p", None), ("127.0.0.1", 9))
     assert decode.waits_for([PLACE]) is None
     core.destinations.choose = lambda sources: tuple(sources)
     assert decode.sources([dict(PLACE), PLACE | {"is_dummy": True}]) == [("p", 2, None)]
-    assert core.named("meet") == [("meet", "card of p", "p")]
+    assert core.named("add_remote_agent") == [("add_remote_agent", "metadata of p", "p")]
     decode.forget([("127.0.0.1", 9)])
     assert decode.waits_for([PLACE]) is not None
 
@@ -274,7 +274,7 @@ def test_who_has_no_share_is_marked(decode: DecodeSide, core: Any) -> None:
     infos = [PLACE | {"rank_port": port} for port in (9, 10)]
     for rank, info in enumerate(infos):
         shape = dataclasses.replace(SHAPE, tp_rank=rank, tp_size=4)
-        decode.answered(Card(f"p{rank}", rank, "card", shape), ("127.0.0.1", info["rank_port"]))
+        decode.answered(Registered(f"p{rank}", rank, "metadata", shape), ("127.0.0.1", info["rank_port"]))
     heard: list[list[Source]] = []
 
     def choose(sources: list[Source]) -> tuple[Source, ...]:

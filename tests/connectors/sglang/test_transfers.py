@@ -216,7 +216,7 @@ def test_a_card_may_come_after_the_room_began(tmp_path: pathlib.Path) -> None:
     chosen = options(tmp_path)
     p, d = Rank("p", Role.PREFILL, chosen), Rank("d", Role.DECODE, chosen)
     with running(p), running(d):
-        p.core.meet(d.core.card(), "d")
+        p.core.add_remote_agent(d.core.export_metadata(), "d")
         p.write(p.aux, (1,), 5)
         p.sources.accept(3)
         transfer_id = new_id()
@@ -225,7 +225,7 @@ def test_a_card_may_come_after_the_room_began(tmp_path: pathlib.Path) -> None:
         p.sources.send(3, 0, (9,), is_last=True, aux_row=1)
         time.sleep(0.3)
         assert d.none("failed")
-        d.core.meet(p.core.card(), "p")
+        d.core.add_remote_agent(p.core.export_metadata(), "p")
         d.wait("done", 3)
         check(p, d, Copy(((9,), (1,)), ((1,), (6,))))
 
@@ -243,7 +243,7 @@ def test_what_was_said_before_its_sender_was_known_is_taken_first(
 
     monkeypatch.setattr(d.destinations, "_start", start_late)
     with running(p), running(d):
-        p.core.meet(d.core.card(), "d")
+        p.core.add_remote_agent(d.core.export_metadata(), "d")
         p.write(p.kv, (9, 4), 1)
         p.sources.accept(3)
         transfer_id = new_id()
@@ -252,7 +252,7 @@ def test_what_was_said_before_its_sender_was_known_is_taken_first(
         p.sources.send(3, 0, (9,), is_last=False)
         (leg,) = d.destinations.legs()
         until(lambda: leg.waiting)
-        d.core.meet(p.core.card(), "p")
+        d.core.add_remote_agent(p.core.export_metadata(), "p")
         until(lambda: leg.is_asked)
         p.sources.send(3, 1, (4,), is_last=True, aux_row=1)
         until(lambda: len(leg.waiting) == 3)

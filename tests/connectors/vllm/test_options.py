@@ -24,19 +24,26 @@ def test_engines_that_the_router_could_not_tell_apart_are_refused() -> None:
 
 
 def test_engines_find_each_other_in_one_of_two_ways() -> None:
-    alone = ConnectorOptions.from_config("kv_both", "e", {"introductions": True})
-    assert alone.agent_config(0).introductions
-    assert not ConnectorOptions.from_config("kv_both", "e", EXTRA).agent_config(0).introductions
-    for extra in ({}, {"introductions": False}, {**EXTRA, "introductions": True}):
+    alone = ConnectorOptions.from_config("kv_both", "e", {"discovery": True})
+    assert alone.agent_config(0).discovery
+    assert not ConnectorOptions.from_config("kv_both", "e", EXTRA).agent_config(0).discovery
+    for extra in ({}, {"discovery": False}, {**EXTRA, "discovery": True}):
         with pytest.raises(ConfigError, match="either coordinator"):
             ConnectorOptions.from_config("kv_both", "e", extra)
     with pytest.raises(ConfigError, match="http_url"):
-        ConnectorOptions.from_config("kv_both", "e", {"introductions": True, "http_url": "http://127.0.0.1:8100"})
+        ConnectorOptions.from_config("kv_both", "e", {"discovery": True, "http_url": "http://127.0.0.1:8100"})
 
 
-def test_a_setting_that_went_is_refused_with_what_replaces_it() -> None:
-    with pytest.raises(ConfigError, match=r"timeout_s or grant_wait_s .* unknown_wait_s .* leave pull_wait_s out"):
-        ConnectorOptions.from_config("kv_both", "e", {**EXTRA, "pull_wait_s": 60.0})
+@pytest.mark.parametrize(
+    ("old", "text"),
+    [
+        ("pull_wait_s", r"timeout_s or grant_wait_s .* unknown_wait_s .* leave pull_wait_s out"),
+        ("introductions", "called discovery now"),
+    ],
+)
+def test_options_with_a_retired_key_name_its_replacement(old: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{old}.*{text}"):
+        ConnectorOptions.from_config("kv_both", "e", {**EXTRA, old: 60.0})
 
 
 @pytest.mark.parametrize("name", ["grant_wait_s", "unknown_wait_s", "engine_silent_s", "room_wait_s"])
@@ -47,8 +54,8 @@ def test_waits_are_durations(name: str) -> None:
             ConnectorOptions.from_config("kv_both", "e", {**EXTRA, name: wrong})
 
 
-def test_one_request_introduces_so_many_ranks_only() -> None:
-    alone = ConnectorOptions.from_config("kv_both", "e", {"introductions": True})
+def test_discovery_with_too_many_ranks_is_refused() -> None:
+    alone = ConnectorOptions.from_config("kv_both", "e", {"discovery": True})
     alone.check_ranks(16)
     with pytest.raises(ConfigError, match="at most 16"):
         alone.check_ranks(17)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvxfer.connectors.vllm.params import DecodeLeg, PrefillLeg, handed_over, parse, trace_of
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.protocol.introduction import TEXT_MAX
+from kvxfer.protocol.signed_metadata import TEXT_MAX
 from kvxfer.types import Incarnation, TransferId
 
 ID = TransferId(bytes(range(16)))
@@ -27,9 +27,9 @@ def test_a_prefill_leg_of_any_router() -> None:
 def test_what_a_prefill_leg_is_answered_makes_the_decode_leg() -> None:
     assert parse(handed_over(ID, ("p", "p.1"), "request", 41)) == DecodeLeg(ID, ("p", "p.1"), 41)
     lives = tuple(Incarnation((1 << 64) - 1 - rank, bytes([rank]) * 16) for rank in range(2))
-    cards = ("card", "card.1")
-    answer = handed_over(ID, ("p", "p.1"), "request", 41, lives=lives, cards=cards)
-    assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41, lives, cards)
+    metadata = ("metadata", "metadata.1")
+    answer = handed_over(ID, ("p", "p.1"), "request", 41, lives=lives, agent_metadata=metadata)
+    assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41, lives, metadata)
     del answer["kvxfer"]["lives"], answer["kvxfer"]["cards"]
     assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41)
 
@@ -84,8 +84,8 @@ def test_other_requests_are_none_of_ours(params: dict[str, Any] | None) -> None:
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [f"9{LIFE[1:]}"]}}, "64 bits"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [1]}}, "life"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": ["a", "b"]}}, "cards"),
-        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": ["a" * (TEXT_MAX + 1)]}}, "card"),
-        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": [1]}}, "card"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": ["a" * (TEXT_MAX + 1)]}}, "cards"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": [1]}}, "cards"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "agents": ["p"] * 17, "cards": ["a"] * 17}}, "at most 16"),
         *[({**WAITING, "timeout_s": wrong}, "timeout_s") for wrong in (0, -1, 86400.5, 10**400, "1", True, [1], {})],
         *[({**WAITING, "timeout_s": float(wrong)}, "timeout_s") for wrong in ("nan", "inf", "-inf")],

@@ -116,8 +116,8 @@ def test_news_are_told_once(half: WorkerHalf, weights: Told, loaded: Loaded) -> 
 
 def test_news_come_again_once_the_card_says_what_is_known(weights: Told, loaded: Loaded) -> None:
     """A step between the two finds weights that are known, and pools that do not say so yet."""
-    introduced = ConnectorOptions.from_config("kv_both", "a", {"introductions": True})
-    half = new_half(weights, loaded, options=introduced)
+    discovering = ConnectorOptions.from_config("kv_both", "a", {"discovery": True})
+    half = new_half(weights, loaded, options=discovering)
     half.register({"layer": torch.zeros(4, 1, 16, 8)})
     try:
         listeners, weights.listeners = weights.listeners, []
@@ -134,7 +134,7 @@ def test_news_come_again_once_the_card_says_what_is_known(weights: Told, loaded:
         late = half.news()
         assert late is not None
         assert (early.weights_why, late.weights_why) == (None, None)
-        assert early.card != late.card == half.card
+        assert early.agent_metadata != late.agent_metadata == half.agent_metadata
         assert half.news() is None
     finally:
         half.shutdown()

@@ -1,4 +1,4 @@
-"""Records that applications carry, cards, and what agents and the coordinator tell each other."""
+"""Records that applications carry, agent metadata, and what agents and the coordinator tell each other."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvxfer._pb import control_pb2 as pb
-from kvxfer.agent.introductions import Introductions
+from kvxfer.agent.discovery import Discovery
 from kvxfer.errors import InvalidArgumentError, KvxferError, PeerGoneError, ProtocolError, RefusedError
 from kvxfer.protocol.directory import Directory
-from kvxfer.protocol.introduction import Seal
 from kvxfer.protocol.liveness import LivenessLimits
 from kvxfer.protocol.mirror import Mirror
+from kvxfer.protocol.signed_metadata import Signer
 from kvxfer.rpc import convert, link
 from kvxfer.types import AgentRef, CompatibilityRecord, RegionRecord
 from tests.fuzz.python_targets.samples import CHANGE, HELLO, INFO, MEMBER, POOL, RECORD, REF, REGIONS, Target, look_up
@@ -44,27 +44,27 @@ def compatibility_record(data: bytes) -> object:
 
 
 TOKEN = b"t" * 32
-SEAL = Seal(TOKEN)
-INTRODUCTIONS: Any = Introductions(
+SIGNER = Signer(TOKEN)
+DISCOVERY: Any = Discovery(
     TOKEN,
     INFO,
     types.SimpleNamespace(published=()),  # type: ignore[arg-type]
     types.SimpleNamespace(  # type: ignore[arg-type]
-        peers=types.SimpleNamespace(find=lambda agent_id: None, introduce=lambda member: None)
+        peers=types.SimpleNamespace(find=lambda agent_id: None, discover=lambda member: None)
     ),
     types.SimpleNamespace(ref=AgentRef("b", REF.incarnation), set_root=lambda root: None),  # type: ignore[arg-type]
 )
 
 
-def card(data: bytes) -> object:
-    """What stands on a card that a holder of the token sealed."""
-    member = INTRODUCTIONS.meet(SEAL.close(data), "a", None)
+def agent_metadata(data: bytes) -> object:
+    """Any bytes, signed by a holder of the token."""
+    member = DISCOVERY.add_remote_agent(SIGNER.sign(data), "a", None)
     assert convert.read_member(convert.write_member(member, member.session_key)) == member
     return member
 
 
-def sealed_card(data: bytes) -> object:
-    return INTRODUCTIONS.meet(data.decode("latin-1"), "a", None)
+def signed_metadata(data: bytes) -> object:
+    return DISCOVERY.add_remote_agent(data.decode("latin-1"), "a", None)
 
 
 def message_of(kind: Any, data: bytes) -> Any:
@@ -146,9 +146,9 @@ COORDINATOR_MESSAGES = [
 TARGETS = {
     "region_record": Target(region_record, [r.to_json().encode() for r in REGIONS], (InvalidArgumentError,)),
     "compatibility_record": Target(compatibility_record, [RECORD.to_json().encode()], (InvalidArgumentError,)),
-    "card": Target(card, [convert.write_member(MEMBER, b"").SerializeToString()], (PeerGoneError,)),
-    "sealed_card": Target(
-        sealed_card, [SEAL.close(convert.write_member(MEMBER, b"").SerializeToString()).encode()], (PeerGoneError,)
+    "agent_metadata": Target(agent_metadata, [convert.write_member(MEMBER, b"").SerializeToString()], (PeerGoneError,)),
+    "signed_metadata": Target(
+        signed_metadata, [SIGNER.sign(convert.write_member(MEMBER, b"").SerializeToString()).encode()], (PeerGoneError,)
     ),
     "agent_message": Target(
         agent_message,

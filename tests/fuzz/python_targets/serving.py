@@ -193,7 +193,7 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 SAID = [{"role": "user", "content": PARTS}, {"role": "assistant", "content": None}, {"role": "user", "content": "c"}]
 CHAT = {"model": "m", "messages": SAID, "max_completion_tokens": 4, "tools": [], "response_format": {"type": "text"}}
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
-HANDED_OVER = vllm_params.handed_over(TRANSFER, ("p", "p.1"), "r", 9, TRACE, (REF.incarnation,) * 2, ("card",) * 2)
+HANDED_OVER = vllm_params.handed_over(TRANSFER, ("p", "p.1"), "r", 9, TRACE, (REF.incarnation,) * 2, ("metadata",) * 2)
 VLLM_PARAMS = [
     HANDED_OVER,
     {"do_remote_prefill": True, **PARAMS.to_json()},

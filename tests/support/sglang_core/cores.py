@@ -158,7 +158,7 @@ def options(directory: pathlib.Path, **changes: Any) -> Options:
 
 def introduce(*ranks: Rank) -> None:
     for one, other in itertools.permutations(ranks, 2):
-        one.core.meet(other.core.card(), other.name)
+        one.core.add_remote_agent(other.core.export_metadata(), other.name)
 
 
 @contextlib.contextmanager

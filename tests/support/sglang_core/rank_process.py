@@ -32,11 +32,11 @@ def say(*event: Any) -> None:
 def main(name: str, role: str, directory: str) -> None:
     rank = Speaking(name, Role(role), options(pathlib.Path(directory)))
     rank.core.start()
-    say("card", rank.core.card())
+    say("metadata", rank.core.export_metadata())
     for line in sys.stdin:
         what, *order = json.loads(line)
-        if what == "meet":
-            rank.core.meet(*order)
+        if what == "add_remote_agent":
+            rank.core.add_remote_agent(*order)
         elif what == "accept":
             rank.sources.accept(*order)
         elif what == "write":

@@ -144,7 +144,7 @@ async def ranks(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Rank, Ran
 async def two_ranks(
     options: ConnectorOptions, *, stores: int = 1, how: str = "thread"
 ) -> AsyncIterator[tuple[Rank, Rank]]:
-    """Ranks ``p`` and ``d``, which know each other but where ``options`` want introductions. ``how``: loads are begun
+    """Ranks ``p`` and ``d``, which know each other but where ``options`` want discovery. ``how``: loads are begun
     by a "thread" or by the "loop", or the memory is a "device"'s."""
     async with engines_of(options, ("p", "d"), stores=stores, how=how) as made:
         yield made["p"], made["d"]
@@ -179,7 +179,7 @@ async def engines_of(
             waits = Waits(options, functools.partial(tell_each, loads), stood.append)
             made[name] = Rank(agent, memory, source, loads, waits, stood, freed, done, device, how == "thread")
         agents = [rank.agent for rank in made.values()]
-        for one, other in () if options.introductions else itertools.permutations(agents, 2):
+        for one, other in () if options.discovery else itertools.permutations(agents, 2):
             one.connect_peer(other.ref, other.address, bytes(32), [pool.published for pool in other.pools])
         tasks = [asyncio.create_task(run(rank)) for rank in made.values() for run in (serve, sweep)]
         tasks += [asyncio.create_task(rank.device.run()) for rank in made.values() if rank.device is not None]

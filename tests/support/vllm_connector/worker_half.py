@@ -40,7 +40,7 @@ class Told:
 def new_half(
     weights: Told, loaded: Loaded, *, options: ConnectorOptions = OPTIONS, rank: int = 0, ranks: int = 1
 ) -> WorkerHalf:
-    config = options.agent_config(0) if options.introductions else None
+    config = options.agent_config(0) if options.discovery else None
     return WorkerHalf(
         options,
         lambda _: RECORD,

@@ -1,4 +1,5 @@
-"""Engines without a coordinator: the decode engine knows the prefill engine by the card that the request carries."""
+"""Engines without a coordinator: the decode engine knows the prefill engine by the agent metadata that the request
+carries."""
 
 from __future__ import annotations
 

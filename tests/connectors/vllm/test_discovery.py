@@ -1,4 +1,4 @@
-"""Engines without a coordinator: whose prompt it is stands on the card that the request carries."""
+"""Engines without a coordinator: the request carries the agent metadata of its source."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from tests.support.vllm_connector.pair import Rank, finish_order, load_order, ne
 ALONE = ConnectorOptions.from_config("kv_both", "x", {"introductions": True, "hold_ttl_s": 0.8})
 
 
-def introduced(order: Load, p: Rank, card: str | None = None) -> Load:
+def discovered(order: Load, p: Rank, metadata: str | None = None) -> Load:
     return dataclasses.replace(
-        order, lives=(p.agent.ref.incarnation,), cards=(p.agent.card() if card is None else card,)
+        order,
+        lives=(p.agent.ref.incarnation,),
+        agent_metadata=(p.agent.export_metadata() if metadata is None else metadata,),
     )
 
 
@@ -26,7 +28,7 @@ def introduced(order: Load, p: Rank, card: str | None = None) -> Load:
 async def test_a_stranger_fetches_what_is_all_there(has_direct: bool) -> None:
     async with two_ranks(ALONE) as (p, d):
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
-        done = await d.load(introduced(load_order(0, (0, 1, 2), has_direct=has_direct), p))
+        done = await d.load(discovered(load_order(0, (0, 1, 2), has_direct=has_direct), p))
         assert done.error is None
         assert (d.memory[:, [0, 1, 2]] == p.memory[:, [4, 5, 6]]).all()
         await until(lambda: bool(p.freed))
@@ -36,15 +38,15 @@ async def test_a_stranger_gives_back_what_it_does_not_need() -> None:
     """The first that the prefill engine hears of it, long before the prompt's time is over."""
     async with two_ranks(dataclasses.replace(ALONE, hold_ttl_s=60.0)) as (p, d):
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
-        d.loads.release(Remote("r", new_id(), ("p",), (p.agent.ref.incarnation,), (p.agent.card(),)))
+        d.loads.release(Remote("r", new_id(), ("p",), (p.agent.ref.incarnation,), (p.agent.export_metadata(),)))
         await until(lambda: bool(p.freed))
 
 
 async def test_a_stranger_whose_turn_comes_later_keeps_the_prompt() -> None:
     async with two_ranks(ALONE) as (p, d):
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
-        order = introduced(load_order(0, (0, 1, 2), has_direct=True), p)
-        d.loads.keep([Remote(order.request_id, order.transfer_id, order.sources, order.lives, order.cards)])
+        order = discovered(load_order(0, (0, 1, 2), has_direct=True), p)
+        d.loads.keep([Remote(order.request_id, order.transfer_id, order.sources, order.lives, order.agent_metadata)])
         began_s = time.monotonic()
         while time.monotonic() - began_s < 2 * ALONE.hold_ttl_s:
             assert not p.freed
@@ -52,11 +54,13 @@ async def test_a_stranger_whose_turn_comes_later_keeps_the_prompt() -> None:
         assert (await d.load(order)).error is None
 
 
-@pytest.mark.parametrize("kind", ["no card", "another life"])
+@pytest.mark.parametrize("kind", ["no metadata", "another life"])
 async def test_a_wrong_card_fails_the_load_at_once(kind: str) -> None:
     async with two_ranks(ALONE) as (p, d):
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
-        order = introduced(load_order(0, (0, 1, 2), has_direct=True), p, "no card" if kind == "no card" else None)
+        order = discovered(
+            load_order(0, (0, 1, 2), has_direct=True), p, "no metadata" if kind == "no metadata" else None
+        )
         if kind == "another life":
             order = dataclasses.replace(order, lives=(Incarnation(1, bytes(16)),))
         began_s = time.monotonic()
@@ -64,7 +68,7 @@ async def test_a_wrong_card_fails_the_load_at_once(kind: str) -> None:
         assert done.error is not None
         assert (done.report.code, done.report.text) == (
             "peer_gone",
-            "agent 'p' could not be met by what the request carries",
+            "the request's metadata does not lead to agent 'p'",
         )
         assert time.monotonic() - began_s < 1.0
         assert d.agent.members() == ()
@@ -73,4 +77,4 @@ async def test_a_wrong_card_fails_the_load_at_once(kind: str) -> None:
 async def test_engines_with_a_coordinator_read_no_cards(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     p.forward(finish_order((4, 5, 6)), [4, 5, 6])
-    assert (await d.load(introduced(load_order(0, (0, 1, 2), has_direct=True), p, "no card"))).error is None
+    assert (await d.load(discovered(load_order(0, (0, 1, 2), has_direct=True), p, "no metadata"))).error is None
