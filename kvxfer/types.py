@@ -69,6 +69,18 @@ class ProgressMode(enum.StrEnum):
     """The IO thread, and in its place a thread that is just posting, polling or waiting."""
 
 
+class ChecksumMode(enum.StrEnum):
+    """Which transfers carry CRC-32C checksums, computed by the source and verified by the destination."""
+
+    OFF = "off"
+    AUTO = "auto"
+    """Transfers from another host, on lane ``stream``."""
+    ON = "on"
+    """Every transfer. A lane that has no checksums for the memory is not used."""
+    SAMPLED = "sampled"
+    """One transfer in 16, if its lane has checksums."""
+
+
 class MemoryKind(enum.StrEnum):
     """Where memory lies: what the CPU may touch, and what only a device's own engines may."""
 

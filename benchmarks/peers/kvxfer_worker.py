@@ -149,8 +149,8 @@ class KvxferWorker(Worker):
         if job.how.get("limit") or job.how["via"] == "pull":
             return
         self.lanes = [Lane(job.how["lane"])]
-        checks = job.how.get("checks", AgentConfig().stream_checks)
-        self.poster.config = dataclasses.replace(self.poster.config, stream_checks=checks)
+        checks = job.how.get("checks", AgentConfig().post_checksum)
+        self.poster.config = dataclasses.replace(self.poster.config, post_checksum=checks)
         for pair in job.pairs:
             own, far = self.own_first(pair)
             if job.how["lists"] == "prepared":

@@ -1,4 +1,5 @@
-"""Which transfers carry CRC-32Cs, by a policy of ``config.CHECKS``. Decides that alone; must never know a lane."""
+"""Which transfers carry CRC-32Cs, by a :class:`~kvxfer.types.ChecksumMode`. Decides that alone; must never know a
+lane."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import zlib
 from typing import Final
 
 SAMPLE: Final = 16
-"""One transfer of so many is checked where checks are sampled."""
+"""One transfer of so many is checked in mode "sampled"."""
 
 
 def wants_checksums(policy: str, identity: bytes, *, is_same_host: bool) -> bool:

@@ -237,7 +237,7 @@ class TransferEngine:
         return route
 
     def _find_route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
-        checks = self.config.stream_checks if wants_sums is None else "on" if wants_sums else "off"
+        checks = self.config.post_checksum if wants_sums is None else "on" if wants_sums else "off"
         choice = self.lanes.possible(
             plan.peer.ref,
             plan.peer.address,

@@ -49,7 +49,7 @@ class Route:
 
     choice: LaneChoice
     checks: str
-    """The checksum policy, one of ``config.CHECKS``."""
+    """The checksum policy, a ``ChecksumMode``."""
     starts: dict[tuple[Lane, ...], tuple[StartPost, ...]] = dataclasses.field(default_factory=dict)
     """One of each part, by the order in which lanes are tried."""
 

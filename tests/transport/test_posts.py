@@ -329,7 +329,7 @@ def test_why_a_lane_was_passed_over(setting: Setting) -> None:
 
 def test_sums_are_wanted_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     for checks, wanted in (("off", False), ("on", True)):
-        setting = Setting(monkeypatch, stream_checks=checks)
+        setting = Setting(monkeypatch, post_checksum=checks)
         setting.poster.start(setting.plan(10))
         setting.poster.start(setting.plan(10), wants_sums=not wanted)
         assert [asked.wants_sums for asked in setting.transport.asked] == [wanted, not wanted]

@@ -4,7 +4,7 @@
 ``KVXFER_NIXL_ADVERTISE``   what peers dial, where that differs
 ``KVXFER_NIXL_INSECURE=1``  allow an address that is not loopback: sessions authenticate, and do not encrypt
 ``KVXFER_NIXL_DEADLINE_S``  the most one transfer may take (600)
-``KVXFER_NIXL_CHECKS``      CRC-32C over posts: off, auto (from another host), on or sampled (off)
+``KVXFER_NIXL_CHECKSUM``    CRC-32C over posts: off, auto (from another host), on or sampled (off)
 ``KVXFER_NIXL_STRIPES``     connections to one peer over which transfers are spread (1); 0: as many as are the fastest
 ``KVXFER_NIXL_COPY_THREADS``
                             threads that copy large reads on one host (a quarter of the processors, at most 4)
@@ -25,9 +25,9 @@ import pathlib
 import tomllib
 from collections.abc import Mapping
 
-from kvxfer.config import DEFAULT_LANES, AgentConfig, allowed_lanes
+from kvxfer.config import DEFAULT_LANES, AgentConfig, allowed_lanes, checksum_mode
 from kvxfer.errors import ConfigError
-from kvxfer.types import ProgressMode
+from kvxfer.types import ChecksumMode, ProgressMode
 
 FILE = "/etc/nixl.cfg"
 TRUE = frozenset({"y", "yes", "on", "1", "true", "enable", "enabled"})
@@ -47,7 +47,7 @@ class Settings:
     advertise: str = ""
     insecure: bool = False
     deadline_s: float = 600.0
-    checks: str = "off"
+    checksum: ChecksumMode = ChecksumMode.OFF
     stripes: int = 1
     copy_threads: int = 0
     none_for_bad_input: bool = True
@@ -69,6 +69,8 @@ class Settings:
         bad_input = environ.get("KVXFER_NIXL_BAD_INPUT", "").lower()
         if bad_input not in ("", "raise", "none"):
             raise ConfigError(f"KVXFER_NIXL_BAD_INPUT must be none or raise, not {bad_input!r}")
+        if environ.get("KVXFER_NIXL_CHECKS"):
+            raise ConfigError("KVXFER_NIXL_CHECKS is called KVXFER_NIXL_CHECKSUM now")
         deadline = environ.get("KVXFER_NIXL_DEADLINE_S") or "600"
         try:
             deadline_s = float(deadline)
@@ -79,7 +81,7 @@ class Settings:
             advertise=environ.get("KVXFER_NIXL_ADVERTISE", ""),
             insecure=bool(_switch(environ, "KVXFER_NIXL_INSECURE")),
             deadline_s=deadline_s,
-            checks=environ.get("KVXFER_NIXL_CHECKS") or "off",
+            checksum=checksum_mode("KVXFER_NIXL_CHECKSUM", environ.get("KVXFER_NIXL_CHECKSUM") or "off"),
             stripes=_number(environ, "KVXFER_NIXL_STRIPES", 1),
             copy_threads=_number(environ, "KVXFER_NIXL_COPY_THREADS", 0),
             none_for_bad_input=bad_input != "raise",
@@ -103,7 +105,7 @@ class Settings:
             insecure=self.insecure,
             lanes=allowed_lanes(DEFAULT_LANES, environ),
             transfer_deadline_s=self.deadline_s,
-            stream_checks=self.checks,
+            post_checksum=self.checksum,
             stripes=self.stripes,
             copy_threads=self.copy_threads,
             progress=ProgressMode.CALLER,  # programs of NIXL post small transfers, and poll for their end

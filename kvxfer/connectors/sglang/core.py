@@ -83,7 +83,7 @@ class TransportCore:
             token=member_token(options.token_file),
             config=options.agent_config(),
         )
-        self._pools = pools.register(self._agent, memory, record, options.checks)
+        self._pools = pools.register(self._agent, memory, record, options.checksum)
         self._runtime = Runtime(self._agent, self._serve)
         self._outbox = Outbox(self._agent, unknown_s=MEET_S)
         self._complaint = RateLimitedWarning(log, "%s said what is no message: %s")

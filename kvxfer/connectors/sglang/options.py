@@ -8,13 +8,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_address, check_checks, check_positive
+from kvxfer.config import AgentConfig, check_address, check_positive, checksum_mode
 from kvxfer.errors import ConfigError
-from kvxfer.types import Lane
+from kvxfer.types import ChecksumMode, Lane
 
 PREFIX = "KVXFER_SGLANG_"
 SECONDS = ("timeout_s", "unknown_wait_s", "engine_silent_s", "deadline_s")
 """Settings that are durations."""
+RETIRED = {"checks": "checksum"}
+"""Settings that have another name now."""
 WAITS_MAX = 1 << 14
 """Prompts that all decode ranks together may await of one prefill rank."""
 STALL_S = 0.5
@@ -39,8 +41,8 @@ class Options:
     """The cluster token; empty: the default place."""
     lanes: tuple[Lane, ...] = AgentConfig.lanes
     """Allowed lanes, best first."""
-    checks: str = "off"
-    """CRC-32Cs over pages: one of CHECKS."""
+    checksum: ChecksumMode = ChecksumMode.OFF
+    """Which pages carry CRC-32C checksums."""
     stripes: int = AgentConfig.stripes
     timeout_s: float = 600.0
     """How long decode waits for a prompt whose prefill engine has it, where the request does not say."""
@@ -53,7 +55,6 @@ class Options:
     """Of one chunk, from the moment in which it is granted."""
 
     def __post_init__(self) -> None:
-        _named("checks", check_checks, self.checks)
         if self.coordinator:
             _named("coordinator", check_address, self.coordinator)
         for name in SECONDS:
@@ -73,6 +74,8 @@ class Options:
             if not variable.startswith(PREFIX) or not text:
                 continue
             name = variable.removeprefix(PREFIX).lower()
+            if name in RETIRED:
+                raise ConfigError(f"{variable} is called {variable_of(RETIRED[name])} now")
             if name not in fields or variable != variable_of(name):
                 known = ", ".join(variable_of(field) for field in fields)
                 raise ConfigError(f"{variable} is no setting; known are {known}")
@@ -140,4 +143,5 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "int": _whole,
     "float": _seconds,
     "tuple[Lane, ...]": _lanes,
+    "ChecksumMode": checksum_mode,
 }

@@ -15,7 +15,7 @@ from kvxfer.connectors.sglang.shape import KvShape, axes_of, packing_of
 from kvxfer.connectors.sglang.views import Cut, PageBook, Views, neutral
 from kvxfer.errors import ConfigError, IncompatibleError, InvalidArgumentError
 from kvxfer.transport.base import SEGMENTS_MAX, Blocks, Region
-from kvxfer.types import CompatibilityRecord, MemoryKind, Segment
+from kvxfer.types import ChecksumMode, CompatibilityRecord, MemoryKind, Segment
 
 NO_ROWS: Blocks = np.empty(0, dtype=np.uint32)
 
@@ -67,22 +67,22 @@ class Pools:
         return f"<Pools of {rows}, {len(self.views or ())} views>"
 
 
-def register(agent: Agent, memory: EngineMemory, record: CompatibilityRecord, checks: str) -> Pools:
+def register(agent: Agent, memory: EngineMemory, record: CompatibilityRecord, checksum: ChecksumMode) -> Pools:
     """Register all of it. Raises ConfigError for memory that cannot be a pool."""
     device, shape, beside = memory.cuda_device, memory.shape, record
     pages_record = record
     if shape is not None:
         pages_record = _of_pages(record, shape)
         beside = neutral(record, layers=0, kv_heads=shape.total_heads, block_tokens=0)
-    pages = _register(agent, "kv", memory.kv, pages_record, checks, device)
+    pages = _register(agent, "kv", memory.kv, pages_record, checksum, device)
     states = [
-        _register(agent, f"state {name}", buffers, _beside(beside, f"{index}:{name}", buffers), checks, device)
+        _register(agent, f"state {name}", buffers, _beside(beside, f"{index}:{name}", buffers), checksum, device)
         for index, (name, buffers) in enumerate(memory.states)
     ]
-    aux = _register(agent, "aux", memory.aux, _beside(beside, "aux", memory.aux), checks, None)
+    aux = _register(agent, "aux", memory.aux, _beside(beside, "aux", memory.aux), checksum, None)
     if shape is None:
         return Pools((pages, *states), aux)
-    views = Views(agent, shape, memory.kv, _region(memory.kv, device), pages, record, checks)
+    views = Views(agent, shape, memory.kv, _region(memory.kv, device), pages, record, checksum)
     return Pools((pages, *states), aux, views, PageBook(pages.block_count))
 
 
@@ -125,7 +125,7 @@ def _region(buffers: Buffers, device: int | None) -> Region:
 
 
 def _register(
-    agent: Agent, what: str, buffers: Buffers, record: CompatibilityRecord, checks: str, device: int | None
+    agent: Agent, what: str, buffers: Buffers, record: CompatibilityRecord, checksum: ChecksumMode, device: int | None
 ) -> Pool:
     if len(buffers.addresses) > SEGMENTS_MAX:
         raise ConfigError(f"{what} has {len(buffers.addresses)} buffers, and a pool at most {SEGMENTS_MAX}")
@@ -135,6 +135,6 @@ def _register(
         Segment(address - base, item, item) for address, item in zip(buffers.addresses, buffers.item_bytes, strict=True)
     ]
     try:
-        return agent.register_pool(record, region, block_count=buffers.count, segments=segments, checks=checks)
+        return agent.register_pool(record, region, block_count=buffers.count, segments=segments, checksum=checksum)
     except InvalidArgumentError as error:
         raise ConfigError(f"{what} cannot be registered: {error}") from None

@@ -35,7 +35,7 @@ from kvxfer.connectors.sglang.memory import Buffers
 from kvxfer.connectors.sglang.shape import KvShape, Slice, axes_of, common, packing_of
 from kvxfer.errors import BlocksBusyError, InvalidArgumentError, LimitExceededError
 from kvxfer.transport.base import Blocks, Region
-from kvxfer.types import CompatibilityRecord, Segment
+from kvxfer.types import ChecksumMode, CompatibilityRecord, Segment
 
 VIEWS_MAX = 32
 """Views of one rank, beside its other pools: an agent may publish 64."""
@@ -79,7 +79,7 @@ class Views:
         region: Region,
         pages: Pool,
         record: CompatibilityRecord,
-        checks: str,
+        checksum: ChecksumMode,
     ) -> None:
         """``pages``: the pool of whole pages, over the same ``buffers``, which span ``region``."""
         self.shape = shape
@@ -88,7 +88,7 @@ class Views:
         self._region = region
         self._pages = pages
         self._record = record
-        self._checks = checks
+        self._checksum = checksum
         self._lock = threading.Lock()
         self._views: dict[Slice, Pool] = {}
 
@@ -132,7 +132,7 @@ class Views:
             raise InvalidArgumentError(f"{count} tokens are more than a pool's blocks can be numbered")
         record = self._record_of(slice_)
         return self._agent.register_pool(
-            record, self._region, block_count=count, segments=segments, checks=self._checks
+            record, self._region, block_count=count, segments=segments, checksum=self._checksum
         )
 
     def _record_of(self, slice_: Slice) -> CompatibilityRecord:

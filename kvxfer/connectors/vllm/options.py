@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_address, check_checks, check_copy_threads, check_positive
+from kvxfer.config import AgentConfig, check_address, check_copy_threads, check_positive, checksum_mode
 from kvxfer.connectors.vllm.params import DISCOVERED_RANKS_MAX
 from kvxfer.errors import ConfigError
-from kvxfer.types import Lane, Role, check_agent_id
+from kvxfer.types import ChecksumMode, Lane, Role, check_agent_id
 
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 SECONDS = (
@@ -22,6 +22,7 @@ RETIRED = {
     "pull_wait_s": "a request waits without blocks now, for a prompt that its source knows as long as its timeout_s or "
     "grant_wait_s says, and for one that it does not know as long as unknown_wait_s says: leave pull_wait_s out",
     "introductions": "it is called discovery now",
+    "checks": "it is called checksum now",
 }
 """Keys that were settings, and what to do instead."""
 ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
@@ -52,8 +53,8 @@ class ConnectorOptions:
     """Accept that lane ``stream`` does not encrypt, on a network that is trusted."""
     stripes: int = AgentConfig.stripes
     copy_threads: int = AgentConfig.copy_threads
-    checks: str = "off"
-    """CRC-32Cs over pages: one of CHECKS."""
+    checksum: ChecksumMode = ChecksumMode.OFF
+    """Which pages carry CRC-32C checksums."""
     hold_ttl_s: float = 10.0
     """How long a computed prompt waits for a reader that gives no sign of life."""
     hold_life_max_s: float = 600.0
@@ -92,7 +93,6 @@ class ConnectorOptions:
             check_address("coordinator", self.coordinator)
         elif self.http_url:
             raise ConfigError("http_url is for kvxfer's router, which finds engines by a coordinator")
-        check_checks("checks", self.checks)
         check_copy_threads("copy_threads", self.copy_threads)
         for name in SECONDS:
             check_positive(name, getattr(self, name), maximum=86400.0)
@@ -115,6 +115,9 @@ class ConnectorOptions:
                 raise ConfigError(f"kv_connector_extra_config has {name!r}; known are {', '.join(fields)}")
             if name == "lanes":
                 values[name] = _lanes(value)
+                continue
+            if name == "checksum":
+                values[name] = checksum_mode(name, value)
                 continue
             kinds = _KINDS[str(fields[name].type)]
             if type(value) not in kinds:

@@ -134,7 +134,7 @@ class WorkerHalf:
         )
         agent = self._new_agent(info)
         pools = tuple(
-            agent.register_pool(record, store.region, block_count=store.page_count, checks=self._options.checks)
+            agent.register_pool(record, store.region, block_count=store.page_count, checksum=self._options.checksum)
             for store in pages.stores
         )
         self._pools = pools

@@ -203,6 +203,8 @@ def test_wrong_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("KVXFER_NIXL_DEADLINE_S", "soon"),
         ("KVXFER_NIXL_STRIPES", "-1"),
         ("KVXFER_NIXL_STRIPES", "65"),
+        ("KVXFER_NIXL_CHECKSUM", "always"),
+        ("KVXFER_NIXL_CHECKS", "on"),
         ("KVXFER_NIXL_COPY_THREADS", "some"),
         ("KVXFER_NIXL_COPY_THREADS", "65"),
         ("NIXL_TELEMETRY_ENABLE", "perhaps"),

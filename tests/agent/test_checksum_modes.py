@@ -16,7 +16,7 @@ from kvxfer.policy.checksums import wants_checksums
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.batch import BatchStatistics
 from kvxfer.transport.engine import Op
-from kvxfer.types import TransferId
+from kvxfer.types import ChecksumMode, TransferId
 from tests.support.agents import BLOCK_BYTES, RECORD, fresh_id, info, introduce
 
 SIZE = 64 << 10
@@ -26,12 +26,12 @@ ONE_SIDED = [Lane.MAPPED, Lane.CMA]
 
 @contextlib.asynccontextmanager
 async def two(checks: str = "off", pools: tuple[str, str] = ("off", "off")) -> AsyncIterator[tuple[Agent, Agent]]:
-    """Source and destination; ``pools``: the checks of each one's pool."""
-    config = AgentConfig(stream_checks=checks, calibrate=False)
+    """Source and destination; ``pools``: the checksum mode of each one's pool."""
+    config = AgentConfig(post_checksum=ChecksumMode(checks), calibrate=False)
     agents = Agent(info("source"), config=config), Agent(info("destination"), config=config)
     async with agents[0], agents[1]:
         for agent, policy in zip(agents, pools, strict=True):
-            agent.allocate_pool(RECORD, block_count=BLOCKS, block_bytes=BLOCK_BYTES, checks=policy)
+            agent.allocate_pool(RECORD, block_count=BLOCKS, block_bytes=BLOCK_BYTES, checksum=ChecksumMode(policy))
         agents[0].pools[0].array[:] = 7
         introduce(*agents)
         yield agents
