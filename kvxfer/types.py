@@ -97,7 +97,7 @@ class Exposure(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Incarnation:
-    """One life of an agent.
+    """One incarnation of an agent.
 
     ``number`` comes from the coordinator and only grows; ``boot_nonce`` is 16 random bytes made at start.
 
@@ -119,7 +119,7 @@ class Incarnation:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class AgentRef:
-    """Exactly one life of exactly one agent."""
+    """Exactly one incarnation of exactly one agent."""
 
     agent_id: str
     incarnation: Incarnation
@@ -152,7 +152,7 @@ class TransferId:
 
 
 class TransferState(enum.IntEnum):
-    """The life of one pull; values equal the native core's. COMMITTED, FAILED and CANCELLED are final."""
+    """The states of one pull; values equal the native core's. COMMITTED, FAILED and CANCELLED are final."""
 
     CONNECTING = 0
     WAITING = 1
@@ -170,7 +170,7 @@ class TransferState(enum.IntEnum):
 
 
 class GrantState(enum.IntEnum):
-    """The life of one grant; values equal the native core's. Everything but ALIVE is terminal."""
+    """The states of one grant; values equal the native core's. Everything but ALIVE is terminal."""
 
     ALIVE = 0
     RELEASED = 1
@@ -296,8 +296,8 @@ class PoolRecord:
 @dataclasses.dataclass(frozen=True)
 class RegionRecord:
     """A registered region as other agents see it: an open-ended grant (``can_read``) and offer (``can_write``) of every
-    byte of it. ``region_id`` is never used again in one life of an agent, so that a stale record meets a refusal.
-    """
+    byte of it. ``region_id`` is never used again in one incarnation of an agent, so that a stale record meets a
+    refusal."""
 
     region_id: int
     address: int
@@ -404,7 +404,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """A whole, revisioned view; ``gone`` names the lives that ended since the revision the receiver last saw."""
+    """A whole, revisioned view; ``gone`` names the incarnations that ended since the revision the receiver last saw."""
 
     revision: int
     members: tuple[Member, ...] = ()

@@ -19,9 +19,9 @@ from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Delivery, Notification, Notifications
 from kvxfer.agent.pool import Pool
 from kvxfer.agent.pools import Pools
+from kvxfer.agent.pulse import EnginePulse
 from kvxfer.agent.registration import alone, cluster_token, open_session
 from kvxfer.agent.runtime import AgentRuntime
-from kvxfer.agent.signs import Signs
 from kvxfer.agent.statistics import AgentStatistics
 from kvxfer.agent.transfer import Transfer
 from kvxfer.config import AgentConfig, check_positive
@@ -53,9 +53,9 @@ log = logging.getLogger("kvxfer.agent")
 
 
 class Agent(AgentMemory):
-    """An async context manager. It lives on the loop that entered it. :meth:`grant`, :meth:`pull`, :meth:`report_load`,
-    :meth:`export_metadata`, :meth:`find_member`, :meth:`is_connected`, :meth:`statistics` and the methods of a Grant
-    may be called from any thread, :meth:`progress` from any other, and everything else on that loop.
+    """An async context manager. It belongs to the loop that entered it. :meth:`grant`, :meth:`pull`,
+    :meth:`report_load`, :meth:`export_metadata`, :meth:`find_member`, :meth:`is_connected`, :meth:`statistics` and the
+    methods of a Grant may be called from any thread, :meth:`progress` from any other, and everything else on that loop.
 
     With a coordinator it finds its peers by itself. Without one (``coordinator=None``) it knows exactly the peers that
     :meth:`connect_peer` named, and with ``discovery`` those that :meth:`add_remote_agent` added or that dialed it.
@@ -89,10 +89,10 @@ class Agent(AgentMemory):
         self._network = network
         self._lanes = self.config.lanes if network is None else (Lane.MEMORY,)
         self._pools = Pools()
-        self._load, self._signs = Load(), Signs()
+        self._load, self._pulse = Load(), EnginePulse()
         self._notifications = Notifications()
         self._counters = AgentCounters(info.agent_id, self._notifications)
-        self._life: AgentRuntime | None = None
+        self._runtime: AgentRuntime | None = None
         self._session: CoordinatorSession | None = None
         self._metrics: AgentMetrics | None = None
         self._discovery: Discovery | None = None
@@ -121,19 +121,19 @@ class Agent(AgentMemory):
         session = self._session
         try:
             self._metrics = self._counters.metrics = AgentMetrics(self.registry, self.statistics)
-            self._life = AgentRuntime(transport, self.config, self._counters, self._notifications, self._on_failure)
-            self._signs.open(transport)
+            self._runtime = AgentRuntime(transport, self.config, self._counters, self._notifications, self._on_failure)
+            self._pulse.open(transport)
             self._pools.open(transport, None if session is None else session.set_pools)
             if self.config.discovery:
                 token = cluster_token(self._token)
-                self._discovery = Discovery(token, self.info, self._pools, self._life, transport)
-            self._life.start()
+                self._discovery = Discovery(token, self.info, self._pools, self._runtime, transport)
+            self._runtime.start()
             if session is not None:
-                self._life.peers.coordinator_is(session.is_connected)
-                self._life.peers.apply(session.membership)
+                self._runtime.peers.coordinator_is(session.is_connected)
+                self._runtime.peers.apply(session.membership)
                 session.set_pools(self._pools.published)
         except BaseException:
-            if self._life is None:
+            if self._runtime is None:
                 transport.close()
             await self.close()
             raise
@@ -147,8 +147,8 @@ class Agent(AgentMemory):
 
     @property
     def ref(self) -> AgentRef:
-        """This life's full name; raises ClosedError before the context was entered."""
-        return (self._life or self._open()).transport.ref
+        """The full name of this incarnation; raises ClosedError before the context was entered."""
+        return (self._runtime or self._open()).transport.ref
 
     @property
     def address(self) -> DataAddress:
@@ -156,20 +156,20 @@ class Agent(AgentMemory):
         return self._open().transport.address
 
     def members(self) -> tuple[Member, ...]:
-        """The other lives that are known, the newest of a name last."""
-        return () if self._life is None else tuple(self._life.peers)
+        """The other incarnations that are known, the newest of a name last."""
+        return () if self._runtime is None else tuple(self._runtime.peers)
 
     def find_member(self, agent_id: str) -> Member | None:
-        """The newest life of that name, if one is known. From any thread."""
+        """The newest incarnation of that name, if one is known. From any thread."""
         return self._open().peers.find(agent_id)
 
     def is_connected(self, agent_id: str) -> bool:
-        """Whether a session with the newest life of that name is up. From any thread."""
+        """Whether a session with the newest incarnation of that name is up. From any thread."""
         return (member := self.find_member(agent_id)) is not None and self._open().transport.is_connected(member.ref)
 
     async def wait_member(self, agent_id: str, *, timeout_s: float, incarnation: Incarnation | None = None) -> Member:
-        """Wait until an agent of that name is known and has a pool. ``incarnation``: that life of it, and no other;
-        where a later one is known it is gone. Raises PeerGoneError, CoordinatorUnavailableError."""
+        """Wait until an agent of that name is known and has a pool. ``incarnation``: that incarnation of it, and no
+        other; where a later one is known it is gone. Raises PeerGoneError, CoordinatorUnavailableError."""
         return await self._open().peers.wait(agent_id, timeout_s, with_pools=True, incarnation=incarnation)
 
     def export_metadata(self) -> str:
@@ -192,22 +192,23 @@ class Agent(AgentMemory):
 
     @property
     def is_draining(self) -> bool:
-        """Whether this life takes no new work, by :meth:`set_draining` or by the coordinator's order."""
+        """Whether this incarnation takes no new work, by :meth:`set_draining` or by the coordinator's order."""
         return self._session is not None and self._session.is_draining
 
     def set_draining(self) -> None:
-        """Tell the coordinator that this agent takes no new work; stays so for this life."""
+        """Tell the coordinator that this agent takes no new work; until this incarnation ends."""
         if self._session is not None:
             self._session.set_draining()
 
     def connect_peer(self, ref: AgentRef, address: DataAddress, key: bytes, pools: Sequence[PoolRecord] = ()) -> None:
-        """Know one life of a peer without a coordinator: where it listens, the 32 bytes that both sides of the pair
-        use as their session key, and the pools that may be pulled from. Again: replaces what was known of that life."""
+        """Know one incarnation of a peer without a coordinator: where it listens, the 32 bytes that both sides of the
+        pair use as their session key, and the pools that may be pulled from. Again: replaces what was known of that
+        incarnation."""
         info = WorkerInfo(ref.agent_id, Role.BOTH, "", "")
         self._open().peers.add(Member(ref, info, address, tuple(pools), session_key=key))
 
     def disconnect_peer(self, ref: AgentRef) -> None:
-        """Say that exactly this life is dead: what it reads or is read from ends."""
+        """Say that exactly this incarnation is dead: what it reads or is read from ends."""
         self._open().peers.remove(ref)
 
     # --- source ---
@@ -249,12 +250,12 @@ class Agent(AgentMemory):
         self._open().grants.expect(transfer_id, reader or "")
 
     def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
-        """A sign of life of the engine here, which is about to step, or (``has_work=False``) has nothing to do.
+        """A heartbeat of the engine here, which is about to step, or (``has_work=False``) has nothing to do.
         ``took_in``: all is taken in that had reached it at its last such pulse. From any thread, before the start
         too. An agent without such an engine lets pulls that come early wait as long as their readers want."""
-        if self._life is not None or self._is_closing:
+        if self._runtime is not None or self._is_closing:
             self._open()
-        self._signs.pulse(has_work, took_in)
+        self._pulse.pulse(has_work, took_in)
 
     def abort_grant(self, transfer_id: TransferId) -> None:
         """This grant will never be made: its reader need not wait. From any thread. Raises InvalidArgumentError."""
@@ -348,21 +349,22 @@ class Agent(AgentMemory):
 
         Raises InvalidArgumentError for a transfer that has begun (cancel that).
         """
-        life = self._open()
-        member = life.peers.find(source)
+        runtime = self._open()
+        member = runtime.peers.find(source)
         if member is not None:
-            life.transport.give_up(transfer_id, member.ref)
+            runtime.transport.give_up(transfer_id, member.ref)
 
     # --- notifications ---
 
     def notify(self, agent_id: str, payload: bytes) -> Delivery:
-        """Send a small message to the newest life of an agent; it arrives once, in order. The Delivery may be awaited.
+        """Send a small message to the newest incarnation of an agent; it arrives once, in order. The Delivery may be
+        awaited.
 
         Raises PeerGoneError or CoordinatorUnavailableError (not known), InvalidArgumentError (too long),
         LimitExceededError."""
-        life = self._open()
-        delivery = Delivery(asyncio.get_running_loop(), life.peers.get(agent_id).ref)
-        self._notifications.sent(life.transport.notify(delivery.receiver, payload), delivery)
+        runtime = self._open()
+        delivery = Delivery(asyncio.get_running_loop(), runtime.peers.get(agent_id).ref)
+        self._notifications.sent(runtime.transport.notify(delivery.receiver, payload), delivery)
         return delivery
 
     def notifications(self) -> AsyncIterator[Notification]:
@@ -372,14 +374,14 @@ class Agent(AgentMemory):
     def statistics(self) -> AgentStatistics:
         """Counts of this moment; after :meth:`close`, of the last one. From any thread."""
         is_connected = None if self._session is None else self._session.is_connected
-        life = self._life
-        if life is None or life.is_over:
+        runtime = self._runtime
+        if runtime is None or runtime.is_over:
             return self._counters.statistics(None, (), 0, {}, is_connected)
-        now = life.transfers
-        return self._counters.statistics(life.transport, now.quarantines, now.searching, now.figures(), is_connected)
+        now = runtime.transfers
+        return self._counters.statistics(runtime.transport, now.quarantines, now.searching, now.figures(), is_connected)
 
     def __repr__(self) -> str:
-        if self._life is None or self._life.is_over:
+        if self._runtime is None or self._runtime.is_over:
             return f"<Agent {self.info.agent_id} {'closed' if self._is_closing else 'not started'}>"
         return f"<Agent {self.ref}, {len(self._pools)} pools, {len(self.members())} peers>"
 
@@ -396,14 +398,14 @@ class Agent(AgentMemory):
         self._pools.close()
         error = self._failure or ClosedError("the agent was closed")
         try:
-            if self._life is not None:
-                await self._life.close(error)
+            if self._runtime is not None:
+                await self._runtime.close(error)
             if self._session is not None:
                 await self._session.close()
         finally:
             try:
-                if self._life is not None:
-                    self._life.shut(error)
+                if self._runtime is not None:
+                    self._runtime.shut(error)
             finally:
                 self._notifications.close(error)
                 if self._metrics is not None and self._is_guest:
@@ -434,20 +436,20 @@ class Agent(AgentMemory):
         return self._discovery
 
     def _on_membership(self, membership: Membership) -> None:
-        if self._life is not None and not self._is_closing:
-            self._life.peers.apply(membership)
+        if self._runtime is not None and not self._is_closing:
+            self._runtime.peers.apply(membership)
 
     def _on_coordinator(self, is_connected: bool) -> None:
-        if self._life is not None and not self._is_closing:
+        if self._runtime is not None and not self._is_closing:
             log.info("%s: the coordinator %s", self.info.agent_id, "is heard" if is_connected else "is lost")
-            self._life.peers.coordinator_is(is_connected)
+            self._runtime.peers.coordinator_is(is_connected)
 
     def _open(self) -> AgentRuntime:
         if self._failure is not None:
             raise self._failure
-        if self._life is None or self._is_closing:
+        if self._runtime is None or self._is_closing:
             raise ClosedError(f"agent {self.info.agent_id} {'was closed' if self._is_closing else 'is not started'}")
-        return self._life
+        return self._runtime
 
     def _on_failure(self, error: KvxferError) -> None:
         log.error("%s: %s", self.info.agent_id, error)

@@ -24,7 +24,7 @@ INBOX_MAX = 65536
 
 @dataclasses.dataclass(frozen=True)
 class Notification:
-    """``sequence`` counts from 1 for each pair of lives; a receiver gets each number once, in order."""
+    """``sequence`` counts from 1 for each pair of incarnations; a receiver gets each number once, in order."""
 
     sender: AgentRef
     sequence: int
@@ -43,7 +43,7 @@ class NotificationStatistics:
 
 class Delivery:
     """What :meth:`Agent.notify` returns. Awaiting it waits until the receiver's agent has the notification; raises
-    PeerGoneError where that life ended first: then it may or may not have had it.
+    PeerGoneError where that incarnation ended first: then it may or may not have had it.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, receiver: AgentRef) -> None:

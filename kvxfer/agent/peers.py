@@ -1,9 +1,9 @@
-"""Which lives of other agents are known: turns memberships into what the transport must know of peers, and names into
-lives. Decides which life a name means; must never conclude a death that nobody announced.
+"""Which incarnations of other agents are known: turns memberships into what the transport must know of peers, and names
+into incarnations. Decides which incarnation a name means; must never conclude a death that nobody announced.
 
-A new life of an agent does not end the old one: the old life may still be read from, or be reading, until the
-coordinator says that exactly it is gone. A name means the newest life known. While the coordinator cannot be reached,
-what is known stays as it is (fail static), and a name that is not known cannot be waited for.
+A new incarnation of an agent does not end the old one: the old incarnation may still be read from, or be reading, until
+the coordinator says that exactly it is gone. A name means the newest incarnation known. While the coordinator cannot be
+reached, what is known stays as it is (fail static), and a name that is not known cannot be waited for.
 
 No coordinator reports the end of a discovered incarnation. Without a session it is forgotten when a newer one of its
 name is known, since a message for it would otherwise be dialed for ever. Beyond DISCOVERED_MAX the one that was heard
@@ -33,7 +33,7 @@ log = logging.getLogger("kvxfer.agent")
 DISCOVERED_MAX = 1024
 """Discovered incarnations that are remembered."""
 NOWHERE = DataAddress("", 0, "", "")
-"""Of a life that is reached over the sessions that it opens."""
+"""Of an incarnation that is reached over the sessions that it opens."""
 GONE_MAX = 4096
 """Lives remembered that are gone, and are not let in again."""
 
@@ -75,8 +75,8 @@ class Peers:
                 log.warning("%s cannot be a peer: %s", member.ref, error)
 
     def add(self, member: Member) -> None:
-        """Know this life, or what is new about it: it was named, whatever it was before. Raises InvalidArgumentError
-        for a key or address that cannot be used."""
+        """Know this incarnation, or what is new about it: it was named, whatever it was before. Raises
+        InvalidArgumentError for a key or address that cannot be used."""
         if len(member.session_key) != SESSION_KEY_BYTES:
             raise InvalidArgumentError(f"a session key has {SESSION_KEY_BYTES} bytes, not {len(member.session_key)}")
         contact = (member.address, member.session_key)
@@ -122,7 +122,7 @@ class Peers:
             self._discovered[ref] = self._discovered.pop(ref)
 
     def remove(self, ref: AgentRef) -> None:
-        """The announced death of exactly this life."""
+        """The announced death of exactly this incarnation."""
         if ref in self._told:
             log.info("%s: %s is gone", self._transport.ref.agent_id, ref)
             self._forget(ref)
@@ -130,13 +130,14 @@ class Peers:
             self._bar(ref)
 
     def turn_away(self, ref: AgentRef) -> None:
-        """End the sessions of a life that came by itself, and is not to be known."""
+        """End the sessions of an incarnation that came by itself, and is not to be known."""
         self._transport.peer_dead(ref)
         if ref in self._gone:
             self._bar(ref)
 
     def _bar(self, ref: AgentRef) -> None:
-        """Let a life not come again that could prove itself: from now on it would have to prove what nobody has."""
+        """Let an incarnation not come again that could prove itself: from now on it would have to prove what nobody
+        has."""
         self._transport.set_peer(ref, NOWHERE, secrets.token_bytes(SESSION_KEY_BYTES))
         self._gone[ref] = None
         if len(self._gone) > GONE_MAX:
@@ -158,7 +159,7 @@ class Peers:
         self._tell()
 
     def find(self, agent_id: str) -> Member | None:
-        """The newest life with that name."""
+        """The newest incarnation with that name."""
         return self._newest.get(agent_id)
 
     def get(self, agent_id: str) -> Member:
@@ -182,16 +183,15 @@ class Peers:
     async def wait(
         self, agent_id: str, timeout_s: float, *, with_pools: bool = False, incarnation: Incarnation | None = None
     ) -> Member:
-        """The newest life with that name, waiting for a membership that has it (and, with ``with_pools``, at least one
-        pool of it). ``incarnation``: only that life will do.
+        """The newest incarnation with that name, waiting for a membership that has it (and, with ``with_pools``, at
+        least one pool of it). ``incarnation``: only that incarnation will do.
 
-        Raises PeerGoneError after ``timeout_s``, and at once where nobody could tell or a later life than that is
-        known; CoordinatorUnavailableError as soon as the coordinator cannot be reached.
-        """
+        Raises PeerGoneError after ``timeout_s``, and at once where nobody could tell or a later incarnation than that
+        is known; CoordinatorUnavailableError as soon as the coordinator cannot be reached."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    member = self._find_life(agent_id, incarnation)
+                    member = self._find_incarnation(agent_id, incarnation)
                     if member is not None and (member.pools or not with_pools):
                         return member
                     if self._is_closed:
@@ -200,11 +200,11 @@ class Peers:
                         raise self.unknown(agent_id)
                     await self._next_change()
         except TimeoutError:
-            if self._find_life(agent_id, incarnation) is None:
+            if self._find_incarnation(agent_id, incarnation) is None:
                 raise PeerGoneError(f"no agent {agent_id!r} joined within {timeout_s:g} s") from None
             raise PeerGoneError(f"agent {agent_id!r} published no pool within {timeout_s:g} s") from None
 
-    def _find_life(self, agent_id: str, incarnation: Incarnation | None) -> Member | None:
+    def _find_incarnation(self, agent_id: str, incarnation: Incarnation | None) -> Member | None:
         member = self.find(agent_id)
         if member is None or incarnation is None or member.ref.incarnation == incarnation:
             return member

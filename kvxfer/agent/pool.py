@@ -16,7 +16,7 @@ from kvxfer.types import ChecksumMode, CompatibilityRecord, PoolRecord, Segment
 
 
 class Pool:
-    """Made by :meth:`Agent.allocate_pool` and :meth:`Agent.register_pool`; keeps its memory alive as long as it lives
+    """Made by :meth:`Agent.allocate_pool` and :meth:`Agent.register_pool`; keeps its memory alive as long as it exists
     itself.
     """
 

@@ -1,7 +1,7 @@
 """Whether a process that starts still gets on: on a busy machine that takes as long as it takes, and one that hangs is
 known by doing nothing. Decides when to give up; must never know what the process is.
 
-Signs of life are bytes that it wrote and processor time of its whole session, so that what it started counts too.
+Heartbeats are bytes that it wrote and processor time of its whole session, so that what it started counts too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 POLL_S = 0.25
 LEAST_SHARE = 1 / 60
-"""So much of a processor is a sign of life; one that only waits wakes up now and then, and takes less."""
+"""So much of a processor is a heartbeat; one that only waits wakes up now and then, and takes less."""
 LONGEST = 10
 """One that is busy and never ready is given up after so many times the patience with one that does nothing."""
 

@@ -51,7 +51,10 @@ class CoordinatorMetrics:
             registry=self.registry,
         )
         self._ended = prometheus_client.Counter(
-            "kvxfer_coordinator_lives_ended", "Ended lives of agents by cause.", ["cause"], registry=self.registry
+            "kvxfer_coordinator_lives_ended",
+            "Ended incarnations of agents by cause.",
+            ["cause"],
+            registry=self.registry,
         )
 
     def observe(self, statistics: DirectoryStatistics, watchers: int) -> None:

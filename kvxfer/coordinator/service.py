@@ -3,7 +3,7 @@ membership; must never be on the data path.
 
 Each stream has one outbox and one revision: what its receiver has. Whatever happens meanwhile, the next update is what
 that receiver lacks, so a slow receiver costs no memory. An update goes out at the latest after one heartbeat, changed
-or not, as the sign of life that clients count on.
+or not, as the heartbeat that clients count on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvxfer.errors import (
     ProtocolError,
     RefusedError,
 )
-from kvxfer.protocol.directory import CloseStream, Directory, Effect, LifeEnded, OrderDrain, Registration
+from kvxfer.protocol.directory import CloseStream, Directory, Effect, IncarnationEnded, OrderDrain, Registration
 from kvxfer.protocol.handshake import session_key
 from kvxfer.rpc import convert
 from kvxfer.rpc.link import CODE_KEY, EOF, REASON_BYTES_MAX
@@ -70,7 +70,7 @@ class Outbox:
 
 
 class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
-    """One coordinator's streams. Lives on one asyncio loop."""
+    """One coordinator's streams. Incarnations on one asyncio loop."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         """Do what the directory decided, then wake whoever lacks something."""
         for effect in effects:
             match effect:
-                case LifeEnded(ref, cause):
+                case IncarnationEnded(ref, cause):
                     self._metrics.ended(cause.value)
                     log.info("%s is gone: %s", ref, cause.value)
                 case CloseStream(stream, reason):

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PULSE_S = 1.0
-"""How often an engine gives a sign of life that waits for bodies to be read, or for blocks for what was accepted."""
+"""How often an engine gives a heartbeat that waits for bodies to be read, or for blocks for what was accepted."""
 DRAIN_S = 5.0
 """How long a stopping engine waits for its pulls to drain."""
 

@@ -183,11 +183,11 @@ class BlockExchange:
         self._agent.expect(remote.transfer_id, reader=remote.agent_id)
 
     def pulse(self, *, has_work: bool, took_in: bool) -> None:
-        """A sign of life of the engine; see :meth:`kvxfer.agent.Agent.pulse`."""
+        """A heartbeat of the engine; see :meth:`kvxfer.agent.Agent.pulse`."""
         try:
             self._agent.pulse(has_work=has_work, took_in=took_in)
         except KvxferError as error:
-            _log.debug("the agent takes no sign of life", extra={"code": error.code})
+            _log.debug("the agent takes no heartbeat", extra={"code": error.code})
 
     def grant(
         self,

@@ -107,7 +107,7 @@ class TransferReport:
 
 
 class Sequence:
-    """One request's life in the engine. Used by the engine thread alone.
+    """One request in the engine, until it ends. Used by the engine thread alone.
 
     ``tokens`` is the prompt and what was generated; the KV of the first ``computed`` of them stands in ``blocks``, of
     which the first ``matched`` are shared. ``cached_tokens`` is what the prefix cache gave at the first admission; -1

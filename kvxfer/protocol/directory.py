@@ -1,36 +1,38 @@
-"""The coordinator's truth: who is a member, since which revision, and which lives ended; must never know how a stream,
-a store or a clock is made.
+"""The coordinator's truth: who is a member, since which revision, and which incarnations ended; must never know how a
+stream, a store or a clock is made.
 
 Theory of operation
 -------------------
 
-A *life* is one AgentRef: an agent id, the number it was given, the nonce it drew. An agent id has at most one life in
-the directory. A life speaks through one *stream* at a time (a number that :meth:`Directory.register` hands out). When
-an agent reconnects before its old connection is known to be dead, the new stream speaks for it, and whatever the old
-one still delivers is refused; the end of an old stream means nothing.
+An *incarnation* is one AgentRef: an agent id, the number it was given, the nonce it drew. An agent id has at most one
+incarnation in the directory. An incarnation speaks through one *stream* at a time (a number that
+:meth:`Directory.register` hands out). When an agent reconnects before its old connection is known to be dead, the new
+stream speaks for it, and whatever the old one still delivers is refused; the end of an old stream means nothing.
 
 Three questions are kept apart, since confusing them is how zombies are made:
 
-- *Is it connected?* A life whose stream was cut is ADRIFT. It may come back with the pair (number, nonce) it has, and
-  is then LIVE as if nothing had happened.
-- *Is it on time?* A life with a stream but without heartbeats is SUSPECT. Suspect and adrift members get no new work;
-  nothing else follows.
-- *Is it over?* Only silence for ``dead_after`` (LOST), its own word (LEFT), or a successor (REPLACED, OUTRANKED) ends a
-  life. Then it is announced in ``gone`` and leaves the directory.
+- *Is it connected?* An incarnation whose stream was cut is ADRIFT. It may come back with the pair (number, nonce) that
+  it has, and is then LIVE as if nothing had happened.
+- *Is it on time?* An incarnation with a stream but without heartbeats is SUSPECT. Suspect and adrift members get
+  no new work; nothing else follows.
+- *Is it over?* Only silence for ``dead_after`` (LOST), its own word (LEFT), or a successor (REPLACED, OUTRANKED) ends
+an
+  incarnation. Then it is announced in ``gone`` and leaves the directory.
 
-Who may take an agent id over: a fresh process (no number yet) replaces a life that is SUSPECT or ADRIFT, so a restarted
-worker is back at once, and is refused while that life is LIVE, so two workers with one name do not fight. A process
-that shows a number was judged before: the higher number wins over any other life (OUTRANKED), the lower one is refused.
+Who may take an agent id over: a fresh process (no number yet) replaces an incarnation that is SUSPECT or ADRIFT, so a
+restarted worker is back at once, and is refused while that incarnation is LIVE, so two workers with one name do not
+fight. A process that shows a number was judged before: the higher number wins over any other incarnation (OUTRANKED),
+the lower one is refused.
 
-A life that was declared gone may return with its pair, for instance after a partition, or to a restarted coordinator
-that never heard of it; the directory of a restarted coordinator is empty and simply believes. That is safe, because
-``gone`` ends what peers had granted to that life, not its name. For ``dead_after`` after its start a coordinator is not
-*settled*: receivers must not conclude anything from who is absent.
+An incarnation that was declared gone may return with its pair, for instance after a partition, or to a restarted
+coordinator that never heard of it; the directory of a restarted coordinator is empty and simply believes. That is safe,
+because ``gone`` ends what peers had granted to that incarnation, not its name. For ``dead_after`` after its start a
+coordinator is not *settled*: receivers must not conclude anything from who is absent.
 
 What receivers get is state, never an edge: :meth:`Directory.change_since` says what somebody who stands at a revision
-lacks. Somebody new, or too far behind for the bounded log of ended lives, gets a whole snapshot and finds the ended
-ones by difference (``protocol/mirror.py``). So each receiver hears of an ended life exactly once, and a slow one costs
-no queue.
+lacks. Somebody new, or too far behind for the bounded log of ended incarnations, gets a whole snapshot and finds the
+ended ones by difference (``protocol/mirror.py``). So each receiver hears of an ended incarnation exactly once, and a
+slow one costs no queue.
 
 An event that the table does not list for a state is a ProtocolError. The diagram in docs/control-plane.md is made
 from the table.
@@ -48,14 +50,14 @@ from kvxfer.protocol.liveness import Light, Liveness, LivenessLimits
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Load, Member, PoolRecord, WorkerInfo
 
 
-class LifeState(enum.StrEnum):
+class MemberState(enum.StrEnum):
     LIVE = "live"
     SUSPECT = "suspect"
     ADRIFT = "adrift"
     GONE = "gone"
 
 
-class LifeEvent(enum.StrEnum):
+class MemberEvent(enum.StrEnum):
     BEAT = "beat"
     LATE = "late"
     LOST = "lost"
@@ -66,34 +68,34 @@ class LifeEvent(enum.StrEnum):
     OUTRANKED = "outranked"
 
 
-TABLE: dict[LifeState, dict[LifeEvent, LifeState]] = {
-    LifeState.LIVE: {
-        LifeEvent.BEAT: LifeState.LIVE,
-        LifeEvent.LATE: LifeState.SUSPECT,
-        LifeEvent.LOST: LifeState.GONE,
-        LifeEvent.CUT: LifeState.ADRIFT,
-        LifeEvent.RETURNED: LifeState.LIVE,
-        LifeEvent.LEFT: LifeState.GONE,
-        LifeEvent.OUTRANKED: LifeState.GONE,
+TABLE: dict[MemberState, dict[MemberEvent, MemberState]] = {
+    MemberState.LIVE: {
+        MemberEvent.BEAT: MemberState.LIVE,
+        MemberEvent.LATE: MemberState.SUSPECT,
+        MemberEvent.LOST: MemberState.GONE,
+        MemberEvent.CUT: MemberState.ADRIFT,
+        MemberEvent.RETURNED: MemberState.LIVE,
+        MemberEvent.LEFT: MemberState.GONE,
+        MemberEvent.OUTRANKED: MemberState.GONE,
     },
-    LifeState.SUSPECT: {
-        LifeEvent.BEAT: LifeState.LIVE,
-        LifeEvent.LATE: LifeState.SUSPECT,
-        LifeEvent.LOST: LifeState.GONE,
-        LifeEvent.CUT: LifeState.ADRIFT,
-        LifeEvent.RETURNED: LifeState.LIVE,
-        LifeEvent.LEFT: LifeState.GONE,
-        LifeEvent.REPLACED: LifeState.GONE,
-        LifeEvent.OUTRANKED: LifeState.GONE,
+    MemberState.SUSPECT: {
+        MemberEvent.BEAT: MemberState.LIVE,
+        MemberEvent.LATE: MemberState.SUSPECT,
+        MemberEvent.LOST: MemberState.GONE,
+        MemberEvent.CUT: MemberState.ADRIFT,
+        MemberEvent.RETURNED: MemberState.LIVE,
+        MemberEvent.LEFT: MemberState.GONE,
+        MemberEvent.REPLACED: MemberState.GONE,
+        MemberEvent.OUTRANKED: MemberState.GONE,
     },
-    LifeState.ADRIFT: {
-        LifeEvent.LATE: LifeState.ADRIFT,
-        LifeEvent.LOST: LifeState.GONE,
-        LifeEvent.RETURNED: LifeState.LIVE,
-        LifeEvent.REPLACED: LifeState.GONE,
-        LifeEvent.OUTRANKED: LifeState.GONE,
+    MemberState.ADRIFT: {
+        MemberEvent.LATE: MemberState.ADRIFT,
+        MemberEvent.LOST: MemberState.GONE,
+        MemberEvent.RETURNED: MemberState.LIVE,
+        MemberEvent.REPLACED: MemberState.GONE,
+        MemberEvent.OUTRANKED: MemberState.GONE,
     },
-    LifeState.GONE: {},
+    MemberState.GONE: {},
 }
 
 
@@ -102,7 +104,7 @@ NO_LOAD = Load()
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """What an agent registers. ``number`` is 0 for a life that was given none yet."""
+    """What an agent registers. ``number`` is 0 for an incarnation that was given none yet."""
 
     info: WorkerInfo
     address: DataAddress
@@ -130,19 +132,20 @@ class OrderDrain:
 
 
 @dataclasses.dataclass(frozen=True)
-class LifeEnded:
-    """Effect: a life is over; for logs and counters, since receivers learn it from :meth:`Directory.change_since`."""
+class IncarnationEnded:
+    """Effect: an incarnation is over; for logs and counters, since receivers learn it from
+    :meth:`Directory.change_since`."""
 
     ref: AgentRef
-    cause: LifeEvent
+    cause: MemberEvent
 
 
-Effect = CloseStream | OrderDrain | LifeEnded
+Effect = CloseStream | OrderDrain | IncarnationEnded
 
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    """The answer to a Hello: the life's full name, and the stream that speaks for it from now on."""
+    """The answer to a Hello: the incarnation's full name, and the stream that speaks for it from now on."""
 
     ref: AgentRef
     stream: int
@@ -155,8 +158,8 @@ class Change:
     """What one receiver lacks to stand at ``revision``.
 
     Whole: ``members`` are all there are and ``gone`` is empty. Otherwise ``members`` are those that are new or changed,
-    and ``gone`` the lives that ended since; apply ``gone`` first, because a life may have ended and come back.
-    """
+    and ``gone`` the incarnations that ended since; apply ``gone`` first, because an incarnation may have ended and come
+    back."""
 
     epoch: bytes
     revision: int
@@ -175,9 +178,9 @@ class DirectoryStatistics:
 
 
 @dataclasses.dataclass
-class _Life:
+class _Entry:
     member: Member
-    state: LifeState
+    state: MemberState
     stream: int | None
     revision: int
     load_revision: int
@@ -199,8 +202,8 @@ class Directory:
         members_max: int = 4096,
         gone_max: int = 4096,
     ) -> None:
-        """``epoch``: 16 random bytes that name this life of the coordinator. ``gone_max`` bounds the log of ended
-        lives.
+        """``epoch``: 16 random bytes that name this run of the coordinator. ``gone_max`` bounds the log of ended
+        incarnations.
         """
         self._limits = limits
         self._liveness: Liveness[str] = Liveness(limits, now_ns)
@@ -209,7 +212,7 @@ class Directory:
         self._shape_revision = first_revision
         self._settled = False
         self._members_max = members_max
-        self._lives: collections.OrderedDict[str, _Life] = collections.OrderedDict()
+        self._entries: collections.OrderedDict[str, _Entry] = collections.OrderedDict()
         """By agent id, least recently changed first."""
         self._speakers: dict[int, str] = {}
         self._streams = 0
@@ -231,13 +234,14 @@ class Directory:
         return self._settled
 
     def register(self, hello: Hello, *, fresh_number: int | None, now_ns: int) -> Registration:
-        """Admit a life, or the same life again. ``fresh_number`` is what a life without a number will get.
+        """Admit an incarnation, or the same incarnation again. ``fresh_number`` is what an incarnation without a number
+        will get.
 
-        Raises RefusedError (the id is in use, or belongs to a newer life) and OverloadedError (``members_max``).
+        Raises RefusedError (the id is in use, or belongs to a newer incarnation) and OverloadedError (``members_max``).
         """
         agent_id = hello.info.agent_id
         effects: list[Effect] = []
-        current = self._lives.get(agent_id)
+        current = self._entries.get(agent_id)
         if current is not None and current.member.ref.incarnation.boot_nonce == hello.boot_nonce:
             return self._return(current, hello, now_ns)
         number = hello.number or fresh_number
@@ -245,47 +249,47 @@ class Directory:
             raise InvalidArgumentError(f"agent {agent_id!r} has no number, and none was given to register it")
         if current is not None:
             effects = self._succeed(current, hello, number)
-        elif len(self._lives) >= self._members_max:
+        elif len(self._entries) >= self._members_max:
             raise OverloadedError(f"the coordinator keeps at most members_max={self._members_max} members")
         ref = AgentRef(agent_id, Incarnation(number, hello.boot_nonce))
         member = Member(ref, hello.info, hello.address, hello.pools, hello.load, is_draining=hello.is_draining)
-        life = _Life(member, LifeState.LIVE, None, 0, 0)
-        self._lives[agent_id] = life
-        return Registration(ref, self._speak(life, now_ns), is_return=hello.number != 0, effects=tuple(effects))
+        entry = _Entry(member, MemberState.LIVE, None, 0, 0)
+        self._entries[agent_id] = entry
+        return Registration(ref, self._speak(entry, now_ns), is_return=hello.number != 0, effects=tuple(effects))
 
     def heartbeat(self, stream: int, load: Load, *, is_draining: bool, now_ns: int) -> tuple[Effect, ...]:
-        """A sign of life, with what it says of itself.
+        """A heartbeat, with what it says of itself.
 
         Draining never goes back. Raises RefusedError on a stream that speaks for nobody.
         """
-        life = self._on(stream)
-        self._liveness.beat(life.member.ref.agent_id, now_ns)
-        if life.member.load != load:
+        entry = self._on(stream)
+        self._liveness.beat(entry.member.ref.agent_id, now_ns)
+        if entry.member.load != load:
             self._revision += 1
-            life.load_revision = self._revision
-        self._step(life, LifeEvent.BEAT, load=load, is_draining=is_draining or life.member.is_draining)
+            entry.load_revision = self._revision
+        self._step(entry, MemberEvent.BEAT, load=load, is_draining=is_draining or entry.member.is_draining)
         return ()
 
     def update_pools(self, stream: int, pools: tuple[PoolRecord, ...], *, now_ns: int) -> tuple[Effect, ...]:
-        """Replace the life's pools. A sign of life too. Raises RefusedError on a stream that speaks for nobody."""
-        life = self._on(stream)
-        self._liveness.beat(life.member.ref.agent_id, now_ns)
-        self._step(life, LifeEvent.BEAT, pools=pools)
+        """Replace the incarnation's pools. A heartbeat too. Raises RefusedError on a stream that speaks for nobody."""
+        entry = self._on(stream)
+        self._liveness.beat(entry.member.ref.agent_id, now_ns)
+        self._step(entry, MemberEvent.BEAT, pools=pools)
         return ()
 
     def deregister(self, stream: int, *, now_ns: int) -> tuple[Effect, ...]:
-        """The life ends by its own word. Raises RefusedError on a stream that speaks for nobody."""
+        """The incarnation ends by its own word. Raises RefusedError on a stream that speaks for nobody."""
         self._liveness.observe(now_ns)
-        return tuple(self._end(self._on(stream), LifeEvent.LEFT))
+        return tuple(self._end(self._on(stream), MemberEvent.LEFT))
 
     def stream_ended(self, stream: int, *, now_ns: int) -> tuple[Effect, ...]:
         """The connection behind a stream is gone; means nothing if that stream speaks for nobody."""
         self._liveness.observe(now_ns)
         agent_id = self._speakers.pop(stream, None)
         if agent_id is not None:
-            life = self._lives[agent_id]
-            life.stream = None
-            self._step(life, LifeEvent.CUT)
+            entry = self._entries[agent_id]
+            entry.stream = None
+            self._step(entry, MemberEvent.CUT)
         return ()
 
     def drain(self, agent_id: str, reason: str, *, now_ns: int) -> tuple[Effect, ...]:
@@ -293,11 +297,11 @@ class Directory:
         member.
         """
         self._liveness.observe(now_ns)
-        life = self._lives.get(agent_id)
-        if life is None:
+        entry = self._entries.get(agent_id)
+        if entry is None:
             raise RefusedError(f"there is no member {agent_id!r} to drain")
-        self._replace(life, is_draining=True)
-        return () if life.stream is None else (OrderDrain(life.stream, reason),)
+        self._replace(entry, is_draining=True)
+        return () if entry.stream is None else (OrderDrain(entry.stream, reason),)
 
     def tick(self, now_ns: int) -> tuple[Effect, ...]:
         """Let time pass: judge who is late and who is lost. Call a few times per heartbeat."""
@@ -306,12 +310,12 @@ class Directory:
         if not self._settled and awake_ns >= self._limits.dead_after_ns:
             self._settled = True
             self._shape_revision = self._revision = self._revision + 1
-        for agent_id, life in list(self._lives.items()):
+        for agent_id, entry in list(self._entries.items()):
             match self._liveness.light(agent_id, now_ns):
                 case Light.YELLOW:
-                    self._step(life, LifeEvent.LATE)
+                    self._step(entry, MemberEvent.LATE)
                 case Light.RED:
-                    effects += self._end(life, LifeEvent.LOST)
+                    effects += self._end(entry, MemberEvent.LOST)
                 case Light.GREEN:
                     pass
         return tuple(effects)
@@ -321,12 +325,14 @@ class Directory:
         load a change by itself.
         """
         if revision is None or revision < self._gone_floor:
-            everybody = sorted((life.member for life in self._lives.values()), key=lambda member: member.ref)
+            everybody = sorted((entry.member for entry in self._entries.values()), key=lambda member: member.ref)
             return Change(self._epoch, self._revision, True, self._settled, tuple(everybody))
-        newest_first = reversed(self._lives.values())
-        changed = [life.member for life in itertools.takewhile(lambda life: life.revision > revision, newest_first)]
+        newest_first = reversed(self._entries.values())
+        changed = [entry.member for entry in itertools.takewhile(lambda entry: entry.revision > revision, newest_first)]
         if with_load:
-            changed += [life.member for life in self._lives.values() if life.revision <= revision < life.load_revision]
+            changed += [
+                entry.member for entry in self._entries.values() if entry.revision <= revision < entry.load_revision
+            ]
         gone = tuple(ref for ended, ref in self._gone if ended > revision)
         return Change(
             self._epoch,
@@ -338,99 +344,101 @@ class Directory:
         )
 
     def statistics(self) -> DirectoryStatistics:
-        counts = {state.value: 0 for state in LifeState if state is not LifeState.GONE}
-        for life in self._lives.values():
-            counts[life.state.value] += 1
-        counts["draining"] = sum(life.member.is_draining for life in self._lives.values())
+        counts = {state.value: 0 for state in MemberState if state is not MemberState.GONE}
+        for entry in self._entries.values():
+            counts[entry.state.value] += 1
+        counts["draining"] = sum(entry.member.is_draining for entry in self._entries.values())
         return DirectoryStatistics(self._revision, self._settled, counts)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {name}" for name, count in self.statistics().members.items())
         return f"<Directory revision {self._revision}: {counts}>"
 
-    def _return(self, life: _Life, hello: Hello, now_ns: int) -> Registration:
-        """The life that we know, on a new stream. Number 0 is its first Hello again: our answer was lost."""
-        ref = life.member.ref
+    def _return(self, entry: _Entry, hello: Hello, now_ns: int) -> Registration:
+        """The incarnation that we know, on a new stream. Number 0 is its first Hello again: our answer was lost."""
+        ref = entry.member.ref
         if hello.number not in (0, ref.incarnation.number):
             raise RefusedError(
                 f"agent {ref.agent_id!r} was given the number {ref.incarnation.number}, not {hello.number}"
             )
         effects: list[Effect] = []
-        if life.stream is not None:
-            del self._speakers[life.stream]
-            effects.append(CloseStream(life.stream, "a newer stream speaks for this agent"))
+        if entry.stream is not None:
+            del self._speakers[entry.stream]
+            effects.append(CloseStream(entry.stream, "a newer stream speaks for this agent"))
         self._step(
-            life,
-            LifeEvent.RETURNED,
+            entry,
+            MemberEvent.RETURNED,
             info=hello.info,
             address=hello.address,
             pools=hello.pools,
             load=hello.load,
-            is_draining=hello.is_draining or life.member.is_draining,
+            is_draining=hello.is_draining or entry.member.is_draining,
         )
-        return Registration(ref, self._speak(life, now_ns), is_return=True, effects=tuple(effects))
+        return Registration(ref, self._speak(entry, now_ns), is_return=True, effects=tuple(effects))
 
-    def _succeed(self, current: _Life, hello: Hello, number: int) -> list[Effect]:
-        """End ``current`` in favour of another life with the same agent id, or raise RefusedError."""
+    def _succeed(self, current: _Entry, hello: Hello, number: int) -> list[Effect]:
+        """End ``current`` in favour of another incarnation with the same agent id, or raise RefusedError."""
         ref = current.member.ref
         if number <= ref.incarnation.number:
-            raise RefusedError(f"agent id {ref.agent_id!r} belongs to the newer life {ref}, not to number {number}")
+            raise RefusedError(
+                f"agent id {ref.agent_id!r} belongs to the newer incarnation {ref}, not to number {number}"
+            )
         if hello.number:
-            return self._end(current, LifeEvent.OUTRANKED)
-        if LifeEvent.REPLACED not in TABLE[current.state]:
+            return self._end(current, MemberEvent.OUTRANKED)
+        if MemberEvent.REPLACED not in TABLE[current.state]:
             raise RefusedError(
                 f"agent id {ref.agent_id!r} is in use by the live agent {ref} at {current.member.address.tcp_host}:"
                 f"{current.member.address.tcp_port}; give every worker its own id"
             )
-        return self._end(current, LifeEvent.REPLACED)
+        return self._end(current, MemberEvent.REPLACED)
 
-    def _speak(self, life: _Life, now_ns: int) -> int:
+    def _speak(self, entry: _Entry, now_ns: int) -> int:
         self._streams += 1
-        life.stream = self._streams
-        self._speakers[life.stream] = life.member.ref.agent_id
-        self._liveness.beat(life.member.ref.agent_id, now_ns)
-        self._touch(life)
-        return life.stream
+        entry.stream = self._streams
+        self._speakers[entry.stream] = entry.member.ref.agent_id
+        self._liveness.beat(entry.member.ref.agent_id, now_ns)
+        self._touch(entry)
+        return entry.stream
 
-    def _on(self, stream: int) -> _Life:
+    def _on(self, stream: int) -> _Entry:
         agent_id = self._speakers.get(stream)
         if agent_id is None:
             raise RefusedError("this stream speaks for no member any more")
-        return self._lives[agent_id]
+        return self._entries[agent_id]
 
-    def _step(self, life: _Life, event: LifeEvent, **changes: object) -> None:
-        life.state = _next_state(life.state, event)
-        self._replace(life, is_suspect=life.state in (LifeState.SUSPECT, LifeState.ADRIFT), **changes)
+    def _step(self, entry: _Entry, event: MemberEvent, **changes: object) -> None:
+        entry.state = _next_state(entry.state, event)
+        self._replace(entry, is_suspect=entry.state in (MemberState.SUSPECT, MemberState.ADRIFT), **changes)
 
-    def _replace(self, life: _Life, **changes: object) -> None:
+    def _replace(self, entry: _Entry, **changes: object) -> None:
         """Change the member; a revision only where receivers can see a difference beyond the load."""
-        before = life.member
-        life.member = dataclasses.replace(before, **changes)  # type: ignore[arg-type]
-        if dataclasses.replace(before, load=life.member.load) != life.member:
-            self._touch(life)
+        before = entry.member
+        entry.member = dataclasses.replace(before, **changes)  # type: ignore[arg-type]
+        if dataclasses.replace(before, load=entry.member.load) != entry.member:
+            self._touch(entry)
 
-    def _touch(self, life: _Life) -> None:
-        life.revision = self._shape_revision = self._revision = self._revision + 1
-        self._lives.move_to_end(life.member.ref.agent_id)
+    def _touch(self, entry: _Entry) -> None:
+        entry.revision = self._shape_revision = self._revision = self._revision + 1
+        self._entries.move_to_end(entry.member.ref.agent_id)
 
-    def _end(self, life: _Life, event: LifeEvent) -> list[Effect]:
-        life.state = _next_state(life.state, event)
-        ref = life.member.ref
-        del self._lives[ref.agent_id]
+    def _end(self, entry: _Entry, event: MemberEvent) -> list[Effect]:
+        entry.state = _next_state(entry.state, event)
+        ref = entry.member.ref
+        del self._entries[ref.agent_id]
         self._liveness.forget(ref.agent_id)
         self._shape_revision = self._revision = self._revision + 1
         if len(self._gone) == self._gone.maxlen:
             self._gone_floor = self._gone[0][0]
         self._gone.append((self._revision, ref))
-        effects: list[Effect] = [LifeEnded(ref, event)]
-        if life.stream is not None:
-            del self._speakers[life.stream]
-            effects.append(CloseStream(life.stream, f"this life of the agent ended: {event.value}"))
+        effects: list[Effect] = [IncarnationEnded(ref, event)]
+        if entry.stream is not None:
+            del self._speakers[entry.stream]
+            effects.append(CloseStream(entry.stream, f"this incarnation of the agent ended: {event.value}"))
         return effects
 
 
-def _next_state(state: LifeState, event: LifeEvent) -> LifeState:
+def _next_state(state: MemberState, event: MemberEvent) -> MemberState:
     after = TABLE[state].get(event)
     if after is None:
-        raise ProtocolError(f"a {state.value} life does not take the event {event.value!r}")
+        raise ProtocolError(f"a {state.value} incarnation does not take the event {event.value!r}")
     return after

@@ -76,7 +76,7 @@ class Liveness(Generic[Key]):
         self._seen_awake_ns: dict[Key, int] = {}
 
     def beat(self, key: Key, now_ns: int) -> None:
-        """``key`` gave a sign of life just now; an unknown key becomes known."""
+        """``key`` gave a heartbeat just now; an unknown key becomes known."""
         self._seen_awake_ns[key] = self._clock.observe(now_ns)
 
     def forget(self, key: Key) -> None:

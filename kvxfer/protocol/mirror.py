@@ -4,10 +4,9 @@ or that a connection exists.
 The coordinator is one process that may be restarted with an empty directory, and losing it must lose nothing (fail
 static). So a whole snapshot is read differently depending on who says it. From the same epoch, or from a settled
 coordinator, whoever is missing is gone. From a coordinator that is new and not settled yet, whoever is missing is only
-*held*: kept as it was until it shows up again, is replaced, or the coordinator settles without it. Every life that was
-ever in a Membership is named in ``gone`` exactly once when it ends, however the parts were cut. (A life that ended and
-is back before a receiver could be told was never away for it.)
-"""
+*held*: kept as it was until it shows up again, is replaced, or the coordinator settles without it. Every incarnation
+that was ever in a Membership is named in ``gone`` exactly once when it ends, however the parts were cut. (An
+incarnation that ended and is back before a receiver could be told was never away for it.)"""
 
 from __future__ import annotations
 
@@ -36,7 +35,8 @@ class Mirror:
         return Membership(self._revision, tuple(self._members[agent_id] for agent_id in sorted(self._members)))
 
     def apply(self, change: Change, *, is_last: bool = True) -> Membership | None:
-        """Take one part; after the last one, the new view with the lives that ended, or ``None`` if nothing changed.
+        """Take one part; after the last one, the new view with the incarnations that ended, or ``None`` if nothing
+        changed.
 
         Raises ProtocolError for a part that cannot follow what came before.
         """
@@ -87,7 +87,7 @@ class Mirror:
         return gone + [ref for ref in self._put(members) if ref not in gone]
 
     def _put(self, members: list[Member]) -> list[AgentRef]:
-        """Store ``members``; returns the lives that a new life of the same agent id ended."""
+        """Store ``members``; returns the incarnations that a new incarnation of the same agent id ended."""
         replaced: list[AgentRef] = []
         for member in members:
             known = self._members.get(member.ref.agent_id)

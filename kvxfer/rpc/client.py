@@ -158,7 +158,7 @@ class CoordinatorSession:
                 self._task.get_loop().call_soon_threadsafe(self._wake.set)
 
     def set_draining(self) -> None:
-        """Say at once that this agent takes no new work; stays so for this life."""
+        """Say at once that this agent takes no new work; stays so for this incarnation."""
         self._is_draining = True
         self._wake.set()
 

@@ -33,7 +33,7 @@ class _ReceivedBody:
 
 
 class Bodies:
-    """All bodies of one server; lives on one event loop."""
+    """All bodies of one server; on one event loop."""
 
     def __init__(self, limits: ServingLimits) -> None:
         self._limits = limits

@@ -319,14 +319,14 @@ async def test_a_broken_core_fails_everything_loudly(pair: Pair, monkeypatch: py
     _, destination = pair
     transfer = destination.pull(destination.pools[0], [1], transfer_id=fresh_id(), source="source")
     grant = destination.grant(destination.pools[0], [2], transfer_id=fresh_id())
-    assert destination._life is not None
+    assert destination._runtime is not None
 
     class Broken:
         def drain(self) -> list[object]:
             raise RuntimeError("seeded")
 
-    monkeypatch.setattr(destination._life.pump, "_transport", Broken())
-    destination._life.pump.drain()
+    monkeypatch.setattr(destination._runtime.pump, "_transport", Broken())
+    destination._runtime.pump.drain()
     with pytest.raises(TransportError, match="seeded"):
         await transfer
     await transfer.wait_drained()
@@ -404,8 +404,8 @@ async def test_a_pull_with_impossible_numbers_leaves_nothing_behind(pair: Pair, 
 
 async def test_a_search_that_was_cancelled_does_not_take_its_successor_along(pair: Pair) -> None:
     destination = pair[1]
-    assert destination._life is not None
-    destination._life.peers.coordinator_is(True)  # somebody may still say who "nobody" is
+    assert destination._runtime is not None
+    destination._runtime.peers.coordinator_is(True)  # somebody may still say who "nobody" is
     transfer_id, pool = fresh_id(), destination.pools[0]
     first = destination.pull(pool, [0], transfer_id=transfer_id, source="nobody")
     await asyncio.sleep(0)

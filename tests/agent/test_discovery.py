@@ -105,7 +105,7 @@ async def test_session_after_it_was_lost_is_opened_again() -> None:
     async with make("p") as p, make("d") as d:
         d.add_remote_agent(p.export_metadata(), "p")
         await move(p, d)
-        p._life.peers._forget(d.ref)  # type: ignore[union-attr]
+        p._runtime.peers._forget(d.ref)  # type: ignore[union-attr]
         assert p.members() == ()
         await move(p, d)
 
@@ -232,7 +232,7 @@ async def test_older_incarnation_with_a_session_stays_known() -> None:
         d.add_remote_agent(p.export_metadata(), "p")
         transfer_id = fresh_id()
         transfer = d.pull(d.pools[0], [5], transfer_id=transfer_id, source="p")
-        await until(lambda: p._life.transport.is_connected(d.ref))  # type: ignore[union-attr]
+        await until(lambda: p._runtime.transport.is_connected(d.ref))  # type: ignore[union-attr]
         await asyncio.sleep(0.002)
         async with make("p") as other:
             d.add_remote_agent(other.export_metadata(), "p", incarnation=other.ref.incarnation)
@@ -264,9 +264,9 @@ async def test_peer_with_our_own_name_is_refused() -> None:
         with pytest.raises(PeerGoneError):
             p.add_remote_agent(other.export_metadata(), "p", incarnation=other.ref.incarnation)
         key = session_key(session_root(TOKEN), p.ref, other.ref)
-        other._life.peers.add(member_of(p, session_key=key))  # type: ignore[union-attr]
+        other._runtime.peers.add(member_of(p, session_key=key))  # type: ignore[union-attr]
         await other.notify("p", b"I am you")
-        await until(lambda: not p._life.transport.is_connected(other.ref))  # type: ignore[union-attr]
+        await until(lambda: not p._runtime.transport.is_connected(other.ref))  # type: ignore[union-attr]
         assert p.members() == ()
 
 
@@ -280,7 +280,7 @@ async def test_name_of_a_connected_peer_is_not_taken_over_by_discovery() -> None
                 d.add_remote_agent(other.export_metadata(), "p")
             other.add_remote_agent(d.export_metadata(), "d")
             await other.notify("d", b"I am p")
-            await until(lambda: not d._life.transport.is_connected(other.ref))  # type: ignore[union-attr]
+            await until(lambda: not d._runtime.transport.is_connected(other.ref))  # type: ignore[union-attr]
             assert [member.ref for member in d.members()] == [p.ref]
             await d.notify("p", b"still you")
 
@@ -335,7 +335,7 @@ async def test_discovery_beyond_its_limit_keeps_peers_with_sessions(monkeypatch:
         await move(p, b)
         with pytest.raises(PeerGoneError):
             p.add_remote_agent(c.export_metadata(), "c")
-        transport = p._life.transport  # type: ignore[union-attr]
+        transport = p._runtime.transport  # type: ignore[union-attr]
         await c.notify("p", b"it holds the token, and there is no room for it")
         await until(lambda: not transport.is_connected(c.ref))
         assert {member.ref for member in p.members()} == {a.ref, b.ref}
@@ -393,7 +393,7 @@ async def test_signed_metadata_with_any_bytes_is_one_error() -> None:
             except PeerGoneError:
                 outcomes["refused"] += 1
             for member in d.members():
-                d._life.peers._forget(member.ref)  # type: ignore[union-attr]
+                d._runtime.peers._forget(member.ref)  # type: ignore[union-attr]
     assert min(outcomes.values()) > 30, outcomes
 
 

@@ -28,7 +28,7 @@ def granted(pair: Pair, ready_blocks: int = 1) -> dict[str, Any]:
 
 async def test_a_transfer_is_told_to_be_drained_after_on_ended(pair: Pair) -> None:
     _, destination = pair
-    alive, told = destination._life.transfers, []
+    alive, told = destination._runtime.transfers, []
 
     def ended(transfer: Transfer) -> None:
         alive.tell()  # the loop may come to it while another thread is here
@@ -48,9 +48,9 @@ async def test_a_callback_that_raises_keeps_nobody_from_hearing_of_the_drain(
     asyncio.get_running_loop().set_exception_handler(lambda _, context: caught.append(type(context["exception"])))
     transfer = destination.pull(destination.pools[0], [0, 1, 2], **granted(pair), on_ended=lambda _: 1 // 0)
     monkeypatch.setattr(transfers, "TRANSFER_EVENTS", SimpleNamespace)
-    destination._life.transfers.handle(SimpleNamespace(id=transfer.transfer_id.raw))  # its drain, alone
+    destination._runtime.transfers.handle(SimpleNamespace(id=transfer.transfer_id.raw))  # its drain, alone
     monkeypatch.undo()
-    destination._life.transfers.tell()
+    destination._runtime.transfers.tell()
     await asyncio.wait_for(transfer.wait_drained(), 5.0)
     await until(lambda: bool(caught))  # the loop tells of it later, or earlier, by the version of Python
     assert caught == [ZeroDivisionError]
@@ -61,13 +61,13 @@ async def test_the_end_of_the_agent_may_come_before_the_pull_began(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     _, destination = pair
-    life, ended = destination._life, []
+    runtime, ended = destination._runtime, []
 
     def shut(*_: Any, **options: Any) -> None:
-        life.transfers.fail_all(ClosedError("the agent was closed"))
+        runtime.transfers.fail_all(ClosedError("the agent was closed"))
         raise error("the transport is gone")
 
-    monkeypatch.setattr(life.transport, "pull", shut)
+    monkeypatch.setattr(runtime.transport, "pull", shut)
     arguments = granted(pair)
     with pytest.raises(ClosedError, match="the transport is gone" if error is ClosedError else "the agent was closed"):
         await destination.pull(destination.pools[0], [0, 1, 2], **arguments, on_ended=ended.append)
@@ -78,7 +78,7 @@ async def test_the_end_of_the_agent_may_come_before_the_pull_began(
 async def test_a_look_waits_for_nobody(pair: Pair) -> None:
     _, destination = pair
     looking = threading.Thread(target=destination.progress, args=[0.0])
-    with destination._life.pump._lock:  # the loop is at its events
+    with destination._runtime.pump._lock:  # the loop is at its events
         looking.start()
         looking.join(5.0)
         assert not looking.is_alive()
@@ -104,7 +104,7 @@ async def test_the_loop_may_not_wait_in_place(pair: Pair) -> None:
 async def test_what_a_thread_took_and_could_not_handle_comes_to_the_loop(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pump, handled = pair[1]._life.pump, []
+    pump, handled = pair[1]._runtime.pump, []
     monkeypatch.setattr(pump, "_on_event", handled.append)
     events = ["first", "second", "third"]
     monkeypatch.setattr(pump, "_transport", SimpleNamespace(wait=lambda _: True, drain=lambda: events))
@@ -123,7 +123,7 @@ async def test_what_a_thread_took_and_could_not_handle_comes_to_the_loop(
 async def test_what_came_when_a_signal_ended_a_wait_stays_for_the_loop(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pump, handled = pair[1]._life.pump, []
+    pump, handled = pair[1]._runtime.pump, []
 
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt
@@ -140,7 +140,7 @@ async def test_what_came_when_a_signal_ended_a_wait_stays_for_the_loop(
 async def test_wait_of_a_broken_transport_ends_the_agent_on_its_loop(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pump, failures = pair[1]._life.pump, []
+    pump, failures = pair[1]._runtime.pump, []
 
     def broken(_: float) -> bool:
         raise ValueError("no such descriptor")

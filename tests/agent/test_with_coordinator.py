@@ -176,7 +176,7 @@ async def test_coordinator_down_and_up(coordinator: Coordinator) -> None:
 
 
 async def test_a_new_life_is_another_source(coordinator: Coordinator) -> None:
-    """What was pulled from a life that left fails with its name; the next life serves under its own."""
+    """What was pulled from an incarnation that left fails with its name; the next incarnation serves under its own."""
     async with make(coordinator, "d") as destination:
         async with make(coordinator, "p") as first:
             old = first.ref

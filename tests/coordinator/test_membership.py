@@ -96,7 +96,7 @@ async def test_an_agent_without_heartbeats_is_suspect_then_gone_and_may_come_bac
     wake, one.session._wake = one.session._wake, _Hanging()
     await until(lambda: other.gone == [ref], "death by silence")
     one.session._wake = wake
-    await until(lambda: "p0" in other.members and other.members["p0"].ref == ref, "the same life again")
+    await until(lambda: "p0" in other.members and other.members["p0"].ref == ref, "the same incarnation again")
     assert other.gone == [ref]
     await until(lambda: one.states[:3] == [True, False, True], "its own view of that")
 
@@ -162,7 +162,7 @@ async def test_a_second_worker_with_the_same_id_is_refused_until_the_first_is_aw
     await until(lambda: "p0" in other.members and other.members["p0"].is_suspect, "the cut")
     successor = cluster.agent("p0", nonce=4)
     successor_ref = await successor.session.start()
-    await until(lambda: other.gone == [ref], "the old life to end")
+    await until(lambda: other.gone == [ref], "the old incarnation to end")
     assert other.members["p0"].ref == successor_ref
 
 

@@ -89,7 +89,7 @@ async def test_what_only_the_prefill_worker_had_cached_is_counted(cluster: Clust
 
 
 async def test_a_prefill_worker_whose_http_is_away_keeps_nobody_waiting(cluster: Cluster, tiny_reference) -> None:
-    """Its agent lives: the decode worker would look for its grant for a minute."""
+    """Its agent is alive: the decode worker would look for its grant for a minute."""
     await cluster.kill("p1")
     await cluster.seen("d1")
     with socket.socket() as closed:

@@ -1,4 +1,5 @@
-"""A decode leg that waits holds nothing that others need, as long as its prefill worker lives, and not longer."""
+"""A decode leg that waits holds nothing that others need, as long as its prefill worker is alive, and not
+longer."""
 
 from __future__ import annotations
 

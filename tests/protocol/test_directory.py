@@ -14,9 +14,9 @@ from kvxfer.protocol.directory import (
     TABLE,
     CloseStream,
     Directory,
-    LifeEnded,
-    LifeEvent,
-    LifeState,
+    IncarnationEnded,
+    MemberEvent,
+    MemberState,
     OrderDrain,
 )
 from kvxfer.protocol.mirror import Mirror
@@ -70,7 +70,7 @@ def test_a_second_process_with_the_same_id_is_refused_while_the_first_lives() ->
         directory.register(hello(nonce=NONCES[1]), fresh_number=2, now_ns=0)
     directory.stream_ended(first.stream, now_ns=0)
     second = directory.register(hello(nonce=NONCES[1]), fresh_number=3, now_ns=0)
-    assert second.effects == (LifeEnded(first.ref, LifeEvent.REPLACED),)
+    assert second.effects == (IncarnationEnded(first.ref, MemberEvent.REPLACED),)
     change = directory.change_since(1)
     assert change.gone == (first.ref,)
     assert [member.ref for member in change.members] == [second.ref]
@@ -82,7 +82,7 @@ def test_a_silent_life_with_a_stream_is_replaced_and_its_stream_closed() -> None
     now_ns, _ = pass_time(directory, 0, 1500 * MS)
     assert directory.change_since(None).members[0].is_suspect
     second = directory.register(hello(nonce=NONCES[1]), fresh_number=3, now_ns=now_ns)
-    assert LifeEnded(first.ref, LifeEvent.REPLACED) in second.effects
+    assert IncarnationEnded(first.ref, MemberEvent.REPLACED) in second.effects
     assert any(isinstance(effect, CloseStream) and effect.stream == first.stream for effect in second.effects)
 
 
@@ -90,8 +90,8 @@ def test_the_higher_number_wins_even_over_a_live_life() -> None:
     directory = new_directory()
     older = directory.register(hello(number=5), fresh_number=None, now_ns=0)
     newer = directory.register(hello(nonce=NONCES[1], number=6), fresh_number=None, now_ns=0)
-    assert LifeEnded(older.ref, LifeEvent.OUTRANKED) in newer.effects
-    with pytest.raises(RefusedError, match="belongs to the newer life"):
+    assert IncarnationEnded(older.ref, MemberEvent.OUTRANKED) in newer.effects
+    with pytest.raises(RefusedError, match="belongs to the newer incarnation"):
         directory.register(hello(number=5), fresh_number=None, now_ns=0)
 
 
@@ -99,7 +99,7 @@ def test_numbers_never_go_back() -> None:
     directory = new_directory()
     first = directory.register(hello(number=50), fresh_number=None, now_ns=0)
     directory.stream_ended(first.stream, now_ns=0)
-    with pytest.raises(RefusedError, match="newer life"):
+    with pytest.raises(RefusedError, match="newer incarnation"):
         directory.register(hello(nonce=NONCES[1]), fresh_number=9, now_ns=0)
     assert [member.ref for member in directory.change_since(None).members] == [first.ref]
     with pytest.raises(InvalidArgumentError):
@@ -112,7 +112,7 @@ def test_silence_makes_suspect_then_gone_and_the_stream_closes() -> None:
     now_ns, effects = pass_time(directory, 0, 2750 * MS)
     assert effects == []
     _, effects = pass_time(directory, now_ns, 250 * MS)
-    assert effects[0] == LifeEnded(registration.ref, LifeEvent.LOST)
+    assert effects[0] == IncarnationEnded(registration.ref, MemberEvent.LOST)
     assert isinstance(effects[1], CloseStream)
     assert directory.change_since(None).members == ()
 
@@ -167,7 +167,9 @@ def test_members_are_bounded_and_a_seat_is_free_again() -> None:
     registration = directory.register(hello("a"), fresh_number=1, now_ns=0)
     with pytest.raises(OverloadedError, match="members_max=1"):
         directory.register(hello("b"), fresh_number=2, now_ns=0)
-    assert directory.deregister(registration.stream, now_ns=0)[0] == LifeEnded(registration.ref, LifeEvent.LEFT)
+    assert directory.deregister(registration.stream, now_ns=0)[0] == IncarnationEnded(
+        registration.ref, MemberEvent.LEFT
+    )
     directory.register(hello("b"), fresh_number=2, now_ns=0)
 
 
@@ -184,20 +186,20 @@ def test_a_receiver_too_far_behind_gets_everything() -> None:
     assert [ref.incarnation.number for ref in late.gone] == [4]
 
 
-@pytest.mark.parametrize("state", LifeState)
-@pytest.mark.parametrize("event", LifeEvent)
-def test_the_table_is_total(state: LifeState, event: LifeEvent) -> None:
+@pytest.mark.parametrize("state", MemberState)
+@pytest.mark.parametrize("event", MemberEvent)
+def test_the_table_is_total(state: MemberState, event: MemberEvent) -> None:
     if event in TABLE[state]:
-        assert module._next_state(state, event) in LifeState
+        assert module._next_state(state, event) in MemberState
     else:
-        with pytest.raises(ProtocolError, match=f"{state.value} life .* {event.value!r}"):
+        with pytest.raises(ProtocolError, match=f"{state.value} incarnation .* {event.value!r}"):
             module._next_state(state, event)
 
 
 def diagram() -> str:
     lines = ["stateDiagram-v2", "    [*] --> live: register"]
     for state, row in TABLE.items():
-        for after in LifeState:
+        for after in MemberState:
             events = [event.value for event, target in row.items() if target is after]
             if events:
                 lines.append(f"    {state.value} --> {after.value}: {', '.join(events)}")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.errors import OverloadedError, RefusedError
-from kvxfer.protocol.directory import NO_LOAD, Change, Directory, LifeEnded
+from kvxfer.protocol.directory import NO_LOAD, Change, Directory, IncarnationEnded
 from kvxfer.protocol.mirror import Mirror
 from kvxfer.types import AgentRef, Incarnation, Load, Member, Membership, PoolRecord
 from tests.support.directory import DEAD_NS, LIMITS, MS, NONCES, SUSPECT_NS, hello, pool
@@ -22,8 +22,8 @@ AGENTS = ("a", "b", "c")
 
 
 @dataclasses.dataclass
-class ModelLife:
-    """What the plain model knows of one life."""
+class ModelIncarnation:
+    """What the plain model knows of one incarnation."""
 
     nonce: bytes
     number: int
@@ -36,7 +36,7 @@ class ModelLife:
 
 
 class Receiver:
-    """Someone behind a mirror; checks that it hears of each ended life once."""
+    """Someone behind a mirror; checks that it hears of each ended incarnation once."""
 
     def __init__(self, seed: int) -> None:
         self.mirror = Mirror()
@@ -60,10 +60,10 @@ class Receiver:
         self.view = view
         self.present = {member.ref for member in view.members}
         assert len(set(view.gone)) == len(view.gone)
-        assert before - self.present <= set(view.gone), "a life vanished without a word"
+        assert before - self.present <= set(view.gone), "an incarnation vanished without a word"
         self.check_gone(before, view, change)
         self.told.update(view.gone)
-        assert self.told <= deaths, "a life ended more often for a receiver than it did"
+        assert self.told <= deaths, "an incarnation ended more often for a receiver than it did"
 
     def check_gone(self, before: set[AgentRef], view: Membership, change: Change) -> None:
         """Whoever is gone was here, or was born and died between two updates; whoever is gone and here came back."""
@@ -81,7 +81,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         self.now_ns = 0
         self.counter = 0
         self.epoch = 0
-        self.lives: dict[str, ModelLife] = {}
+        self.incarnations: dict[str, ModelIncarnation] = {}
         self.deaths: collections.Counter[AgentRef] = collections.Counter()
         self.receivers = [Receiver(seed) for seed in range(4)]
         self.pairs: list[tuple[str, bytes, int]] = []
@@ -89,7 +89,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        for agent_id in list(self.lives):
+        for agent_id in list(self.incarnations):
             self.ended(agent_id)
         self.epoch += 1
         self.started_ns = self.now_ns
@@ -106,8 +106,8 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
             receiver.revision = None
 
     def ended(self, agent_id: str) -> None:
-        life = self.lives.pop(agent_id)
-        self.deaths[AgentRef(agent_id, Incarnation(life.number, life.nonce))] += 1
+        incarnation = self.incarnations.pop(agent_id)
+        self.deaths[AgentRef(agent_id, Incarnation(incarnation.number, incarnation.nonce))] += 1
 
     @rule(agent_id=st.sampled_from(AGENTS), nonce=st.sampled_from(NONCES))
     def register_fresh(self, agent_id: str, nonce: bytes) -> None:
@@ -120,10 +120,10 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         self.register(*data.draw(st.sampled_from(self.pairs)))
 
     def register(self, agent_id: str, nonce: bytes, number: int) -> None:
-        current = self.lives.get(agent_id)
+        current = self.incarnations.get(agent_id)
         is_same = current is not None and current.nonce == nonce
         if current is None:
-            is_allowed = len(self.lives) < 2
+            is_allowed = len(self.incarnations) < 2
         elif is_same:
             is_allowed = number in (0, current.number)
         elif number:
@@ -138,17 +138,17 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         registration = self.directory.register(offer, fresh_number=self.counter or 1, now_ns=self.now_ns)
         got = registration.ref.incarnation.number
         assert got == (current.number if is_same and current else number or self.counter)
-        life = ModelLife(nonce, got, registration.stream, self.now_ns)
+        incarnation = ModelIncarnation(nonce, got, registration.stream, self.now_ns)
         if is_same and current:
-            life.is_draining = current.is_draining
+            incarnation.is_draining = current.is_draining
         elif current:
             self.ended(agent_id)
-        self.lives[agent_id] = life
+        self.incarnations[agent_id] = incarnation
         self.pairs.append((agent_id, nonce, got))
         self.streams.append(registration.stream)
 
     def speaker(self, stream: int) -> str | None:
-        return next((name for name, life in self.lives.items() if life.stream == stream), None)
+        return next((name for name, incarnation in self.incarnations.items() if incarnation.stream == stream), None)
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data(), queued=st.integers(0, 2), drains=st.booleans())
@@ -160,9 +160,9 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
                 self.directory.heartbeat(stream, load, is_draining=drains, now_ns=self.now_ns)
             return
         assert self.directory.heartbeat(stream, load, is_draining=drains, now_ns=self.now_ns) == ()
-        life = self.lives[name]
-        life.beat_ns, life.is_suspect, life.load = self.now_ns, False, load
-        life.is_draining |= drains
+        incarnation = self.incarnations[name]
+        incarnation.beat_ns, incarnation.is_suspect, incarnation.load = self.now_ns, False, load
+        incarnation.is_draining |= drains
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data(), count=st.integers(0, 2))
@@ -174,8 +174,8 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
                 self.directory.update_pools(stream, pools, now_ns=self.now_ns)
             return
         self.directory.update_pools(stream, pools, now_ns=self.now_ns)
-        life = self.lives[name]
-        life.beat_ns, life.is_suspect, life.pools = self.now_ns, False, pools
+        incarnation = self.incarnations[name]
+        incarnation.beat_ns, incarnation.is_suspect, incarnation.pools = self.now_ns, False, pools
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data())
@@ -183,7 +183,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
         stream = data.draw(st.sampled_from(self.streams))
         self.directory.stream_ended(stream, now_ns=self.now_ns)
         if name := self.speaker(stream):
-            self.lives[name].stream = None
+            self.incarnations[name].stream = None
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data())
@@ -199,24 +199,28 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
 
     @rule(agent_id=st.sampled_from(AGENTS))
     def drain(self, agent_id: str) -> None:
-        if agent_id not in self.lives:
+        if agent_id not in self.incarnations:
             with pytest.raises(RefusedError):
                 self.directory.drain(agent_id, "", now_ns=self.now_ns)
             return
         self.directory.drain(agent_id, "", now_ns=self.now_ns)
-        self.lives[agent_id].is_draining = True
+        self.incarnations[agent_id].is_draining = True
 
     @rule(steps=st.integers(1, 8))
     def pass_time(self, steps: int) -> None:
         for _ in range(steps):
             self.now_ns += 250 * MS
-            lost = {effect.ref.agent_id for effect in self.directory.tick(self.now_ns) if isinstance(effect, LifeEnded)}
-            silence = {name: self.now_ns - life.beat_ns for name, life in self.lives.items()}
+            lost = {
+                effect.ref.agent_id
+                for effect in self.directory.tick(self.now_ns)
+                if isinstance(effect, IncarnationEnded)
+            }
+            silence = {name: self.now_ns - incarnation.beat_ns for name, incarnation in self.incarnations.items()}
             assert lost == {name for name, age_ns in silence.items() if age_ns >= DEAD_NS}
             for name in lost:
                 self.ended(name)
-            for name, life in self.lives.items():
-                life.is_suspect |= silence[name] >= SUSPECT_NS and life.stream is not None
+            for name, incarnation in self.incarnations.items():
+                incarnation.is_suspect |= silence[name] >= SUSPECT_NS and incarnation.stream is not None
 
     @rule()
     def restart_coordinator(self) -> None:
@@ -232,8 +236,14 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
 
     def expected(self) -> dict[str, tuple[Any, ...]]:
         return {
-            name: (life.nonce, life.number, life.is_suspect or life.stream is None, life.is_draining, life.pools)
-            for name, life in self.lives.items()
+            name: (
+                incarnation.nonce,
+                incarnation.number,
+                incarnation.is_suspect or incarnation.stream is None,
+                incarnation.is_draining,
+                incarnation.pools,
+            )
+            for name, incarnation in self.incarnations.items()
         }
 
     def seen(self, members: tuple[Member, ...]) -> dict[str, tuple[Any, ...]]:
@@ -252,9 +262,9 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
     def the_directory_equals_the_dict(self) -> None:
         members = self.directory.change_since(None).members
         assert self.seen(members) == self.expected()
-        assert len(self.directory._liveness) == len(self.lives)
+        assert len(self.directory._liveness) == len(self.incarnations)
         assert {member.ref.agent_id: member.load for member in members} == {
-            name: life.load for name, life in self.lives.items()
+            name: incarnation.load for name, incarnation in self.incarnations.items()
         }
 
     @invariant()
@@ -269,7 +279,7 @@ class DirectoryAgainstDict(RuleBasedStateMachine):
             assert not (self.directory.is_settled and missing)
             if receiver.with_load:
                 assert {m.ref.agent_id: m.load for m in receiver.view.members if m.ref.agent_id not in missing} == {
-                    name: life.load for name, life in self.lives.items()
+                    name: incarnation.load for name, incarnation in self.incarnations.items()
                 }
 
 

@@ -1,4 +1,4 @@
-"""Pools are compared by every field, and session keys belong to exactly one pair of lives."""
+"""Pools are compared by every field, and session keys belong to exactly one pair of incarnations."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ ENDS_S = 10.0
 GARBAGE = 0x5A
 
 
-class Life:
+class Trial:
     """One room, and where its two sides are. Its pages and rows are its own."""
 
     def __init__(self, world: World, draw: random.Random, place: int) -> None:
@@ -115,38 +115,38 @@ def play(world: World, seed: int) -> list[tuple[int, int]]:
     """How each room ended, for prefill and for decode."""
     draw = random.Random(seed)
     world.decode.poison()
-    lives = [Life(world, draw, place) for place in range(ROOMS)]
+    trials = [Trial(world, draw, place) for place in range(ROOMS)]
     end_s = time.monotonic() + ENDS_S
-    while open_lives := [life for life in lives if life.steps]:
-        assert time.monotonic() < end_s, [(life.abort_at, life.gave_up, list(life.steps)) for life in open_lives]
-        life = draw.choice(open_lives)
-        life.step(draw.choice(list(life.steps)))
+    while open_trials := [trial for trial in trials if trial.steps]:
+        assert time.monotonic() < end_s, [(trial.abort_at, trial.gave_up, list(trial.steps)) for trial in open_trials]
+        trial = draw.choice(open_trials)
+        trial.step(draw.choice(list(trial.steps)))
         if draw.random() < 0.2:
             time.sleep(0.001)
-    for life in lives:
-        judge(world.decode, life)
-    ends = [life.ends for life in lives]
-    for life in lives:
-        life.clear()
+    for trial in trials:
+        judge(world.decode, trial)
+    ends = [trial.ends for trial in trials]
+    for trial in trials:
+        trial.clear()
     return ends
 
 
-def judge(decode: Rank, life: Life) -> None:
+def judge(decode: Rank, trial: Trial) -> None:
     """Its pages hold what was sent, or, where it failed, nothing more comes."""
-    sent, received = life.ends
-    if not life.gave_up:
+    sent, received = trial.ends
+    if not trial.gave_up:
         assert (sent, received) == (SUCCESS, SUCCESS)
     if received == SUCCESS:
-        for array, content in zip(decode.kv, life.content, strict=True):
-            assert np.array_equal(array[life.target], content)
-        for mine, theirs in zip(decode.aux, life.p.aux, strict=True):
-            assert np.array_equal(mine[life.place], theirs[life.place])
+        for array, content in zip(decode.kv, trial.content, strict=True):
+            assert np.array_equal(array[trial.target], content)
+        for mine, theirs in zip(decode.aux, trial.p.aux, strict=True):
+            assert np.array_equal(mine[trial.place], theirs[trial.place])
         return
-    wait(lambda: decode.manager.is_abort_release_safe(life.number, 1))
+    wait(lambda: decode.manager.is_abort_release_safe(trial.number, 1))
     for array in decode.kv:  # another request's
-        array[life.target] = POISON
+        array[trial.target] = POISON
     time.sleep(0.002)
-    assert all((array[life.target] == POISON).all() for array in decode.kv), "written after it was free"
+    assert all((array[trial.target] == POISON).all() for array in decode.kv), "written after it was free"
 
 
 @pytest.mark.parametrize("first", range(0, ORDERS, 20))

@@ -1,4 +1,4 @@
-"""The agent of a worker process and the thread whose event loop it lives on. An engine's worker has no event loop of
+"""The agent of a worker process and the thread whose event loop it runs on. An engine's worker has no event loop of
 its own, and its forward thread must not wait for one (but 5 ms, for its turn at the events). Decides the
 order of starting and stopping; must never know a request.
 """

@@ -350,9 +350,8 @@ class nixl_agent:
     def add_remote_agent(self, metadata: bytes) -> bytes:
         """The name of the agent, as UTF-8 bytes (as in NIXL, whatever its annotation says).
 
-        Raises nixlMismatchError, nixlInvalidParamError (our own), nixlNotAllowedError (another life of a known agent),
-        nixlNotFoundError (partial, and how to reach it did not come before).
-        """
+        Raises nixlMismatchError, nixlInvalidParamError (our own), nixlNotAllowedError (another incarnation of a known
+        agent), nixlNotFoundError (partial, and how to reach it did not come before)."""
         return self.agent.loadRemoteMD(metadata)
 
     def remove_remote_agent(self, agent: str) -> None:

@@ -1,5 +1,5 @@
-"""One NIXL agent's place on kvxfer's transport: its name and life, its memory, its remotes, its notifications. Decides
-when the transport is opened and what its metadata says; must never know NIXL's handles.
+"""One NIXL agent's place on kvxfer's transport: its name and incarnation, its memory, its remotes, its notifications.
+Decides when the transport is opened and what its metadata says; must never know NIXL's handles.
 
 The transport opens with the first network backend, as NIXL's does. The background threads of the metadata exchange hold
 this object, and never the agent in front of it: so that an agent that the program drops is closed.
@@ -150,7 +150,7 @@ class Endpoint:
         """Remove a remote agent that asked for it itself. Raises nixlNotFoundError for any other proof."""
         remote = None if self._link is None else self._link.remotes.find(name)
         if remote is None or not hmac.compare_digest(proof, invalidation_proof(remote.capability, remote.ref)):
-            raise nixlNotFoundError(f"agent {name!r} is not known here in the life that asks to be forgotten")
+            raise nixlNotFoundError(f"agent {name!r} is not known here in the incarnation that asks to be forgotten")
         self.forget(name)
 
     # --- notifications ---

@@ -1,9 +1,8 @@
 """The agents whose metadata was added. Decides what new metadata does to what is known; must never decode a blob, nor
 know how it came.
 
-A remote is one life of an agent. Another life under the same name is refused until the first was removed, as in NIXL;
-whole metadata replaces the known regions, partial metadata adds to them.
-"""
+A remote is one incarnation of an agent. Another incarnation under the same name is refused until the first was removed,
+as in NIXL; whole metadata replaces the known regions, partial metadata adds to them."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ log = logging.getLogger("nixl.kvxfer")
 
 
 class Remote:
-    """One life of another agent. ``peer`` is made anew when its regions change."""
+    """One incarnation of another agent. ``peer`` is made anew when its regions change."""
 
     def __init__(self, metadata: AgentMetadata, address: DataAddress, ours: DataAddress) -> None:
         self.name = metadata.name
@@ -37,7 +36,7 @@ class Remote:
         self.empties = metadata.empties
 
     def update(self, metadata: AgentMetadata) -> None:
-        """Raises nixlNotAllowedError for the metadata of another life, or of this one elsewhere."""
+        """Raises nixlNotAllowedError for the metadata of another incarnation, or of this one elsewhere."""
         is_other = metadata.address is not None and (metadata.address, metadata.capability) != (
             self.address,
             self.capability,
@@ -79,7 +78,7 @@ class Remotes:
 
     def add(self, metadata: AgentMetadata) -> Remote:
         """Raises nixlInvalidParamError (our own), nixlNotFoundError (partial, without connection info, of an agent not
-        known), nixlNotAllowedError (another life; more than REMOTES_MAX)."""
+        known), nixlNotAllowedError (another incarnation; more than REMOTES_MAX)."""
         with self._lock:
             if metadata.name == self._own_name:
                 raise nixlInvalidParamError("this is our own metadata; an agent reaches itself without")

@@ -1,5 +1,5 @@
 """SGLang 0.5.23's manager of a rank's connections over the transport core, and the classes that SGLang asks for.
-Decides which of SGLang's calls means what; whatever is not of this version of SGLang lives beside it.
+Decides which of SGLang's calls means what; whatever is not of this version of SGLang is beside it.
 
 SGLang's scheduler thread makes senders and receivers and polls them; a thread of ours hears SGLang's socket; callbacks
 come from the agent's thread. Statuses are SGLang's (`KVPoll`): Failed is told only once no page is touched any more.

@@ -2,9 +2,8 @@
 cannot be changed, but whoever sees it can send it again, to anybody. Decides who it is for, and whether it is new; must
 never know what a message says.
 
-A message names its sender and the process it is for, which are new with each life, and has a number of its sender's.
-The first one to a place is for whoever is there: nobody has been heard from it yet.
-"""
+A message names its sender and the process it is for, which are new with each incarnation, and has a number of its
+sender's. The first one to a place is for whoever is there: nobody has been heard from it yet."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ class DestinationRooms:
             with self._lock:
                 if made.is_over:
                     return
-                leg.life = leg.life or member.ref
+                leg.ref = leg.ref or member.ref
                 transfer_id = self._id(leg, END_PART)
                 made.transfers[transfer_id] = self._agent.ask(
                     self._pools.aux,

@@ -51,7 +51,7 @@ class KvxferSender(CommonKVSender):  # type: ignore[misc]
             mgr.fail(bootstrap_room, f"{error.code}: {error}")
 
     def poll(self) -> Any:
-        """A sign of life of the engine, too."""
+        """A heartbeat of the engine, too."""
         self.kv_mgr.core.sources.pulse(True)
         status = super().poll()
         if status == KVPoll.Failed:

@@ -156,7 +156,7 @@ class SourceRooms:
                     self._drop_early(next(iter(self._early)))
             made.legs.append(leg)
             self._by_transfer[leg.transfer_id] = (made, leg)
-            self._post(self._note_life, leg)
+            self._post(self._note_incarnation, leg)
             given_up = self._given_up.pop((leg.agent_id, leg.transfer_id), None)
             if given_up is not None:  # it says why; the agent knows that it did, and no more
                 self.on_message(leg.agent_id, given_up)
@@ -222,7 +222,7 @@ class SourceRooms:
                 self.pulse(False)
 
     def pulse(self, has_work: bool) -> None:
-        """A sign of life of the engine's loop, which is about to step; ``has_work=False``: it has nothing to do. At
+        """A heartbeat of the engine's loop, which is about to step; ``has_work=False``: it has nothing to do. At
         most one each PULSE_S is taken; :meth:`clear` of the last room says by itself that there is nothing to do."""
         now_s = time.monotonic()
         at_s, had_work = self._pulsed
@@ -322,11 +322,11 @@ class SourceRooms:
             return RefusedError(f"room {room} is in use: it is being sent to others")
         return None
 
-    def _note_life(self, leg: SourceLeg) -> None:
+    def _note_incarnation(self, leg: SourceLeg) -> None:
         """On the loop, where it was met by now."""
         with contextlib.suppress(KvxferError):
             member = self._agent.find_member(leg.agent_id)
-            leg.life = leg.life or (None if member is None else member.ref)
+            leg.ref = leg.ref or (None if member is None else member.ref)
 
     def _turn_away(self, leg: SourceLeg, error: KvxferError) -> None:
         self._say(leg.agent_id, Failed(leg.transfer_id, error.code, str(error)))

@@ -36,14 +36,14 @@ class Leg:
     transfer_id: TransferId
     agent_id: str
     rank: int
-    life: AgentRef | None = None
+    ref: AgentRef | None = None
     """Of the peer, once it is known."""
     began_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
 @dataclasses.dataclass(eq=False)
 class _Asked:
-    """What is known of one life."""
+    """What is known of one incarnation."""
 
     at_s: float = 0.0
     answer: asyncio.Future[KvxferError | None] | None = None
@@ -98,17 +98,17 @@ class Watch:
 
     def _look_at(self, leg: Leg, now_s: float, seen: dict[AgentRef, KvxferError | None]) -> KvxferError | None:
         member = self._agent.find_member(leg.agent_id)
-        if leg.life is None and member is not None:
-            leg.life = member.ref
-        if leg.life is None:
+        if leg.ref is None and member is not None:
+            leg.ref = member.ref
+        if leg.ref is None:
             is_late = now_s - leg.began_s >= SILENT_S
             return PeerGoneError(f"no agent {leg.agent_id!r} is known") if is_late else None
-        if member is None or member.ref != leg.life:
+        if member is None or member.ref != leg.ref:
             now = "gone" if member is None else f"restarted: it is {member.ref} now"
-            return PeerGoneError(f"{leg.life} is {now}")
-        if leg.life not in seen:
-            seen[leg.life] = self._ask(leg.life, now_s)
-        return seen[leg.life]
+            return PeerGoneError(f"{leg.ref} is {now}")
+        if leg.ref not in seen:
+            seen[leg.ref] = self._ask(leg.ref, now_s)
+        return seen[leg.ref]
 
     def _ask(self, ref: AgentRef, now_s: float) -> KvxferError | None:
         asked = self._asked.setdefault(ref, _Asked())

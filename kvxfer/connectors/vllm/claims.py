@@ -1,6 +1,6 @@
 """Whose a prompt is that no request promised to anybody: the first rank of the engine that holds it says so, before
-another rank's part of it is read or let go. Lives on the agent's loop; decides nothing, and must never know a block.
-"""
+another rank's part of it is read or let go. Incarnations on the agent's loop; decides nothing, and must never know a
+block."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         ranks = [metadata[rank] for rank in sorted(metadata)]
         agent_metadata = tuple(rank.agent_metadata for rank in ranks if rank.agent_metadata)
-        self._scheduler.set_lives(tuple(rank.incarnation for rank in ranks), agent_metadata)
+        self._scheduler.set_incarnations(tuple(rank.incarnation for rank in ranks), agent_metadata)
         for rank in ranks:
             self._engine_weights.tell(rank.agent_id, rank.weights_why)
 

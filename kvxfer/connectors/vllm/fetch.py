@@ -49,7 +49,7 @@ class Fetch:
         self.inbox: asyncio.Queue[Part | Refuse | KvxferError] = asyncio.Queue()
         self.task: asyncio.Task[Landing | None] | None = None
         self.why: KvxferError | None = None
-        self.life: AgentRef | None = None
+        self.source_ref: AgentRef | None = None
         """Of the source, once it was found."""
         self.landings = contextlib.AsyncExitStack()
         """Left when no byte can land any more."""

@@ -42,7 +42,7 @@ class Hold:
     blocks: list[int]
     final: int
     total: int
-    life_end_s: float
+    lease_end_s: float
     """When it is over whatever anybody wants."""
     traceparent: str | None
     span: OpenSpan
@@ -67,7 +67,7 @@ class Hold:
     """When an engine last said that it wants this: the reader, or, while there is none, any agent."""
 
     @classmethod
-    def of(cls, order: Open | Finish, total: int, life_end_s: float, blocks: Sequence[int] = ()) -> Hold:
+    def of(cls, order: Open | Finish, total: int, lease_end_s: float, blocks: Sequence[int] = ()) -> Hold:
         """A new one; ``blocks`` of it are known."""
         return cls(
             request_id=order.request_id,
@@ -78,7 +78,7 @@ class Hold:
             blocks=list(blocks),
             final=0,
             total=total,
-            life_end_s=life_end_s,
+            lease_end_s=lease_end_s,
             traceparent=order.traceparent,
             span=OpenSpan(
                 "kvxfer.hold",

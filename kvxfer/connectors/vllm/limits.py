@@ -30,7 +30,7 @@ def check_engine(vllm_config: Any) -> None:
 
 def check_transferable(kv_cache_config: Any) -> None:
     """Raise ConfigError unless every layer's blocks are those of a prompt's tokens, in order, and none is ever cut,
-    reused or rebuilt while the prompt lives; a kind of cache that is not known is none of them."""
+    reused or rebuilt while the prompt exists; a kind of cache that is not known is none of them."""
     for group in kv_cache_config.kv_cache_groups:
         if not getattr(group, "enable_kv_transfer", True):
             raise ConfigError(

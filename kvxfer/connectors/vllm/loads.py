@@ -3,7 +3,7 @@ committed as a whole or not at all.
 
 One task a source of a load: it pulls the whole prompt where the source granted that already; otherwise it asks, and
 pulls each part that the source grants, while the source may still be computing it. A load ends once: committed, or
-failed with a named error; it is told of only after no byte can land in its blocks any more. Everything here lives on
+failed with a named error; it is told of only after no byte can land in its blocks any more. Everything here runs on
 the agent's loop, but for the way of most loads: a prompt granted as a whole by a source of our kind that is known is
 pulled by the forward thread, which waits for it, and the loop is needed only where that does not end well or soon.
 """
@@ -55,7 +55,7 @@ from kvxfer.types import AgentRef, Member, TransferId
 log = logging.getLogger("kvxfer.vllm")
 
 WATCH_S = 0.5
-"""How often a source that something is expected of is asked for a sign of life."""
+"""How often a source that something is expected of is asked for a heartbeat."""
 ASKS_MAX = 4
 """So often a load begins anew because its source took back what it had promised."""
 SILENT_S = 1.5
@@ -136,11 +136,11 @@ class Loads:
             source = self._agent.find_member(name)
         except KvxferError:  # the loop's way tells it
             return None
-        life = order.lives[self._rank] if order.lives else None
-        if source is None or life not in (None, source.ref.incarnation) or not self._staging.is_alike(source):
+        incarnation = order.incarnations[self._rank] if order.incarnations else None
+        if source is None or incarnation not in (None, source.ref.incarnation) or not self._staging.is_alike(source):
             return None
         fetch = Fetch(order, name, self._rank, 1)
-        fetch.is_begun, fetch.life = True, source.ref
+        fetch.is_begun, fetch.source_ref = True, source.ref
         landing = self._staging.in_place(order.first, order.blocks)
         fetch.left = len(landing.pools) + 1
         ended = functools.partial(self._one_ended, fetch)
@@ -296,7 +296,7 @@ class Loads:
             if self._staging.is_replica(source):
                 return None
             source = await self._find(order, fetch.source_rank)
-        fetch.life = source.ref
+        fetch.source_ref = source.ref
         await self._claim(order, fetch.source_rank)
         cut = Cut(fetch.source_rank, len(order.sources), self._rank, self._ranks)
         landing = await fetch.landings.enter_async_context(
@@ -389,18 +389,18 @@ class Loads:
     # --- sources ---
 
     async def _find(self, order: Load, source_rank: int) -> Member:
-        """The life of that source which has the prompt, as far as it is known which. Raises PeerGoneError."""
-        life = order.lives[source_rank] if order.lives else None
+        """The incarnation of that source which has the prompt, as far as it is known which. Raises PeerGoneError."""
+        incarnation = order.incarnations[source_rank] if order.incarnations else None
         self._meet(order, source_rank)
-        return await self._agent.wait_member(order.sources[source_rank], timeout_s=SILENT_S, incarnation=life)
+        return await self._agent.wait_member(order.sources[source_rank], timeout_s=SILENT_S, incarnation=incarnation)
 
     def _meet(self, order: Load | Remote, source_rank: int) -> None:
         """Know that source by its signed metadata, with option ``discovery`` and if the request has some. Raises
         PeerGoneError."""
         if self._options.discovery and order.agent_metadata:
-            life = order.lives[source_rank] if order.lives else None
+            incarnation = order.incarnations[source_rank] if order.incarnations else None
             self._agent.add_remote_agent(
-                order.agent_metadata[source_rank], order.sources[source_rank], incarnation=life
+                order.agent_metadata[source_rank], order.sources[source_rank], incarnation=incarnation
             )
 
     def _meet_all(self, remote: Remote) -> None:
@@ -454,9 +454,11 @@ class Loads:
                 try:
                     told = await self.notify(source, *(Keep(tuple(some)) for some in _batches(wanted)))
                     for fetch in fetches:
-                        if fetch.life not in (None, told):
+                        if fetch.source_ref not in (None, told):
                             fetch.end(
-                                PeerGoneError(f"agent {source!r} was restarted: it is {told} now, not {fetch.life}")
+                                PeerGoneError(
+                                    f"agent {source!r} was restarted: it is {told} now, not {fetch.source_ref}"
+                                )
                             )
                 except KvxferError as error:
                     for fetch in fetches:
@@ -466,7 +468,7 @@ class Loads:
             del self._watched[source]
 
     async def notify(self, agent_id: str, *messages: Message) -> AgentRef:
-        """Say that to an agent, and return the life that took it. Raises PeerGoneError where none did in time,
+        """Say that to an agent, and return the incarnation that took it. Raises PeerGoneError where none did in time,
         CoordinatorUnavailableError."""
         member = await self._agent.wait_member(agent_id, timeout_s=SILENT_S)
         deliveries = [self._agent.notify(agent_id, encode(message)) for message in messages]

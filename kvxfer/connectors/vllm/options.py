@@ -56,9 +56,9 @@ class ConnectorOptions:
     checksum: ChecksumMode = ChecksumMode.OFF
     """Which pages carry CRC-32C checksums."""
     hold_ttl_s: float = 10.0
-    """How long a computed prompt waits for a reader that gives no sign of life."""
+    """How long a computed prompt waits for a reader that gives no heartbeat."""
     hold_life_max_s: float = 600.0
-    """No sign of life keeps it longer."""
+    """No heartbeat keeps it longer."""
     load_deadline_s: float = 120.0
     """Of one load, which begins when the source has begun the prompt and vLLM has given it blocks."""
     grant_wait_s: float = 600.0
@@ -150,7 +150,7 @@ class ConnectorOptions:
             stripes=self.stripes,
             copy_threads=self.copy_threads,
             grant_ttl_s=self.hold_ttl_s,
-            grant_life_max_s=max(self.hold_ttl_s, self.hold_life_max_s),
+            grant_lifetime_max_s=max(self.hold_ttl_s, self.hold_life_max_s),
             grant_wait_s=self.grant_wait_s,
             unknown_wait_s=self.unknown_wait_s,
             engine_silent_s=self.engine_silent_s,

@@ -40,13 +40,14 @@ class PrefillLeg:
 @dataclasses.dataclass(frozen=True)
 class DecodeLeg:
     """Fetch the prompt. ``tokens``: how many the source holds, where it has said so: then it has computed them.
-    ``lives``: which lives of ``sources`` did that, and ``agent_metadata``: their signed metadata; empty where it was
-    not said. ``timeout_s``: how long it may wait for a source that has not begun it; ``None``: not said."""
+    ``incarnations``: which incarnations of ``sources`` did that, and ``agent_metadata``: their signed metadata; empty
+    where it was not said. ``timeout_s``: how long it may wait for a source that has not begun it; ``None``: not
+    said."""
 
     transfer_id: TransferId
     sources: tuple[str, ...]
     tokens: int | None
-    lives: tuple[Incarnation, ...] = ()
+    incarnations: tuple[Incarnation, ...] = ()
     agent_metadata: tuple[str, ...] = ()
     timeout_s: float | None = None
 
@@ -104,11 +105,11 @@ def handed_over(
     request_id: str,
     tokens: int,
     traceparent: str | None = None,
-    lives: tuple[Incarnation, ...] = (),
+    incarnations: tuple[Incarnation, ...] = (),
     agent_metadata: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """What a prefill leg is answered, to be copied into the decode leg: ``tokens`` are kept by ``agents``, in these
-    ``lives`` of theirs, which ``agent_metadata`` describes."""
+    ``incarnations`` of theirs, which ``agent_metadata`` describes."""
     trace = {} if traceparent is None else {"traceparent": traceparent}
     return {
         **trace,
@@ -120,7 +121,7 @@ def handed_over(
         "kvxfer": {
             "version": VERSION,
             "agents": list(agents),
-            "lives": [f"{life.number}.{life.boot_nonce.hex()}" for life in lives],
+            "lives": [f"{incarnation.number}.{incarnation.boot_nonce.hex()}" for incarnation in incarnations],
             "cards": list(agent_metadata),
             "tokens": tokens,
         },
@@ -159,10 +160,12 @@ def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
     if type(tokens) is not int or tokens < 0:
         raise InvalidArgumentError("kvxfer.tokens must be a count")
     names = tuple(check_agent_id(agent) for agent in agents)
-    lives, agent_metadata = (_for_each(agents, answered, name) for name in ("lives", "cards"))
+    incarnations, agent_metadata = (_for_each(agents, answered, name) for name in ("lives", "cards"))
     if len(agent_metadata) > DISCOVERED_RANKS_MAX:
         raise InvalidArgumentError(f"kvxfer.cards must be at most {DISCOVERED_RANKS_MAX}")
-    return DecodeLeg(transfer_id, names, tokens, tuple(map(_life, lives)), tuple(map(_metadata, agent_metadata)))
+    return DecodeLeg(
+        transfer_id, names, tokens, tuple(map(_incarnation, incarnations)), tuple(map(_metadata, agent_metadata))
+    )
 
 
 def _timeout(value: Any) -> float | None:
@@ -186,10 +189,10 @@ def _metadata(text: Any) -> str:
     return text
 
 
-def _life(text: Any) -> Incarnation:
+def _incarnation(text: Any) -> Incarnation:
     found = _LIFE.fullmatch(text) if isinstance(text, str) else None
     if found is None:
-        raise InvalidArgumentError("a life of kvxfer.lives must be a number, a point and 32 hex digits")
+        raise InvalidArgumentError("an incarnation of kvxfer.lives must be a number, a point and 32 hex digits")
     return Incarnation(int(found[1]), bytes.fromhex(found[2]))
 
 

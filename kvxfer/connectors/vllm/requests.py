@@ -123,7 +123,7 @@ def about(decode: Decode, code: str) -> dict[str, str]:
 
 def remote(decode: Decode) -> Remote:
     leg = decode.leg
-    return Remote(decode.request_id, leg.transfer_id, leg.sources, leg.lives, leg.agent_metadata, leg.is_open)
+    return Remote(decode.request_id, leg.transfer_id, leg.sources, leg.incarnations, leg.agent_metadata, leg.is_open)
 
 
 def load_of(decode: Decode, first: int, blocks: tuple[int, ...], *, has_direct: bool) -> Load:
@@ -139,7 +139,7 @@ def load_of(decode: Decode, first: int, blocks: tuple[int, ...], *, has_direct: 
         decode.content,
         has_direct,
         decode.traceparent,
-        leg.lives,
+        leg.incarnations,
         leg.agent_metadata,
         leg.is_open,
         "" if decode.failure is None else decode.failure.code,

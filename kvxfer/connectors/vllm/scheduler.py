@@ -77,7 +77,7 @@ class SchedulerHalf:
         self._options = options
         self._block_tokens = block_tokens
         self._agents = agents
-        self._lives: tuple[Incarnation, ...] = ()
+        self._incarnations: tuple[Incarnation, ...] = ()
         self._agent_metadata: tuple[str, ...] = ()
         self._mint = mint
         self._adapter_fingerprint = adapter_fingerprint
@@ -106,10 +106,9 @@ class SchedulerHalf:
         """Seconds of waits that ended."""
         self._gauges: Gauges | None = None
 
-    def set_lives(self, lives: tuple[Incarnation, ...], agent_metadata: tuple[str, ...] = ()) -> None:
-        """Of this engine's agents, by rank: what they compute is to be had of no other. ``agent_metadata``: theirs,
-        signed."""
-        self._lives, self._agent_metadata = lives, agent_metadata
+    def set_incarnations(self, incarnations: tuple[Incarnation, ...], agent_metadata: tuple[str, ...] = ()) -> None:
+        """Of this engine's agents, by rank: only they have what they compute. ``agent_metadata``: theirs, signed."""
+        self._incarnations, self._agent_metadata = incarnations, agent_metadata
 
     def set_agent_metadata(self, agent_id: str, agent_metadata: str) -> None:
         """The signed metadata of that rank's agent from now on."""
@@ -208,8 +207,8 @@ class SchedulerHalf:
         self._finishes.append(Finish(name, transfer_id, prefill.reader, blocks, prefill.content, traceparent))
         self._held.keep(name, len(block_ids), is_read=prefill.is_read)
         tokens = request.num_prompt_tokens - 1
-        answer = handed_over(transfer_id, self._agents, name, tokens, traceparent, self._lives, self._agent_metadata)
-        return True, answer
+        known = (self._incarnations, self._agent_metadata)
+        return True, handed_over(transfer_id, self._agents, name, tokens, traceparent, *known)
 
     # --- what a step is ---
 

@@ -171,7 +171,7 @@ class Source:
             self._accepted.step_over()
 
     def _open(self, order: Open) -> None:
-        hold = Hold.of(order, order.total, self._life_end_s())
+        hold = Hold.of(order, order.total, self._lease_end_s())
         self._admit(hold)
         self._hear_early_releases(hold)
 
@@ -194,7 +194,7 @@ class Source:
         hold = self._holds.get(order.request_id)
         now_s = time.monotonic()
         if hold is None:
-            hold = Hold.of(order, len(order.blocks), self._life_end_s(), order.blocks)
+            hold = Hold.of(order, len(order.blocks), self._lease_end_s(), order.blocks)
             self._admit(hold)
         else:
             hold.blocks = list(order.blocks)
@@ -246,7 +246,7 @@ class Source:
         if hold is not None and hold.until_s is not None:
             self._free(hold, GrantRevokedError(order.reason))
 
-    def _life_end_s(self) -> float:
+    def _lease_end_s(self) -> float:
         return time.monotonic() + self._options.hold_life_max_s
 
     def _admit(self, hold: Hold) -> None:
@@ -321,7 +321,7 @@ class Source:
         if hold.until_s is None:
             return
         is_read = bool(hold.heard_s) or any(grant.state is GrantState.ALIVE for grant in hold.grants.values())
-        if now_s >= (hold.life_end_s if is_read else hold.until_s):
+        if now_s >= (hold.lease_end_s if is_read else hold.until_s):
             self.expired += 1
             log.warning("a prompt was not fetched in time", extra={"request_id": hold.request_id})
             self._free(hold, GrantExpiredError("it was not fetched in time"))

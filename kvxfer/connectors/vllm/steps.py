@@ -19,10 +19,9 @@ class Load:
     engine.
 
     ``has_direct``: the source said that the whole prompt is granted already. ``traceparent``: of the request.
-    ``lives``: those of the sources that have the prompt, and their signed ``agent_metadata``; empty where not said.
-    ``is_open``: the source may have promised it to no engine, so that of several engines the first one has it. ``code``
-    and ``text``: the wait for it ended with that error, and so does this, at once.
-    """
+    ``incarnations``: those of the sources that have the prompt, and their signed ``agent_metadata``; empty where not
+    said. ``is_open``: the source may have promised it to no engine, so that of several engines the first one has it.
+    ``code`` and ``text``: the wait for it ended with that error, and so does this, at once."""
 
     request_id: str
     transfer_id: TransferId
@@ -33,7 +32,7 @@ class Load:
     content: bytes
     has_direct: bool
     traceparent: str | None = None
-    lives: tuple[Incarnation, ...] = ()
+    incarnations: tuple[Incarnation, ...] = ()
     agent_metadata: tuple[str, ...] = ()
     is_open: bool = False
     code: str = ""
@@ -42,13 +41,13 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remote:
-    """A request whose KV lies with the ranks ``sources`` of another engine, in those ``lives``, which
+    """A request whose KV lies with the ranks ``sources`` of another engine, in those ``incarnations``, which
     ``agent_metadata`` describes. ``is_open`` as in :class:`Load`."""
 
     request_id: str
     transfer_id: TransferId
     sources: tuple[str, ...]
-    lives: tuple[Incarnation, ...] = ()
+    incarnations: tuple[Incarnation, ...] = ()
     agent_metadata: tuple[str, ...] = ()
     is_open: bool = False
 

@@ -3,7 +3,7 @@ when to give up.
 
 The source's first rank is asked anew each half second; it says at once when a prompt has begun, or never will. Besides,
 a wait ends by what the request itself allows, and where that engine is gone, has work and makes no step, or says
-nothing. Everything here lives on the agent's loop.
+nothing. Everything here runs on the agent's loop.
 """
 
 from __future__ import annotations

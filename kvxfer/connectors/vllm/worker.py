@@ -161,7 +161,7 @@ class WorkerHalf:
 
     @property
     def incarnation(self) -> Incarnation:
-        """This life of the agent, once :meth:`register` was called."""
+        """This incarnation of the agent, once :meth:`register` was called."""
         _, _, runtime = self._parts()
         return runtime.agent.ref.incarnation
 
@@ -271,7 +271,9 @@ class WorkerHalf:
             self._stands(Standing(wait.request_id, False, True, error.code, str(error)))
         left = {load.request_id for load in orders.loads}
         remotes = tuple(
-            Remote(load.request_id, load.transfer_id, load.sources, load.lives, load.agent_metadata, load.is_open)
+            Remote(
+                load.request_id, load.transfer_id, load.sources, load.incarnations, load.agent_metadata, load.is_open
+            )
             for load in orders.loads
         )
         return dataclasses.replace(

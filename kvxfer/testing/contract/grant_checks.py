@@ -104,7 +104,7 @@ def check_expiry(maker: LaneMaker) -> None:
 
 def check_renewals(maker: LaneMaker) -> None:
     """A live reader keeps a slow grant alive far past its time; its maximum life ends it all the same."""
-    config = AgentConfig(grant_ttl_s=1.0, grant_life_max_s=4.0, stall_s=0.5)
+    config = AgentConfig(grant_ttl_s=1.0, grant_lifetime_max_s=4.0, stall_s=0.5)
     with two_parties(maker, config=config) as (source, destination):
         truth, transfer_id, endless = source.fill(1), fresh_id(), fresh_id()
         for number, id_ in enumerate((transfer_id, endless)):

@@ -19,7 +19,7 @@ ALONE = ConnectorOptions.from_config("kv_both", "x", {"introductions": True, "ho
 def discovered(order: Load, p: Rank, metadata: str | None = None) -> Load:
     return dataclasses.replace(
         order,
-        lives=(p.agent.ref.incarnation,),
+        incarnations=(p.agent.ref.incarnation,),
         agent_metadata=(p.agent.export_metadata() if metadata is None else metadata,),
     )
 
@@ -46,7 +46,9 @@ async def test_a_stranger_whose_turn_comes_later_keeps_the_prompt() -> None:
     async with two_ranks(ALONE) as (p, d):
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
         order = discovered(load_order(0, (0, 1, 2), has_direct=True), p)
-        d.loads.keep([Remote(order.request_id, order.transfer_id, order.sources, order.lives, order.agent_metadata)])
+        d.loads.keep(
+            [Remote(order.request_id, order.transfer_id, order.sources, order.incarnations, order.agent_metadata)]
+        )
         began_s = time.monotonic()
         while time.monotonic() - began_s < 2 * ALONE.hold_ttl_s:
             assert not p.freed
@@ -62,7 +64,7 @@ async def test_a_wrong_card_fails_the_load_at_once(kind: str) -> None:
             load_order(0, (0, 1, 2), has_direct=True), p, "no metadata" if kind == "no metadata" else None
         )
         if kind == "another life":
-            order = dataclasses.replace(order, lives=(Incarnation(1, bytes(16)),))
+            order = dataclasses.replace(order, incarnations=(Incarnation(1, bytes(16)),))
         began_s = time.monotonic()
         done = await d.load(order)
         assert done.error is not None

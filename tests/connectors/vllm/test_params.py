@@ -26,10 +26,10 @@ def test_a_prefill_leg_of_any_router() -> None:
 
 def test_what_a_prefill_leg_is_answered_makes_the_decode_leg() -> None:
     assert parse(handed_over(ID, ("p", "p.1"), "request", 41)) == DecodeLeg(ID, ("p", "p.1"), 41)
-    lives = tuple(Incarnation((1 << 64) - 1 - rank, bytes([rank]) * 16) for rank in range(2))
+    incarnations = tuple(Incarnation((1 << 64) - 1 - rank, bytes([rank]) * 16) for rank in range(2))
     metadata = ("metadata", "metadata.1")
-    answer = handed_over(ID, ("p", "p.1"), "request", 41, lives=lives, agent_metadata=metadata)
-    assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41, lives, metadata)
+    answer = handed_over(ID, ("p", "p.1"), "request", 41, incarnations=incarnations, agent_metadata=metadata)
+    assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41, incarnations, metadata)
     del answer["kvxfer"]["lives"], answer["kvxfer"]["cards"]
     assert parse(answer) == DecodeLeg(ID, ("p", "p.1"), 41)
 
@@ -82,7 +82,7 @@ def test_other_requests_are_none_of_ours(params: dict[str, Any] | None) -> None:
         ({"transfer_id": str(ID), "kvxfer": {"version": 1, "agents": ["p"], "tokens": "1"}}, "tokens"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [LIFE, LIFE]}}, "lives"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [f"9{LIFE[1:]}"]}}, "64 bits"),
-        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [1]}}, "life"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [1]}}, "an incarnation of"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": ["a", "b"]}}, "cards"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": ["a" * (TEXT_MAX + 1)]}}, "cards"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": [1]}}, "cards"),

@@ -1,4 +1,4 @@
-"""Sources that are not any more what they were: another life under the same name."""
+"""Sources that are not any more what they were: another incarnation under the same name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.vllm_connector.pair import OPTIONS, Rank, finish_order, load_
 
 
 @contextlib.asynccontextmanager
-async def another_life(of: Rank, known_to: Rank) -> AsyncIterator[Agent]:
+async def another_incarnation(of: Rank, known_to: Rank) -> AsyncIterator[Agent]:
     """A restart of an engine, as the other sees it."""
     pools = [pool.published for pool in of.agent.pools]
     async with Agent(of.agent.info, config=OPTIONS.agent_config(0)) as agent:
@@ -26,11 +26,13 @@ async def another_life(of: Rank, known_to: Rank) -> AsyncIterator[Agent]:
 @pytest.mark.parametrize("has_direct", [False, True])
 async def test_a_source_that_was_restarted_has_not_what_it_said(ranks: tuple[Rank, Rank], has_direct: bool) -> None:
     p, d = ranks
-    order = dataclasses.replace(load_order(0, (0, 1, 2), has_direct=has_direct), lives=(p.agent.ref.incarnation,))
+    order = dataclasses.replace(
+        load_order(0, (0, 1, 2), has_direct=has_direct), incarnations=(p.agent.ref.incarnation,)
+    )
     p.write(0, [4, 5, 6], 0)
     p.source.begin_step(finish_order((4, 5, 6)))
     assert (await d.load(order)).error is None
-    async with another_life(p, d):
+    async with another_incarnation(p, d):
         error = (await asyncio.wait_for(d.load(order), 1.0)).error
     assert error is not None
     assert error.code == "peer_gone"
@@ -42,7 +44,7 @@ async def test_a_source_that_is_restarted_while_it_is_waited_for(ranks: tuple[Ra
     p, d = ranks
     waiting = d.load(load_order(0, (0, 1, 2), has_direct=has_direct))
     await until(lambda: bool(d.agent.statistics().transfers_live or p.source._early))
-    async with another_life(p, d):
+    async with another_incarnation(p, d):
         error = (await asyncio.wait_for(waiting, 3.0)).error
     assert error is not None
     assert error.code == "peer_gone"

@@ -1,4 +1,4 @@
-"""The thread that an agent lives on: how it starts, and how others learn that it ended."""
+"""The thread that an agent runs on: how it starts, and how others learn that it ended."""
 
 from __future__ import annotations
 

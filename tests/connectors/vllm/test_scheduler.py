@@ -30,8 +30,8 @@ TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 
 def test_a_plain_prefill_is_kept_and_handed_over() -> None:
     half, request = new_half(), Request("r", list(range(40)), PREFILL)
-    lives = tuple(Incarnation(7, bytes([rank]) * 16) for rank in range(2))
-    half.set_lives(lives)
+    incarnations = tuple(Incarnation(7, bytes([rank]) * 16) for rank in range(2))
+    half.set_incarnations(incarnations)
     half.on_new_request(request)
     assert half.matched(request, 0) == 0
     assert step(half, {"r": ([1, 2, 3], 0, 40)}) == StepOrders(has_forward=True)
@@ -39,7 +39,7 @@ def test_a_plain_prefill_is_kept_and_handed_over() -> None:
     is_kept, answer = half.finished(request, [1, 2, 3])
     transfer_id = TransferId((1).to_bytes(16, "big"))
     assert is_kept
-    assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39, lives=lives)
+    assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39, incarnations=incarnations)
     (finish,) = step(half).finishes
     assert (finish.blocks, finish.transfer_id, finish.content) == (
         (1, 2, 3),

@@ -161,7 +161,7 @@ async def test_a_prompt_of_another_reader_is_refused(pair: tuple[Rank, Rank]) ->
 
 
 async def test_a_hung_engine_is_given_up(pair: tuple[Rank, Rank]) -> None:
-    """Its agent lives, and would say for ever that the prompt is queued."""
+    """Its agent is alive, and would say for ever that the prompt is queued."""
     p, d = pair
     idle_step(p, ACCEPT)
     d.waits.start(wait_order())

@@ -1,4 +1,4 @@
-"""A child for the supervisor's tests: lives and dies as its first argument says."""
+"""A child for the supervisor's tests: runs and dies as its first argument says."""
 
 from __future__ import annotations
 

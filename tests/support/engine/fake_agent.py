@@ -1,8 +1,8 @@
 """An in-process stand-in for ``kvxfer.Agent``: real bytes between real pools, and knobs for what may go wrong.
 
-It watches the engine's side of the safety rule: announced blocks must not change while their grant lives, a block must
-not be pulled into twice at once nor granted while it is pulled into. Breaches are collected in ``World.breaches``.
-"""
+It watches the engine's side of the safety rule: announced blocks must not change while their grant is alive, a
+block must not be pulled into twice at once nor granted while it is pulled into. Breaches are collected in
+``World.breaches``."""
 
 from __future__ import annotations
 

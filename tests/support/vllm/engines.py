@@ -26,7 +26,7 @@ CACHE = PYTHON.parent.parent / "cache"
 DRIVER = pathlib.Path(__file__).with_name("engine.py")
 ANSWER_S = 60.0
 HOLD_TTL_S = float(os.environ.get("HOLD_TTL_S", "4"))
-"""Of the prefill engine: how long a prompt waits for a decode engine that gives no sign of life."""
+"""Of the prefill engine: how long a prompt waits for a decode engine that gives no heartbeat."""
 
 
 class Answer(dict[str, Any]):

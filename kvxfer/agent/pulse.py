@@ -1,4 +1,4 @@
-"""The engine's signs of life. Decides that none is lost: an engine may start before its agent, and an idle one gives no
+"""The engine's heartbeats. Decides that none is lost: an engine may start before its agent, and an idle one gives no
 second sign; must not judge what a sign means (the transport does)."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvxfer.transport.base import Transport
 
 
-class Signs:
+class EnginePulse:
     """The last sign is kept until there is a transport that takes it. From any thread."""
 
     def __init__(self) -> None:

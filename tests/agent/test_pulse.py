@@ -1,4 +1,4 @@
-"""The signs of life of an agent's engine."""
+"""The heartbeats of an agent's engine."""
 
 from __future__ import annotations
 
