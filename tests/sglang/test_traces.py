@@ -67,10 +67,10 @@ def test_spans_are_children_of_the_requests(world: World, seen: list[Span], is_a
     wait_for(sender, SUCCESS)
     sender.clear()
     receiver.clear()
-    wait(lambda: {span.name for span in seen} == {"kvxfer.hold", "kvxfer.grant", "kvxfer.load"})
+    wait(lambda: {span.name for span in seen} == {"kvxfer.send", "kvxfer.grant", "kvxfer.load"})
     # SGLang's context has no flags of a span that it did not make itself
     parents = {span.name: str(span.parent)[:52] for span in seen}
-    assert parents == {"kvxfer.hold": theirs[:52], "kvxfer.grant": theirs[:52], "kvxfer.load": ours[:52]}
+    assert parents == {"kvxfer.send": theirs[:52], "kvxfer.grant": theirs[:52], "kvxfer.load": ours[:52]}
     plain = world.prefill.sender(world.room())
     assert world.prefill.manager.take_traceparent() is None, "of no other request"
     plain.abort()

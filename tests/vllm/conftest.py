@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.support.vllm.engines import HOLD_TTL_S, PYTHON, Cluster
+from tests.support.vllm.engines import KV_LEASE_S, PYTHON, Cluster
 
 HERE = pathlib.Path(__file__).parent
 
@@ -36,7 +36,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: pathlib.Path) -> AsyncIterator[Cluster]:
     async with Cluster(tmp_path_factory.mktemp("engines"), tiny_model) as cluster:
-        await cluster.start("p", "kv_producer", extra={"hold_ttl_s": HOLD_TTL_S}, max_num_batched_tokens=512)
+        await cluster.start("p", "kv_producer", extra={"kv_lease_duration": KV_LEASE_S}, max_num_batched_tokens=512)
         await cluster.start("d", "kv_consumer")
         await cluster.start("mono", None, enable_prefix_caching=False)
         for engine in cluster.engines.values():

@@ -26,7 +26,7 @@ HIDDEN, LAYERS, RANK = 256, 4, 8
 async def poets(cluster: Cluster) -> AsyncIterator[tuple[Engine, Engine]]:
     """A prefill and a decode engine that take adapters."""
     engines = [
-        await cluster.start("pl", "kv_producer", extra={"hold_ttl_s": 4.0}, **LORA),
+        await cluster.start("pl", "kv_producer", extra={"kv_lease_duration": 4.0}, **LORA),
         await cluster.start("dl", "kv_consumer", **LORA),
     ]
     for engine in engines:

@@ -15,7 +15,7 @@ from tests.support.vllm.engines import Cluster, hand_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-ALONE = {"coordinator": "", "introductions": True}
+ALONE = {"coordinator": "", "discovery": True}
 
 
 @pytest_asyncio.fixture(loop_scope="package", scope="module")

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.support.vllm.checks import BLOCKS, prompt, wait_free, within
-from tests.support.vllm.engines import HOLD_TTL_S, Cluster, both_legs, hand_over
+from tests.support.vllm.engines import KV_LEASE_S, Cluster, both_legs, hand_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -22,8 +22,8 @@ async def test_a_prompt_that_nobody_fetches_is_given_back(cluster: Cluster) -> N
     await cluster["p"].generate(prompt(700, seed="orphan"), 1, {"do_remote_decode": True})
     begun_s = time.monotonic()
     assert await cluster["p"].ask("free") == BLOCKS - 6
-    await wait_free(cluster["p"], within_s=HOLD_TTL_S + 0.5)
-    assert time.monotonic() - begun_s > HOLD_TTL_S / 2
+    await wait_free(cluster["p"], within_s=KV_LEASE_S + 0.5)
+    assert time.monotonic() - begun_s > KV_LEASE_S / 2
 
 
 async def test_what_expired_is_computed_again_whatever_took_its_blocks(cluster: Cluster) -> None:
@@ -31,7 +31,7 @@ async def test_what_expired_is_computed_again_whatever_took_its_blocks(cluster: 
     for begin in range(0, EXPIRIES, 8):  # as many as the prefill engine can keep at once
         prompts = [prompt(700, seed=f"expired {seed}") for seed in range(begin, min(begin + 8, EXPIRIES))]
         first = await asyncio.gather(*(prefill.generate(ids, 1, {"do_remote_decode": True}) for ids in prompts))
-        await wait_free(prefill, within_s=HOLD_TTL_S + 0.5)
+        await wait_free(prefill, within_s=KV_LEASE_S + 0.5)
         for other in range(5):
             await prefill.generate(prompt(1900, seed=f"other {begin}/{other}"), 1)
         wanted = await asyncio.gather(*(mono.generate(ids, 16) for ids in prompts))

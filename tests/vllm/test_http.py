@@ -100,7 +100,7 @@ async def test_loads_are_counted_in_the_engines_own_metrics(urls: Urls) -> None:
 async def test_a_requests_trace_has_its_transfer_beside_vllms_own_spans(urls: Urls, collector: Collector) -> None:
     trace_id, parent_id = "c" * 32, "d" * 16
     await complete(urls.router, prompt(300, seed="trace"), {"traceparent": f"00-{trace_id}-{parent_id}-01"})
-    wanted = {"llm_request", "kvxfer.hold", "kvxfer.grant", "kvxfer.load"}
+    wanted = {"llm_request", "kvxfer.send", "kvxfer.grant", "kvxfer.load"}
     for _ in range(300):  # engines export now and then
         if {span.name for span in collector.of(trace_id)} >= wanted:
             break

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.vllm.checks import BLOCKS, prompt, wait_free
-from tests.support.vllm.engines import HOLD_TTL_S, Cluster, Engine, both_legs, hand_over
+from tests.support.vllm.engines import KV_LEASE_S, Cluster, Engine, both_legs, hand_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -22,7 +22,7 @@ PAIRS = pytest.mark.parametrize("pair", [("p32", "d"), ("p", "d32")], ids=["32 t
 @pytest_asyncio.fixture(loop_scope="package", scope="module")
 async def small(cluster: Cluster) -> AsyncIterator[Cluster]:
     await cluster.start(
-        "p32", "kv_producer", extra={"hold_ttl_s": HOLD_TTL_S}, max_num_batched_tokens=512, **BLOCKS_OF_32
+        "p32", "kv_producer", extra={"kv_lease_duration": KV_LEASE_S}, max_num_batched_tokens=512, **BLOCKS_OF_32
     )
     await cluster.start("d32", "kv_consumer", **BLOCKS_OF_32)
     for name in ("p32", "d32"):

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.vllm.checks import BLOCKS, prompt, wait_free, within
-from tests.support.vllm.engines import HOLD_TTL_S, Answer, Cluster, Engine, both_legs
+from tests.support.vllm.engines import KV_LEASE_S, Answer, Cluster, Engine, both_legs
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -140,7 +140,7 @@ async def retry(cluster: Cluster, prefill: Engine, ids: list[int]) -> tuple[Answ
     """A prefill leg whose prompt nobody fetched, and both legs of another attempt."""
     legs = both_legs(prefill, cluster["d"])
     await prefill.generate(ids, 1, legs[0])
-    await wait_free(prefill, within_s=HOLD_TTL_S + 1.0)
+    await wait_free(prefill, within_s=KV_LEASE_S + 1.0)
     request_id, leg = await ask_for(cluster["d"], prefill, ids)
     again = await prefill.generate(ids, 1, leg)
     return again, await cluster["d"].wait(request_id)
@@ -154,7 +154,7 @@ async def test_a_retry_of_a_prompt_that_nobody_fetched_computes_at_most_a_block(
 
 
 async def test_without_a_prefix_cache_a_retry_is_computed_again_and_says_so(cluster: Cluster) -> None:
-    extra = {"hold_ttl_s": HOLD_TTL_S}
+    extra = {"kv_lease_duration": KV_LEASE_S}
     engine = await cluster.start("uncached", "kv_producer", extra=extra, enable_prefix_caching=False)
     try:
         await engine.wait_ready()

@@ -100,7 +100,7 @@ class SourceRoom:
 
     def accept(self, traceparent: str | None) -> None:
         """The engine here accepted its prompt."""
-        self.traceparent, self.span = traceparent, OpenSpan("kvxfer.hold", traceparent, room=self.number)
+        self.traceparent, self.span = traceparent, OpenSpan("kvxfer.send", traceparent, room=self.number)
 
     def end(self) -> None:
         """It is over, and no grant over its pages is alive."""

@@ -14,7 +14,7 @@ from kvxfer.types import ChecksumMode, Lane, Role, check_agent_id
 
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 SECONDS = (
-    *("hold_ttl_s", "hold_life_max_s", "load_deadline_s", "grant_wait_s", "unknown_wait_s", "engine_silent_s"),
+    *("kv_lease_duration", "kv_lease_max_s", "load_deadline_s", "grant_wait_s", "unknown_wait_s", "engine_silent_s"),
     *("room_wait_s", "idle_wait_s"),
 )
 """Settings that are durations."""
@@ -23,6 +23,8 @@ RETIRED = {
     "grant_wait_s says, and for one that it does not know as long as unknown_wait_s says: leave pull_wait_s out",
     "introductions": "it is called discovery now",
     "checks": "it is called checksum now",
+    "hold_ttl_s": "it is called kv_lease_duration now, as in NixlConnector",
+    "hold_life_max_s": "it is called kv_lease_max_s now",
 }
 """Keys that were settings, and what to do instead."""
 ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
@@ -55,10 +57,10 @@ class ConnectorOptions:
     copy_threads: int = AgentConfig.copy_threads
     checksum: ChecksumMode = ChecksumMode.OFF
     """Which pages carry CRC-32C checksums."""
-    hold_ttl_s: float = 10.0
-    """How long a computed prompt waits for a reader that gives no heartbeat."""
-    hold_life_max_s: float = 600.0
-    """No heartbeat keeps it longer."""
+    kv_lease_duration: float = 10.0
+    """Seconds that a computed prompt is kept for a reader that sends no heartbeat."""
+    kv_lease_max_s: float = 600.0
+    """Heartbeats keep it no longer than this."""
     load_deadline_s: float = 120.0
     """Of one load, which begins when the source has begun the prompt and vLLM has given it blocks."""
     grant_wait_s: float = 600.0
@@ -149,8 +151,8 @@ class ConnectorOptions:
             discovery=self.discovery,
             stripes=self.stripes,
             copy_threads=self.copy_threads,
-            grant_ttl_s=self.hold_ttl_s,
-            grant_lifetime_max_s=max(self.hold_ttl_s, self.hold_life_max_s),
+            grant_ttl_s=self.kv_lease_duration,
+            grant_lifetime_max_s=max(self.kv_lease_duration, self.kv_lease_max_s),
             grant_wait_s=self.grant_wait_s,
             unknown_wait_s=self.unknown_wait_s,
             engine_silent_s=self.engine_silent_s,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from kvxfer.agent import Agent, Grant, Pool
 from kvxfer.connectors.common.ids import part_id
 from kvxfer.connectors.vllm.fences import Act
-from kvxfer.connectors.vllm.hold import Hold
 from kvxfer.connectors.vllm.pages import Store
+from kvxfer.connectors.vllm.pending_send import PendingSend
 from kvxfer.errors import GrantExpiredError, GrantGoneError, GrantRevokedError, KvxferError, PeerGoneError
 from kvxfer.observe import OpenSpan
 from kvxfer.types import GrantState
@@ -54,7 +54,7 @@ def announce(parts: list[PartGrant], layers: int) -> None:
 
 
 class Granting:
-    """Makes the grants of one rank's holds, in each of its storages."""
+    """Makes the grants of one rank's sends, in each of its storages."""
 
     def __init__(
         self, agent: Agent, pools: tuple[Pool, ...], stores: tuple[Store, ...], rank: int, ttl_s: float
@@ -67,7 +67,7 @@ class Granting:
 
     def grant(
         self,
-        hold: Hold,
+        send: PendingSend,
         reader: str | None,
         reader_rank: int,
         part: int,
@@ -77,7 +77,7 @@ class Granting:
         """Grants of these blocks' pages in every storage, or none where one could not be made."""
         granted = []
         for index, (pool, store) in enumerate(zip(self._pools, self._stores, strict=True)):
-            transfer_id = part_id(hold.transfer_id, self._rank, reader_rank, part, index)
+            transfer_id = part_id(send.transfer_id, self._rank, reader_rank, part, index)
             pages = store.ids(blocks)
             try:
                 grant = self._agent.grant(
@@ -86,17 +86,17 @@ class Granting:
                     transfer_id=transfer_id,
                     reader=reader,
                     ttl_s=self._ttl_s,
-                    content=hold.content,
+                    content=send.content,
                 )
             except KvxferError as error:
-                log.warning("blocks could not be granted: %s", error, extra={"request_id": hold.request_id})
+                log.warning("blocks could not be granted: %s", error, extra={"request_id": send.request_id})
                 return []
-            hold.grants[transfer_id] = grant
+            send.grants[transfer_id] = grant
             span = OpenSpan(
                 "kvxfer.grant",
-                hold.traceparent,
-                request_id=hold.request_id,
-                transfer_id=str(hold.transfer_id),
+                send.traceparent,
+                request_id=send.request_id,
+                transfer_id=str(send.transfer_id),
                 part=part,
                 blocks=len(blocks),
             )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvxfer.connectors.common.ids import blocks_for
-from kvxfer.connectors.vllm.held import HeldPrompts
+from kvxfer.connectors.vllm.kept_prompts import KeptPrompts
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.params import Declined, DecodeLeg, PrefillLeg, declined, handed_over, parse, trace_of
 from kvxfer.connectors.vllm.requests import (
@@ -97,7 +97,7 @@ class SchedulerHalf:
         self._releases: list[Remote] = []
         self._waits: list[Wait] = []
         self._accepts: list[Accept] = []
-        self._held = HeldPrompts(options, now_ns)
+        self._held = KeptPrompts(options, now_ns)
         self._offered: set[str] = set()
         """Requests that vLLM looked at in this step, and gave no blocks so far."""
         self._is_stuck = False

@@ -42,7 +42,7 @@ def test_a_prompt_that_came_has_spans_on_both_sides(ranks: tuple[Rank, Rank], se
     p.wait("sent", 5)
     [load], [hold], grants = (
         named(seen, "kvxfer.load", 1),
-        named(seen, "kvxfer.hold", 1),
+        named(seen, "kvxfer.send", 1),
         named(seen, "kvxfer.grant", 3),
     )
     assert load.parent == D
@@ -66,4 +66,4 @@ def test_a_prompt_that_did_not_come_says_why(ranks: tuple[Rank, Rank], seen: lis
     d.wait("failed", 5)
     p.sources.clear(5)
     d.destinations.clear(5)
-    assert [named(seen, name, 1)[0].error for name in ("kvxfer.load", "kvxfer.hold")] == ["cancelled"] * 2
+    assert [named(seen, name, 1)[0].error for name in ("kvxfer.load", "kvxfer.send")] == ["cancelled"] * 2

@@ -13,7 +13,7 @@ from kvxfer.connectors.vllm.steps import Load, Remote
 from kvxfer.types import Incarnation
 from tests.support.vllm_connector.pair import Rank, finish_order, load_order, new_id, two_ranks, until
 
-ALONE = ConnectorOptions.from_config("kv_both", "x", {"introductions": True, "hold_ttl_s": 0.8})
+ALONE = ConnectorOptions.from_config("kv_both", "x", {"discovery": True, "kv_lease_duration": 0.8})
 
 
 def discovered(order: Load, p: Rank, metadata: str | None = None) -> Load:
@@ -36,7 +36,7 @@ async def test_a_stranger_fetches_what_is_all_there(has_direct: bool) -> None:
 
 async def test_a_stranger_gives_back_what_it_does_not_need() -> None:
     """The first that the prefill engine hears of it, long before the prompt's time is over."""
-    async with two_ranks(dataclasses.replace(ALONE, hold_ttl_s=60.0)) as (p, d):
+    async with two_ranks(dataclasses.replace(ALONE, kv_lease_duration=60.0)) as (p, d):
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
         d.loads.release(Remote("r", new_id(), ("p",), (p.agent.ref.incarnation,), (p.agent.export_metadata(),)))
         await until(lambda: bool(p.freed))
@@ -50,7 +50,7 @@ async def test_a_stranger_whose_turn_comes_later_keeps_the_prompt() -> None:
             [Remote(order.request_id, order.transfer_id, order.sources, order.incarnations, order.agent_metadata)]
         )
         began_s = time.monotonic()
-        while time.monotonic() - began_s < 2 * ALONE.hold_ttl_s:
+        while time.monotonic() - began_s < 2 * ALONE.kv_lease_duration:
             assert not p.freed
             await asyncio.sleep(0.02)
         assert (await d.load(order)).error is None

@@ -58,7 +58,15 @@ def test_the_table_of_options_has_every_option_with_its_default() -> None:
         elif re.fullmatch(r"[\d.]+", default):
             assert wanted == float(default), name
     assert {name for name, default in told.items() if default in said or re.fullmatch(r"[\d.]+", default)} >= {
-        *("discovery", "http_url", "checksum", "hold_ttl_s", "hold_life_max_s", "load_deadline_s", "grant_wait_s"),
+        *(
+            "discovery",
+            "http_url",
+            "checksum",
+            "kv_lease_duration",
+            "kv_lease_max_s",
+            "load_deadline_s",
+            "grant_wait_s",
+        ),
         *("unknown_wait_s", "engine_silent_s", "room_wait_s"),
         *("overlap", "staging_bytes", "huge_pages", "idle_wait_s", "record_digests"),
     }

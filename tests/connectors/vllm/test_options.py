@@ -40,6 +40,8 @@ def test_engines_find_each_other_in_one_of_two_ways() -> None:
         ("pull_wait_s", r"timeout_s or grant_wait_s .* unknown_wait_s .* leave pull_wait_s out"),
         ("introductions", "called discovery now"),
         ("checks", "called checksum now"),
+        ("hold_ttl_s", "called kv_lease_duration now"),
+        ("hold_life_max_s", "called kv_lease_max_s now"),
     ],
 )
 def test_options_with_a_retired_key_name_its_replacement(old: str, text: str) -> None:

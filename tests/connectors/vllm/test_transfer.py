@@ -57,7 +57,7 @@ async def test_hold_grants_and_load_are_spans_of_the_requests_trace(ranks: tuple
         await d.load(dataclasses.replace(load_order(0, (7, 1, 2), has_direct=True), traceparent=TRACE))
         await until(lambda: p.freed == ["r"])
         await until(lambda: "kvxfer.load" in [span.name for span in seen])  # vLLM is told first
-    names = [*["kvxfer.grant"] * len(p.agent.pools), "kvxfer.hold", "kvxfer.load"]
+    names = [*["kvxfer.grant"] * len(p.agent.pools), "kvxfer.load", "kvxfer.send"]
     assert sorted(span.name for span in seen) == names
     assert {(span.parent, span.error) for span in seen} == {(TRACE, None)}
     (load,) = (span for span in seen if span.name == "kvxfer.load")
@@ -71,7 +71,7 @@ async def test_spans_name_the_error_that_ended_them(ranks: tuple[Rank, Rank]) ->
         p.source.begin_step(finish_order((3, 4, 9)))
         await until(lambda: p.freed == ["r"])
         await d.load(load_order(0, (7, 1, 2), has_direct=True))
-    assert {span.name for span in seen} == {"kvxfer.hold", "kvxfer.grant", "kvxfer.load"}
+    assert {span.name for span in seen} == {"kvxfer.send", "kvxfer.grant", "kvxfer.load"}
     assert {(span.parent, span.error) for span in seen} == {(None, "grant_expired")}
 
 
@@ -296,7 +296,7 @@ async def test_a_waiting_reader_keeps_a_prompt(ranks: tuple[Rank, Rank]) -> None
     p.forward(StepOrders(True), [1, 2])
     p.source.begin_step(finish_order((1, 2)))
     d.loads.keep([Remote("l", new_id(), ("p",))])
-    await asyncio.sleep(3 * OPTIONS.hold_ttl_s)
+    await asyncio.sleep(3 * OPTIONS.kv_lease_duration)
     assert p.freed == []
     over = await d.load(load_order(0, (5, 6), has_direct=True))
     assert over.error is None
@@ -308,7 +308,7 @@ async def test_a_reader_that_falls_silent_loses_it(ranks: tuple[Rank, Rank], mon
     monkeypatch.setattr(source_module, "SILENT_S", 0.3)
     p.source.begin_step(finish_order((1, 2)))
     d.loads.keep([Remote("l", new_id(), ("p",))])
-    await until(lambda: bool(p.source._holds["r"].heard_s))
+    await until(lambda: bool(p.source._sends["r"].heard_s))
     await d.loads.close()
     await until(lambda: p.freed == ["r"], within_s=1.0)
 
@@ -322,7 +322,7 @@ async def test_a_release_frees_it_now_or_when_it_is_finished(ranks: tuple[Rank, 
     if not is_finished:
         await until(lambda: bool(p.source._early._releases))
         p.source.begin_step(finish_order((1, 2)))
-    await until(lambda: p.freed == ["r"], within_s=OPTIONS.hold_ttl_s / 2)  # not because its time was over
+    await until(lambda: p.freed == ["r"], within_s=OPTIONS.kv_lease_duration / 2)  # not because its time was over
     await is_idle(p)
 
 
@@ -396,7 +396,7 @@ async def test_a_request_that_comes_again_while_the_first_is_being_cancelled_end
     order = load_order(0, (5, 6), has_direct=False)
     first = d.load(order)
     p.source.begin_step(open_order(2))
-    await until(lambda: bool(p.source._holds["r"].readers))
+    await until(lambda: bool(p.source._sends["r"].readers))
     d.loads.cancel("l")
     second = d.load(dataclasses.replace(order, request_id="again", blocks=(7, 8)))
     errors = [(await asyncio.wait_for(loading, 5.0)).error for loading in (first, second)]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvxfer.connectors.vllm import hold as hold_module
+from kvxfer.connectors.vllm import pending_send as pending_send_module
 from kvxfer.connectors.vllm import source as source_module
 from kvxfer.connectors.vllm.params import DecodeLeg, handed_over, parse
 from kvxfer.connectors.vllm.steps import Load
@@ -96,11 +96,11 @@ def bound_to_d(table: Table) -> None:
 def test_what_another_engine_says_changes_nothing(message: Release | Keep | Ask | Claim) -> None:
     table = Table()
     bound_to_d(table)
-    (hold,) = table.source._holds.values()
-    before = (dict(hold.readers), set(hold.released), hold.readers_expected, dict(hold.heard_s))
+    (send,) = table.source._sends.values()
+    before = (dict(send.readers), set(send.released), send.readers_expected, dict(send.heard_s))
     alive = table.agent.table.counts().alive
     table.source.on_message("e", message)
-    assert (dict(hold.readers), set(hold.released), hold.readers_expected, dict(hold.heard_s)) == before
+    assert (dict(send.readers), set(send.released), send.readers_expected, dict(send.heard_s)) == before
     assert (table.freed, table.agent.table.counts().alive) == ([], alive)
     codes = [told.code for told in table.agent.told.get("e", []) if isinstance(told, (Refuse, Claimed))]
     assert codes == (["refused"] if isinstance(message, (Ask, Claim)) else [])
@@ -123,7 +123,7 @@ def test_silence_of_one_that_only_waited_ends_nothing(monkeypatch: pytest.Monkey
     table.source.on_message("e", Keep((new_id(),)))
     reader = Reader(table, "d", 1)
     reader.pull(0, 0)
-    later_s = time.monotonic() + source_module.SILENT_S + OPTIONS.hold_ttl_s
+    later_s = time.monotonic() + source_module.SILENT_S + OPTIONS.kv_lease_duration
     monkeypatch.setattr(source_module.time, "monotonic", lambda: later_s)
     table.source.sweep()
     assert table.freed == []
@@ -134,9 +134,9 @@ def test_a_reader_is_not_taken_for_silent_where_this_process_stood_still(monkeyp
     table = Table()
     bound_to_d(table)
     table.source.on_message("d", Keep((new_id(),)))
-    (hold,) = table.source._holds.values()
+    (send,) = table.source._sends.values()
     began_s = now_s = time.monotonic()
-    hold.heard_s = {"d": now_s}
+    send.heard_s = {"d": now_s}
     gone: list[str] = []
     monkeypatch.setattr(table.source, "_reader_gone", lambda _, why: gone.append(why))
     monkeypatch.setattr(source_module.time, "monotonic", lambda: now_s)
@@ -170,8 +170,8 @@ def test_engines_whose_names_are_alike_are_told_apart() -> None:
     bound_to_d(table)
     table.source.on_message("d.1", Release(new_id(), 0, 1))
     assert table.freed == []
-    assert hold_module.engine_of("d.1", 1) == "d"
-    assert hold_module.engine_of("d.1", 0) == "d.1"
+    assert pending_send_module.engine_of("d.1", 1) == "d"
+    assert pending_send_module.engine_of("d.1", 0) == "d.1"
 
 
 # --- over real agents ---

@@ -25,7 +25,7 @@ CACHE = PYTHON.parent.parent / "cache"
 """What vLLM found out about the model's class, for which it else starts a process."""
 DRIVER = pathlib.Path(__file__).with_name("engine.py")
 ANSWER_S = 60.0
-HOLD_TTL_S = float(os.environ.get("HOLD_TTL_S", "4"))
+KV_LEASE_S = float(os.environ.get("KV_LEASE_S", "4"))
 """Of the prefill engine: how long a prompt waits for a decode engine that gives no heartbeat."""
 
 

@@ -37,7 +37,7 @@ RECORD = CompatibilityRecord("m", "", "", "f32", LAYERS, 1, 16, 4, "page:HNC", "
 CONTENT = b"c" * 32
 TOKEN = b"a token that all of them hold, and nobody else"
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
-OPTIONS = ConnectorOptions.from_config("kv_both", "x", {"coordinator": "127.0.0.1:1", "hold_ttl_s": 0.8})
+OPTIONS = ConnectorOptions.from_config("kv_both", "x", {"coordinator": "127.0.0.1:1", "kv_lease_duration": 0.8})
 
 
 @dataclasses.dataclass

@@ -23,7 +23,7 @@ class _Kept:
     is_read: bool
 
 
-class HeldPrompts:
+class KeptPrompts:
     """Of one engine."""
 
     def __init__(self, options: ConnectorOptions, now_ns: Callable[[], int]) -> None:

@@ -31,7 +31,7 @@ class Reader:
 
 
 @dataclasses.dataclass
-class Hold:
+class PendingSend:
     """One prompt: the blocks known so far, of which the first ``final`` are written and stay."""
 
     request_id: str
@@ -67,7 +67,7 @@ class Hold:
     """When an engine last said that it wants this: the reader, or, while there is none, any agent."""
 
     @classmethod
-    def of(cls, order: Open | Finish, total: int, lease_end_s: float, blocks: Sequence[int] = ()) -> Hold:
+    def of(cls, order: Open | Finish, total: int, lease_end_s: float, blocks: Sequence[int] = ()) -> PendingSend:
         """A new one; ``blocks`` of it are known."""
         return cls(
             request_id=order.request_id,
@@ -81,7 +81,7 @@ class Hold:
             lease_end_s=lease_end_s,
             traceparent=order.traceparent,
             span=OpenSpan(
-                "kvxfer.hold",
+                "kvxfer.send",
                 order.traceparent,
                 request_id=order.request_id,
                 transfer_id=str(order.transfer_id),
