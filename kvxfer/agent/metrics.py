@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvxfer.agent.statistics import AgentStatistics
+from kvxfer.types import GrantState
 
 PHASES = ("queue", "plan", "wire", "confirm")
 SECONDS_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -39,7 +40,7 @@ class AgentMetrics:
             registry=registry,
         )
         self._seconds = Histogram(
-            "kvxfer_transfer_seconds",
+            "kvxfer_transfer_duration_seconds",
             "Duration of committed transfers by phase: queue (until the first block was ready), plan, wire, confirm",
             ["phase"],
             buckets=SECONDS_BUCKETS,
@@ -76,10 +77,12 @@ class _StatisticsCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         now = self._statistics()
-        grants = GaugeMetricFamily("kvxfer_grants", "Grants alive now, and ended ones by state", labels=("state",))
+        yield GaugeMetricFamily("kvxfer_grants_alive", "Grants that are alive", value=now.grants.alive)
+        ended = CounterMetricFamily("kvxfer_grants_ended", "Ended grants by final state", labels=("state",))
         for state, count in now.grants.by_state().items():
-            grants.add_metric((state.name.lower(),), count)
-        yield grants
+            if state is not GrantState.ALIVE:
+                ended.add_metric((state.name.lower(),), count)
+        yield ended
         what = "Grants whose readers have not begun to read"
         yield GaugeMetricFamily("kvxfer_grants_unread", what, value=now.grants.unread)
         what = "Blocks that are kept for readers that have not begun to read"
@@ -90,7 +93,7 @@ class _StatisticsCollector(Collector):
         for name in ("unknown", "queued", "granted"):
             pulls.add_metric((name,), getattr(now.pulls, name))
         yield pulls
-        blocks = GaugeMetricFamily("kvxfer_blocks", "Blocks that the agent holds, by state", labels=("pool", "state"))
+        blocks = GaugeMetricFamily("kvxfer_pool_blocks_in_use", "Blocks in use, by state", labels=("pool", "state"))
         total = GaugeMetricFamily("kvxfer_pool_blocks", "Blocks of a pool", labels=("pool",))
         for pool in now.pools:
             for name in ("reserved", "granted", "quarantined"):
@@ -111,11 +114,9 @@ class _StatisticsCollector(Collector):
         verdicts.add_metric(("ok",), now.grants.verdicts_ok)
         verdicts.add_metric(("refused",), now.grants.verdicts_refused)
         yield verdicts
-        what = "Reads and writes that peers asked for and may not have"
+        what = "Reads and writes that peers requested and that were refused: not granted, or out of range"
         yield CounterMetricFamily("kvxfer_peer_requests_refused", what, value=now.grants.requests_refused)
-        notifications = CounterMetricFamily(
-            "kvxfer_notifications", "Notifications by what became of them", labels=("event",)
-        )
+        notifications = CounterMetricFamily("kvxfer_notifications", "Notifications by event", labels=("event",))
         for event in ("sent", "delivered", "failed", "received", "dropped"):
             notifications.add_metric((event,), getattr(now.notifications, event))
         yield notifications
@@ -123,6 +124,6 @@ class _StatisticsCollector(Collector):
         if now.is_coordinator_connected is not None:
             yield GaugeMetricFamily(
                 "kvxfer_coordinator_connected",
-                "1 while the coordinator is heard",
+                "1 while the agent is connected to its coordinator",
                 value=float(now.is_coordinator_connected),
             )

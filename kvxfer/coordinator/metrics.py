@@ -31,9 +31,12 @@ class CoordinatorMetrics:
         self.registry = prometheus_client.CollectorRegistry()
         self._members = prometheus_client.Gauge(
             "kvxfer_coordinator_members",
-            "Members by state; draining ones are counted again.",
+            "Members by state.",
             ["state"],
             registry=self.registry,
+        )
+        self._draining = prometheus_client.Gauge(
+            "kvxfer_coordinator_members_draining", "Members that take no new work.", registry=self.registry
         )
         self._revision = prometheus_client.Gauge(
             "kvxfer_coordinator_revision", "Revision of the membership.", registry=self.registry
@@ -51,7 +54,7 @@ class CoordinatorMetrics:
             registry=self.registry,
         )
         self._ended = prometheus_client.Counter(
-            "kvxfer_coordinator_lives_ended",
+            "kvxfer_coordinator_incarnations_ended",
             "Ended incarnations of agents by cause.",
             ["cause"],
             registry=self.registry,
@@ -60,7 +63,10 @@ class CoordinatorMetrics:
     def observe(self, statistics: DirectoryStatistics, watchers: int) -> None:
         """Show the directory as it is now."""
         for state, count in statistics.members.items():
-            self._members.labels(state).set(count)
+            if state == "draining":
+                self._draining.set(count)
+            else:
+                self._members.labels(state).set(count)
         self._revision.set(statistics.revision)
         self._settled.set(statistics.is_settled)
         self._watchers.set(watchers)

@@ -54,7 +54,7 @@ class Counters:
     requests: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
     """(leg, outcome code) -> count; the code of a finished request is ``ok``."""
     remote_failures: dict[str, int] = dataclasses.field(default_factory=dict)
-    revoked_for_room: int = 0
+    revoked_prompts: int = 0
     """Prompts that were computed for others and given up because this engine needed their blocks."""
 
 
@@ -161,7 +161,7 @@ class Executor:
         victim = self._room.victim(held, is_wanted=is_wanted, will_free=will_free, now_ns=now_ns)
         if victim is None:
             return False
-        self.counters.revoked_for_room += 1
+        self.counters.revoked_prompts += 1
         _log.warning("a prompt is given up for want of blocks", extra={"request_id": victim.request.request_id})
         victim.grant.revoke(NO_ROOM)
         self.scheduler.end(victim)

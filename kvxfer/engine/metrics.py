@@ -43,19 +43,21 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(
             "kvxfer_engine_cache_hit_blocks", "Blocks found in the prefix cache", value=pool.hit_blocks
         )
-        yield CounterMetricFamily("kvxfer_engine_evicted_blocks", "Cached blocks given up", value=pool.evicted_blocks)
+        yield CounterMetricFamily(
+            "kvxfer_engine_evicted_blocks", "Cached blocks that were evicted", value=pool.evicted_blocks
+        )
         requests = CounterMetricFamily(
             "kvxfer_engine_requests", "Requests that ended, by leg and error code", labels=("leg", "code")
         )
         for labels, count in sorted(counters.requests.copy().items()):
             requests.add_metric(labels, count)
         yield requests
-        what = "How long the decode leg that has waited longest for its grant or for room has done so"
+        what = "How long the oldest waiting decode leg has waited for its grant or for blocks"
         yield GaugeMetricFamily("kvxfer_engine_longest_wait_seconds", what, value=self._executor.waited_s())
-        what = "Prompts kept for other workers that were given up because their blocks were needed here"
-        yield CounterMetricFamily("kvxfer_engine_revoked_for_room", what, value=counters.revoked_for_room)
+        what = "Prompts that were kept for other workers and revoked, because their blocks were needed here"
+        yield CounterMetricFamily("kvxfer_engine_revoked_prompts", what, value=counters.revoked_prompts)
         what = "Times that a decode leg's early blocks went to another request"
-        yield CounterMetricFamily("kvxfer_engine_blocks_taken_back", what, value=queue.taken_back)
+        yield CounterMetricFamily("kvxfer_engine_block_reclaims", what, value=queue.taken_back)
         failures = CounterMetricFamily(
             "kvxfer_engine_transfer_failures", "Pulls that failed, by error code", labels=("code",)
         )
@@ -70,7 +72,7 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.ttft = Histogram(
-            "kvxfer_engine_ttft_seconds",
+            "kvxfer_engine_time_to_first_token_seconds",
             "Arrival of a request at this worker to its first token",
             buckets=TTFT_BUCKETS_S,
             registry=self.registry,

@@ -43,7 +43,7 @@ def worker_statistics(info: WorkerInfo, executor: Executor, agent: HasStatistics
             "prefill_tokens": executor.counters.prefill_tokens,
             "decode_tokens": executor.counters.decode_tokens,
             "cache_hit_blocks": blocks.hit_blocks,
-            "revoked_for_room": executor.counters.revoked_for_room,
+            "revoked_prompts": executor.counters.revoked_prompts,
             "requests": {f"{leg}/{code}": count for (leg, code), count in executor.counters.requests.copy().items()},
             "transfer_failures": executor.counters.remote_failures.copy(),
         },

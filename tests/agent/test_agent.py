@@ -300,9 +300,9 @@ async def test_statistics_and_metrics_agree(pair: Pair) -> None:
     assert f'kvxfer_transfers_total{{lane="{lane}",outcome="committed"}} 1.0' in text
     assert f'kvxfer_transfer_bytes_total{{lane="{lane}"}} {float(8 * BLOCK_BYTES)}' in text
     for phase in ("queue", "plan", "wire", "confirm"):
-        assert f'kvxfer_transfer_seconds_count{{phase="{phase}"}} 1.0' in text
-    assert 'kvxfer_blocks{pool="1",state="reserved"} 0.0' in text
-    assert 'kvxfer_grants{state="released"} 1.0' in generate_latest(source.registry).decode()
+        assert f'kvxfer_transfer_duration_seconds_count{{phase="{phase}"}} 1.0' in text
+    assert 'kvxfer_pool_blocks_in_use{pool="1",state="reserved"} 0.0' in text
+    assert 'kvxfer_grants_ended_total{state="released"} 1.0' in generate_latest(source.registry).decode()
     assert "kvxfer_sessions" in text
     assert "kvxfer_notifications_total" in text
 

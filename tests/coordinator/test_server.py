@@ -234,7 +234,7 @@ async def test_metrics_say_who_is_there(tmp_path: pathlib.Path) -> None:
         text = await asyncio.to_thread(scrape)
     assert 'kvxfer_coordinator_members{state="live"} 1.0' in text
     assert 'kvxfer_coordinator_registrations_total{outcome="new"} 2.0' in text
-    assert 'kvxfer_coordinator_lives_ended_total{cause="left"} 1.0' in text
+    assert 'kvxfer_coordinator_incarnations_ended_total{cause="left"} 1.0' in text
 
 
 async def test_the_ready_line_has_what_every_server_says(cluster: Cluster) -> None:

@@ -161,7 +161,7 @@ async def test_a_timeout_that_makes_no_sense_is_refused_by_name(cluster: Cluster
 async def test_engines_that_are_both_do_not_wait_for_each_other(cluster: Cluster, tiny_reference, engines) -> None:
     """Six prompts of eight blocks, in opposite order: what one keeps for another is in the way of what it needs."""
     alone_s = await time_alone(cluster, engines[0], 6 * len(engines) // 2)
-    before = {name: (await cluster.statistics(name))["engine"]["revoked_for_room"] for name in engines}
+    before = {name: (await cluster.statistics(name))["engine"]["revoked_prompts"] for name in engines}
     began_s = time.monotonic()
     asked = []
     for n in range(6 * len(engines) // 2):
@@ -181,7 +181,7 @@ async def test_engines_that_are_both_do_not_wait_for_each_other(cluster: Cluster
         tiny_reference.check(answer.token_ids, prompt, 12)
     took_s = time.monotonic() - began_s
     await cluster.assert_drained()
-    now = {name: (await cluster.statistics(name))["engine"]["revoked_for_room"] - before[name] for name in engines}
+    now = {name: (await cluster.statistics(name))["engine"]["revoked_prompts"] - before[name] for name in engines}
     ratio = seconds_of(answers) / alone_s
     print(f"{len(asked)} prompts on {len(engines)} engines in {took_s:.2f} s, {ratio:.2f} of one alone, revoked {now}")
     assert sum(now.values()) == sum(failure is not None for failure in failures)

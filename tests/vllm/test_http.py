@@ -90,8 +90,8 @@ async def test_loads_are_counted_in_the_engines_own_metrics(urls: Urls) -> None:
     await until_metric(urls.decode, loads, 'outcome="committed"', before + 4)
     assert await metric(urls.decode, "vllm:kvxfer_bytes_total") - bytes_before == 4 * 3 * 4 * 128 * 2 * 2 * 64 * 4
     assert await metric(urls.prefill, loads) == 0
-    assert await metric(urls.decode, "vllm:kvxfer_wait_seconds_count") >= 4
-    for name in ("vllm:kvxfer_awaited_prompts", "vllm:kvxfer_absent_blocks"):
+    assert await metric(urls.decode, "vllm:kvxfer_wait_duration_seconds_count") >= 4
+    for name in ("vllm:kvxfer_awaited_prompts", "vllm:kvxfer_unread_blocks"):
         await until_metric(urls.decode, name, "", 0)
         await until_metric(urls.prefill, name, "", 0)
     assert await metric(urls.prefill, "vllm:kvxfer_revoked_prompts_total") == 0

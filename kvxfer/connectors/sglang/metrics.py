@@ -1,7 +1,7 @@
 """One rank's figures for Prometheus, among SGLang's own. Decides names, labels and buckets; must never import SGLang.
 
-SGLang's ranks are processes of their own, whose figures its main process puts together out of files (the multiprocess
-mode of prometheus_client): so these are plain counters, gauges and histograms, and none that is asked when it is read.
+Each rank of SGLang is a process. Its main process collects their figures from files (the multiprocess mode of
+prometheus_client), so these are plain counters, gauges and histograms, and no collectors.
 """
 
 from __future__ import annotations
@@ -31,26 +31,30 @@ class RankMetrics:
         """``labels``: of every figure. ``registry``: where they are read in this process, which SGLang does not do."""
         self._labels = dict(labels)
         self._registry = registry
-        self._loads = self._make(
-            Counter, "loads", "Prompts that were to be received, by what became of them", "outcome", "lane"
-        )
+        self._loads = self._make(Counter, "loads", "Prompts that were to be received, by outcome", "outcome", "lane")
         self._bytes = self._make(Counter, "bytes", "Bytes of prompts that were received")
         self._early = self._make(Counter, "early_bytes", "Of those, what landed while the prompt was still computed")
         self._seconds = self._make(
-            Histogram, "load_seconds", "From the wish for a prompt to its commit", buckets=SECONDS
+            Histogram, "load_duration_seconds", "From the request for a prompt to its commit", buckets=SECONDS
         )
         self._wire = self._make(
-            Histogram, "wire_seconds", "Of that, while pages were read, and last byte to verdict", buckets=SECONDS
+            Histogram,
+            "wire_duration_seconds",
+            "Of that, while pages were read, and last byte to verdict",
+            buckets=SECONDS,
         )
         self._waited = self._make(
-            Histogram, "wait_seconds", "Until a prompt's first pages were granted, or the wait was over", buckets=WAITED
+            Histogram,
+            "wait_duration_seconds",
+            "Until a prompt's first pages were granted, or the wait was over",
+            buckets=WAITED,
         )
-        self._sends = self._make(Counter, "sends", "Prompts that were to be sent, by what became of them", "outcome")
+        self._sends = self._make(Counter, "sends", "Prompts that were to be sent, by outcome", "outcome")
         self._rooms = self._make(Gauge, "rooms", "Prompts that are sent or received, and not over", "side")
         self._awaited = self._make(
-            Gauge, "awaited_prompts", "Prompts that are waited for, by what their prefill rank said of them", "state"
+            Gauge, "awaited_prompts", "Prompts that are waited for, by state at their prefill rank", "state"
         )
-        self._absent = self._make(Gauge, "absent_blocks", "Pages kept for readers that have not begun")
+        self._unread = self._make(Gauge, "unread_blocks", "Pages kept for readers that have not begun")
 
     def loaded(self, load: Load) -> None:
         """A prompt is received, or will not be."""
@@ -72,7 +76,7 @@ class RankMetrics:
             self._of(self._rooms, side).set(count)
         for state in STATES:
             self._of(self._awaited, state).set(getattr(now.agent.pulls, state))
-        self._of(self._absent).set(now.agent.grants.blocks_unread)
+        self._of(self._unread).set(now.agent.grants.blocks_unread)
 
     def _make(self, kind: Any, name: str, what: str, *labels: str, **more: Any) -> Any:
         if kind is Gauge:

@@ -84,7 +84,7 @@ class KeptPrompts:
         return Revoke(name, "no_room: this engine needed the blocks, and nobody had begun to read them")
 
     @property
-    def blocks_absent(self) -> int:
+    def blocks_unread(self) -> int:
         """Blocks that are kept for readers that have not begun."""
         return sum(kept.blocks for kept in self._kept.values() if not kept.is_read)
 

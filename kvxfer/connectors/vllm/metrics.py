@@ -19,7 +19,7 @@ WAITED = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300
 
 @dataclasses.dataclass
 class KvxferStats(KVConnectorStats):  # type: ignore[misc]
-    """Loads that ended (a row each: outcome, lane, bytes, seconds, wire seconds, early bytes), prompts that nobody
+    """Loads that ended (a row each: outcome, lane, bytes, seconds, wire seconds, early bytes), prompts that no engine
     fetched, seconds of waits that ended, prompts that were taken back for their blocks, and how it stands with what
     waits."""
 
@@ -76,9 +76,9 @@ class KvxferStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``vllm:kvxfer_loads_total{outcome,lane}``, ``_bytes_total``, ``_early_bytes_total``, ``_load_seconds``,
-    ``_wire_seconds``, ``_expired_prompts_total``, ``_wait_seconds``, ``_revoked_prompts_total``,
-    ``_awaited_prompts{state}``, ``_absent_blocks``."""
+    """``vllm:kvxfer_loads_total{outcome,lane}``, ``_bytes_total``, ``_early_bytes_total``, ``_load_duration_seconds``,
+    ``_wire_duration_seconds``, ``_expired_prompts_total``, ``_wait_duration_seconds``, ``_revoked_prompts_total``,
+    ``_awaited_prompts{state}``, ``_unread_blocks``."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: dict[int, Any]) -> None:
         super().__init__(vllm_config, metric_types, labelnames, labelvalues)
@@ -88,7 +88,7 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         )
         self._bytes = self._counter("bytes", "Bytes of committed loads.")
         self._early = self._counter("early_bytes", "Bytes that landed while the source still computed.")
-        self._expired = self._counter("expired_prompts", "Computed prompts that nobody fetched in time.")
+        self._expired = self._counter("expired_prompts", "Computed prompts that no engine fetched in time.")
         self._revoked = self._counter("revoked_prompts", "Computed prompts that were taken back for their blocks.")
         self._seconds = self._histogram("load", "From the order to the commit of a load.", SECONDS)
         self._wire_seconds = self._histogram(
@@ -100,12 +100,12 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             documentation="Prompts computed elsewhere that requests wait for, without blocks.",
             labelnames=[*labelnames, "state"],
         )
-        absent = self._gauge_cls(
-            name="vllm:kvxfer_absent_blocks",
+        unread = self._gauge_cls(
+            name="vllm:kvxfer_unread_blocks",
             documentation="Blocks kept for readers that have not begun.",
             labelnames=labelnames,
         )
-        self._absent = create_metric_per_engine(absent, labelvalues)
+        self._unread = create_metric_per_engine(unread, labelvalues)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for outcome, lane, nbytes, seconds, wire_seconds, early in transfer_stats_data["loads"]:
@@ -123,7 +123,7 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         if gauges is not None:
             for state in ("unknown", "queued", "granted"):
                 self._awaited.labels(*self._labelvalues[engine_idx], state).set(gauges[state])
-            self._absent[engine_idx].set(gauges["blocks_absent"])
+            self._unread[engine_idx].set(gauges["blocks_unread"])
 
     def _counter(self, name: str, documentation: str) -> Any:
         counter = self._counter_cls(
@@ -133,7 +133,7 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Any:
         histogram = self._histogram_cls(
-            name=f"vllm:kvxfer_{name}_seconds",
+            name=f"vllm:kvxfer_{name}_duration_seconds",
             documentation=documentation,
             buckets=buckets,
             labelnames=self._labelnames,

@@ -91,10 +91,10 @@ class Gauges(NamedTuple):
     unknown: int
     queued: int
     granted: int
-    blocks_absent: int
+    blocks_unread: int
 
 
-def gauges_of(decodes: Iterable[Decode], blocks_absent: int) -> Gauges:
+def gauges_of(decodes: Iterable[Decode], blocks_unread: int) -> Gauges:
     """Of one engine."""
     unknown = queued = granted = 0
     for decode in decodes:
@@ -103,7 +103,7 @@ def gauges_of(decodes: Iterable[Decode], blocks_absent: int) -> Gauges:
             queued += decode.is_known
         elif not decode.is_settled and decode.lacks_blocks:
             granted += 1
-    return Gauges(unknown, queued, granted, blocks_absent)
+    return Gauges(unknown, queued, granted, blocks_unread)
 
 
 def contents_of(request: Any, ranks: int, adapter: str) -> bytes:

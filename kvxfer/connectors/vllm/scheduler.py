@@ -310,7 +310,7 @@ class SchedulerHalf:
 
     def take_gauges(self) -> Gauges | None:
         """How it stands with what waits, where that has changed since the last call."""
-        before, self._gauges = self._gauges, gauges_of(self._decodes.values(), self._held.blocks_absent)
+        before, self._gauges = self._gauges, gauges_of(self._decodes.values(), self._held.blocks_unread)
         return None if self._gauges == before else self._gauges
 
     def take_waited(self) -> list[float]:

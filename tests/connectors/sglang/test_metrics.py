@@ -61,8 +61,8 @@ def test_a_prompt_that_came_is_counted_with_its_bytes_and_lane(both: tuple[Read,
     total = d.rank.destinations.received(5).bytes
     assert d("bytes_total") == total == 3 * PAGE + ROW
     assert 2 * PAGE <= d("early_bytes_total") < total
-    assert d("load_seconds_count") == d("wire_seconds_count") == d("wait_seconds_count") == 1
-    assert 0 < d("wire_seconds_sum") <= d("load_seconds_sum")
+    assert d("load_duration_seconds_count") == d("wire_duration_seconds_count") == d("wait_duration_seconds_count") == 1
+    assert 0 < d("wire_duration_seconds_sum") <= d("load_duration_seconds_sum")
     d.rank.destinations.clear(5)
     p.rank.sources.clear(5)
     assert d("loads_total", outcome="committed", lane=lane) == 1
@@ -82,8 +82,8 @@ def test_prompts_that_did_not_come_are_counted_by_their_codes(both: tuple[Read, 
     d.rank.wait("failed", 7)
     until(lambda: d("loads_total", outcome="cancelled", lane="none") == p("sends_total", outcome="cancelled") == 2)
     assert d("loads_total", outcome="grant_unknown", lane="none") == 1
-    assert d("wait_seconds_count") == 3
-    assert d("bytes_total") == d("load_seconds_count") == 0
+    assert d("wait_duration_seconds_count") == 3
+    assert d("bytes_total") == d("load_duration_seconds_count") == 0
     for room in (5, 6, 7):
         d.rank.destinations.clear(room)
         p.rank.sources.clear(room)
@@ -145,7 +145,7 @@ def test_the_main_process_finds_those_of_every_rank(tmp_path: pathlib.Path) -> N
         assert f'sglang:kvxfer_bytes_total{{tp_rank="{rank}"}} 100.0' in said
         assert f'sglang:kvxfer_sends_total{{outcome="peer_gone",tp_rank="{rank}"}} 1.0' in said
         assert f'sglang:kvxfer_rooms{{side="source",tp_rank="{rank}"}} 2.0' in said
-        assert f'sglang:kvxfer_wait_seconds_count{{tp_rank="{rank}"}} 1.0' in said
+        assert f'sglang:kvxfer_wait_duration_seconds_count{{tp_rank="{rank}"}} 1.0' in said
 
 
 def test_the_plugin_leaves_prometheus_to_sglang() -> None:

@@ -108,7 +108,7 @@ async def test_two_engines_that_are_both_do_not_wait_for_each_other(tiny_model) 
             assert tokens == reference(tiny_model, request.token_ids, 8)
             failures.append(outcome.report.failure)
         assert time.monotonic() - began_s < 10.0
-        revoked = a.executor.counters.revoked_for_room + b.executor.counters.revoked_for_room
+        revoked = a.executor.counters.revoked_prompts + b.executor.counters.revoked_prompts
         assert set(failures) <= {None, "grant_revoked"}
         assert revoked == failures.count("grant_revoked")
     assert world.breaches == []
@@ -124,7 +124,7 @@ async def test_under_plain_pressure_of_running_requests_nothing_is_revoked(tiny_
         requests = [Request(f"r{n}", make_prompt(60, 10 + n), greedy(30)) for n in range(10)]
         answers = await asyncio.gather(*(answer(p.engine, request) for request in requests))
         assert [len(tokens) for tokens, _, _ in answers] == [30] * 10
-        assert p.executor.counters.revoked_for_room == 0
+        assert p.executor.counters.revoked_prompts == 0
         assert p.executor.scheduler.statistics().holding == 2
         for request in kept:
             world.expire(request.remote.transfer_id)
@@ -138,7 +138,7 @@ async def test_a_prompt_for_others_gives_way_where_nothing_else_will(tiny_model)
             await prefill(p.engine, request)
         tokens, _, _ = await answer(p.engine, Request("here", make_prompt(60, 5), greedy(4)))
         assert tokens == reference(tiny_model, make_prompt(60, 5), 4)
-        assert p.executor.counters.revoked_for_room == 1
+        assert p.executor.counters.revoked_prompts == 1
         assert world.grants[young.remote.transfer_id].reason.startswith("no_room")
         assert world.grants[old.remote.transfer_id].state.name == "ALIVE", "the youngest goes first, and one at a time"
         world.expire(old.remote.transfer_id)

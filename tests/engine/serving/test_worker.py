@@ -78,7 +78,7 @@ async def test_ready_line_and_operator_routes(alone):
     await alone.client.post("/v1/completions", json=body(make_prompt(20)))
     metrics = (await alone.client.get("/metrics")).text
     assert 'kvxfer_engine_requests_total{code="ok",leg="local"} 1.0' in metrics
-    assert "kvxfer_engine_ttft_seconds_count 1.0" in metrics
+    assert "kvxfer_engine_time_to_first_token_seconds_count 1.0" in metrics
     assert "kvxfer_engine_ready 1.0" in metrics
     now = await alone.wait_idle()
     assert now["pool"]["blocks_total"] == 96
