@@ -18,7 +18,7 @@ from kvxfer.agent.grant import Grant
 from kvxfer.agent.metrics import AgentMetrics
 from kvxfer.agent.notifications import Delivery, Notification, Notifications
 from kvxfer.agent.pool import Pool
-from kvxfer.agent.pools import Pools
+from kvxfer.agent.pools import AgentPools
 from kvxfer.agent.pulse import EnginePulse
 from kvxfer.agent.registration import alone, cluster_token, open_session
 from kvxfer.agent.runtime import AgentRuntime
@@ -88,7 +88,7 @@ class Agent(AgentMemory):
         self._coordinator, self._token, self._connect_s = coordinator, token, connect_s
         self._network = network
         self._lanes = self.config.lanes if network is None else (Lane.MEMORY,)
-        self._pools = Pools()
+        self._pools = AgentPools()
         self._load, self._pulse = Load(), EnginePulse()
         self._notifications = Notifications()
         self._counters = AgentCounters(info.agent_id, self._notifications)

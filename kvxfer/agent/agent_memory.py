@@ -10,7 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from kvxfer.agent.pool import Pool
-from kvxfer.agent.pools import Pools, PoolSpec
+from kvxfer.agent.pools import AgentPools, PoolSpec
 from kvxfer.agent.runtime import AgentRuntime
 from kvxfer.agent.transfer import AgentPost
 from kvxfer.errors import InvalidArgumentError
@@ -24,7 +24,7 @@ class AgentMemory:
 
     info: WorkerInfo
     _lanes: tuple[Lane, ...]
-    _pools: Pools
+    _pools: AgentPools
 
     def _open(self) -> AgentRuntime:
         raise NotImplementedError

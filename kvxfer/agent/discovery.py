@@ -13,7 +13,7 @@ import dataclasses
 import logging
 
 from kvxfer.agent.peers import NOWHERE
-from kvxfer.agent.pools import Pools
+from kvxfer.agent.pools import AgentPools
 from kvxfer.agent.runtime import AgentRuntime
 from kvxfer.errors import InvalidArgumentError, KvxferError, PeerGoneError, ProtocolError
 from kvxfer.protocol.handshake import session_key, session_root
@@ -29,7 +29,7 @@ class Discovery:
     """Of one agent, on its loop."""
 
     def __init__(
-        self, token: bytes, info: WorkerInfo, pools: Pools, runtime: AgentRuntime, transport: Transport
+        self, token: bytes, info: WorkerInfo, pools: AgentPools, runtime: AgentRuntime, transport: Transport
     ) -> None:
         """``info`` and ``pools``: what peers learn of this agent. From now on a peer that proves the token is admitted.
 

@@ -27,7 +27,7 @@ class PoolSpec:
     is_published: bool
 
 
-class Pools:
+class AgentPools:
     """In the order of their ids, which count from 1."""
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ class Checklist:
         print(f"\x1b[{up}A\r{self._line(name)}\x1b[K\x1b[{up}B\r", end="", file=self._stream, flush=True)
 
 
-class Progress:
+class ProgressBar:
     """Callable ``(stage, done, total)``: a bar per stage on a terminal, a line per stage and 25 % elsewhere.
 
     ``of`` says on each line what it is that progresses.

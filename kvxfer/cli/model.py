@@ -9,7 +9,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from kvxfer.cli.console import Progress, size, table
+from kvxfer.cli.console import ProgressBar, size, table
 from kvxfer.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if args.remove is not None:
         return _remove(models, args.remove)
     name = args.name or model_store.DEFAULT_MODEL
-    progress = Progress(of=name)
+    progress = ProgressBar(of=name)
     try:
         path = model_store.resolve(name, progress=progress)
     finally:

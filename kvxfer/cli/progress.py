@@ -21,7 +21,7 @@ LONGEST = 10
 T = TypeVar("T")
 
 
-class Progress:
+class StartProgress:
     """One start. Times are of any one clock, in seconds."""
 
     def __init__(self, timeout_s: float, now_s: float) -> None:
@@ -64,7 +64,7 @@ async def wait_while_it_gets_on(
     id of the process that leads it) do nothing for ``timeout_s``, or are busy for LONGEST times as long."""
     task = asyncio.ensure_future(ready)
     loop = asyncio.get_running_loop()
-    progress = Progress(timeout_s, loop.time())
+    progress = StartProgress(timeout_s, loop.time())
     try:
         while True:
             await asyncio.wait({task}, timeout=min(POLL_S, timeout_s))

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from kvxfer import observe
 from kvxfer.cli import lifetime, stack
-from kvxfer.cli.console import Checklist, Progress, duration
+from kvxfer.cli.console import Checklist, ProgressBar, duration
 from kvxfer.cli.flags import add_flags, options_from
 from kvxfer.cli.services import add_process_arguments
 from kvxfer.cli.supervise import Child, Supervisor
@@ -58,7 +58,7 @@ async def resolve_model(model: str) -> Path:
     """The local directory of ``model``, fetched with progress on stderr where it is not there yet."""
     from kvxfer.engine import model_store
 
-    progress = Progress(of=model)
+    progress = ProgressBar(of=model)
     try:
         return await asyncio.to_thread(model_store.resolve, model, progress=progress)
     finally:

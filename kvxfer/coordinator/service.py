@@ -58,7 +58,7 @@ _STATUS: dict[type[KvxferError], grpc.StatusCode] = {
 }
 
 
-class Outbox:
+class StreamState:
     """What one stream still has to be told, as state: never a queue."""
 
     def __init__(self, *, with_load: bool) -> None:
@@ -70,7 +70,7 @@ class Outbox:
 
 
 class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
-    """One coordinator's streams. Incarnations on one asyncio loop."""
+    """One coordinator's streams. Runs on one asyncio loop."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._metrics = metrics
         self._watchers_max = watchers_max
         self._hosts = hosts
-        self._sessions: dict[int, Outbox] = {}
-        self._watchers: set[Outbox] = set()
+        self._sessions: dict[int, StreamState] = {}
+        self._watchers: set[StreamState] = set()
         self._told_revision = directory.revision
         self._told_shape = directory.shape_revision
         self._is_stopping = False
@@ -114,7 +114,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
     async def Session(self, requests: Any, context: Any) -> None:
         try:
             registration = await self._register(context)
-            outbox = self._sessions[registration.stream] = Outbox(with_load=False)
+            outbox = self._sessions[registration.stream] = StreamState(with_load=False)
             try:
                 await self._run_session(context, registration, outbox)
             finally:
@@ -134,7 +134,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
             self._check_open()
             if len(self._watchers) >= self._watchers_max:
                 raise OverloadedError(f"the coordinator keeps at most watchers_max={self._watchers_max} watchers")
-            outbox = Outbox(with_load=True)
+            outbox = StreamState(with_load=True)
             self._watchers.add(outbox)
             try:
                 await self._push(outbox, context.write, lambda _: b"")
@@ -185,7 +185,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
         self._carry_out(registration.effects)
         return registration
 
-    async def _run_session(self, context: Any, registration: Registration, outbox: Outbox) -> None:
+    async def _run_session(self, context: Any, registration: Registration, outbox: StreamState) -> None:
         """Both directions of a registered stream, until either ends."""
         welcome = pb.Welcome(
             ref=convert.write_ref(registration.ref),
@@ -236,7 +236,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
 
     async def _push(
         self,
-        outbox: Outbox,
+        outbox: StreamState,
         write: Callable[[pb.MembershipUpdate], Awaitable[None]],
         key_of: Callable[[AgentRef], bytes],
         session: Any = None,

@@ -26,10 +26,10 @@ from kvxfer.engine.request import (
     Event,
     FailurePolicy,
     Leg,
+    OtherLeg,
     Outcome,
     Phase,
     PrefillOutcome,
-    Remote,
     Sequence,
     blocks_for,
 )
@@ -421,7 +421,7 @@ class Executor:
     def _remote_blocks(self, sequence: Sequence) -> list[int]:
         return sequence.blocks[sequence.matched : blocks_for(sequence.prompt_tokens - 1, self.pool.block_tokens)]
 
-    def _partners(self, sequence: Sequence) -> tuple[BlockExchange, Remote]:
+    def _partners(self, sequence: Sequence) -> tuple[BlockExchange, OtherLeg]:
         exchange, remote = self._exchange, sequence.request.remote
         if exchange is None or remote is None:
             raise AssertionError(f"{sequence} has no remote half")

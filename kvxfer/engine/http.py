@@ -21,11 +21,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from kvxfer.engine.answer import AnswerShape
+from kvxfer.engine.completion_parser import CompletionParser, ParsedCompletion
+from kvxfer.engine.completion_writer import CompletionWriter
 from kvxfer.engine.connection import ClientGone, EventStream, while_connected
 from kvxfer.engine.engine import Engine
 from kvxfer.engine.generation import Generation
-from kvxfer.engine.intake import Asked, Intake
 from kvxfer.engine.readiness import Readiness
 from kvxfer.engine.request import Delta, Leg
 from kvxfer.errors import InvalidArgumentError, KvxferError
@@ -48,7 +48,7 @@ class WorkerHttp:
     def __init__(
         self,
         engine: Engine,
-        intake: Intake,
+        parser: CompletionParser,
         readiness: Readiness,
         *,
         bodies: Bodies,
@@ -56,7 +56,7 @@ class WorkerHttp:
         render_metrics: Callable[[], bytes],
     ) -> None:
         self._engine = engine
-        self._intake = intake
+        self._parser = parser
         self._readiness = readiness
         self._bodies = bodies
         self._statistics = statistics
@@ -85,11 +85,11 @@ class WorkerHttp:
 
         @app.post("/v1/completions")
         async def completions(request: Request) -> Response:
-            return await self._serve(request, self._intake.completion)
+            return await self._serve(request, self._parser.completion)
 
         @app.post("/v1/chat/completions")
         async def chat_completions(request: Request) -> Response:
-            return await self._serve(request, self._intake.chat)
+            return await self._serve(request, self._parser.chat)
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
@@ -143,7 +143,7 @@ class WorkerHttp:
 
         return app
 
-    async def _serve(self, request: Request, read: Callable[[bytes, str], Asked]) -> Response:
+    async def _serve(self, request: Request, read: Callable[[bytes, str], ParsedCompletion]) -> Response:
         received = request.headers.get(REQUEST_ID, "")
         request_id = received if _REQUEST_ID.fullmatch(received) else f"req-{secrets.token_hex(16)}"
         try:
@@ -151,16 +151,16 @@ class WorkerHttp:
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE_STATUS)
         with self._engine.arriving():
-            asked = await asyncio.get_running_loop().run_in_executor(self._tokenising, read, body, request_id)
-            generation = self._engine.submit(asked.request)
-        shape = AnswerShape(asked, self._engine.executor.model.name)
+            parsed = await asyncio.get_running_loop().run_in_executor(self._tokenising, read, body, request_id)
+            generation = self._engine.submit(parsed.request)
+        writer = CompletionWriter(parsed, self._engine.executor.model.name)
         headers = {REQUEST_ID: request_id}
         try:
-            if asked.request.leg is Leg.PREFILL:
-                work = self._prefill(generation, asked, shape)
+            if parsed.request.leg is Leg.PREFILL:
+                work = self._prefill(generation, parsed, writer)
                 return JSONResponse(await while_connected(request.receive, work), headers=headers)
-            if not asked.is_stream:
-                answer = await while_connected(request.receive, _collect(generation, shape))
+            if not parsed.is_stream:
+                answer = await while_connected(request.receive, _collect(generation, writer))
                 return JSONResponse(answer, headers=headers)
             first = await while_connected(request.receive, _next(generation))
         except ClientGone:
@@ -170,19 +170,21 @@ class WorkerHttp:
         except BaseException:
             generation.abort()
             raise
-        return EventStream(_events(generation, first, shape), on_end=generation.abort, headers=headers)
+        return EventStream(_events(generation, first, writer), on_end=generation.abort, headers=headers)
 
-    async def _prefill(self, generation: Generation, asked: Asked, shape: AnswerShape) -> dict[str, Any]:
+    async def _prefill(
+        self, generation: Generation, parsed: ParsedCompletion, writer: CompletionWriter
+    ) -> dict[str, Any]:
         outcome = await generation.wait_prefilled()
-        remote = asked.request.remote
-        return shape.prefilled(outcome, "" if remote is None else str(remote.transfer_id))
+        remote = parsed.request.remote
+        return writer.prefilled(outcome, "" if remote is None else str(remote.transfer_id))
 
 
 async def _next(generation: Generation) -> Delta:
     return await anext(generation)
 
 
-async def _collect(generation: Generation, shape: AnswerShape) -> dict[str, Any]:
+async def _collect(generation: Generation, writer: CompletionWriter) -> dict[str, Any]:
     texts: list[str] = []
     token_ids: list[int] = []
     finish_reason = ""
@@ -190,20 +192,20 @@ async def _collect(generation: Generation, shape: AnswerShape) -> dict[str, Any]
         texts.append(delta.text)
         token_ids += delta.token_ids
         finish_reason = delta.finish_reason or finish_reason
-    return shape.whole("".join(texts), token_ids, finish_reason, generation.outcome)
+    return writer.whole("".join(texts), token_ids, finish_reason, generation.outcome)
 
 
-async def _events(generation: Generation, first: Delta, shape: AnswerShape) -> AsyncGenerator[bytes, None]:
+async def _events(generation: Generation, first: Delta, writer: CompletionWriter) -> AsyncGenerator[bytes, None]:
     """The stream after its first delta came; an error in it is its last event, without an end mark."""
     try:
-        for chunk in (*shape.first(), *shape.piece(first)):
+        for chunk in (*writer.first(), *writer.piece(first)):
             yield encode_event(chunk)
         finish_reason = first.finish_reason
         async for delta in generation:
-            for chunk in shape.piece(delta):
+            for chunk in writer.piece(delta):
                 yield encode_event(chunk)
             finish_reason = delta.finish_reason or finish_reason
-        for chunk in shape.last(finish_reason or "stop", generation.outcome):
+        for chunk in writer.last(finish_reason or "stop", generation.outcome):
             yield encode_event(chunk)
         yield DONE
     except KvxferError as error:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.engine.request import Remote
+from kvxfer.engine.request import OtherLeg
 from kvxfer.errors import (
     GrantExpiredError,
     GrantReleasedError,
@@ -176,7 +176,7 @@ class BlockExchange:
         """What the next heartbeat says."""
         self._agent.report_load(load)
 
-    def expect(self, remote: Remote) -> None:
+    def expect(self, remote: OtherLeg) -> None:
         """The prompt of a prefill leg was accepted: its reader, who may be early, is told that it is queued. From any
         thread. Raises GrantReleasedError where its reader gave it up, InvalidArgumentError for an id used before,
         LimitExceededError."""
@@ -192,7 +192,7 @@ class BlockExchange:
     def grant(
         self,
         blocks: list[int],
-        remote: Remote,
+        remote: OtherLeg,
         *,
         content: bytes,
         ready_blocks: int,
@@ -213,14 +213,14 @@ class BlockExchange:
         self._on_loop(lambda: grant.on_ended(lambda state: self._post(lambda: on_ended(state))))
         return grant
 
-    def abort_grant(self, remote: Remote) -> None:
+    def abort_grant(self, remote: OtherLeg) -> None:
         """Let a reader, who may wait for its grant already, know that none will come."""
         try:
             self._agent.abort_grant(remote.transfer_id)
         except KvxferError as error:
             _log.debug("a reader could not be told", extra={"code": error.code, "agent_id": remote.agent_id})
 
-    def abort_pull(self, remote: Remote) -> None:
+    def abort_pull(self, remote: OtherLeg) -> None:
         """Let a source know that its grant will not be read: the pull never began."""
 
         def abort() -> None:
@@ -232,7 +232,7 @@ class BlockExchange:
         self._on_loop(abort)
 
     def start(
-        self, pull: EnginePull, blocks: list[int], remote: Remote, *, content: bytes, first: int = 0, count: int = 0
+        self, pull: EnginePull, blocks: list[int], remote: OtherLeg, *, content: bytes, first: int = 0, count: int = 0
     ) -> None:
         """Pull grant positions ``first...`` into ``blocks``, which are the agent's until a callback says otherwise, or
         :meth:`unreserve`. No blocks: ask whether the grant of ``count`` blocks exists, and wait for :meth:`reserve`.
@@ -280,7 +280,7 @@ class BlockExchange:
         self._on_loop(cancel)
 
     def _begin(
-        self, pull: EnginePull, blocks: Blocks, remote: Remote, content: bytes, first: int, count: int
+        self, pull: EnginePull, blocks: Blocks, remote: OtherLeg, content: bytes, first: int, count: int
     ) -> TransferLike:
         say_granted = functools.partial(self._post, pull.on_granted)
         if pull.is_unreserved or not len(blocks):
@@ -305,7 +305,7 @@ class BlockExchange:
         )
 
     async def _run(
-        self, pull: EnginePull, blocks: Blocks, remote: Remote, content: bytes, first: int, count: int
+        self, pull: EnginePull, blocks: Blocks, remote: OtherLeg, content: bytes, first: int, count: int
     ) -> None:
         try:
             if pull.is_cancelled:

@@ -59,7 +59,7 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Remote:
+class OtherLeg:
     """The other half of a request: whom it is done with, under which transfer."""
 
     transfer_id: TransferId
@@ -80,7 +80,7 @@ class Request:
     token_ids: tuple[int, ...]
     params: SamplingParams
     leg: Leg = Leg.LOCAL
-    remote: Remote | None = None
+    remote: OtherLeg | None = None
 
     def __post_init__(self) -> None:
         if not self.token_ids:

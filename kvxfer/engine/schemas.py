@@ -56,13 +56,13 @@ class StreamOptions(schemas.Model):
     include_usage: bool = False
 
 
-class Message(schemas.Message):
+class ChatMessage(schemas.Message):
     """One chat message; ``content`` given as text parts is joined into one string, ``None`` where there is none."""
 
     content: Annotated[str | None, BeforeValidator(_check_content)] = None
 
     @model_validator(mode="after")
-    def _has_content(self) -> Message:
+    def _has_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
             wrong(f"content is required for role {self.role!r}")
         return self
@@ -87,7 +87,7 @@ class _Answer(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionRequest(_Answer, schemas.CompletionRequest):
+class CompletionBody(_Answer, schemas.CompletionRequest):
     """``POST /v1/completions``: ``prompt`` is one string or one list of token ids."""
 
     prompt: Annotated[Any, BeforeValidator(_check_prompt)] = None
@@ -98,10 +98,10 @@ class CompletionRequest(_Answer, schemas.CompletionRequest):
         return COMPLETION_TOKENS_DEFAULT if self.max_tokens is None else self.max_tokens
 
 
-class ChatCompletionRequest(_Answer, schemas.ChatCompletionRequest):
+class ChatCompletionBody(_Answer, schemas.ChatCompletionRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MESSAGES_MAX)  # type: ignore[assignment]
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MESSAGES_MAX)  # type: ignore[assignment]
     max_completion_tokens: int | None = Field(default=None, ge=1, le=INTEGER_MAX)
 
     @property
@@ -110,18 +110,18 @@ class ChatCompletionRequest(_Answer, schemas.ChatCompletionRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-def parse_completion(body: bytes | dict[str, Any]) -> CompletionRequest:
+def parse_completion(body: bytes | dict[str, Any]) -> CompletionBody:
     """Read a body of ``/v1/completions``; raise RequestError that names the field."""
     values = schemas.load_object(body) if isinstance(body, bytes) else body
-    parsed = schemas.validate(CompletionRequest, values)
+    parsed = schemas.validate(CompletionBody, values)
     unsupported.refuse_in_body(values, route=unsupported.ONLY_IN_COMPLETIONS)
     return parsed
 
 
-def parse_chat(body: bytes | dict[str, Any]) -> ChatCompletionRequest:
+def parse_chat(body: bytes | dict[str, Any]) -> ChatCompletionBody:
     """Read a body of ``/v1/chat/completions``; raise RequestError that names the field."""
     values = schemas.load_object(body) if isinstance(body, bytes) else body
-    parsed = schemas.validate(ChatCompletionRequest, values)
+    parsed = schemas.validate(ChatCompletionBody, values)
     unsupported.refuse_in_body(values, route=unsupported.ONLY_IN_CHAT)
     unsupported.refuse_in_messages(values["messages"])
     return parsed

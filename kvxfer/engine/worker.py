@@ -18,10 +18,10 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kvxfer.engine.block_digests import BlockDigests
+from kvxfer.engine.completion_parser import CompletionParser
 from kvxfer.engine.engine import Engine
 from kvxfer.engine.executor import Executor
 from kvxfer.engine.http import WorkerHttp
-from kvxfer.engine.intake import Intake
 from kvxfer.engine.metrics import EngineMetrics
 from kvxfer.engine.model import LoadedModel
 from kvxfer.engine.model_store import resolve
@@ -101,14 +101,14 @@ async def _serve_model(
     metrics.watch(executor)
     engine = Engine(executor, agent=agent, agent_pool=pool)
     capacity = count * options.block_tokens
-    intake = Intake(model, role=options.role, agent_id=info.agent_id, capacity_tokens=capacity)
+    parser = CompletionParser(model, role=options.role, agent_id=info.agent_id, capacity_tokens=capacity)
     readiness = Readiness(engine, agent)
     metrics.watch_readiness(readiness)
     sockets = share_now(options.max_connections, legs_each=1, legs_max=PEER_SOCKETS_MAX)
     bodies = Bodies(options)
     http = WorkerHttp(
         engine,
-        intake,
+        parser,
         readiness,
         bodies=bodies,
         statistics=lambda: worker_statistics(info, executor, agent),

@@ -34,7 +34,7 @@ from kvxfer.rpc.link import (
     CONNECT_S,
     EOF,
     REASON_BYTES_MAX,
-    Backoff,
+    ReconnectBackoff,
     both_ways,
     credentials,
     error_from_exception,
@@ -79,7 +79,7 @@ class CoordinatorSession:
         self._on_membership = on_membership
         self._on_state = on_state
         self._on_drain = on_drain
-        self._backoff = Backoff(source or random.Random())
+        self._backoff = ReconnectBackoff(source or random.Random())
         self._mirror = Mirror()
         self._load = Load()
         self._is_draining = False

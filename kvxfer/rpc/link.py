@@ -159,7 +159,7 @@ def tell(callback: Callable[[Argument], None] | None, value: Argument) -> None:
         )
 
 
-class Backoff:
+class ReconnectBackoff:
     """Waits that double from ``first_s`` to ``max_s``, each drawn evenly between half of it and the whole."""
 
     def __init__(self, source: random.Random, *, first_s: float = 0.1, max_s: float = 1.0) -> None:

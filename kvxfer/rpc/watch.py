@@ -17,7 +17,16 @@ from kvxfer._pb import control_pb2_grpc
 from kvxfer.errors import ClosedError, CoordinatorUnavailableError, KvxferError, OverloadedError
 from kvxfer.protocol.mirror import Mirror
 from kvxfer.rpc import convert
-from kvxfer.rpc.link import CONNECT_S, EOF, Backoff, credentials, error_from_exception, open_channel, raise_status, tell
+from kvxfer.rpc.link import (
+    CONNECT_S,
+    EOF,
+    ReconnectBackoff,
+    credentials,
+    error_from_exception,
+    open_channel,
+    raise_status,
+    tell,
+)
 from kvxfer.types import Membership
 
 log = logging.getLogger("kvxfer.rpc")
@@ -47,7 +56,7 @@ class MembershipWatch:
         self._metadata = credentials(token)
         self._on_membership = on_membership
         self._on_state = on_state
-        self._backoff = Backoff(source or random.Random())
+        self._backoff = ReconnectBackoff(source or random.Random())
         self._mirror = Mirror()
         self._task: asyncio.Task[None] | None = None
         self._is_connected = False

@@ -101,12 +101,12 @@ def test_words_for_people() -> None:
 
 
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = console.Progress()
+    progress = console.ProgressBar()
     for done in range(0, 101):
         progress("download", done, 100)
     progress("convert", 0, 0)
     progress.close()
-    progress = console.Progress(of="tiny")
+    progress = console.ProgressBar(of="tiny")
     progress("write", 1, 2)
     lines = capsys.readouterr().err.splitlines()
     assert lines.pop() == "  tiny: write: 50%"

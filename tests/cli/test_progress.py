@@ -10,35 +10,35 @@ import sys
 import pytest
 
 from kvxfer.cli import progress
-from kvxfer.cli.progress import LONGEST, Progress, session_processor_s, wait_while_it_gets_on
+from kvxfer.cli.progress import LONGEST, StartProgress, session_processor_s, wait_while_it_gets_on
 
 
 def test_one_that_writes_is_waited_for() -> None:
-    starts = Progress(60.0, 0.0)
+    starts = StartProgress(60.0, 0.0)
     assert [starts.see(second, 0.0, float(second)) for second in range(1, 500)] == [None] * 499
 
 
 def test_one_that_gets_a_little_of_a_busy_machine_is_waited_for() -> None:
-    starts = Progress(60.0, 0.0)
+    starts = StartProgress(60.0, 0.0)
     assert [starts.see(0, second / 30, float(second)) for second in range(1, 500)] == [None] * 499
 
 
 def test_one_that_only_wakes_up_now_and_then_is_given_up() -> None:
-    starts = Progress(60.0, 0.0)
+    starts = StartProgress(60.0, 0.0)
     assert starts.see(7, 3.0, 1.0) is None
     said = [starts.see(7, 3.0 + second / 1000, float(second)) for second in range(2, 62)]
     assert said == [None] * 59 + ["it did nothing for 60 s"]
 
 
 def test_one_that_is_busy_and_never_ready_is_given_up() -> None:
-    starts = Progress(60.0, 0.0)
+    starts = StartProgress(60.0, 0.0)
     said = [starts.see(second, float(second), float(second)) for second in range(1, LONGEST * 60 + 1)]
     assert said == [None] * (LONGEST * 60 - 1) + ["it was busy for 600 s"]
 
 
 def test_processor_time_that_a_child_took_with_it_is_no_standstill() -> None:
     """A process that ends unwaited for takes its time out of the sum."""
-    starts = Progress(10.0, 0.0)
+    starts = StartProgress(10.0, 0.0)
     assert starts.see(0, 9.0, 1.0) is None
     assert starts.see(0, 4.0, 5.0) is None
     assert starts.see(0, 9.5, 10.9) is None

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvxfer import errors
-from kvxfer.rpc.link import Backoff, both_ways, credentials, error_from_exception, error_from_status
+from kvxfer.rpc.link import ReconnectBackoff, both_ways, credentials, error_from_exception, error_from_status
 
 
 @pytest.mark.parametrize("status", grpc.StatusCode)
@@ -35,7 +35,7 @@ def test_any_exception_has_an_error() -> None:
 
 
 def test_waits_double_jittered_up_to_their_bound_and_start_again() -> None:
-    backoff = Backoff(random.Random(1), first_s=0.1, max_s=1.0)
+    backoff = ReconnectBackoff(random.Random(1), first_s=0.1, max_s=1.0)
     for whole_s in (0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
         assert whole_s / 2 <= backoff.next_s() <= whole_s
     backoff.reset()

@@ -111,7 +111,7 @@ def test_a_room_sent_again_while_it_is_under_way_changes_nothing(world: World, w
     room = world.room()
     sender, receiver = world.prefill.sender(room), world.decode.ask(room, [5], 1)
     wait_for(sender, WAITING)
-    wire.replay(greetings.Room, world.prefill)
+    wire.replay(greetings.RoomRequest, world.prefill)
     assert sender.poll() == receiver.poll() == WAITING
     works(world, room, sender, receiver)
 
@@ -119,8 +119,8 @@ def test_a_room_sent_again_while_it_is_under_way_changes_nothing(world: World, w
 def test_a_room_sent_again_before_its_prompt_changes_nothing(world: World, wire: Wire) -> None:
     room = world.room()
     receiver = world.decode.ask(room, [5], 1)
-    wait(lambda: wire.recorded(greetings.Room, world.prefill))
-    wire.replay(greetings.Room, world.prefill)
+    wait(lambda: wire.recorded(greetings.RoomRequest, world.prefill))
+    wire.replay(greetings.RoomRequest, world.prefill)
     assert receiver.poll() == WAITING
     works(world, room, receiver=receiver)
 
@@ -128,11 +128,11 @@ def test_a_room_sent_again_before_its_prompt_changes_nothing(world: World, wire:
 def test_a_room_sent_again_after_its_end_begins_nothing(world: World, wire: Wire) -> None:
     room = world.room()
     works(world, room)
-    wire.replay(greetings.Room, world.prefill)
+    wire.replay(greetings.RoomRequest, world.prefill)
     side = world.prefill.manager.prefill_side
     assert room not in side._wanted
     sender = world.prefill.sender(room)
-    wire.replay(greetings.Room, world.prefill)
+    wire.replay(greetings.RoomRequest, world.prefill)
     assert sender.poll() == BOOTSTRAPPING
     works(world, room, sender)
 
@@ -144,7 +144,7 @@ def test_a_room_sent_to_another_rank_begins_nothing(world: World, wire: Wire) ->
     before, world.prefill = world.prefill, world.rank("prefill")
     world.decode.manager.forget(world.address)
     works(world, world.room())
-    wire.replay(greetings.Room, before, world.prefill)
+    wire.replay(greetings.RoomRequest, before, world.prefill)
     sender = world.prefill.sender(room)
     time.sleep(QUIET_S)
     assert sender.poll() == BOOTSTRAPPING

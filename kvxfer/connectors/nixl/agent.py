@@ -52,12 +52,12 @@ from kvxfer.connectors.nixl.requests import (
     EmptyRequest,
     LoopRequest,
     RemoteRequest,
-    Request,
+    TransferRequest,
     as_indices,
     nixlXferTelemetry,
 )
 from kvxfer.connectors.nixl.settings import Settings, with_file
-from kvxfer.connectors.nixl.telemetry import Event, Ring, ring_for
+from kvxfer.connectors.nixl.telemetry import Ring, TelemetryEvent, ring_for
 from kvxfer.transport.plan import Op
 
 SUCCESS = nixl_status_t.NIXL_SUCCESS
@@ -131,7 +131,7 @@ class nixlAgent:
         self._lock = threading.RLock()
         self._backends = Backends()
         self._dlists: dict[int, DList] = {}
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, TransferRequest] = {}
         self._leaked_xfer_handles: list[int] = []
         self._finalizer = weakref.finalize(self, _close, os.getpid(), self._exchange, self._endpoint, self._events)
 
@@ -178,14 +178,14 @@ class nixlAgent:
         self._check_list(descs, nixlRegDList)
         self._check_memory(descs.getType(), backends)
         self._endpoint.link.registry.register(descs)
-        self._count(Event.AGENT_MEMORY_REGISTERED, descs)
+        self._count(TelemetryEvent.AGENT_MEMORY_REGISTERED, descs)
         return SUCCESS
 
     def deregisterMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:
         self._check_list(descs, nixlRegDList)
         self._check_memory(descs.getType(), backends)
         self._endpoint.link.registry.deregister(descs)
-        self._count(Event.AGENT_MEMORY_DEREGISTERED, descs)
+        self._count(TelemetryEvent.AGENT_MEMORY_DEREGISTERED, descs)
         return SUCCESS
 
     def queryMem(self, descs: nixlRegDList, backend: int) -> list[dict[str, str] | None]:
@@ -414,14 +414,14 @@ class nixlAgent:
         return self._keep(RemoteRequest(endpoint, remote.remote, plan, message, backend, on_end))
 
     @_counted
-    def _post(self, request: Request, message: bytes) -> None:
+    def _post(self, request: TransferRequest, message: bytes) -> None:
         request.post(message)
 
-    def _count(self, kind: Event, descs: nixlRegDList) -> None:
+    def _count(self, kind: TelemetryEvent, descs: nixlRegDList) -> None:
         if self._events is not None:
             self._events.add((kind, int(descs.rows[:, 1].sum())))
 
-    def _keep(self, thing: DList | Request) -> int:
+    def _keep(self, thing: DList | TransferRequest) -> int:
         handle = next(_handles)
         with self._lock:
             if isinstance(thing, DList):
@@ -436,7 +436,7 @@ class nixlAgent:
             raise nixlInvalidParamError(f"{handle!r} is no prepared list of this agent, or was released")
         return dlist
 
-    def _req(self, handle: Any) -> Request:
+    def _req(self, handle: Any) -> TransferRequest:
         request = self._requests.get(handle)
         if request is None:
             raise nixlInvalidParamError(f"{handle!r} is no transfer of this agent, or was released")

@@ -35,7 +35,7 @@ FLUSH_S = 3.0
 log = logging.getLogger("nixl.kvxfer")
 
 
-class Store(Protocol):
+class MetadataStore(Protocol):
     """Where agents leave metadata for those who know their names; everything but ``key`` may raise nixlBackendError."""
 
     NAME: str
@@ -50,7 +50,7 @@ class Store(Protocol):
 
 
 @dataclasses.dataclass
-class Wait:
+class MetadataWait:
     """A fetch of what may still come; ``reason`` is why the last try brought nothing."""
 
     end_s: float
@@ -67,7 +67,7 @@ class Exchange:
         settings = endpoint.settings
         self._endpoint = endpoint
         self._store, self._wait_s = _store(settings, etcd_wait_s)
-        self._waits: dict[tuple[str, str], Wait] = {}
+        self._waits: dict[tuple[str, str], MetadataWait] = {}
         """What is to be tried next comes first. The worker's alone."""
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
@@ -130,7 +130,7 @@ class Exchange:
     def __repr__(self) -> str:
         return f"<Exchange of {self._endpoint.name}: {self._tasks.qsize()} tasks, {len(self._waits)} waits>"
 
-    def _central(self, host: str, port: int) -> Store | None:
+    def _central(self, host: str, port: int) -> MetadataStore | None:
         """None: the address is to be used."""
         if host:
             if not 0 < port < 65536:
@@ -190,9 +190,9 @@ class Exchange:
         except ConnectionRefusedError:
             log.info("nobody listens at %s:%d any more, so nobody is left to forget us there", host, port)
 
-    def _fetch(self, store: Store, name: str, label: str, wait: Wait | None = None) -> None:
+    def _fetch(self, store: MetadataStore, name: str, label: str, wait: MetadataWait | None = None) -> None:
         """What is there; or have the worker look for it again and again, between what else it is asked to do."""
-        wait = wait or Wait(time.monotonic() + self._wait_s)
+        wait = wait or MetadataWait(time.monotonic() + self._wait_s)
         if self._is_done(store, name, label, wait):
             return
         self._waits.pop((name, label), None)
@@ -215,7 +215,7 @@ class Exchange:
                 name, store.NAME, self._wait_s, wait.reason,
             )  # fmt: skip
 
-    def _is_done(self, store: Store, name: str, label: str, wait: Wait) -> bool:
+    def _is_done(self, store: MetadataStore, name: str, label: str, wait: MetadataWait) -> bool:
         """Raises where what lies there is wrong; a store that cannot be asked may answer the next time."""
         try:
             blob = store.get(name, label)
@@ -249,7 +249,7 @@ def _drop(_: object) -> None:
     """A task returns nothing."""
 
 
-def _store(settings: Settings, etcd_wait_s: float) -> tuple[Store | None, float]:
+def _store(settings: Settings, etcd_wait_s: float) -> tuple[MetadataStore | None, float]:
     """What the environment names, if anything, and how long a fetch from there waits."""
     if settings.etcd_endpoints and settings.tcpstore_endpoint:
         raise nixlInvalidParamError("NIXL_ETCD_ENDPOINTS and NIXL_TCPSTORE_ENDPOINT are both set: unset one")

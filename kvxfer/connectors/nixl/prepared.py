@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.connectors.nixl.errors import nixlInvalidParamError, nixlNotFoundError
-from kvxfer.connectors.nixl.remotes import Remote
+from kvxfer.connectors.nixl.remotes import RemoteAgent
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.descriptors import Descriptors, Prepared
 from kvxfer.transport.engine import TransferEngine
@@ -31,7 +31,7 @@ class DList:
     agent_name: str
     prepared: Prepared | None
     """Of the rows that have bytes; ``None``: none has."""
-    remote: Remote | None
+    remote: RemoteAgent | None
     rows: Rows
     """Those that have bytes."""
     places: npt.NDArray[np.int64] | None = None
@@ -70,7 +70,7 @@ class DList:
 
 
 def prepare(
-    poster: TransferEngine, agent_name: str, remote: Remote | None, rows: Rows, own_empties: Collection[int] = ()
+    poster: TransferEngine, agent_name: str, remote: RemoteAgent | None, rows: Rows, own_empties: Collection[int] = ()
 ) -> DList:
     """Rows [n, 3], or [n, 5] as :class:`~kvxfer.transport.descriptors.Descriptors` takes them, in our memory or the
     remote's. ``own_empties``: where registrations of ours that have no bytes are.
@@ -134,7 +134,7 @@ def _places(dlist: DList, ids: Indices | None) -> npt.NDArray[np.int64]:
     return chosen if dlist.places is None else dlist.places[chosen]
 
 
-def _find(poster: TransferEngine, remote: Remote | None, rows: Rows, whose: str) -> Prepared:
+def _find(poster: TransferEngine, remote: RemoteAgent | None, rows: Rows, whose: str) -> Prepared:
     try:
         return poster.prepare(Descriptors(rows), peer=None if remote is None else remote.peer)
     except InvalidArgumentError as error:

@@ -22,7 +22,7 @@ REMOTES_MAX = 4096
 log = logging.getLogger("nixl.kvxfer")
 
 
-class Remote:
+class RemoteAgent:
     """One incarnation of another agent. ``peer`` is made anew when its regions change."""
 
     def __init__(self, metadata: AgentMetadata, address: DataAddress, ours: DataAddress) -> None:
@@ -74,9 +74,9 @@ class Remotes:
         self._own_name = own_name
         self._transport = transport
         self._lock = threading.RLock()
-        self._known: dict[str, Remote] = {}
+        self._known: dict[str, RemoteAgent] = {}
 
-    def add(self, metadata: AgentMetadata) -> Remote:
+    def add(self, metadata: AgentMetadata) -> RemoteAgent:
         """Raises nixlInvalidParamError (our own), nixlNotFoundError (partial, without connection info, of an agent not
         known), nixlNotAllowedError (another incarnation; more than REMOTES_MAX)."""
         with self._lock:
@@ -92,7 +92,7 @@ class Remotes:
                 )
             if len(self._known) >= REMOTES_MAX:
                 raise nixlNotAllowedError(f"no more than REMOTES_MAX={REMOTES_MAX} remote agents can be known")
-            remote = Remote(metadata, metadata.address, self._transport.address)
+            remote = RemoteAgent(metadata, metadata.address, self._transport.address)
             self._warn_where_unreachable(remote)
             with translated():
                 self._transport.set_peer(remote.ref, remote.address, remote.capability)
@@ -110,11 +110,11 @@ class Remotes:
                 self._transport.peer_dead(remote.ref)
             return True
 
-    def find(self, name: str) -> Remote | None:
+    def find(self, name: str) -> RemoteAgent | None:
         with self._lock:
             return self._known.get(name)
 
-    def get(self, name: str) -> Remote:
+    def get(self, name: str) -> RemoteAgent:
         """Raises nixlNotFoundError."""
         remote = self.find(name)
         if remote is None:
@@ -124,7 +124,7 @@ class Remotes:
     def __len__(self) -> int:
         return len(self._known)
 
-    def _warn_where_unreachable(self, remote: Remote) -> None:
+    def _warn_where_unreachable(self, remote: RemoteAgent) -> None:
         address = remote.address
         if (
             is_loopback(address.tcp_host)

@@ -27,7 +27,7 @@ from kvxfer.connectors.nixl.errors import (
     translate,
     translated,
 )
-from kvxfer.connectors.nixl.remotes import Remote
+from kvxfer.connectors.nixl.remotes import RemoteAgent
 from kvxfer.errors import PeerGoneError
 from kvxfer.transport.base import as_blocks
 from kvxfer.transport.batch import TransferBatch
@@ -55,7 +55,7 @@ class nixlXferTelemetry:
 OnEnd: TypeAlias = Callable[[nixlXferTelemetry | nixlError], None]
 
 
-class Request(Protocol):
+class TransferRequest(Protocol):
     """What a transfer handle stands for."""
 
     backend: int
@@ -73,7 +73,7 @@ class RemoteRequest:
     def __init__(
         self,
         endpoint: Endpoint,
-        remote: Remote,
+        remote: RemoteAgent,
         plan: TransferPlan,
         message: bytes,
         backend: int,

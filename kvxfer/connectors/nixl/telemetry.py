@@ -31,7 +31,7 @@ CAPACITY_MIN = 8
 log = logging.getLogger("nixl.kvxfer")
 
 
-class Event(enum.IntEnum):
+class TelemetryEvent(enum.IntEnum):
     """NIXL's kinds of events, with NIXL's numbers."""
 
     AGENT_TX_BYTES = 0
@@ -57,18 +57,18 @@ class Event(enum.IntEnum):
     AGENT_TELEMETRY_EVENTS_DROPPED = 20
 
 
-_ERRORS: dict[type[errors.nixlError], Event] = {
-    errors.nixlNotPostedError: Event.AGENT_ERR_NOT_POSTED,
-    errors.nixlInvalidParamError: Event.AGENT_ERR_INVALID_PARAM,
-    errors.nixlBackendError: Event.AGENT_ERR_BACKEND,
-    errors.nixlNotFoundError: Event.AGENT_ERR_NOT_FOUND,
-    errors.nixlMismatchError: Event.AGENT_ERR_MISMATCH,
-    errors.nixlNotAllowedError: Event.AGENT_ERR_NOT_ALLOWED,
-    errors.nixlRepostActiveError: Event.AGENT_ERR_REPOST_ACTIVE,
-    errors.nixlNotSupportedError: Event.AGENT_ERR_NOT_SUPPORTED,
-    errors.nixlRemoteDisconnectError: Event.AGENT_ERR_REMOTE_DISCONNECT,
-    errors.nixlCancelledError: Event.AGENT_ERR_CANCELED,
-    errors.nixlNoTelemetryError: Event.AGENT_ERR_NO_TELEMETRY,
+_ERRORS: dict[type[errors.nixlError], TelemetryEvent] = {
+    errors.nixlNotPostedError: TelemetryEvent.AGENT_ERR_NOT_POSTED,
+    errors.nixlInvalidParamError: TelemetryEvent.AGENT_ERR_INVALID_PARAM,
+    errors.nixlBackendError: TelemetryEvent.AGENT_ERR_BACKEND,
+    errors.nixlNotFoundError: TelemetryEvent.AGENT_ERR_NOT_FOUND,
+    errors.nixlMismatchError: TelemetryEvent.AGENT_ERR_MISMATCH,
+    errors.nixlNotAllowedError: TelemetryEvent.AGENT_ERR_NOT_ALLOWED,
+    errors.nixlRepostActiveError: TelemetryEvent.AGENT_ERR_REPOST_ACTIVE,
+    errors.nixlNotSupportedError: TelemetryEvent.AGENT_ERR_NOT_SUPPORTED,
+    errors.nixlRemoteDisconnectError: TelemetryEvent.AGENT_ERR_REMOTE_DISCONNECT,
+    errors.nixlCancelledError: TelemetryEvent.AGENT_ERR_CANCELED,
+    errors.nixlNoTelemetryError: TelemetryEvent.AGENT_ERR_NO_TELEMETRY,
 }
 
 
@@ -76,7 +76,7 @@ class Ring:
     """One agent's events. Thread-safe; what was written stays in the file when the agent is gone. A fork of the process
     writes nothing: the ring is its parent's."""
 
-    def __init__(self, path: pathlib.Path, capacity: int, enabled: frozenset[Event]) -> None:
+    def __init__(self, path: pathlib.Path, capacity: int, enabled: frozenset[TelemetryEvent]) -> None:
         """Makes the file; one that was there under its name keeps its bytes, and whoever writes or reads it, but not
         the name. Raises nixlInvalidParamError (``capacity`` is no power of two, or too small), nixlBackendError (the
         file cannot be made)."""
@@ -104,7 +104,7 @@ class Ring:
                 self._words.release()
                 self._map.close()
 
-    def add(self, *events: tuple[Event, int]) -> None:
+    def add(self, *events: tuple[TelemetryEvent, int]) -> None:
         """All of them, or none where there is no room for all."""
         if os.getpid() != self._pid:
             return
@@ -112,13 +112,13 @@ class Ring:
         with self._lock:
             if self._is_closed:
                 return
-            if self._dropped and self._put([(Event.AGENT_TELEMETRY_EVENTS_DROPPED, self._dropped)]):
+            if self._dropped and self._put([(TelemetryEvent.AGENT_TELEMETRY_EVENTS_DROPPED, self._dropped)]):
                 self._dropped = 0
-            if not self._put(wanted) and Event.AGENT_TELEMETRY_EVENTS_DROPPED in self._enabled:
+            if not self._put(wanted) and TelemetryEvent.AGENT_TELEMETRY_EVENTS_DROPPED in self._enabled:
                 self._dropped += len(wanted)
 
     def add_error(self, error: errors.nixlError) -> None:
-        self.add((_ERRORS.get(type(error), Event.AGENT_ERR_UNKNOWN), 1))
+        self.add((_ERRORS.get(type(error), TelemetryEvent.AGENT_ERR_UNKNOWN), 1))
 
     def add_end(self, is_write: bool, end: nixlXferTelemetry | errors.nixlError) -> None:
         """Of a transfer that was under way."""
@@ -126,13 +126,13 @@ class Ring:
             self.add_error(end)
             return
         self.add(
-            (Event.AGENT_XFER_POST_TIME, end.postDuration),
-            (Event.AGENT_XFER_TIME, end.xferDuration),
-            (Event.AGENT_TX_BYTES if is_write else Event.AGENT_RX_BYTES, end.totalBytes),
-            (Event.AGENT_TX_REQUESTS_NUM if is_write else Event.AGENT_RX_REQUESTS_NUM, 1),
+            (TelemetryEvent.AGENT_XFER_POST_TIME, end.postDuration),
+            (TelemetryEvent.AGENT_XFER_TIME, end.xferDuration),
+            (TelemetryEvent.AGENT_TX_BYTES if is_write else TelemetryEvent.AGENT_RX_BYTES, end.totalBytes),
+            (TelemetryEvent.AGENT_TX_REQUESTS_NUM if is_write else TelemetryEvent.AGENT_RX_REQUESTS_NUM, 1),
         )
 
-    def _put(self, events: list[tuple[Event, int]]) -> bool:
+    def _put(self, events: list[tuple[TelemetryEvent, int]]) -> bool:
         if len(events) > (self._words[READER] - self._place - 1) & self._mask:
             return False
         for kind, value in events:
@@ -175,7 +175,9 @@ def ring_for(name: str, settings: Settings) -> Ring | None:
         raise errors.nixlBackendError(f"no telemetry of agent {name!r}: its name cannot be that of a file")
     globs = [text.strip() for text in settings.telemetry_metrics.split(",") if text.strip()]
     for text in globs:
-        if not any(fnmatch.fnmatchcase(kind.name.lower(), text) for kind in Event):
+        if not any(fnmatch.fnmatchcase(kind.name.lower(), text) for kind in TelemetryEvent):
             log.warning("NIXL_TELEMETRY_ENABLED_METRICS: no metric is called %r", text)
-    enabled = {kind for kind in Event if not globs or any(fnmatch.fnmatchcase(kind.name.lower(), g) for g in globs)}
+    enabled = {
+        kind for kind in TelemetryEvent if not globs or any(fnmatch.fnmatchcase(kind.name.lower(), g) for g in globs)
+    }
     return Ring(pathlib.Path(directory) / name, settings.telemetry_events, frozenset(enabled))

@@ -308,7 +308,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
     ) -> Any:
         """A room that was begun: how many pages of it this rank wants; the receiver signs it."""
         assert self.decode_side is not None
-        return greetings.Room(
+        return greetings.RoomRequest(
             bootstrap_room,
             self.decode_side.transfer_id(bootstrap_room),
             self.core.agent_id,
@@ -393,7 +393,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         if self.prefill_side is not None:
             if isinstance(greeting, greetings.Register):
                 self.prefill_side.register(greeting, place)
-            elif isinstance(greeting, greetings.Room):
+            elif isinstance(greeting, greetings.RoomRequest):
                 self.prefill_side.want(greeting, place)
             elif isinstance(greeting, greetings.Abort):
                 self.prefill_side.abort(greeting)

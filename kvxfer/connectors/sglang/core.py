@@ -18,12 +18,12 @@ from kvxfer.connectors.sglang.destination import MEET_S, DestinationCallbacks, D
 from kvxfer.connectors.sglang.memory import EngineMemory
 from kvxfer.connectors.sglang.messages import (
     Alive,
-    Chunk,
-    Done,
+    AllReceived,
     End,
     Failed,
     Left,
     Message,
+    PartGranted,
     SourceMetadata,
     Unknown,
     decode,
@@ -33,7 +33,7 @@ from kvxfer.connectors.sglang.options import Options
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.source import SourceRooms
 from kvxfer.connectors.sglang.source_room import SourceCallbacks
-from kvxfer.connectors.sglang.watch import Leg, Watch
+from kvxfer.connectors.sglang.watch import PeerLeg, Watch
 from kvxfer.errors import ClosedError, KvxferError, PeerGoneError, ProtocolError
 from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.rpc.token import member_token
@@ -183,9 +183,9 @@ class TransportCore:
             self.sources.sweep(time.monotonic())
 
     def _hear(self, sender: str, message: Message) -> None:
-        if isinstance(message, (Chunk, End)):
+        if isinstance(message, (PartGranted, End)):
             self.destinations.on_message(sender, message)
-        elif isinstance(message, Done):
+        elif isinstance(message, AllReceived):
             self.sources.on_message(sender, message)
         elif isinstance(message, Failed):
             self.sources.on_message(sender, message)
@@ -204,10 +204,10 @@ class TransportCore:
         else:
             assert isinstance(message, Alive)
 
-    def _legs(self) -> list[Leg]:
+    def _legs(self) -> list[PeerLeg]:
         return self.sources.legs() + self.destinations.legs()
 
-    def _leg_gone(self, leg: Leg, error: KvxferError) -> None:
+    def _leg_gone(self, leg: PeerLeg, error: KvxferError) -> None:
         self.sources.leg_gone(leg, error)
         self.destinations.leg_gone(leg, error)
 

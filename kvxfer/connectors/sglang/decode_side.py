@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from kvxfer.connectors.sglang.core import TransportCore
-from kvxfer.connectors.sglang.destination import Source
+from kvxfer.connectors.sglang.destination import RoomSource
 from kvxfer.connectors.sglang.greetings import Refused, Registered, RoomFailed
 from kvxfer.types import TransferId
 
@@ -25,7 +25,7 @@ ANSWER_S = 3.0
 Place = tuple[str, int]
 
 
-class Engine(Protocol):
+class DecodeEngine(Protocol):
     """What this side needs of SGLang's manager. From any thread."""
 
     def fail(self, room: int, text: str) -> None: ...
@@ -34,7 +34,7 @@ class Engine(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class RequestedRoom:
     """A room that was begun."""
 
     transfer_id: TransferId
@@ -49,12 +49,12 @@ def place_of(bootstrap_info: dict[str, Any]) -> Place:
 class DecodeSide:
     """Of one rank. From any thread."""
 
-    def __init__(self, engine: Engine, core: TransportCore) -> None:
+    def __init__(self, engine: DecodeEngine, core: TransportCore) -> None:
         self._engine = engine
         self._core = core
         self._lock = threading.Lock()
         self._known: dict[Place, Registered | Refused] = {}
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, RequestedRoom] = {}
         self._rooms: dict[int, str] = {}
 
     # --- prefill ranks ---
@@ -78,13 +78,13 @@ class DecodeSide:
         with self._lock:
             return next((place for place in places if place not in self._known), None)
 
-    def sources(self, infos: Iterable[dict[str, Any]]) -> list[Source]:
+    def sources(self, infos: Iterable[dict[str, Any]]) -> list[RoomSource]:
         """Those that have a share of what this rank holds; all of them have answered. The others are marked as SGLang
         marks those that nothing is read of: they are told of the room all the same. Raises as
         :meth:`~.destination.DestinationRooms.choose`."""
         with self._lock:
             known = [(info, self._known.get(place_of(info))) for info in infos if not info.get("is_dummy")]
-        asked = [(info, Source(to.agent_id, to.rank, to.shape)) for info, to in known if isinstance(to, Registered)]
+        asked = [(info, RoomSource(to.agent_id, to.rank, to.shape)) for info, to in known if isinstance(to, Registered)]
         asked.sort(key=lambda one: -int(one[0].get("pp_rank", 0)))  # the last stage has the auxiliary row
         chosen = list(self._core.destinations.choose([source for _, source in asked]))
         for info, source in asked:
@@ -101,7 +101,7 @@ class DecodeSide:
 
     def begin(self, room: int, bootstrap_addr: str) -> TransferId:
         """A transfer id for that room, which is asked of the prefill engine at ``bootstrap_addr``."""
-        asked = Asked(TransferId(secrets.token_bytes(16)), bootstrap_addr)
+        asked = RequestedRoom(TransferId(secrets.token_bytes(16)), bootstrap_addr)
         with self._lock:
             self._asked[room] = asked
         return asked.transfer_id

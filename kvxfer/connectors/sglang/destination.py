@@ -28,12 +28,12 @@ from kvxfer.connectors.sglang.destination_room import (
     DestinationLeg,
     DestinationRoom,
     Received,
-    Source,
+    RoomSource,
 )
-from kvxfer.connectors.sglang.messages import END_PART, KV_POOL, Chunk, Done, End, Failed, Message, Unknown
-from kvxfer.connectors.sglang.pools import Pools, rows_of
-from kvxfer.connectors.sglang.views import Cut
-from kvxfer.connectors.sglang.watch import Leg
+from kvxfer.connectors.sglang.messages import END_PART, KV_POOL, AllReceived, End, Failed, Message, PartGranted, Unknown
+from kvxfer.connectors.sglang.pools import RankPools, rows_of
+from kvxfer.connectors.sglang.views import SharedRows
+from kvxfer.connectors.sglang.watch import PeerLeg
 from kvxfer.errors import (
     ClosedError,
     GrantRevokedError,
@@ -49,7 +49,7 @@ from kvxfer.observe import OpenSpan
 from kvxfer.protocol.handshake import compare
 from kvxfer.types import TransferId
 
-__all__ = ["DestinationCallbacks", "DestinationRooms", "Received", "Source"]
+__all__ = ["DestinationCallbacks", "DestinationRooms", "Received", "RoomSource"]
 
 log = logging.getLogger("kvxfer.sglang")
 
@@ -68,7 +68,7 @@ class DestinationRooms:
     def __init__(
         self,
         agent: Agent,
-        pools: Pools,
+        pools: RankPools,
         rank: int,
         callbacks: DestinationCallbacks,
         post: Callable[..., None],
@@ -104,7 +104,7 @@ class DestinationRooms:
         self,
         room: int,
         transfer_id: TransferId,
-        sources: Sequence[Source | tuple[str, int]],
+        sources: Sequence[RoomSource | tuple[str, int]],
         pages: npt.ArrayLike,
         aux_row: int,
         states: Sequence[npt.ArrayLike | None] = (),
@@ -160,7 +160,7 @@ class DestinationRooms:
             self._by_transfer[transfer_id] = made
         self._post(self._ask_all, made)
 
-    def choose(self, sources: Sequence[Source | tuple[str, int]]) -> tuple[Source, ...]:
+    def choose(self, sources: Sequence[RoomSource | tuple[str, int]]) -> tuple[RoomSource, ...]:
         """Those that have a share of what this rank holds, so that all of it is read once; in their order. Of replicas
         one is chosen, by this rank's place. Without shapes every source gives all.
 
@@ -202,8 +202,8 @@ class DestinationRooms:
                 return Received(0, 0.0)
             return Received(made.bytes, (made.ended_s or time.monotonic()) - made.granted_s)
 
-    def _choose(self, sources: Sequence[Source | tuple[str, int]]) -> list[tuple[Source, Cut]]:
-        made = [Source(*source) for source in sources]
+    def _choose(self, sources: Sequence[RoomSource | tuple[str, int]]) -> list[tuple[RoomSource, SharedRows]]:
+        made = [RoomSource(*source) for source in sources]
         for named in ({source.agent_id for source in made}, {source.rank for source in made}):
             if not made or len(named) != len(made):
                 raise InvalidArgumentError(
@@ -219,7 +219,7 @@ class DestinationRooms:
 
     # --- the core, on the agent's loop ---
 
-    def on_message(self, agent_id: str, message: Chunk | End | Failed) -> None:
+    def on_message(self, agent_id: str, message: PartGranted | End | Failed) -> None:
         """What a source says."""
         with self._lock:
             made = self._by_transfer.get(message.transfer_id)
@@ -237,12 +237,12 @@ class DestinationRooms:
             else:
                 self._fail(made, ProtocolError(f"WAITING_MAX={WAITING_MAX} messages came before their sender"))
 
-    def legs(self) -> list[Leg]:
+    def legs(self) -> list[PeerLeg]:
         """Of rooms that are not over."""
         with self._lock:
             return [leg for made in self._by_transfer.values() if not made.is_over for leg in made.legs.values()]
 
-    def leg_gone(self, leg: Leg, error: KvxferError) -> None:
+    def leg_gone(self, leg: PeerLeg, error: KvxferError) -> None:
         """That peer is gone, and the room of that leg with it."""
         with self._lock:
             made = self._by_transfer.get(leg.transfer_id)
@@ -320,11 +320,11 @@ class DestinationRooms:
         ours, member = leg.cut.pool.published, self._agent.find_member(leg.agent_id)
         return leg.is_known or (member is not None and any(not compare(ours, theirs) for theirs in member.pools))
 
-    def _announced(self, made: DestinationRoom, leg: DestinationLeg, message: Chunk | End) -> None:
+    def _announced(self, made: DestinationRoom, leg: DestinationLeg, message: PartGranted | End) -> None:
         try:
             if leg.is_all_announced:
                 raise ProtocolError("a source says more after its last")
-            if isinstance(message, Chunk):
+            if isinstance(message, PartGranted):
                 self._pull(made, leg, message)
             else:
                 self._check_all(made, leg, message)
@@ -333,7 +333,7 @@ class DestinationRooms:
         except KvxferError as error:
             self._fail(made, error)
 
-    def _pull(self, made: DestinationRoom, leg: DestinationLeg, chunk: Chunk) -> None:
+    def _pull(self, made: DestinationRoom, leg: DestinationLeg, chunk: PartGranted) -> None:
         at = chunk.first
         is_known = chunk.pool < len(leg.rows) and chunk.part == leg.parts < END_PART
         if not is_known or at != leg.covered[chunk.pool] or not 0 < chunk.count <= len(leg.rows[chunk.pool]) - at:
@@ -424,7 +424,7 @@ class DestinationRooms:
             self._by_transfer.pop(made.transfer_id, None)
             self._settle(made)
             for leg in made.legs.values():
-                self._say(leg.agent_id, Done(made.transfer_id))
+                self._say(leg.agent_id, AllReceived(made.transfer_id))
             self._tell(made, self._on_done, made.number)
         elif made.error is not None and not made.filling:
             self._settle(made)
@@ -446,7 +446,7 @@ class DestinationRooms:
             made.is_told = True
             self._callbacks.tell(callback, *arguments)
 
-    def _fail(self, made: DestinationRoom, error: KvxferError, *, teller: Leg | None = None) -> None:
+    def _fail(self, made: DestinationRoom, error: KvxferError, *, teller: PeerLeg | None = None) -> None:
         """From any thread, under the lock. Cancel what is under way; tell the sources, but for ``teller``."""
         if made.is_over:
             return

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvxfer.agent import Transfer, TransferResult
-from kvxfer.connectors.sglang.messages import Chunk, End
+from kvxfer.connectors.sglang.messages import End, PartGranted
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.connectors.sglang.source_room import COMMITTED
-from kvxfer.connectors.sglang.views import Cut
-from kvxfer.connectors.sglang.watch import Leg
+from kvxfer.connectors.sglang.views import SharedRows
+from kvxfer.connectors.sglang.watch import PeerLeg
 from kvxfer.errors import KvxferError
 from kvxfer.observe import OpenSpan
 from kvxfer.transport.base import Blocks
 from kvxfer.types import TransferId
 
 
-class Source(NamedTuple):
+class RoomSource(NamedTuple):
     """One prefill rank that has the room: its agent, its rank, and its shape, where it is known there."""
 
     agent_id: str
@@ -28,7 +28,7 @@ class Source(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class RoomReport:
     """What became of one room. ``outcome``: COMMITTED, or the code of an error. ``lane``: of its last part, ``none``
     where none came. ``early_bytes`` landed before a source granted the last part. ``wait_seconds``: until the first
     part was granted, or it was over; ``wire_seconds``: in which parts were read, and from the last byte of each to its
@@ -53,15 +53,15 @@ class DestinationCallbacks:
     """Everything of every source is committed, the auxiliary row too."""
     on_failed: Callable[[int, str, str], None] = lambda room, code, text: None
     """(room, code of an error, text): nothing of it lands any more, its pages may be used anew."""
-    on_over: Callable[[Load], None] = lambda load: None
+    on_over: Callable[[RoomReport], None] = lambda load: None
     """Of every room that was begun, once it is over and drained, also one that was cleared before."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class DestinationLeg(Leg):
+class DestinationLeg(PeerLeg):
     """One source's part of a room that is received."""
 
-    cut: Cut
+    cut: SharedRows
     """What of the pages it gives."""
     rows: list[Blocks]
     """That it gives: of the pages in that cut, then of each state component."""
@@ -72,7 +72,7 @@ class DestinationLeg(Leg):
     is_asked: bool = False
     is_known: bool = False
     """It has the pool that the pages are read from, as far as is known here."""
-    waiting: list[Chunk | End] = dataclasses.field(default_factory=list)
+    waiting: list[PartGranted | End] = dataclasses.field(default_factory=list)
     """Said before both were so."""
     parts: int = 0
     """Announced."""
@@ -132,10 +132,10 @@ class DestinationRoom:
         self.lane = result.lane.value
         leg.wire_s += result.seconds["wire"] + result.seconds["confirm"]
 
-    def end(self) -> Load:
+    def end(self) -> RoomReport:
         """It is over and drained."""
         ended_s = self.ended_s or time.monotonic()
-        load = Load(
+        load = RoomReport(
             room=self.number,
             outcome=COMMITTED if self.error is None else self.error.code,
             lane=self.lane or "none",

@@ -71,7 +71,7 @@ class Refused:
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class RoomRequest:
     """Decode to prefill: I want that prompt, under this transfer id, in so many pages. ``required``: how many decode
     ranks say so to that prefill rank. ``prefix_tokens`` are there already. ``is_dummy``: it is read from another."""
 
@@ -114,12 +114,12 @@ class Postmark:
     number: int = 0
 
 
-Greeting: TypeAlias = Register | Registered | Refused | Room | Abort | RoomFailed
+Greeting: TypeAlias = Register | Registered | Refused | RoomRequest | Abort | RoomFailed
 _KINDS: dict[str, type[Any]] = {
     "Register": Register,
     "Card": Registered,
     "Refused": Refused,
-    "Room": Room,
+    "Room": RoomRequest,
     "Abort": Abort,
     "RoomFailed": RoomFailed,
 }

@@ -25,7 +25,7 @@ STALE_S = 5.0
 
 
 @dataclasses.dataclass(eq=False)
-class _Asked(Generic[Answer]):
+class _Inquiry(Generic[Answer]):
     wanted_s: float
     began_s: float
     answer: Answer | None = None
@@ -41,7 +41,7 @@ class Inquiries(Generic[Answer]):
         """``ask(address)`` may take long. One that raises is logged, and asked again when it is wanted again."""
         self._ask = ask
         self._lock = threading.Lock()
-        self._asked: dict[str, _Asked[Answer]] = {}
+        self._asked: dict[str, _Inquiry[Answer]] = {}
         self._waiting: collections.deque[str] = collections.deque()
         self._threads = 0
 
@@ -61,7 +61,7 @@ class Inquiries(Generic[Answer]):
                     return answer
                 if asked.is_due or now_s - asked.began_s < AGAIN_S:
                     return None
-            self._asked[address] = _Asked(now_s, now_s)
+            self._asked[address] = _Inquiry(now_s, now_s)
             self._waiting.append(address)
             if self._threads < THREADS_MAX:
                 self._threads += 1
@@ -79,7 +79,7 @@ class Inquiries(Generic[Answer]):
         for address in stale:
             del self._asked[address]
 
-    def _next(self) -> tuple[str, _Asked[Answer]] | None:
+    def _next(self) -> tuple[str, _Inquiry[Answer]] | None:
         """Whom to ask now."""
         with self._lock:
             while self._waiting:

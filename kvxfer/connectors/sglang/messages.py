@@ -26,7 +26,7 @@ KV_POOL = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class PartGranted:
     """Source to reader: part ``part`` is granted. It holds the rows ``first`` to ``first + count`` of those that the
     reader wants in ``pool`` (KV_POOL, or a state component)."""
 
@@ -46,7 +46,7 @@ class End:
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
+class AllReceived:
     """Reader to source: all that you gave is committed here, and nothing of it is read any more."""
 
     transfer_id: TransferId
@@ -87,11 +87,11 @@ class SourceMetadata:
     agent_metadata: str
 
 
-Message: TypeAlias = Chunk | End | Done | Failed | Left | Alive | Unknown | SourceMetadata
+Message: TypeAlias = PartGranted | End | AllReceived | Failed | Left | Alive | Unknown | SourceMetadata
 _KINDS: dict[str, type[Any]] = {
-    "chunk": Chunk,
+    "chunk": PartGranted,
     "end": End,
-    "done": Done,
+    "done": AllReceived,
     "failed": Failed,
     "left": Left,
     "alive": Alive,

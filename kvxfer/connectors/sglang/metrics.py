@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvxfer.connectors.sglang.core import CoreStatistics
-from kvxfer.connectors.sglang.destination_room import Load
+from kvxfer.connectors.sglang.destination_room import RoomReport
 from kvxfer.connectors.sglang.source_room import COMMITTED
 
 PREFIX = "sglang:kvxfer_"
@@ -56,7 +56,7 @@ class RankMetrics:
         )
         self._unread = self._make(Gauge, "unread_blocks", "Pages kept for readers that have not begun")
 
-    def loaded(self, load: Load) -> None:
+    def loaded(self, load: RoomReport) -> None:
         """A prompt is received, or will not be."""
         self._of(self._loads, load.outcome, load.lane).inc()
         self._of(self._waited).observe(load.wait_seconds)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
 from kvxfer.connectors.sglang.shape import KvShape, axes_of, packing_of
-from kvxfer.connectors.sglang.views import Cut, PageBook, Views, neutral
+from kvxfer.connectors.sglang.views import PageBook, SharedRows, Views, neutral
 from kvxfer.errors import ConfigError, IncompatibleError, InvalidArgumentError
 from kvxfer.transport.base import SEGMENTS_MAX, Blocks, Region
 from kvxfer.types import ChecksumMode, CompatibilityRecord, MemoryKind, Segment
@@ -21,7 +21,7 @@ NO_ROWS: Blocks = np.empty(0, dtype=np.uint32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Pools:
+class RankPools:
     """``all``: the pages, then the state components, as messages number them. ``views`` and ``book`` are there where
     the shape of the pages is known."""
 
@@ -35,12 +35,12 @@ class Pools:
         """What the pages hold of the model."""
         return None if self.views is None else self.views.shape
 
-    def cut(self, peer: KvShape | None) -> Cut:
+    def cut(self, peer: KvShape | None) -> SharedRows:
         """What the pages have in common with those of a peer; one without a shape must have pages like ours. Raises
         IncompatibleError and as :meth:`Views.cut`."""
         if self.views is None and peer is not None:
             raise IncompatibleError("shape: this rank does not know what its pages hold of the model", field="shape")
-        return Cut(self.all[0]) if self.views is None or peer is None else self.views.cut(peer)
+        return SharedRows(self.all[0]) if self.views is None or peer is None else self.views.cut(peer)
 
     def describe(self, record: CompatibilityRecord) -> None:
         """The pages are of ``record`` from now on, and all else belongs to them. On the agent's loop."""
@@ -67,7 +67,7 @@ class Pools:
         return f"<Pools of {rows}, {len(self.views or ())} views>"
 
 
-def register(agent: Agent, memory: EngineMemory, record: CompatibilityRecord, checksum: ChecksumMode) -> Pools:
+def register(agent: Agent, memory: EngineMemory, record: CompatibilityRecord, checksum: ChecksumMode) -> RankPools:
     """Register all of it. Raises ConfigError for memory that cannot be a pool."""
     device, shape, beside = memory.cuda_device, memory.shape, record
     pages_record = record
@@ -81,9 +81,9 @@ def register(agent: Agent, memory: EngineMemory, record: CompatibilityRecord, ch
     ]
     aux = _register(agent, "aux", memory.aux, _beside(beside, "aux", memory.aux), checksum, None)
     if shape is None:
-        return Pools((pages, *states), aux)
+        return RankPools((pages, *states), aux)
     views = Views(agent, shape, memory.kv, _region(memory.kv, device), pages, record, checksum)
-    return Pools((pages, *states), aux, views, PageBook(pages.block_count))
+    return RankPools((pages, *states), aux, views, PageBook(pages.block_count))
 
 
 def rows_of(pool: Pool, rows: npt.ArrayLike | None) -> Blocks:

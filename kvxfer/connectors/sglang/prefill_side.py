@@ -13,10 +13,10 @@ import time
 from typing import Any, Protocol
 
 from kvxfer.connectors.sglang.core import TransportCore
-from kvxfer.connectors.sglang.greetings import Abort, Refused, Register, Registered, Room, RoomFailed
+from kvxfer.connectors.sglang.greetings import Abort, Refused, Register, Registered, RoomFailed, RoomRequest
 from kvxfer.connectors.sglang.limits import Identity, check_peer
 from kvxfer.connectors.sglang.shape import KvShape, asking
-from kvxfer.connectors.sglang.source import Reader
+from kvxfer.connectors.sglang.source import RoomReader
 from kvxfer.errors import InvalidArgumentError, KvxferError
 
 log = logging.getLogger("kvxfer.sglang")
@@ -29,7 +29,7 @@ OVER_S = 5.0
 """So long a room that failed is remembered, for a decode rank that asks for it later."""
 
 
-class Engine(Protocol):
+class PrefillEngine(Protocol):
     """What this side needs of SGLang's manager. From any thread."""
 
     def tell(self, address: tuple[str, int], greeting: Any) -> None: ...
@@ -54,7 +54,7 @@ class Wanted:
     is_dummy: bool
     required_dst_info_num: int
     decode_prefix_len: int
-    reader: Reader
+    reader: RoomReader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _Over:
 class PrefillSide:
     """Of one rank. From any thread."""
 
-    def __init__(self, engine: Engine, core: TransportCore, rank: int) -> None:
+    def __init__(self, engine: PrefillEngine, core: TransportCore, rank: int) -> None:
         self._engine = engine
         self._core = core
         self._rank = rank
@@ -149,12 +149,12 @@ class PrefillSide:
             address, Registered(self._core.agent_id, self._rank, self._core.export_metadata(), ours.shape)
         )
 
-    def want(self, greeting: Room, address: tuple[str, int]) -> None:
+    def want(self, greeting: RoomRequest, address: tuple[str, int]) -> None:
         """A decode rank wants a room."""
         peer, ours = self.peers.get(greeting.agent_id), self._engine.identity().shape
         lead = 0 if ours is None else greeting.prefix_tokens % ours.page_tokens
         shape = None if peer is None else peer.shape
-        reader = Reader(greeting.transfer_id, greeting.agent_id, greeting.rank, greeting.pages, shape, lead)
+        reader = RoomReader(greeting.transfer_id, greeting.agent_id, greeting.rank, greeting.pages, shape, lead)
         prefix = greeting.prefix_tokens - lead
         wanted = Wanted(greeting.room, *address, greeting.is_dummy, greeting.required, prefix, reader)
         why = self._engine.why_unknown()

@@ -3,9 +3,9 @@ when a room is done and when it has failed; must never know SGLang, nor wait on 
 
 A room begins when the engine here accepted its prompt and a reader is known: from then on the reader, which asks for
 the last part first, is told that it is queued. Each chunk of pages is one grant to each reader, and then a message. The
-room is done when every reader has said that it committed everything. A reader that is cut differently is given what
-both have in common, of the same pages, in a view of them (:mod:`.views`). What a reader may read is judged by the
-grants alone: once :meth:`SourceRooms.abort` has revoked them nothing that it reads is confirmed, whatever it was told.
+room is done when every reader has said that it committed everything. A reader with another tensor parallel size is
+given what both have in common, of the same pages, in a view of them (:mod:`.views`). Grants alone decide what a reader
+may read: once :meth:`SourceRooms.abort` has revoked them nothing that it reads is confirmed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy.typing as npt
 from kvxfer.agent import Agent, Grant, Pool
 from kvxfer.connectors.common.ids import part_id
 from kvxfer.connectors.sglang.callbacks import Callbacks
-from kvxfer.connectors.sglang.fences import Fence, Fences
-from kvxfer.connectors.sglang.messages import END_PART, KV_POOL, Chunk, Done, End, Failed, Message
-from kvxfer.connectors.sglang.pools import Pools, rows_of
-from kvxfer.connectors.sglang.source_room import COMMITTED, Moved, Reader, SourceCallbacks, SourceLeg, SourceRoom
-from kvxfer.connectors.sglang.views import Cut
-from kvxfer.connectors.sglang.watch import Leg
+from kvxfer.connectors.sglang.device_callbacks import DeviceCallbacks, Fence
+from kvxfer.connectors.sglang.messages import END_PART, KV_POOL, AllReceived, End, Failed, Message, PartGranted
+from kvxfer.connectors.sglang.pools import RankPools, rows_of
+from kvxfer.connectors.sglang.source_room import COMMITTED, Moved, RoomReader, SourceCallbacks, SourceLeg, SourceRoom
+from kvxfer.connectors.sglang.views import SharedRows
+from kvxfer.connectors.sglang.watch import PeerLeg
 from kvxfer.errors import (
     ClosedError,
     GrantExpiredError,
@@ -47,7 +47,7 @@ from kvxfer.observe import OpenSpan
 from kvxfer.transport.base import Blocks
 from kvxfer.types import GrantState, TransferId
 
-__all__ = ["Fence", "Moved", "Reader", "SourceCallbacks", "SourceRooms"]
+__all__ = ["Fence", "Moved", "RoomReader", "SourceCallbacks", "SourceRooms"]
 
 log = logging.getLogger("kvxfer.sglang")
 
@@ -74,7 +74,7 @@ class SourceRooms:
     def __init__(
         self,
         agent: Agent,
-        pools: Pools,
+        pools: RankPools,
         rank: int,
         callbacks: SourceCallbacks,
         post: Callable[..., None],
@@ -98,7 +98,7 @@ class SourceRooms:
         self._ended: collections.OrderedDict[int, KvxferError] = collections.OrderedDict()
         self._by_transfer: dict[TransferId, tuple[SourceRoom, SourceLeg]] = {}
         self._given_up: collections.OrderedDict[tuple[str, TransferId], Failed] = collections.OrderedDict()
-        self._fences = Fences()
+        self._device = DeviceCallbacks()
         self._pulsed: tuple[float, bool] = (0.0, False)
         self._closed: KvxferError | None = None
 
@@ -130,7 +130,7 @@ class SourceRooms:
             for leg in made.legs:
                 self._expect(made, leg)
 
-    def reader(self, room: int, reader: Reader) -> None:
+    def reader(self, room: int, reader: RoomReader) -> None:
         """A decode rank wants it; may come before :meth:`accept`. One that comes too late, for a room that another has
         (``refused``), that has nothing in common with this rank (``incompatible``), or whose ``lead`` is none
         (``protocol``), is told so and changes nothing. A dummy rank is no reader."""
@@ -195,7 +195,7 @@ class SourceRooms:
                 made.is_all_sent = True
                 self._look(made)
         if fence is not None and granted:
-            self._fences.after(fence, functools.partial(self._fence_passed, made, granted))
+            self._device.after(fence, functools.partial(self._fence_passed, made, granted))
 
     def abort(self, room: int, why: str) -> None:
         """Nothing more of it is read: when this returns its pages may be used anew. Readers are told. No callback
@@ -240,7 +240,7 @@ class SourceRooms:
 
     # --- the core, on the agent's loop ---
 
-    def on_message(self, agent_id: str, message: Done | Failed) -> None:
+    def on_message(self, agent_id: str, message: AllReceived | Failed) -> None:
         """What a reader says."""
         with self._lock:
             made, leg = self._by_transfer.get(message.transfer_id, (None, None))
@@ -262,7 +262,7 @@ class SourceRooms:
             else:
                 self._fail(made, ProtocolError("a reader says that it has everything, before it was given"))
 
-    def legs(self) -> list[Leg]:
+    def legs(self) -> list[PeerLeg]:
         """Of rooms that are accepted and not over."""
         with self._lock:
             return [leg for made in self._rooms.values() if not made.is_over for leg in made.legs]
@@ -273,7 +273,7 @@ class SourceRooms:
             made = [*self._rooms.values(), *self._early.values()]
             return {leg.agent_id for one in made if not one.is_over for leg in one.legs}
 
-    def leg_gone(self, leg: Leg, error: KvxferError) -> None:
+    def leg_gone(self, leg: PeerLeg, error: KvxferError) -> None:
         """That peer is gone, and the room of that leg with it."""
         with self._lock:
             made, _ = self._by_transfer.get(leg.transfer_id, (None, None))
@@ -297,7 +297,7 @@ class SourceRooms:
                 if not made.is_over:
                     self._fail(made, error)
             self._early.clear()
-        self._fences.close()
+        self._device.close()
         self._callbacks.close()
 
     # --- inside, under the lock ---
@@ -372,7 +372,7 @@ class SourceRooms:
                 if len(rows):
                     whose = leg.cut.pool if pool == KV_POOL else self._pools.all[pool]
                     granted.append(self._grant(made, leg, leg.parts, whose, rows))
-                    self._say(leg.agent_id, Chunk(leg.transfer_id, leg.parts, pool, at, len(rows)))
+                    self._say(leg.agent_id, PartGranted(leg.transfer_id, leg.parts, pool, at, len(rows)))
                     leg.parts += 1
             if is_last:
                 row = rows_of(self._pools.aux, [] if aux_row is None else [aux_row])
@@ -396,7 +396,7 @@ class SourceRooms:
         return part_id(leg.transfer_id, self._rank, leg.rank, part, 0)
 
     def _fence_passed(self, made: SourceRoom, granted: list[Grant], failure: Exception | None) -> None:
-        """On the thread of the fences."""
+        """On the thread of the device callbacks."""
         try:
             if failure is None:
                 _announce(granted)
@@ -442,7 +442,9 @@ class SourceRooms:
         made.has_begun = True
         self._callbacks.tell(self._on_began, made.number)
 
-    def _fail(self, made: SourceRoom, error: KvxferError, *, teller: Leg | None = None, is_told: bool = True) -> None:
+    def _fail(
+        self, made: SourceRoom, error: KvxferError, *, teller: PeerLeg | None = None, is_told: bool = True
+    ) -> None:
         """Revoke what is granted, at once; tell the readers, but for ``teller``, and, with ``is_told``, the engine."""
         made.error = error
         for grant in list(made.grants.values()):
@@ -469,7 +471,7 @@ class SourceRooms:
             self._agent.abort_grant(transfer_id)
 
 
-def _lead(reader: Reader, cut: Cut) -> int:
+def _lead(reader: RoomReader, cut: SharedRows) -> int:
     """Raises ProtocolError for one that is no part of a page of ours, or that a reader with such pages cannot
     have."""
     if not 0 <= reader.lead < (1 if cut.own_rows == cut.peer_rows else cut.own_rows):
@@ -477,7 +479,7 @@ def _lead(reader: Reader, cut: Cut) -> int:
     return reader.lead
 
 
-def _share(leg: SourceLeg, cut: Cut, first: int, pages: Blocks) -> tuple[int, Blocks]:
+def _share(leg: SourceLeg, cut: SharedRows, first: int, pages: Blocks) -> tuple[int, Blocks]:
     """Where in what the reader wants these pages are, and as which blocks. Raises InvalidArgumentError for more of
     them."""
     start = first * cut.own_rows - leg.lead

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from kvxfer.agent import Grant
 from kvxfer.connectors.sglang.shape import KvShape
-from kvxfer.connectors.sglang.views import Cut
-from kvxfer.connectors.sglang.watch import Leg
+from kvxfer.connectors.sglang.views import SharedRows
+from kvxfer.connectors.sglang.watch import PeerLeg
 from kvxfer.errors import KvxferError
 from kvxfer.observe import OpenSpan
 from kvxfer.transport.base import Blocks
@@ -19,7 +19,7 @@ COMMITTED = "committed"
 
 
 @dataclasses.dataclass(frozen=True)
-class Reader:
+class RoomReader:
     """One decode rank that wants a room: the id that it minted, its agent and rank, how many pages of its own it wants,
     and its shape, where it is known there. ``lead``: tokens at the start of the first page sent that it has already,
     where the source's pages are larger than its own."""
@@ -58,10 +58,10 @@ class Moved:
 
 
 @dataclasses.dataclass(eq=False)
-class SourceLeg(Leg):
+class SourceLeg(PeerLeg):
     """One reader's part of a room that is sent."""
 
-    cut: Cut | None = None
+    cut: SharedRows | None = None
     """What is given of the pages; ``None`` only where the reader was turned away."""
     wanted: int = 0
     """Blocks of that."""

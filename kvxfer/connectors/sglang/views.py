@@ -43,7 +43,7 @@ ROWS_MAX = 1 << 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class SharedRows:
     """How a rank's pages are blocks of a pool that it has in common with a peer."""
 
     pool: Pool
@@ -95,12 +95,12 @@ class Views:
     def __len__(self) -> int:
         return len(self._views)
 
-    def cut(self, peer: KvShape) -> Cut:
+    def cut(self, peer: KvShape) -> SharedRows:
         """What there is in common with that peer, registered. Raises IncompatibleError naming the field,
         LimitExceededError for more than VIEWS_MAX, InvalidArgumentError for memory of too many tokens, ClosedError."""
         slice_ = common(self.shape, peer)
         if slice_.is_whole:
-            return Cut(self._pages)
+            return SharedRows(self._pages)
         with self._lock:
             pool = self._views.get(slice_)
             if pool is None:
@@ -110,7 +110,7 @@ class Views:
                     )
                 pool = self._views[slice_] = self._register(slice_)
         tokens = slice_.block_tokens
-        return Cut(pool, self.shape.page_tokens // tokens, peer.page_tokens // tokens, True)
+        return SharedRows(pool, self.shape.page_tokens // tokens, peer.page_tokens // tokens, True)
 
     def describe(self, record: CompatibilityRecord) -> None:
         """The pages are of ``record`` from now on. On the agent's loop."""

@@ -30,7 +30,7 @@ LOST_S = 0.9
 
 
 @dataclasses.dataclass(eq=False)
-class Leg:
+class PeerLeg:
     """One peer's part of a room."""
 
     transfer_id: TransferId
@@ -42,7 +42,7 @@ class Leg:
 
 
 @dataclasses.dataclass(eq=False)
-class _Asked:
+class _Probe:
     """What is known of one incarnation."""
 
     at_s: float = 0.0
@@ -56,12 +56,12 @@ class Watch:
     """On the agent's loop. ``legs()``: those of rooms that are not over; ``on_gone`` ends the room of one."""
 
     def __init__(
-        self, agent: Agent, legs: Callable[[], Iterable[Leg]], on_gone: Callable[[Leg, KvxferError], None]
+        self, agent: Agent, legs: Callable[[], Iterable[PeerLeg]], on_gone: Callable[[PeerLeg, KvxferError], None]
     ) -> None:
         self._agent = agent
         self._legs = legs
         self._on_gone = on_gone
-        self._asked: dict[AgentRef, _Asked] = {}
+        self._asked: dict[AgentRef, _Probe] = {}
         self._pauses = Pauses(LOOK_S)
 
     async def run(self) -> None:
@@ -85,7 +85,7 @@ class Watch:
         for ref in [ref for ref in self._asked if ref not in gone]:
             del self._asked[ref]
 
-    def _put_off(self, legs: list[Leg], by_s: float) -> None:
+    def _put_off(self, legs: list[PeerLeg], by_s: float) -> None:
         """Every wait goes on as if this process had not stood still so long."""
         if not by_s:
             return
@@ -96,7 +96,7 @@ class Watch:
             asked.down_s = None if asked.down_s is None else asked.down_s + by_s
             asked.full_s = None if asked.full_s is None else asked.full_s + by_s
 
-    def _look_at(self, leg: Leg, now_s: float, seen: dict[AgentRef, KvxferError | None]) -> KvxferError | None:
+    def _look_at(self, leg: PeerLeg, now_s: float, seen: dict[AgentRef, KvxferError | None]) -> KvxferError | None:
         member = self._agent.find_member(leg.agent_id)
         if leg.ref is None and member is not None:
             leg.ref = member.ref
@@ -111,7 +111,7 @@ class Watch:
         return seen[leg.ref]
 
     def _ask(self, ref: AgentRef, now_s: float) -> KvxferError | None:
-        asked = self._asked.setdefault(ref, _Asked())
+        asked = self._asked.setdefault(ref, _Probe())
         if self._agent.is_connected(ref.agent_id):
             asked.down_s = None
         else:

@@ -148,7 +148,7 @@ class Arrivals:
 
 
 class ArrivalSocket:
-    """Where an engine's first rank hears of them. Incarnations on its agent's loop."""
+    """Where an engine's first rank hears of them. Runs on its agent's loop."""
 
     def __init__(self, agent_id: str, on_arrival: Callable[[TransferId, bool], None]) -> None:
         """``on_arrival(transfer_id, is_here)``: it has arrived, or left."""

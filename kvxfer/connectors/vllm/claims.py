@@ -1,5 +1,5 @@
 """Whose a prompt is that no request promised to anybody: the first rank of the engine that holds it says so, before
-another rank's part of it is read or let go. Incarnations on the agent's loop; decides nothing, and must never know a
+another rank's part of it is read or let go. Runs on the agent's loop; decides nothing, and must never know a
 block."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Claims:
         self._rank = rank
         self._timeout_s = timeout_s
         self._waiting: dict[tuple[TransferId, str], list[asyncio.Future[Claimed]]] = {}
-        self._acts: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def win(self, transfer_id: TransferId, source: str, ask: Callable[[Claim], Awaitable[object]]) -> None:
         """Return once the agent ``source`` says that this engine is the one reader. ``ask`` sends it a message. Raises
@@ -42,22 +42,22 @@ class Claims:
         if claimed.code:
             raise from_code(claimed.code, f"the source will not send it: {claimed.text}")
 
-    def when_won(self, claim: Awaitable[None], act: Callable[[], None]) -> None:
-        """Call ``act`` once ``claim`` (a :meth:`win`) is won; never where it is not."""
-        task = asyncio.ensure_future(self._act(claim, act))
-        self._acts.add(task)
-        task.add_done_callback(self._acts.discard)
+    def when_won(self, claim: Awaitable[None], callback: Callable[[], None]) -> None:
+        """Call ``callback`` once ``claim`` (a :meth:`win`) is won; never where it is not."""
+        task = asyncio.ensure_future(self._call(claim, callback))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _act(self, claim: Awaitable[None], act: Callable[[], None]) -> None:
+    async def _call(self, claim: Awaitable[None], callback: Callable[[], None]) -> None:
         with contextlib.suppress(KvxferError):  # it is another's, or the source is gone
             await claim
-            act()
+            callback()
 
     async def close(self) -> None:
         """Give up what waits for :meth:`when_won`."""
-        for task in self._acts:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._acts, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def on_message(self, agent_id: str, message: Claimed) -> None:
         """What a source's first rank says."""

@@ -13,18 +13,18 @@ from collections.abc import Sequence
 
 from kvxfer.agent import Transfer, TransferResult
 from kvxfer.connectors.vllm.staging import Landing
-from kvxfer.connectors.vllm.steps import Load, Report
-from kvxfer.connectors.vllm.wire import Part, Refuse
+from kvxfer.connectors.vllm.steps import LoadOrder, Report
+from kvxfer.connectors.vllm.wire import PartReady, Refuse
 from kvxfer.errors import KvxferError
 from kvxfer.observe import OpenSpan
 from kvxfer.types import AgentRef
 
 
 @dataclasses.dataclass
-class Done:
+class LoadEnded:
     """A load that is over and drained. ``error`` is ``None`` where it was committed."""
 
-    order: Load
+    order: LoadOrder
     error: KvxferError | None
     report: Report
 
@@ -32,7 +32,7 @@ class Done:
 class Fetch:
     """What one load takes from one source."""
 
-    def __init__(self, order: Load, source: str, source_rank: int, readers: int) -> None:
+    def __init__(self, order: LoadOrder, source: str, source_rank: int, readers: int) -> None:
         self.order = order
         self.readers = readers
         self.source = source
@@ -46,7 +46,7 @@ class Fetch:
         self.early_bytes = 0
         self.wire_s = 0.0
         self.is_all_announced = order.has_direct
-        self.inbox: asyncio.Queue[Part | Refuse | KvxferError] = asyncio.Queue()
+        self.inbox: asyncio.Queue[PartReady | Refuse | KvxferError] = asyncio.Queue()
         self.task: asyncio.Task[Landing | None] | None = None
         self.why: KvxferError | None = None
         self.source_ref: AgentRef | None = None
@@ -104,7 +104,7 @@ class Fetch:
             self.inbox.put_nowait(error)
 
 
-def report_of(order: Load, fetches: list[Fetch], error: KvxferError | None) -> Report:
+def report_of(order: LoadOrder, fetches: list[Fetch], error: KvxferError | None) -> Report:
     """What became of a load."""
     results = [result for fetch in fetches for result in fetch.results]
     return Report(

@@ -21,11 +21,11 @@ from typing import Any
 from kvxfer.agent import Agent, Pool, Transfer
 from kvxfer.connectors.common.ids import DIRECT, part_id
 from kvxfer.connectors.vllm.claims import Claims
-from kvxfer.connectors.vllm.fetch import Done, Fetch, report_of
+from kvxfer.connectors.vllm.fetch import Fetch, LoadEnded, report_of
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
-from kvxfer.connectors.vllm.staging import Cut, Landing, Staging, ranks_read
-from kvxfer.connectors.vllm.steps import Load, Remote, Report
+from kvxfer.connectors.vllm.staging import HeadShare, Landing, Staging, ranks_read
+from kvxfer.connectors.vllm.steps import LoadOrder, RemotePrompt, Report
 from kvxfer.connectors.vllm.wire import (
     KEEPS_MAX,
     PARTS_MAX,
@@ -33,7 +33,7 @@ from kvxfer.connectors.vllm.wire import (
     Claimed,
     Keep,
     Message,
-    Part,
+    PartReady,
     Refuse,
     Release,
     encode,
@@ -73,7 +73,7 @@ class Loads:
         options: ConnectorOptions,
         rank: int,
         ranks: int,
-        on_done: Callable[[Done], None],
+        on_done: Callable[[LoadEnded], None],
         post: Callable[..., None],
     ) -> None:
         """``post(function, *arguments)`` calls on the agent's loop. ``on_done`` may come from any thread."""
@@ -87,11 +87,11 @@ class Loads:
         self._claims = Claims(rank, options.load_deadline_s)
         self._fetches: dict[str, list[Fetch]] = {}
         self._by_transfer: dict[tuple[TransferId, str], Fetch] = {}
-        self._kept: dict[str, Remote] = {}
+        self._kept: dict[str, RemotePrompt] = {}
         self._watched: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def keep(self, remotes: Iterable[Remote]) -> None:
+    def keep(self, remotes: Iterable[RemotePrompt]) -> None:
         """These will be fetched later: their sources shall not forget them."""
         for remote in remotes:
             self._kept[remote.request_id] = remote
@@ -99,14 +99,14 @@ class Loads:
             for source in self._sources_of(remote.sources):
                 self._watch(source)
 
-    def start(self, order: Load) -> None:
+    def start(self, order: LoadOrder) -> None:
         self._kept.pop(order.request_id, None)
         count = len(order.sources)
         ranks = self._ranks_read(self._rank, count)
         fetches = [Fetch(order, order.sources[rank], rank, self._readers(rank, count)) for rank in ranks]
         if any((order.transfer_id, fetch.source) in self._by_transfer for fetch in fetches):
             error = _taken()
-            self._over(Done(order, error, report_of(order, fetches, error)), fetches[0])
+            self._over(LoadEnded(order, error, report_of(order, fetches, error)), fetches[0])
             return
         self._launch(fetches)
 
@@ -118,7 +118,7 @@ class Loads:
             self._by_transfer.setdefault((order.transfer_id, fetch.source), fetch)
         self._spawn(self._run(order, fetches))
 
-    def begin(self, order: Load) -> Fetch | None:
+    def begin(self, order: LoadOrder) -> Fetch | None:
         """Pull now what the source granted as a whole, on the forward thread; ``None``: that is for :meth:`start`. It
         is to be waited for with :meth:`Agent.progress`, and to be adopted before it is cancelled or where that takes
         long."""
@@ -176,7 +176,7 @@ class Loads:
             return
         fetch.is_told = fetch.is_ended = True
         report = report_of(fetch.order, [fetch], None)
-        self._on_done(Done(fetch.order, None, report))
+        self._on_done(LoadEnded(fetch.order, None, report))
         self._post(self._settle, fetch, report)
 
     def _settle(self, fetch: Fetch, report: Report) -> None:
@@ -192,13 +192,13 @@ class Loads:
         for fetch in self._fetches.get(request_id, ()):
             fetch.end(TransferCancelledError("the request was aborted"))
 
-    def release(self, remote: Remote) -> None:
+    def release(self, remote: RemotePrompt) -> None:
         """It will not be fetched."""
         self._kept.pop(remote.request_id, None)
         self._meet_all(remote)
         self._let_go(remote)
 
-    def on_message(self, agent_id: str, message: Part | Refuse | Claimed) -> None:
+    def on_message(self, agent_id: str, message: PartReady | Refuse | Claimed) -> None:
         """What a source says."""
         if isinstance(message, Claimed):
             self._claims.on_message(agent_id, message)
@@ -221,7 +221,7 @@ class Loads:
 
     # --- one load ---
 
-    async def _run(self, order: Load, fetches: list[Fetch]) -> None:
+    async def _run(self, order: LoadOrder, fetches: list[Fetch]) -> None:
         outcomes = await asyncio.gather(*(self._run_one(fetch, fetches) for fetch in fetches))
         error = next((outcome for outcome in outcomes if isinstance(outcome, KvxferError)), None)
         staged = [landing for landing in outcomes if isinstance(landing, Landing) and landing.is_staged]
@@ -241,11 +241,11 @@ class Loads:
             if self._by_transfer.get((order.transfer_id, fetch.source)) is fetch:
                 del self._by_transfer[order.transfer_id, fetch.source]
         del self._fetches[order.request_id]
-        self._over(Done(order, error, report_of(order, fetches, error)), fetches[0])
+        self._over(LoadEnded(order, error, report_of(order, fetches, error)), fetches[0])
         if not fetches[0].is_told:
             self._let_go(order)
 
-    def _over(self, done: Done, first: Fetch) -> None:
+    def _over(self, done: LoadEnded, first: Fetch) -> None:
         report, error = done.report, done.error
         first.end_span(report)
         if first.is_told:
@@ -298,7 +298,7 @@ class Loads:
             source = await self._find(order, fetch.source_rank)
         fetch.source_ref = source.ref
         await self._claim(order, fetch.source_rank)
-        cut = Cut(fetch.source_rank, len(order.sources), self._rank, self._ranks)
+        cut = HeadShare(fetch.source_rank, len(order.sources), self._rank, self._ranks)
         landing = await fetch.landings.enter_async_context(
             self._staging.land(source, cut, order.first, order.blocks, order.tokens)
         )
@@ -388,13 +388,13 @@ class Loads:
 
     # --- sources ---
 
-    async def _find(self, order: Load, source_rank: int) -> Member:
+    async def _find(self, order: LoadOrder, source_rank: int) -> Member:
         """The incarnation of that source which has the prompt, as far as it is known which. Raises PeerGoneError."""
         incarnation = order.incarnations[source_rank] if order.incarnations else None
         self._meet(order, source_rank)
         return await self._agent.wait_member(order.sources[source_rank], timeout_s=SILENT_S, incarnation=incarnation)
 
-    def _meet(self, order: Load | Remote, source_rank: int) -> None:
+    def _meet(self, order: LoadOrder | RemotePrompt, source_rank: int) -> None:
         """Know that source by its signed metadata, with option ``discovery`` and if the request has some. Raises
         PeerGoneError."""
         if self._options.discovery and order.agent_metadata:
@@ -403,7 +403,7 @@ class Loads:
                 order.agent_metadata[source_rank], order.sources[source_rank], incarnation=incarnation
             )
 
-    def _meet_all(self, remote: Remote) -> None:
+    def _meet_all(self, remote: RemotePrompt) -> None:
         for source_rank in self._ranks_read(self._rank, len(remote.sources)):
             with contextlib.suppress(PeerGoneError):  # then it is not told
                 self._meet(remote, source_rank)
@@ -416,14 +416,14 @@ class Loads:
         """How many ranks of this engine take that source's blocks."""
         return sum(source_rank in self._ranks_read(rank, count) for rank in range(self._ranks))
 
-    async def _claim(self, order: Load | Remote, source_rank: int) -> None:
+    async def _claim(self, order: LoadOrder | RemotePrompt, source_rank: int) -> None:
         """Return once no other engine will have that prompt of that rank. Raises what it was refused with."""
         if order.is_open and source_rank != 0:
             self._meet(order, 0)
             first = order.sources[0]
             await self._claims.win(order.transfer_id, first, functools.partial(self.notify, first))
 
-    def _let_go(self, order: Load | Remote) -> None:
+    def _let_go(self, order: LoadOrder | RemotePrompt) -> None:
         """This rank needs nothing more of its sources."""
         for source_rank in self._ranks_read(self._rank, len(order.sources)):
             readers = self._readers(source_rank, len(order.sources))

@@ -24,7 +24,7 @@ Ids = npt.NDArray[np.uint32]
 
 
 @dataclasses.dataclass(frozen=True)
-class Store:
+class LayerStorage:
     """One storage: the layers ``first_layer`` to ``first_layer + layers`` (in the order in which the model computes
     them). The page of block ``b`` in the i-th of them is ``first[i] + b * step[i]``."""
 
@@ -50,7 +50,7 @@ class Pages:
 
     layers: tuple[str, ...]
     page_bytes: int
-    stores: tuple[Store, ...]
+    stores: tuple[LayerStorage, ...]
 
     @property
     def cuda_device(self) -> int | None:
@@ -104,7 +104,7 @@ def _base(tensor: Any) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _store(base: int, first_layer: int, names: tuple[str, ...], tensors: list[Any], page_bytes: int) -> Store:
+def _store(base: int, first_layer: int, names: tuple[str, ...], tensors: list[Any], page_bytes: int) -> LayerStorage:
     first, step = [], []
     for layer, tensor in enumerate(tensors, first_layer):
         offset, stride = tensor.data_ptr() - base, tensor.stride(0) * tensor.element_size()
@@ -115,7 +115,7 @@ def _store(base: int, first_layer: int, names: tuple[str, ...], tensors: list[An
         first.append(offset // page_bytes)
         step.append(stride // page_bytes)
     region = _region(base, tensors[0], page_bytes)
-    return Store(region, region.length_bytes // page_bytes, first_layer, np.asarray(first), np.asarray(step))
+    return LayerStorage(region, region.length_bytes // page_bytes, first_layer, np.asarray(first), np.asarray(step))
 
 
 def _is_dense(tensor: Any) -> bool:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from kvxfer.agent import Agent, Grant, Pool
 from kvxfer.connectors.common.ids import part_id
-from kvxfer.connectors.vllm.fences import Act
-from kvxfer.connectors.vllm.pages import Store
+from kvxfer.connectors.vllm.pages import LayerStorage
 from kvxfer.connectors.vllm.pending_send import PendingSend
+from kvxfer.connectors.vllm.stream_callbacks import Callback
 from kvxfer.errors import GrantExpiredError, GrantGoneError, GrantRevokedError, KvxferError, PeerGoneError
 from kvxfer.observe import OpenSpan
 from kvxfer.types import GrantState
@@ -57,7 +57,7 @@ class Granting:
     """Makes the grants of one rank's sends, in each of its storages."""
 
     def __init__(
-        self, agent: Agent, pools: tuple[Pool, ...], stores: tuple[Store, ...], rank: int, ttl_s: float
+        self, agent: Agent, pools: tuple[Pool, ...], stores: tuple[LayerStorage, ...], rank: int, ttl_s: float
     ) -> None:
         self._agent = agent
         self._pools = pools
@@ -114,7 +114,7 @@ class Announcing:
     """The parts that the forward under way writes. Announced: the layers that are written without a gap before them,
     at least ``every`` of them at once. Called by the forward thread."""
 
-    def __init__(self, layers: int, every: int, after: Callable[[Act], None]) -> None:
+    def __init__(self, layers: int, every: int, after: Callable[[Callback], None]) -> None:
         self._layers = layers
         self._every = every
         self._after = after

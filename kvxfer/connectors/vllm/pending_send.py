@@ -21,7 +21,7 @@ ENDED_MAX = 4096
 
 
 @dataclasses.dataclass
-class Reader:
+class SendReader:
     """One rank of the reading engine: it has been promised the blocks before ``sent``."""
 
     agent_id: str
@@ -48,7 +48,7 @@ class PendingSend:
     span: OpenSpan
     until_s: float | None = None
     """Set once vLLM has finished it: when it is over if nobody ever came for it."""
-    readers: dict[int, Reader] = dataclasses.field(default_factory=dict)
+    readers: dict[int, SendReader] = dataclasses.field(default_factory=dict)
     released: set[int] = dataclasses.field(default_factory=set)
     readers_expected: int = 0
     grants: dict[TransferId, Grant] = dataclasses.field(default_factory=dict)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvxfer.connectors.common.ids import content_of
 from kvxfer.connectors.vllm.params import DecodeLeg
-from kvxfer.connectors.vllm.steps import Load, Remote, Report, Standing
+from kvxfer.connectors.vllm.steps import LoadOrder, RemotePrompt, Report, Standing
 from kvxfer.types import TransferId
 
 NOT_RUNNING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
@@ -121,15 +121,17 @@ def about(decode: Decode, code: str) -> dict[str, str]:
     return {"request_id": decode.request_id, "transfer_id": str(decode.leg.transfer_id), "code": code}
 
 
-def remote(decode: Decode) -> Remote:
+def remote(decode: Decode) -> RemotePrompt:
     leg = decode.leg
-    return Remote(decode.request_id, leg.transfer_id, leg.sources, leg.incarnations, leg.agent_metadata, leg.is_open)
+    return RemotePrompt(
+        decode.request_id, leg.transfer_id, leg.sources, leg.incarnations, leg.agent_metadata, leg.is_open
+    )
 
 
-def load_of(decode: Decode, first: int, blocks: tuple[int, ...], *, has_direct: bool) -> Load:
+def load_of(decode: Decode, first: int, blocks: tuple[int, ...], *, has_direct: bool) -> LoadOrder:
     """Its blocks from the ``first`` on, into ``blocks``."""
     leg = decode.leg
-    return Load(
+    return LoadOrder(
         decode.request_id,
         leg.transfer_id,
         leg.sources,

@@ -33,17 +33,17 @@ from kvxfer.connectors.vllm.requests import (
 )
 from kvxfer.connectors.vllm.steps import (
     Accept,
-    Chunk,
     Close,
+    ComputedBlocks,
     Finish,
-    Load,
+    LoadOrder,
     Open,
-    Remote,
+    RemotePrompt,
     Report,
     Revoke,
     Standing,
     StepOrders,
-    Wait,
+    WaitOrder,
 )
 from kvxfer.errors import GrantRevokedError, InvalidArgumentError, WeightsUnknownError
 from kvxfer.types import Incarnation, TransferId, why_unknown
@@ -91,11 +91,11 @@ class SchedulerHalf:
         self._ended: list[Report] = []
         self._closes: list[Close] = []
         self._finishes: list[Finish] = []
-        self._keeps: list[Remote] = []
-        self._loads: list[Load] = []
+        self._keeps: list[RemotePrompt] = []
+        self._loads: list[LoadOrder] = []
         self._cancels: list[str] = []
-        self._releases: list[Remote] = []
-        self._waits: list[Wait] = []
+        self._releases: list[RemotePrompt] = []
+        self._waits: list[WaitOrder] = []
         self._accepts: list[Accept] = []
         self._held = KeptPrompts(options, now_ns)
         self._offered: set[str] = set()
@@ -215,7 +215,7 @@ class SchedulerHalf:
     def build(self, output: Any) -> StepOrders:
         """The orders of the step that vLLM scheduled as ``output``."""
         opens: list[Open] = []
-        chunks: list[Chunk] = []
+        chunks: list[ComputedBlocks] = []
         cached = output.scheduled_cached_reqs
         resumed = getattr(cached, "resumed_req_ids", ())
         for request_id, prefill in self._prefills.items():
@@ -390,7 +390,7 @@ class SchedulerHalf:
         leg = decode.leg
         timeout_s = self._options.grant_wait_s if leg.timeout_s is None else leg.timeout_s
         decode.is_waiting = True
-        self._waits.append(Wait(decode.request_id, leg.transfer_id, leg.sources[0], timeout_s))
+        self._waits.append(WaitOrder(decode.request_id, leg.transfer_id, leg.sources[0], timeout_s))
 
     def _accept(self, prefill: Prefill) -> None:
         """Others may ask for it from now on; where it will not be kept, they need not wait for that."""
@@ -419,7 +419,7 @@ class SchedulerHalf:
         computed: int,
         output: Any,
         opens: list[Open],
-        chunks: list[Chunk],
+        chunks: list[ComputedBlocks],
         *,
         is_new: bool,
     ) -> None:
@@ -452,7 +452,7 @@ class SchedulerHalf:
         else:  # its last token, which the reader computes itself, may be written to the last block by another step
             done = min(prefill.total, after // self._block_tokens)
         if done > prefill.blocks:
-            chunks.append(Chunk(request_id, tuple(prefill.table[prefill.blocks : done])))
+            chunks.append(ComputedBlocks(request_id, tuple(prefill.table[prefill.blocks : done])))
             prefill.blocks = done
 
     def _close(self, prefill: Prefill, reason: str, *, will_resume: bool, code: str = GrantRevokedError.code) -> None:

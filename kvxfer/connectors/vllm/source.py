@@ -28,12 +28,12 @@ from kvxfer.connectors.common.outbox import Outbox
 from kvxfer.connectors.common.pauses import Pauses
 from kvxfer.connectors.vllm.accepted import Accepted
 from kvxfer.connectors.vllm.early import Early, Question, another, crowded, refusal, unknown
-from kvxfer.connectors.vllm.fences import Act, at_once
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
 from kvxfer.connectors.vllm.parts import Announcing, Granting, PartGrant, announce
-from kvxfer.connectors.vllm.pending_send import Ended, PendingSend, Reader
-from kvxfer.connectors.vllm.steps import Chunk, Close, Finish, Open, Revoke, StepOrders
+from kvxfer.connectors.vllm.pending_send import Ended, PendingSend, SendReader
+from kvxfer.connectors.vllm.steps import Close, ComputedBlocks, Finish, Open, Revoke, StepOrders
+from kvxfer.connectors.vllm.stream_callbacks import Callback, at_once
 from kvxfer.connectors.vllm.wire import (
     PARTS_MAX,
     Ask,
@@ -43,7 +43,7 @@ from kvxfer.connectors.vllm.wire import (
     Claimed,
     Keep,
     Message,
-    Part,
+    PartReady,
     Release,
     encode,
 )
@@ -68,7 +68,7 @@ SILENT_S = 2.5
 _ELSEWHERE = "the prompt's blocks go to others"
 
 
-class Source:
+class PromptSource:
     """The sends of one rank."""
 
     def __init__(
@@ -80,10 +80,10 @@ class Source:
         rank: int,
         post: Callable[..., None],
         on_freed: Callable[[str], None],
-        after: Callable[[Act], None] = at_once,
+        after: Callable[[Callback], None] = at_once,
     ) -> None:
         """``post(function, *arguments)`` calls on the agent's loop. ``on_freed(request_id)``: its blocks are vLLM's
-        again. ``after(act)`` calls it once what the forward thread asked of the memory's device is done."""
+        again. ``after(callback)`` calls it once what the forward thread asked of the memory's device is done."""
         self._agent = agent
         self._pools = pools
         self._pages = pages
@@ -175,7 +175,7 @@ class Source:
         self._admit(send)
         self._hear_early_releases(send)
 
-    def _extend(self, order: Chunk) -> None:
+    def _extend(self, order: ComputedBlocks) -> None:
         send = self._sends.get(order.request_id)
         if send is None:
             return
@@ -391,7 +391,7 @@ class Source:
             return
         send.hear(agent_id, time.monotonic())
         send.readers_expected = max(1, ask.readers)
-        send.readers[ask.rank] = Reader(agent_id, ask, ask.first, ask.attempt * PARTS_MAX)
+        send.readers[ask.rank] = SendReader(agent_id, ask, ask.first, ask.attempt * PARTS_MAX)
         self._tell_read(send)
         self._catch_up(send, send.readers[ask.rank])
 
@@ -423,7 +423,7 @@ class Source:
 
     # --- under the lock, from either thread ---
 
-    def _catch_up(self, send: PendingSend, reader: Reader) -> None:
+    def _catch_up(self, send: PendingSend, reader: SendReader) -> None:
         """Grant what is final and was not granted to this reader yet."""
         if reader.sent < send.final:
             parts = self._grant_part(send, reader, reader.sent, send.final - reader.sent)
@@ -438,7 +438,7 @@ class Source:
                     for reader in send.readers.values():
                         self._catch_up(send, reader)
 
-    def _grant_part(self, send: PendingSend, reader: Reader, first: int, count: int) -> list[PartGrant]:
+    def _grant_part(self, send: PendingSend, reader: SendReader, first: int, count: int) -> list[PartGrant]:
         reader.parts += 1
         blocks = send.blocks[first : first + count]
         granted = self._grant(send, reader.agent_id, reader.ask.rank, reader.parts, blocks)
@@ -447,7 +447,7 @@ class Source:
             self._send(reader.agent_id, refusal(reader.ask, error))
             return []
         reader.sent = first + count
-        self._send(reader.agent_id, Part(send.transfer_id, reader.parts, first, count, send.total))
+        self._send(reader.agent_id, PartReady(send.transfer_id, reader.parts, first, count, send.total))
         return granted
 
     def _grant(

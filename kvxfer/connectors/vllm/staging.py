@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.common.ids import blocks_for
-from kvxfer.connectors.vllm.pages import Store
+from kvxfer.connectors.vllm.pages import LayerStorage
 from kvxfer.errors import LimitExceededError
 from kvxfer.layout.convertible import is_convertible
 from kvxfer.layout.kv_layout import KvLayout, KvPart
@@ -29,7 +29,7 @@ from kvxfer.types import CompatibilityRecord, Exposure, Member, PoolRecord, Segm
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class HeadShare:
     """How both engines share the model's heads out: equally among so many ranks. Ours is ``rank`` of ``ranks``."""
 
     source_rank: int = 0
@@ -55,10 +55,10 @@ class Landing:
     after it of the prompt."""
 
     pools: tuple[Pool, ...]
-    stores: tuple[Store, ...]
+    stores: tuple[LayerStorage, ...]
     first: int
     blocks: Sequence[int]
-    cut: Cut
+    cut: HeadShare
     is_staged: bool
 
     @property
@@ -69,7 +69,7 @@ class Landing:
 class Staging:
     """Landings of one rank. ``bytes_max`` bounds the memory of those that are staged; loads wait for their turn."""
 
-    def __init__(self, agent: Agent, pools: tuple[Pool, ...], stores: tuple[Store, ...], bytes_max: int) -> None:
+    def __init__(self, agent: Agent, pools: tuple[Pool, ...], stores: tuple[LayerStorage, ...], bytes_max: int) -> None:
         self._agent = agent
         self._pools = pools
         self._stores = stores
@@ -79,7 +79,7 @@ class Staging:
 
     @contextlib.asynccontextmanager
     async def land(
-        self, source: Member, cut: Cut, first: int, blocks: tuple[int, ...], tokens: int
+        self, source: Member, cut: HeadShare, first: int, blocks: tuple[int, ...], tokens: int
     ) -> AsyncIterator[Landing]:
         """Where ``blocks`` of a prompt of ``tokens`` tokens, from our ``first``-th on, land when they come from
         ``source``. Leave it when nothing can land any more.
@@ -117,7 +117,7 @@ class Staging:
             )
             try:
                 steps = np.ones(layers, np.int64)
-                store = Store(pool.region, layers * count, 0, np.arange(layers, dtype=np.int64) * count, steps)
+                store = LayerStorage(pool.region, layers * count, 0, np.arange(layers, dtype=np.int64) * count, steps)
                 yield Landing((pool,), (store,), start, range(count), cut, is_staged=True)
             finally:
                 self._agent.remove_pool(pool)
@@ -132,7 +132,7 @@ class Staging:
 
     def in_place(self, first: int, blocks: tuple[int, ...]) -> Landing:
         """Where ``blocks`` from a source that is alike land, of which our rank has all that it needs."""
-        return Landing(self._pools, self._stores, first, blocks, Cut(), is_staged=False)
+        return Landing(self._pools, self._stores, first, blocks, HeadShare(), is_staged=False)
 
     def is_replica(self, source: Member) -> bool:
         """Whether each rank of the source's holds as many heads as ours: then one that holds ours holds all of them."""
@@ -171,7 +171,7 @@ def nearest(ours: PoolRecord, source: Member) -> PoolRecord:
     return min(source.pools, key=lambda theirs: len(compare(ours, theirs)))
 
 
-def layout_of(store: Store, record: CompatibilityRecord, head_offset: int, total_heads: int) -> KvLayout:
+def layout_of(store: LayerStorage, record: CompatibilityRecord, head_offset: int, total_heads: int) -> KvLayout:
     """What the planner must know of pages whose packing is one of TRANSPOSED_KEYS, of heads from ``head_offset`` on."""
     page = store.region.length_bytes // store.page_count
     tokens, dims, heads = record.block_tokens, record.head_dim, record.kv_heads
@@ -195,16 +195,16 @@ def layout_of(store: Store, record: CompatibilityRecord, head_offset: int, total
 
 
 def repack(
-    source: Store,
+    source: LayerStorage,
     source_record: CompatibilityRecord,
     source_blocks: Sequence[int],
     source_start: int,
-    destination: Store,
+    destination: LayerStorage,
     destination_record: CompatibilityRecord,
     destination_blocks: Sequence[int],
     destination_start: int,
     tokens: range,
-    cut: Cut,
+    cut: HeadShare,
 ) -> None:
     """Copy ``tokens`` of the heads that both have between pages of two kinds, in host memory. From any thread.
 

@@ -14,7 +14,7 @@ from kvxfer.types import Incarnation, TransferId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Load:
+class LoadOrder:
     """Fetch blocks ``first..`` of a prompt of ``tokens`` tokens into ``blocks`` from the ranks ``sources`` of another
     engine.
 
@@ -40,9 +40,9 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Remote:
+class RemotePrompt:
     """A request whose KV lies with the ranks ``sources`` of another engine, in those ``incarnations``, which
-    ``agent_metadata`` describes. ``is_open`` as in :class:`Load`."""
+    ``agent_metadata`` describes. ``is_open`` as in :class:`LoadOrder`."""
 
     request_id: str
     transfer_id: TransferId
@@ -65,7 +65,7 @@ class Open:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
+class ComputedBlocks:
     """The next blocks of an open prompt that are final once the coming forward has run: it completes them, or they
     are of a prompt that began alike."""
 
@@ -98,7 +98,7 @@ class Close:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wait:
+class WaitOrder:
     """A request waits here, without blocks, until the engine with the first agent ``source`` begins its prompt; for at
     most ``timeout_s``."""
 
@@ -131,13 +131,13 @@ class StepOrders:
     has_forward: bool = False
     closes: tuple[Close, ...] = ()
     opens: tuple[Open, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[ComputedBlocks, ...] = ()
     finishes: tuple[Finish, ...] = ()
-    keeps: tuple[Remote, ...] = ()
-    loads: tuple[Load, ...] = ()
+    keeps: tuple[RemotePrompt, ...] = ()
+    loads: tuple[LoadOrder, ...] = ()
     cancels: tuple[str, ...] = ()
-    releases: tuple[Remote, ...] = ()
-    waits: tuple[Wait, ...] = ()
+    releases: tuple[RemotePrompt, ...] = ()
+    waits: tuple[WaitOrder, ...] = ()
     accepts: tuple[Accept, ...] = ()
     revokes: tuple[Revoke, ...] = ()
 

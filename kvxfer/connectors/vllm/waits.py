@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvxfer.connectors.common.pauses import Pauses
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.steps import Standing, Wait
+from kvxfer.connectors.vllm.steps import Standing, WaitOrder
 from kvxfer.connectors.vllm.wire import KEEPS_MAX, Await, Begun, Queued
 from kvxfer.errors import DeadlineExceededError, KvxferError, PeerGoneError, from_code
 
@@ -24,7 +24,7 @@ AWAIT_S = 0.5
 
 @dataclasses.dataclass
 class _Waiting:
-    order: Wait
+    order: WaitOrder
     since_s: float
     timer: asyncio.TimerHandle
     heard_s: float
@@ -54,7 +54,7 @@ class Waits:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def start(self, order: Wait) -> None:
+    def start(self, order: WaitOrder) -> None:
         """It waits from now on, and for nothing else."""
         self.leave(order.request_id)
         loop, now_s = asyncio.get_running_loop(), time.monotonic()

@@ -37,7 +37,7 @@ class Ask:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PartReady:
     """Source to reader: part ``part`` is granted. It holds all layers of blocks ``first`` to ``first + count`` of the
     prompt's ``total``, layer by layer."""
 
@@ -124,10 +124,10 @@ class Begun:
     text: str
 
 
-Message: TypeAlias = Ask | Part | Refuse | Keep | Release | Claim | Claimed | Await | Queued | Begun
+Message: TypeAlias = Ask | PartReady | Refuse | Keep | Release | Claim | Claimed | Await | Queued | Begun
 _KINDS: dict[str, type[Any]] = {
     "ask": Ask,
-    "part": Part,
+    "part": PartReady,
     "refuse": Refuse,
     "keep": Keep,
     "release": Release,

@@ -1,5 +1,5 @@
 """The connector's half in a worker process: it hands the scheduler half's orders to the source and the loads of this
-rank, and collects what became of them. Decides in which order one step's acts come; never waits in a step that
+rank, and collects what became of them. Decides in which order one step's acts are done; never waits in a step that
 computes.
 """
 
@@ -21,16 +21,16 @@ from kvxfer.connectors.common.runtime import STOP_S, Runtime, every
 from kvxfer.connectors.common.weights import Weights
 from kvxfer.connectors.vllm.arrivals import ArrivalSocket
 from kvxfer.connectors.vllm.digests import Digests
-from kvxfer.connectors.vllm.fences import Act, Fence, Fences, at_once, cuda_events
-from kvxfer.connectors.vllm.fetch import Done, Fetch, report_of
+from kvxfer.connectors.vllm.fetch import Fetch, LoadEnded, report_of
 from kvxfer.connectors.vllm.loaded import LOADED, Loaded
 from kvxfer.connectors.vllm.loads import Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions
 from kvxfer.connectors.vllm.pages import Pages
-from kvxfer.connectors.vllm.source import SWEEP_S, Source
-from kvxfer.connectors.vllm.steps import Close, Load, News, Remote, Report, Standing, StepOrders
+from kvxfer.connectors.vllm.source import SWEEP_S, PromptSource
+from kvxfer.connectors.vllm.steps import Close, LoadOrder, News, RemotePrompt, Report, Standing, StepOrders
+from kvxfer.connectors.vllm.stream_callbacks import Callback, Fence, StreamCallbacks, at_once, cuda_events
 from kvxfer.connectors.vllm.waits import Waits
-from kvxfer.connectors.vllm.wire import Begun, Claimed, Part, Queued, Refuse, decode
+from kvxfer.connectors.vllm.wire import Begun, Claimed, PartReady, Queued, Refuse, decode
 from kvxfer.errors import ConfigError, KvxferError, ProtocolError, WeightsUnknownError, from_code
 from kvxfer.transport.huge_pages import Collapsing
 from kvxfer.types import CompatibilityRecord, Incarnation, TransferId, WorkerInfo
@@ -92,10 +92,10 @@ class WorkerHalf:
         self._open: dict[str, TransferId] = {}
         """Prompts that are computed and fetched at once."""
         self._events = events
-        self._after: Callable[[Act], None] = at_once
+        self._after: Callable[[Callback], None] = at_once
         self._runtime: Runtime | None = None
         self._collapsing: Collapsing | None = None
-        self._source: Source | None = None
+        self._source: PromptSource | None = None
         self._loads: Loads | None = None
         self._waits: Waits | None = None
         self._standings: list[Standing] = []
@@ -141,8 +141,10 @@ class WorkerHalf:
         self._layers = {name: index for index, name in enumerate(pages.layers)}
         runtime = Runtime(agent, self._serve)
         if pages.cuda_device is not None:
-            self._after = Fences(self._events(pages.cuda_device), runtime.call).after
-        self._source = Source(agent, pools, pages, self._options, self._rank, runtime.call, self._freed, self._after)
+            self._after = StreamCallbacks(self._events(pages.cuda_device), runtime.call).after
+        self._source = PromptSource(
+            agent, pools, pages, self._options, self._rank, runtime.call, self._freed, self._after
+        )
         self._loads = Loads(agent, pools, pages, self._options, self._rank, self._ranks, self._ended, runtime.call)
         notify = self._loads.notify
         self._waits = Waits(self._options, lambda agent_id, some: notify(agent_id, *some), self._stands)
@@ -271,7 +273,7 @@ class WorkerHalf:
             self._stands(Standing(wait.request_id, False, True, error.code, str(error)))
         left = {load.request_id for load in orders.loads}
         remotes = tuple(
-            Remote(
+            RemotePrompt(
                 load.request_id, load.transfer_id, load.sources, load.incarnations, load.agent_metadata, load.is_open
             )
             for load in orders.loads
@@ -289,13 +291,13 @@ class WorkerHalf:
             waits=(),
         )
 
-    def _fail(self, order: Load, error: KvxferError) -> None:
+    def _fail(self, order: LoadOrder, error: KvxferError) -> None:
         """It is over before it began."""
         self._loading += 1
         fetch = Fetch(order, order.sources[0], 0, 1)
         report = report_of(order, [fetch], error)
         fetch.end_span(report)
-        self._ended(Done(order, error, report))
+        self._ended(LoadEnded(order, error, report))
 
     def _begin_loads(self, orders: StepOrders) -> None:
         """What can be begun here is; the rest is the loop's, and so is what was begun and takes long."""
@@ -361,7 +363,7 @@ class WorkerHalf:
         if self._collapsing is not None:
             self._collapsing.join(STOP_S)
 
-    def _parts(self) -> tuple[Source, Loads, Runtime]:
+    def _parts(self) -> tuple[PromptSource, Loads, Runtime]:
         if self._source is None or self._loads is None or self._runtime is None:
             raise AssertionError("vLLM steps before it registered its KV cache")
         return self._source, self._loads, self._runtime
@@ -388,7 +390,7 @@ class WorkerHalf:
             for wait in orders.waits:
                 waits.start(wait)
 
-    def _start_loads(self, orders: Sequence[Load], cancels: Sequence[str]) -> None:
+    def _start_loads(self, orders: Sequence[LoadOrder], cancels: Sequence[str]) -> None:
         _, loads, _ = self._parts()
         for load in orders:
             loads.start(load)
@@ -410,14 +412,14 @@ class WorkerHalf:
                 await self._waits.close()
             await loads.close()
 
-    async def _listen(self, agent: Agent, source: Source, loads: Loads) -> None:
+    async def _listen(self, agent: Agent, source: PromptSource, loads: Loads) -> None:
         async for notification in agent.notifications():
             try:
                 message = decode(notification.payload)
             except ProtocolError as error:
                 log.warning("%s: %s", notification.sender, error)
                 continue
-            if isinstance(message, (Part, Refuse, Claimed)):
+            if isinstance(message, (PartReady, Refuse, Claimed)):
                 loads.on_message(notification.sender.agent_id, message)
             elif isinstance(message, (Queued, Begun)):
                 if self._waits is not None:
@@ -425,7 +427,7 @@ class WorkerHalf:
             else:
                 source.on_message(notification.sender.agent_id, message)
 
-    async def _sweep(self, source: Source) -> None:
+    async def _sweep(self, source: PromptSource) -> None:
         async for _ in every(SWEEP_S):
             source.sweep()
 
@@ -439,7 +441,7 @@ class WorkerHalf:
             self._results.sent.add(request_id)
             self._progress.set()
 
-    def _ended(self, done: Done) -> None:
+    def _ended(self, done: LoadEnded) -> None:
         if self.digests is not None and done.error is None:
             order = done.order
             self.digests.record(order.transfer_id, "destination", order.first, order.blocks)

@@ -24,14 +24,14 @@ from kvxfer.connectors.nixl.bindings import (
     nixlNotFoundError,
 )
 from kvxfer.connectors.nixl.requests import RemoteRequest
-from kvxfer.connectors.nixl.telemetry import Event, Ring
+from kvxfer.connectors.nixl.telemetry import Ring, TelemetryEvent
 from kvxfer.errors import ConfigError
 from tests.support.nixl.agents import MakeAgent, finish, memory, register, row
 
-ALL = frozenset(Event)
+ALL = frozenset(TelemetryEvent)
 
 
-def read(path: pathlib.Path) -> list[tuple[Event, int]]:
+def read(path: pathlib.Path) -> list[tuple[TelemetryEvent, int]]:
     """All that a reader finds in the file, as NIXL's ``telemetry_reader.py`` looks for it."""
     data = path.read_bytes()
     writer, reader, version, expected, capacity, mask = struct.unpack_from("=QQiiQQ", data)
@@ -39,7 +39,7 @@ def read(path: pathlib.Path) -> list[tuple[Event, int]]:
     events = []
     while reader != writer:
         kind, value = struct.unpack_from("=I4xQ", data, 40 + 16 * reader)
-        events.append((Event(kind), value))
+        events.append((TelemetryEvent(kind), value))
         reader = (reader + 1) & mask
     with path.open("r+b") as file:
         file.seek(8)
@@ -75,17 +75,17 @@ def test_events(directory: pathlib.Path, make_agent: MakeAgent) -> None:
     work(make_agent("one"), make_agent("other"))
     found = collections.Counter(kind for kind, _ in read(directory / "one"))
     assert found == {
-        Event.AGENT_MEMORY_REGISTERED: 1,
-        Event.AGENT_MEMORY_DEREGISTERED: 1,
-        Event.AGENT_XFER_TIME: 3,
-        Event.AGENT_XFER_POST_TIME: 3,
-        Event.AGENT_RX_BYTES: 1,
-        Event.AGENT_TX_BYTES: 2,
-        Event.AGENT_RX_REQUESTS_NUM: 1,
-        Event.AGENT_TX_REQUESTS_NUM: 2,
-        Event.AGENT_ERR_NOT_FOUND: 1,
+        TelemetryEvent.AGENT_MEMORY_REGISTERED: 1,
+        TelemetryEvent.AGENT_MEMORY_DEREGISTERED: 1,
+        TelemetryEvent.AGENT_XFER_TIME: 3,
+        TelemetryEvent.AGENT_XFER_POST_TIME: 3,
+        TelemetryEvent.AGENT_RX_BYTES: 1,
+        TelemetryEvent.AGENT_TX_BYTES: 2,
+        TelemetryEvent.AGENT_RX_REQUESTS_NUM: 1,
+        TelemetryEvent.AGENT_TX_REQUESTS_NUM: 2,
+        TelemetryEvent.AGENT_ERR_NOT_FOUND: 1,
     }
-    assert read(directory / "other") == [(Event.AGENT_MEMORY_REGISTERED, 4096)]
+    assert read(directory / "other") == [(TelemetryEvent.AGENT_MEMORY_REGISTERED, 4096)]
     assert read(directory / "one") == []
 
 
@@ -112,20 +112,21 @@ def test_only_the_metrics_that_are_wanted(
     work(make_agent("one"), make_agent("other"))
     events = read(directory / "one")
     assert sorted(events) == [
-        (Event.AGENT_TX_BYTES, 4096), (Event.AGENT_TX_BYTES, 4096),
-        (Event.AGENT_RX_BYTES, 4096), (Event.AGENT_ERR_NOT_FOUND, 1),
+        (TelemetryEvent.AGENT_TX_BYTES, 4096), (TelemetryEvent.AGENT_TX_BYTES, 4096),
+        (TelemetryEvent.AGENT_RX_BYTES, 4096), (TelemetryEvent.AGENT_ERR_NOT_FOUND, 1),
     ]  # fmt: skip
 
 
 def test_a_full_ring_counts_what_it_drops(tmp_path: pathlib.Path) -> None:
     ring = Ring(tmp_path / "ring", 8, ALL)
-    ring.add(*((Event.AGENT_TX_BYTES, value) for value in range(6)))
-    ring.add((Event.AGENT_TX_BYTES, 6), (Event.AGENT_TX_BYTES, 7))
+    ring.add(*((TelemetryEvent.AGENT_TX_BYTES, value) for value in range(6)))
+    ring.add((TelemetryEvent.AGENT_TX_BYTES, 6), (TelemetryEvent.AGENT_TX_BYTES, 7))
     assert [value for _, value in read(tmp_path / "ring")] == [0, 1, 2, 3, 4, 5]
     for _ in range(2):
-        ring.add((Event.AGENT_RX_BYTES, 1 << 62))
+        ring.add((TelemetryEvent.AGENT_RX_BYTES, 1 << 62))
     assert (
-        read(tmp_path / "ring") == [(Event.AGENT_TELEMETRY_EVENTS_DROPPED, 2)] + [(Event.AGENT_RX_BYTES, 1 << 62)] * 2
+        read(tmp_path / "ring")
+        == [(TelemetryEvent.AGENT_TELEMETRY_EVENTS_DROPPED, 2)] + [(TelemetryEvent.AGENT_RX_BYTES, 1 << 62)] * 2
     )
 
 
@@ -169,7 +170,7 @@ def test_a_file_that_is_not_ours_to_write(directory: pathlib.Path, make_agent: M
     register(make_agent("one"), memory(64))
     assert (directory / "precious").read_text() == "text"
     assert (directory / "precious").stat().st_nlink == 1
-    assert read(directory / "one") == [(Event.AGENT_MEMORY_REGISTERED, 64)]
+    assert read(directory / "one") == [(TelemetryEvent.AGENT_MEMORY_REGISTERED, 64)]
 
 
 def test_a_place_that_no_file_can_have(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,10 +207,10 @@ def test_two_of_one_name(tmp_path: pathlib.Path, capacity: int) -> None:
         later = Ring(path, capacity, ALL)
         assert os.fstat(file.fileno()).st_size == 40 + 16 * 4096
         for value in range(4000):
-            earlier.add((Event.AGENT_TX_BYTES, value))
-        later.add((Event.AGENT_RX_BYTES, 7))
+            earlier.add((TelemetryEvent.AGENT_TX_BYTES, value))
+        later.add((TelemetryEvent.AGENT_RX_BYTES, 7))
         assert struct.unpack("=Q", file.read(8)) == (4000,)
-    assert read(path) == [(Event.AGENT_RX_BYTES, 7)]
+    assert read(path) == [(TelemetryEvent.AGENT_RX_BYTES, 7)]
     assert [each.name for each in tmp_path.iterdir()] == ["one"]
 
 
@@ -218,17 +219,17 @@ def test_an_agent_that_cannot_be_made_takes_no_name(directory: pathlib.Path, mak
     with pytest.raises(nixlBackendError, match="cannot listen"):
         make_agent("one", enable_listen_thread=True, listen_port=one.agent.listenPort)
     register(one, memory(64))
-    assert read(directory / "one") == [(Event.AGENT_MEMORY_REGISTERED, 64)]
+    assert read(directory / "one") == [(TelemetryEvent.AGENT_MEMORY_REGISTERED, 64)]
 
 
 def test_a_fork_writes_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ring = Ring(tmp_path / "ring", 8, ALL)
     ours = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: ours + 1)
-    ring.add((Event.AGENT_TX_BYTES, 1))
+    ring.add((TelemetryEvent.AGENT_TX_BYTES, 1))
     monkeypatch.undo()
-    ring.add((Event.AGENT_TX_BYTES, 2))
-    assert read(tmp_path / "ring") == [(Event.AGENT_TX_BYTES, 2)]
+    ring.add((TelemetryEvent.AGENT_TX_BYTES, 2))
+    assert read(tmp_path / "ring") == [(TelemetryEvent.AGENT_TX_BYTES, 2)]
 
 
 def test_a_closed_agent_lets_its_file_go(directory: pathlib.Path, make_agent: MakeAgent) -> None:
@@ -243,8 +244,8 @@ def test_a_closed_agent_lets_its_file_go(directory: pathlib.Path, make_agent: Ma
     assert not held()
     with pytest.raises(nixlBackendError):
         agent.initialize_xfer("READ", *[agent.get_xfer_descs([(4096, 64, 0)], "DRAM")] * 2, "other")
-    agent.agent._events.add((Event.AGENT_TX_BYTES, 1))
-    assert read(directory / "one") == [(Event.AGENT_MEMORY_REGISTERED, 64)]
+    agent.agent._events.add((TelemetryEvent.AGENT_TX_BYTES, 1))
+    assert read(directory / "one") == [(TelemetryEvent.AGENT_MEMORY_REGISTERED, 64)]
 
 
 def test_two_threads_that_see_one_end_count_it_once() -> None:

@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from kvxfer.connectors.sglang.destination import Source
-from kvxfer.connectors.sglang.source import Reader
+from kvxfer.connectors.sglang.destination import RoomSource
+from kvxfer.connectors.sglang.source import RoomReader
 from kvxfer.connectors.sglang.views import VIEWS_MAX
 from kvxfer.errors import BlocksBusyError, IncompatibleError, InvalidArgumentError, LimitExceededError
 from kvxfer.types import Lane, Role
@@ -120,7 +120,7 @@ def test_the_auxiliary_row_is_the_first_chosen_sources(tmp_path: pathlib.Path) -
         transfer_id = new_id()
         d.ranks[0].destinations.begin(1, transfer_id, p.sources[::-1], room.target, 6)
         for rank in p.ranks:
-            rank.sources.reader(1, Reader(transfer_id, "d.0", 0, len(room.target), d.cutting.shapes[0]))
+            rank.sources.reader(1, RoomReader(transfer_id, "d.0", 0, len(room.target), d.cutting.shapes[0]))
         room.send(0, 2, is_last=True, aux_row=3)
         room.wait()
         assert aux_is_of(d, p.ranks[1], 3, 6)
@@ -154,7 +154,7 @@ def test_a_prefix_that_ends_within_a_page_of_the_source(
         for rank, shape in zip(d.ranks, d.cutting.shapes, strict=True):
             transfer_id = new_id()
             rank.destinations.begin(1, transfer_id, p.sources, target, 0)
-            reader = Reader(transfer_id, rank.name, rank.rank, len(target), shape, lead)
+            reader = RoomReader(transfer_id, rank.name, rank.rank, len(target), shape, lead)
             p.ranks[0].sources.reader(1, reader)
         p.ranks[0].sources.send(1, 0, [], is_last=False)
         for at in range(len(source)):
@@ -178,7 +178,7 @@ def test_a_lead_that_cannot_be_is_refused(tmp_path: pathlib.Path, theirs: int, o
         transfer_id = new_id()
         p.ranks[0].sources.accept(1)
         d.ranks[0].destinations.begin(1, transfer_id, p.sources, (1, 2), 0)
-        p.ranks[0].sources.reader(1, Reader(transfer_id, "d.0", 0, 2, d.cutting.shapes[0], lead))
+        p.ranks[0].sources.reader(1, RoomReader(transfer_id, "d.0", 0, 2, d.cutting.shapes[0], lead))
         assert d.ranks[0].wait("failed", 1)[2] == "protocol"
         p.ranks[0].sources.clear(1)
 
@@ -208,9 +208,9 @@ def test_a_share_that_nobody_holds_is_refused_by_name(tmp_path: pathlib.Path) ->
             assert caught.value.field == field
         for other, field in ((Cutting(heads=8), "total_heads"), (Cutting(sizes=(("k", 24),)), "parts")):
             with pytest.raises(IncompatibleError, match=field):
-                rooms.begin(1, new_id(), [Source("p.0", 0, other.shapes[0])], (1, 2), 0)
+                rooms.begin(1, new_id(), [RoomSource("p.0", 0, other.shapes[0])], (1, 2), 0)
         with pytest.raises(IncompatibleError, match="head_bytes of v of layer 0: 16 here, 17 there"):
-            rooms.begin(1, new_id(), [Source("p.0", 0, Cutting(sizes=(("k", 24), ("v", 17))).shapes[0])], (1, 2), 0)
+            rooms.begin(1, new_id(), [RoomSource("p.0", 0, Cutting(sizes=(("k", 24), ("v", 17))).shapes[0])], (1, 2), 0)
         with pytest.raises(InvalidArgumentError, match="shape"):
             rooms.begin(1, new_id(), [p.sources[0], ("p.1", 1)], (1, 2), 0)
         for twice in (p.sources[0], p.sources[1]._replace(rank=0), None):
@@ -240,7 +240,7 @@ def test_a_source_that_is_asked_for_what_it_does_not_hold_says_so(tmp_path: path
         p.ranks[0].sources.accept(1)
         transfer_id = new_id()
         d.ranks[1].destinations.begin(1, transfer_id, [("p.0", 0, d.cutting.shapes[1])], (1,), 0)  # type: ignore[list-item]
-        p.ranks[0].sources.reader(1, Reader(transfer_id, "d.1", 1, 1, d.cutting.shapes[1]))
+        p.ranks[0].sources.reader(1, RoomReader(transfer_id, "d.1", 1, 1, d.cutting.shapes[1]))
         _, _, code, text = d.ranks[1].wait("failed", 1)
         assert code == "incompatible"
         assert "heads: 0-1 here, 2-3 there" in text
@@ -253,7 +253,7 @@ def test_a_source_that_holds_something_else_than_it_says_is_refused_by_name(tmp_
         p.ranks[0].sources.accept(1)
         transfer_id = new_id()
         d.ranks[1].destinations.begin(1, transfer_id, p.sources, (1,), 0)
-        p.ranks[0].sources.reader(1, Reader(transfer_id, "d.1", 1, 1, d.cutting.shapes[2]))
+        p.ranks[0].sources.reader(1, RoomReader(transfer_id, "d.1", 1, 1, d.cutting.shapes[2]))
         p.ranks[0].sources.send(1, 0, (7,), is_last=True, aux_row=0)
         _, _, code, text = d.ranks[1].wait("failed", 1)
         assert code == "incompatible"
@@ -272,7 +272,7 @@ def test_a_source_that_keeps_a_token_otherwise_is_refused_by_name(tmp_path: path
         d.ranks[0].destinations.begin(1, transfer_id, sources, (1,), 0)
         for rank in p.ranks:
             rank.sources.accept(1)
-            rank.sources.reader(1, Reader(transfer_id, "d.0", 0, 1, Cutting().shapes[0]))
+            rank.sources.reader(1, RoomReader(transfer_id, "d.0", 0, 1, Cutting().shapes[0]))
             rank.sources.send(1, 0, (7,), is_last=True, aux_row=0)
         _, _, code, text = d.ranks[0].wait("failed", 1)
         assert (code, "packing" in text) == ("incompatible", True), text
@@ -354,13 +354,13 @@ def test_a_page_is_not_given_while_it_is_filled(tmp_path: pathlib.Path) -> None:
         both, other = p.ranks[0], d.ranks[0]
         both.destinations.begin(1, new_id(), d.sources, (5, 6), 0)
         both.sources.accept(2)
-        both.sources.reader(2, Reader(new_id(), other.name, 0, 2, d.cutting.shapes[0]))
+        both.sources.reader(2, RoomReader(new_id(), other.name, 0, 2, d.cutting.shapes[0]))
         both.sources.send(2, 0, (6, 7), is_last=True, aux_row=1)
         assert both.wait("unsent", 2)[2:] == ("blocks_busy", "page 6 is filled by a room")
         both.destinations.abort(1, "")
         both.wait("failed", 1)
         both.sources.accept(3)
-        both.sources.reader(3, Reader(new_id(), other.name, 0, 2, d.cutting.shapes[0]))
+        both.sources.reader(3, RoomReader(new_id(), other.name, 0, 2, d.cutting.shapes[0]))
         both.sources.send(3, 0, (6, 7), is_last=True, aux_row=1)
         with pytest.raises(BlocksBusyError, match="page 7 is given by a room"):
             both.destinations.begin(4, new_id(), d.sources, (8, 7), 0)
@@ -404,7 +404,7 @@ def test_views_are_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
         transfer_id = new_id()
         p.ranks[0].sources.accept(1)
         d.ranks[1].destinations.begin(1, transfer_id, p.sources, (1,), 0)
-        p.ranks[0].sources.reader(1, Reader(transfer_id, "d.1", 1, 1, d.cutting.shapes[1]))
+        p.ranks[0].sources.reader(1, RoomReader(transfer_id, "d.1", 1, 1, d.cutting.shapes[1]))
         assert d.ranks[1].wait("failed", 1)[2] == "limit_exceeded"
         p.ranks[0].sources.clear(1)
 
@@ -442,9 +442,9 @@ def test_a_rank_without_a_shape_says_so(tmp_path: pathlib.Path) -> None:
     p, d = Rank("p", Role.PREFILL, chosen), Rank("d", Role.DECODE, chosen, shape=Cutting().shapes[0])
     with running(p, d):
         with pytest.raises(IncompatibleError, match="shape"):
-            p.destinations.begin(1, new_id(), [Source("d", 0, Cutting().shapes[0])], (1,), 0)
+            p.destinations.begin(1, new_id(), [RoomSource("d", 0, Cutting().shapes[0])], (1,), 0)
         d.destinations.begin(1, new_id(), [("p", 0)], (1,), 0)
         p.sources.accept(1)
-        p.sources.reader(1, Reader(new_id(), "d", 0, 1, Cutting().shapes[0]))
+        p.sources.reader(1, RoomReader(new_id(), "d", 0, 1, Cutting().shapes[0]))
         assert d.wait("failed", 1)[2] == "incompatible"
         p.sources.clear(1)

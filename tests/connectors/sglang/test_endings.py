@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.connectors.sglang.source import Reader
+from kvxfer.connectors.sglang.source import RoomReader
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.types import Role, unknown_fingerprint
 from tests.support.sglang_core.cores import (
@@ -44,7 +44,7 @@ def bring_to(state: str, p: Rank, d: Rank, room: int = 5) -> threading.Event:
     p.sources.accept(room)
     if state == "accepted":
         return fence
-    p.sources.reader(room, Reader(transfer_id, "d", 0, 3))
+    p.sources.reader(room, RoomReader(transfer_id, "d", 0, 3))
     until(lambda: d.core.statistics().agent.pulls.queued == 1)
     if state == "queued":
         return fence
@@ -76,7 +76,7 @@ def test_an_abort_by_prefill_ends_the_room_on_both_sides(ranks: Ranks, state: st
         assert d.none("failed", "done")
         d.destinations.abort(5, "enough")
     elif state == "accepted":  # its reader comes too late, and is told why
-        p.sources.reader(5, Reader(d.destinations.legs()[0].transfer_id, "d", 0, 3))
+        p.sources.reader(5, RoomReader(d.destinations.legs()[0].transfer_id, "d", 0, 3))
     _, _, code, text = d.wait("failed", 5, 3.0)
     assert code in ("cancelled", "grant_revoked")
     assert "the client hung up" in text or state == "begun"
@@ -234,7 +234,7 @@ def test_a_room_in_use_is_refused_by_name(ranks: Ranks) -> None:
         d.destinations.begin(5, new_id(), [("p", 0)], (2,), 1)
     with pytest.raises(InvalidArgumentError, match="is another room's"):
         d.destinations.begin(6, transfer_id, [("p", 0)], (2,), 1)
-    p.sources.reader(5, Reader(transfer_id, "d", 0, 1))  # again: the same
+    p.sources.reader(5, RoomReader(transfer_id, "d", 0, 1))  # again: the same
     p.sources.send(5, 0, (7,), is_last=True, aux_row=0)
     d.wait("done", 5)
     p.wait("sent", 5)
@@ -392,5 +392,5 @@ def test_a_room_that_decode_gave_up_before_prefill_heard_of_its_reader_fails_at_
     d.destinations.abort(5, "the client hung up")
     d.wait("failed", 5)
     time.sleep(0.1)
-    p.sources.reader(5, Reader(transfer_id, "d", 0, 1))
+    p.sources.reader(5, RoomReader(transfer_id, "d", 0, 1))
     assert p.wait("unsent", 5, 1.0)[2] == "cancelled"

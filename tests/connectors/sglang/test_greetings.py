@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.connectors.sglang import greetings
-from kvxfer.connectors.sglang.greetings import Abort, Postmark, Refused, Register, Registered, Room, RoomFailed
+from kvxfer.connectors.sglang.greetings import Abort, Postmark, Refused, Register, Registered, RoomFailed, RoomRequest
 from kvxfer.connectors.sglang.limits import Layout
 from kvxfer.connectors.sglang.shape import KvShape
 from kvxfer.errors import AuthenticationError, ProtocolError
@@ -27,7 +27,7 @@ ALL = [
     Registered("sglang-prefill-1", 1, "", None),
     Registered("sglang-prefill-1", 1, "", SHAPE),
     Refused("incompatible", "page_size is 16 here and 32 there"),
-    Room((1 << 62) + 1, ID, "sglang-decode-1", 0, 12, 1, 64, False),
+    RoomRequest((1 << 62) + 1, ID, "sglang-decode-1", 0, 12, 1, 64, False),
     Abort(7, str(ID), "Aborted by AbortReq."),
     Abort(7, "", "gone"),
     RoomFailed(7, ID, "refused", "in use"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.connectors.sglang.source import Reader
+from kvxfer.connectors.sglang.source import RoomReader
 from kvxfer.types import Role
 from tests.support import child
 from tests.support.sglang_core.cores import Copy, Rank, check, committed, new_id, options, running, until
@@ -78,7 +78,7 @@ def send_to(d: Other, p: Rank, room: int, state: str) -> None:
     transfer_id = new_id()
     p.sources.accept(room)
     d.tell("begin", room, str(transfer_id), p.name, [1, 2])
-    p.sources.reader(room, Reader(transfer_id, d.name, 0, 2))
+    p.sources.reader(room, RoomReader(transfer_id, d.name, 0, 2))
     until(lambda: p.core.statistics().agent.grants.pulls_waiting == 1)
     if state != "queued":
         p.sources.send(room, 0, (7,), is_last=False)
@@ -122,7 +122,7 @@ def works_again(d: Other, p: Rank) -> None:
     until(lambda: p.core.statistics().agent.grants.pulls_waiting == 0)  # what waited for the lost room was turned away
     p.sources.accept(6)
     d.tell("begin", 6, str(transfer_id), p.name, [1, 2])
-    p.sources.reader(6, Reader(transfer_id, d.name, 0, 2))
+    p.sources.reader(6, RoomReader(transfer_id, d.name, 0, 2))
     until(lambda: p.core.statistics().agent.grants.pulls_waiting == 1)
     p.sources.send(6, 0, (7, 8), is_last=True, aux_row=0)
     p.wait("sent", 6)

@@ -14,12 +14,12 @@ from kvxfer.connectors.sglang.messages import (
     METADATA_MAX,
     TEXT_MAX,
     Alive,
-    Chunk,
-    Done,
+    AllReceived,
     End,
     Failed,
     Left,
     Message,
+    PartGranted,
     SourceMetadata,
     Unknown,
     decode,
@@ -32,9 +32,9 @@ ids = st.binary(min_size=16, max_size=16).map(TransferId)
 counts = st.integers(0, COUNT_MAX - 1)
 texts = st.text(max_size=60)
 messages = st.one_of(
-    st.builds(Chunk, ids, counts, counts, counts, counts),
+    st.builds(PartGranted, ids, counts, counts, counts, counts),
     st.builds(End, ids, counts),
-    st.builds(Done, ids),
+    st.builds(AllReceived, ids),
     st.builds(Failed, ids, texts, texts),
     st.builds(Left, texts),
     st.builds(Alive),
@@ -72,7 +72,7 @@ def test_a_changed_field_is_a_message_or_a_violation(message: Message, data: st.
 
 @pytest.mark.parametrize("count", [-1, COUNT_MAX, True, 1.0, "1", None, [1]])
 def test_a_number_is_a_count(count: object) -> None:
-    values = json.loads(encode(Chunk(TransferId(bytes(16)), END_PART, 0, 0, 1)))
+    values = json.loads(encode(PartGranted(TransferId(bytes(16)), END_PART, 0, 0, 1)))
     for name in ("part", "pool", "first", "count"):
         with pytest.raises(ProtocolError, match=name):
             decode(json.dumps({**values, name: count}).encode())

@@ -113,10 +113,10 @@ def test_what_is_open_and_waits_is_seen(both: tuple[Read, Read]) -> None:
 
 
 RANK = """
-from kvxfer.connectors.sglang.destination_room import Load
+from kvxfer.connectors.sglang.destination_room import RoomReport
 from kvxfer.connectors.sglang.metrics import RankMetrics
 figures = RankMetrics({"tp_rank": "TP"})
-figures.loaded(Load(1, "committed", "mapped", 100, 50, 0.5, 0.2, 0.1))
+figures.loaded(RoomReport(1, "committed", "mapped", 100, 50, 0.5, 0.2, 0.1))
 figures.sent(1, "peer_gone")
 figures._of(figures._rooms, "source").set(2)
 """

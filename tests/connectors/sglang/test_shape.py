@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
 from kvxfer.connectors.sglang.shape import KvShape, asking, axes_of, choose, common, packing_of, spans
-from kvxfer.connectors.sglang.views import Cut, PageBook
+from kvxfer.connectors.sglang.views import PageBook, SharedRows
 from kvxfer.errors import BlocksBusyError, ConfigError, InvalidArgumentError, ProtocolError
 from tests.support.sglang_core.engines import Cutting
 
@@ -138,7 +138,7 @@ def test_records_say_in_short_what_a_pool_holds() -> None:
 
 def test_the_end_of_a_last_page_need_not_come() -> None:
     def is_all(own: int, peer: int, given: int, wanted: int) -> bool:
-        return Cut(None, own, peer, True).is_all(given, wanted)  # type: ignore[arg-type]
+        return SharedRows(None, own, peer, True).is_all(given, wanted)  # type: ignore[arg-type]
 
     assert [given for given in range(18) if is_all(8, 4, given, 16)] == [*range(9, 17)]
     assert [given for given in range(18) if is_all(4, 4, given, 16)] == [16]

@@ -10,8 +10,8 @@ import pytest
 
 from kvxfer.connectors.sglang import prefill_side
 from kvxfer.connectors.sglang.decode_side import DecodeSide
-from kvxfer.connectors.sglang.destination import Source
-from kvxfer.connectors.sglang.greetings import Abort, Refused, Register, Registered, Room, RoomFailed
+from kvxfer.connectors.sglang.destination import RoomSource
+from kvxfer.connectors.sglang.greetings import Abort, Refused, Register, Registered, RoomFailed, RoomRequest
 from kvxfer.connectors.sglang.limits import Identity, Layout
 from kvxfer.connectors.sglang.prefill_side import PrefillSide, Wanted
 from kvxfer.connectors.sglang.shape import KvShape
@@ -55,10 +55,10 @@ def make_core() -> Any:
     return Calls(agent_id="p", sources=Calls(), destinations=Calls(), export_metadata=lambda: "metadata of p")
 
 
-def room(number: int, agent_id: str = "d", **changes: Any) -> Room:
+def room(number: int, agent_id: str = "d", **changes: Any) -> RoomRequest:
     values = {"pages": 2, "required": 1, "prefix_tokens": 0, "is_dummy": False, "rank": int(agent_id == "e")} | changes
     transfer_id = TransferId(agent_id.encode().rjust(8, b"-") + number.to_bytes(8, "big"))
-    return Room(number, transfer_id, agent_id, **values)
+    return RoomRequest(number, transfer_id, agent_id, **values)
 
 
 @pytest.fixture
@@ -275,9 +275,9 @@ def test_who_has_no_share_is_marked(decode: DecodeSide, core: Any) -> None:
     for rank, info in enumerate(infos):
         shape = dataclasses.replace(SHAPE, tp_rank=rank, tp_size=4)
         decode.answered(Registered(f"p{rank}", rank, "metadata", shape), ("127.0.0.1", info["rank_port"]))
-    heard: list[list[Source]] = []
+    heard: list[list[RoomSource]] = []
 
-    def choose(sources: list[Source]) -> tuple[Source, ...]:
+    def choose(sources: list[RoomSource]) -> tuple[RoomSource, ...]:
         heard.append(sources)
         return tuple(sources[:1])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.connectors.sglang.source import Reader
+from kvxfer.connectors.sglang.source import RoomReader
 from kvxfer.observe import Span, next_traceparent, spans_to
 from tests.support.sglang_core.cores import Rank, new_id, until
 
@@ -23,7 +23,7 @@ def seen() -> Iterator[list[Span]]:
 def begin(p: Rank, d: Rank, room: int, pages: tuple[int, ...]) -> str:
     transfer_id = new_id()
     d.destinations.begin(room, transfer_id, [("p", 0)], pages, 0, traceparent=D)
-    p.sources.reader(room, Reader(transfer_id, "d", 0, len(pages)))
+    p.sources.reader(room, RoomReader(transfer_id, "d", 0, len(pages)))
     p.sources.accept(room, P)
     return str(transfer_id)
 

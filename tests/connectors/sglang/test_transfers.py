@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 
 import pytest
 
-from kvxfer.connectors.sglang.source import Reader
+from kvxfer.connectors.sglang.source import RoomReader
 from kvxfer.types import Lane, Role
 from tests.support.sglang_core.cores import (
     Copy,
@@ -221,7 +221,7 @@ def test_a_card_may_come_after_the_room_began(tmp_path: pathlib.Path) -> None:
         p.sources.accept(3)
         transfer_id = new_id()
         d.destinations.begin(3, transfer_id, [("p", 0)], (1,), 6)
-        p.sources.reader(3, Reader(transfer_id, "d", 0, 1))
+        p.sources.reader(3, RoomReader(transfer_id, "d", 0, 1))
         p.sources.send(3, 0, (9,), is_last=True, aux_row=1)
         time.sleep(0.3)
         assert d.none("failed")
@@ -248,7 +248,7 @@ def test_what_was_said_before_its_sender_was_known_is_taken_first(
         p.sources.accept(3)
         transfer_id = new_id()
         d.destinations.begin(3, transfer_id, [("p", 0)], (1, 2), 6)
-        p.sources.reader(3, Reader(transfer_id, "d", 0, 2))
+        p.sources.reader(3, RoomReader(transfer_id, "d", 0, 2))
         p.sources.send(3, 0, (9,), is_last=False)
         (leg,) = d.destinations.legs()
         until(lambda: leg.waiting)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.connectors.sglang.watch import ASK_S, LOOK_S, LOST_S, SILENT_S, Leg, Watch
+from kvxfer.connectors.sglang.watch import ASK_S, LOOK_S, LOST_S, SILENT_S, PeerLeg, Watch
 from kvxfer.errors import KvxferError
 from kvxfer.types import AgentRef, TransferId
 
@@ -46,7 +46,7 @@ class World:
 
     def __init__(self) -> None:
         self.agent = FakeAgent()
-        self.leg = Leg(TransferId(bytes(16)), "d", 0, began_s=0.0)
+        self.leg = PeerLeg(TransferId(bytes(16)), "d", 0, began_s=0.0)
         self.gone: list[KvxferError] = []
         agent: Any = self.agent
         self.watch = Watch(agent, lambda: [] if self.gone else [self.leg], lambda _, error: self.gone.append(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvxfer.connectors.vllm.pages import Pages, Store
+from kvxfer.connectors.vllm.pages import LayerStorage, Pages
 from kvxfer.connectors.vllm.record import axes_of
 from kvxfer.errors import ConfigError
 from kvxfer.layout.convertible import WHOLE_STORAGE
@@ -16,7 +16,7 @@ from kvxfer.transport.base import Region
 def pages_in(*layers: int) -> Pages:
     """Storages of so many layers each, of four blocks a layer."""
     stores = tuple(
-        Store(Region(1, 64 * count, None), 4 * count, 0, np.arange(count) * 4, np.ones(count, np.int64))
+        LayerStorage(Region(1, 64 * count, None), 4 * count, 0, np.arange(count) * 4, np.ones(count, np.int64))
         for count in layers
     )
     return Pages(tuple(map(str, range(sum(layers)))), 16, stores)

@@ -9,14 +9,14 @@ import time
 import pytest
 
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.steps import Load, Remote
+from kvxfer.connectors.vllm.steps import LoadOrder, RemotePrompt
 from kvxfer.types import Incarnation
 from tests.support.vllm_connector.pair import Rank, finish_order, load_order, new_id, two_ranks, until
 
 ALONE = ConnectorOptions.from_config("kv_both", "x", {"discovery": True, "kv_lease_duration": 0.8})
 
 
-def discovered(order: Load, p: Rank, metadata: str | None = None) -> Load:
+def discovered(order: LoadOrder, p: Rank, metadata: str | None = None) -> LoadOrder:
     return dataclasses.replace(
         order,
         incarnations=(p.agent.ref.incarnation,),
@@ -38,7 +38,7 @@ async def test_a_stranger_gives_back_what_it_does_not_need() -> None:
     """The first that the prefill engine hears of it, long before the prompt's time is over."""
     async with two_ranks(dataclasses.replace(ALONE, kv_lease_duration=60.0)) as (p, d):
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
-        d.loads.release(Remote("r", new_id(), ("p",), (p.agent.ref.incarnation,), (p.agent.export_metadata(),)))
+        d.loads.release(RemotePrompt("r", new_id(), ("p",), (p.agent.ref.incarnation,), (p.agent.export_metadata(),)))
         await until(lambda: bool(p.freed))
 
 
@@ -47,7 +47,7 @@ async def test_a_stranger_whose_turn_comes_later_keeps_the_prompt() -> None:
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
         order = discovered(load_order(0, (0, 1, 2), has_direct=True), p)
         d.loads.keep(
-            [Remote(order.request_id, order.transfer_id, order.sources, order.incarnations, order.agent_metadata)]
+            [RemotePrompt(order.request_id, order.transfer_id, order.sources, order.incarnations, order.agent_metadata)]
         )
         began_s = time.monotonic()
         while time.monotonic() - began_s < 2 * ALONE.kv_lease_duration:

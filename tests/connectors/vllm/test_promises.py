@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer.agent import Delivery
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
-from kvxfer.connectors.vllm.steps import Chunk, Load, StepOrders
+from kvxfer.connectors.vllm.steps import ComputedBlocks, LoadOrder, StepOrders
 from kvxfer.connectors.vllm.wire import Release
 from kvxfer.errors import LimitExceededError
 from tests.support.vllm_connector.pair import (
@@ -51,7 +51,7 @@ async def test_what_a_prompt_of_the_same_step_writes_is_not_announced_before(ran
             total_num_scheduled_tokens=18,
         )
     )
-    loading = d.load(Load("l", new_id(2), ("p",), 0, (0, 1, 2), 12, orders.opens[1].content, False))
+    loading = d.load(LoadOrder("l", new_id(2), ("p",), 0, (0, 1, 2), 12, orders.opens[1].content, False))
     await asyncio.sleep(0.05)
     p.source.begin_step(orders)
     await asyncio.sleep(0.1)
@@ -70,8 +70,8 @@ async def test_what_a_failed_forward_did_not_write_is_never_taken(ranks: tuple[R
     loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
     await asyncio.sleep(0.05)
     p.source.begin_step(open_order(3))
-    p.forward(StepOrders(True, chunks=(Chunk("r", (4,)),)), [4])
-    p.source.begin_step(StepOrders(True, chunks=(Chunk("r", (5, 6)),)))
+    p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (4,)),)), [4])
+    p.source.begin_step(StepOrders(True, chunks=(ComputedBlocks("r", (5, 6)),)))
     p.write(0, [5, 6], 0)
     p.source.layer_saved(0)
     p.source.step_failed()
@@ -89,8 +89,8 @@ async def test_what_a_forward_of_unknown_end_wrote_is_never_taken(ranks: tuple[R
     loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
     await until(lambda: bool(p.source._early))
     p.source.begin_step(open_order(3))
-    p.forward(StepOrders(True, chunks=(Chunk("r", (4,)),)), [4])
-    p.source.begin_step(StepOrders(True, chunks=(Chunk("r", (5, 6)),)))
+    p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (4,)),)), [4])
+    p.source.begin_step(StepOrders(True, chunks=(ComputedBlocks("r", (5, 6)),)))
     p.write(0, [5, 6], 0)
     p.forward(StepOrders(True), [7])
     over = await loading
@@ -103,7 +103,7 @@ async def test_what_a_forward_of_unknown_end_wrote_is_never_taken(ranks: tuple[R
 async def test_a_prompt_that_was_opened_for_a_reader_may_be_pulled_as_a_whole(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     p.source.begin_step(open_order(3))
-    p.forward(StepOrders(True, chunks=(Chunk("r", (4, 5, 6)),)), [4, 5, 6])
+    p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (4, 5, 6)),)), [4, 5, 6])
     p.source.begin_step(finish_order((4, 5, 6), "d"))
     over = await asyncio.wait_for(d.load(load_order(0, (0, 1, 2), has_direct=True)), 2.0)
     assert over.error is None
@@ -127,7 +127,7 @@ async def test_a_reader_that_confirms_slowly_is_told_every_part_in_order(
     monkeypatch.setattr(p.agent, "notify", full)
     p.source.begin_step(open_order(3))
     for block in (4, 5, 6):
-        p.forward(StepOrders(True, chunks=(Chunk("r", (block,)),)), [block])
+        p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (block,)),)), [block])
     over = await asyncio.wait_for(loading, 2.0)
     assert over.error is None
     assert next(refusals, None) is None
@@ -144,7 +144,7 @@ async def test_an_engine_that_will_not_be_the_reader_cannot_let_go(ranks: tuple[
     if has_asked:
         p.source.on_message("other", Release(new_id(), 0, 1))
     p.source.begin_step(open_order(3))
-    p.forward(StepOrders(True, chunks=(Chunk("r", (4, 5, 6)),)), [4, 5, 6])
+    p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (4, 5, 6)),)), [4, 5, 6])
     over = await asyncio.wait_for(loading, 2.0)
     assert over.error is None
     assert (d.memory[:, [0, 1, 2]] == p.memory[:, [4, 5, 6]]).all()

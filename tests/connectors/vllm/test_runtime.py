@@ -13,8 +13,8 @@ from kvxfer.agent import Agent
 from kvxfer.connectors.common.runtime import Runtime
 from kvxfer.connectors.vllm.fetch import Fetch
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.source import Source
-from kvxfer.connectors.vllm.steps import Load, StepOrders
+from kvxfer.connectors.vllm.source import PromptSource
+from kvxfer.connectors.vllm.steps import LoadOrder, StepOrders
 from kvxfer.connectors.vllm.worker import WorkerHalf
 from kvxfer.errors import ClosedError
 from kvxfer.transport import huge_pages
@@ -93,11 +93,11 @@ def test_an_agent_that_ends_without_a_word_is_told_of_too() -> None:
 
 
 def test_holds_that_nobody_looks_after_any_more_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(_: Source) -> None:
+    def breaks(_: PromptSource) -> None:
         raise ZeroDivisionError("seven")
 
     half = new_worker(rank=0)
-    monkeypatch.setattr(Source, "sweep", breaks)
+    monkeypatch.setattr(PromptSource, "sweep", breaks)
     half._runtime._thread.join(5.0)
     with pytest.raises(ClosedError, match=r"broke.*ZeroDivisionError\('seven'\)"):
         half.begin_step(StepOrders())
@@ -134,8 +134,8 @@ def test_the_cache_moves_into_huge_pages_while_the_engine_lives(
     assert asked == [(region.address, region.length_bytes) for region in regions if is_wanted]
 
 
-def new_load() -> Load:
-    return Load("l", TransferId(b"i" * 16), ("p",), 0, (1,), 4, b"c" * 32, True)
+def new_load() -> LoadOrder:
+    return LoadOrder("l", TransferId(b"i" * 16), ("p",), 0, (1,), 4, b"c" * 32, True)
 
 
 def test_what_is_given_up_in_its_own_step_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvxfer.connectors.vllm.params import handed_over
 from kvxfer.connectors.vllm.requests import Gauges
 from kvxfer.connectors.vllm.scheduler import SchedulerHalf
-from kvxfer.connectors.vllm.steps import Accept, Close, Standing, StepOrders, Wait
+from kvxfer.connectors.vllm.steps import Accept, Close, Standing, StepOrders, WaitOrder
 from tests.support.vllm_connector.scheduler import ID, OPTIONS, PREFILL, Request, Status, concurrent, new_half, step
 
 GRANTED = Standing("r", True, is_over=True, seconds=0.5)
@@ -26,7 +26,7 @@ def test_a_concurrent_decode_gets_no_blocks_before_the_grant() -> None:
     half = new_half()
     request = waiting(half)
     orders = step(half)
-    assert orders.waits == (Wait("r", ID, "p", OPTIONS.grant_wait_s),)
+    assert orders.waits == (WaitOrder("r", ID, "p", OPTIONS.grant_wait_s),)
     assert [keep.request_id for keep in orders.keeps] == ["r"]
     for standing in (None, Standing("r", False), Standing("r", True)):
         half.stands([standing] if standing else [])

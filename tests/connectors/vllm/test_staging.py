@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from kvxfer.agent import Agent
 from kvxfer.connectors.vllm import staging as staging_module
-from kvxfer.connectors.vllm.pages import Store
-from kvxfer.connectors.vllm.staging import Cut, Staging, ranks_read, repack
+from kvxfer.connectors.vllm.pages import LayerStorage
+from kvxfer.connectors.vllm.staging import HeadShare, Staging, ranks_read, repack
 from kvxfer.errors import IncompatibleError, LimitExceededError
 from kvxfer.transport.base import Region, allocate_region
 from kvxfer.types import (
@@ -42,7 +42,7 @@ RECORD = CompatibilityRecord("m", "", "", "f32", LAYERS, HEADS, DIMS, 16, "page:
 class Cache:
     """One engine's: [page][head][keys [dim][token], values [token][dim]]."""
 
-    store: Store
+    store: LayerStorage
     record: CompatibilityRecord
     pages: npt.NDArray[np.float32]
 
@@ -62,7 +62,7 @@ def cache(block_tokens: int, *, is_block_major: bool = False, seed: int | None =
     step = np.full(LAYERS, LAYERS if is_block_major else 1, np.int64)
     region = Region(pages.ctypes.data, pages.nbytes, pages)
     record = dataclasses.replace(RECORD, block_tokens=block_tokens, kv_heads=heads)
-    return Cache(Store(region, len(pages), 0, first, step), record, pages)
+    return Cache(LayerStorage(region, len(pages), 0, first, step), record, pages)
 
 
 @given(
@@ -93,7 +93,7 @@ def test_every_element_is_the_same(
         theirs,
         begin,
         range(begin, tokens),
-        Cut(),
+        HeadShare(),
     )
     for token in range(begin, tokens):
         at, to = token - start * sizes[0], token - begin
@@ -129,7 +129,7 @@ def test_heads_go_where_their_rank_is(ours: int, theirs: int, sizes: tuple[int, 
                 table[1],
                 0,
                 range(TOKENS),
-                Cut(source_rank, theirs, rank, ours),
+                HeadShare(source_rank, theirs, rank, ours),
             )
     for token in range(TOKENS):
         for layer in range(LAYERS):
@@ -141,7 +141,7 @@ def test_heads_go_where_their_rank_is(ours: int, theirs: int, sizes: tuple[int, 
                 assert all((a == b).all() for a, b in zip(wanted, got, strict=True))
 
 
-ALONE = Cut()
+ALONE = HeadShare()
 
 
 def pool_of(record: CompatibilityRecord) -> PoolRecord:
@@ -170,7 +170,7 @@ async def staging_of(bytes_max: int = 1 << 30) -> AsyncIterator[Staging]:
         assert agent.pools == (pool,)
 
 
-async def land(theirs: CompatibilityRecord, cut: Cut = ALONE, *, bytes_max: int = 1 << 30) -> bool:
+async def land(theirs: CompatibilityRecord, cut: HeadShare = ALONE, *, bytes_max: int = 1 << 30) -> bool:
     async with (
         staging_of(bytes_max) as staging,
         staging.land(member(theirs), cut, 1, (3, 4), 40) as landing,
@@ -200,10 +200,10 @@ async def test_what_cannot_be_bridged_is_refused_by_name(field: str, value: obje
 
 async def test_heads_that_add_up_are_staged() -> None:
     theirs = dataclasses.replace(RECORD, kv_heads=1)
-    assert await land(theirs, Cut(1, 2, 0, 1))
-    assert await land(dataclasses.replace(RECORD, kv_heads=4), Cut(0, 1, 1, 2))
+    assert await land(theirs, HeadShare(1, 2, 0, 1))
+    assert await land(dataclasses.replace(RECORD, kv_heads=4), HeadShare(0, 1, 1, 2))
     with pytest.raises(IncompatibleError, match="kv_heads"):
-        await land(theirs, Cut(0, 4, 0, 1))
+        await land(theirs, HeadShare(0, 4, 0, 1))
 
 
 async def test_another_block_size_is_staged_where_there_is_room() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from kvxfer.agent import Transfer
 from kvxfer.connectors.vllm import source as source_module
-from kvxfer.connectors.vllm.fetch import Done
+from kvxfer.connectors.vllm.fetch import LoadEnded
 from kvxfer.connectors.vllm.loads import ASKS_MAX, Loads
 from kvxfer.connectors.vllm.pages import Pages
-from kvxfer.connectors.vllm.steps import Chunk, Remote, StepOrders
+from kvxfer.connectors.vllm.steps import ComputedBlocks, RemotePrompt, StepOrders
 from kvxfer.connectors.vllm.wire import Release
 from kvxfer.observe import Span, spans_to
 from tests.support.vllm_connector.pair import (
@@ -102,7 +102,7 @@ async def test_a_reader_may_come_before_the_step_that_keeps_the_prompt(ranks: tu
 @pytest.mark.parametrize("asks_at", ["before", "in the first step", "after the first step", "after all"])
 async def test_chunks_arrive_whenever_they_are_asked_for(ranks: tuple[Rank, Rank], asks_at: str) -> None:
     p, d = ranks
-    loading: asyncio.Future[Done] | None = None
+    loading: asyncio.Future[LoadEnded] | None = None
 
     async def maybe_ask(when: str) -> None:
         nonlocal loading
@@ -112,8 +112,8 @@ async def test_chunks_arrive_whenever_they_are_asked_for(ranks: tuple[Rank, Rank
 
     await maybe_ask("before")
     p.source.begin_step(open_order(5))
-    p.forward(StepOrders(True, chunks=(Chunk("r", (0,)),)), [0], 7)
-    p.source.begin_step(StepOrders(True, chunks=(Chunk("r", (1, 2)),)))
+    p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (0,)),)), [0], 7)
+    p.source.begin_step(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)))
     p.write(0, [1, 2], 8)
     p.source.layer_saved(0)
     await maybe_ask("in the first step")
@@ -122,7 +122,7 @@ async def test_chunks_arrive_whenever_they_are_asked_for(ranks: tuple[Rank, Rank
         p.source.layer_saved(layer)
     p.source.step_saved()
     await maybe_ask("after the first step")
-    p.forward(StepOrders(True, chunks=(Chunk("r", (3, 4)),)), [3, 4], 9)
+    p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (3, 4)),)), [3, 4], 9)
     p.source.begin_step(finish_order((0, 1, 2, 3, 4), "d"))
     await maybe_ask("after all")
     assert loading is not None
@@ -139,7 +139,7 @@ async def test_layers_are_announced_as_they_are_written(ranks: tuple[Rank, Rank]
     loading = d.load(load_order(0, (5, 6), has_direct=False))
     await until(lambda: bool(p.source._early))  # who asks later hears of it with the step
     p.source.begin_step(open_order(2))
-    p.source.begin_step(StepOrders(True, chunks=(Chunk("r", (1, 2)),)))
+    p.source.begin_step(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)))
     p.write(1, [1, 2], 1)
     p.source.layer_saved(1)  # not the first: nothing may be read yet
     await asyncio.sleep(0.05)
@@ -162,7 +162,7 @@ async def test_what_is_closed_is_not_taken(ranks: tuple[Rank, Rank]) -> None:
     loading = d.load(load_order(0, (5, 6, 7), has_direct=False))
     await asyncio.sleep(0.05)
     p.source.begin_step(open_order(3))
-    p.forward(StepOrders(True, chunks=(Chunk("r", (1, 2)),)), [1, 2])
+    p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)), [1, 2])
     p.source.begin_step(StepOrders(True, closes=(close_order(will_resume=False),)))
     assert not [pool for pool in p.agent.statistics().pools if pool.granted]
     over = await loading
@@ -177,14 +177,14 @@ async def test_what_is_taken_back_and_computed_again_is_asked_for_again(ranks: t
     loading = d.load(load_order(1, (5, 6), has_direct=False))
     await asyncio.sleep(0.05)
     p.source.begin_step(open_order(3))
-    p.forward(StepOrders(True, chunks=(Chunk("r", (1, 2)),)), [1, 2], 1)
+    p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)), [1, 2], 1)
     await until(lambda: bool(d.memory[:, 5].any(axis=1).all()))
     p.forward(StepOrders(True, closes=(close_order(will_resume=True),)), [1, 2], 2)  # another request's bytes
     await is_idle(p)
     await asyncio.sleep(0.05)
     assert not loading.done()
     p.source.begin_step(open_order(3))
-    p.forward(StepOrders(True, chunks=(Chunk("r", (7, 8, 9)),)), [7, 8, 9], 3)
+    p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (7, 8, 9)),)), [7, 8, 9], 3)
     p.source.begin_step(finish_order((7, 8, 9), "d"))
     over = await loading
     assert over.error is None
@@ -200,9 +200,9 @@ async def test_it_is_asked_for_again_in_the_step_that_took_it_back(ranks: tuple[
     loading = d.load(load_order(0, (5, 6), has_direct=False))
     await asyncio.sleep(0.05)
     p.source.begin_step(open_order(2))
-    p.source.begin_step(StepOrders(True, chunks=(Chunk("r", (1, 2)),)))
+    p.source.begin_step(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)))
     closes = (close_order(will_resume=True),)
-    chunks = (Chunk("r", (3, 4)),)
+    chunks = (ComputedBlocks("r", (3, 4)),)
     p.forward(dataclasses.replace(open_order(2), closes=closes, chunks=chunks), [3, 4], 3)
     p.source.begin_step(finish_order((3, 4), "d"))
     assert (await loading).error is None
@@ -216,7 +216,7 @@ async def test_a_source_that_takes_back_again_and_again_is_given_up(ranks: tuple
     for attempt in range(ASKS_MAX):
         await until(lambda attempt=attempt: any(ask.attempt == attempt for ask in p.source._early.asks))
         p.source.begin_step(open_order(2))
-        p.forward(StepOrders(True, chunks=(Chunk("r", (1,)),)), [1])
+        p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (1,)),)), [1])
         p.source.begin_step(StepOrders(True, closes=(close_order(will_resume=True),)))
     over = await loading
     assert over.error is not None
@@ -236,7 +236,7 @@ async def test_a_prompt_that_was_never_begun_is_refused_when_it_ends(ranks: tupl
 
 async def test_a_prompt_of_two_readers_is_kept_for_both(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
-    done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+    done: asyncio.Future[LoadEnded] = asyncio.get_running_loop().create_future()
     pages = Pages((), PAGE, d.loads._staging._stores)
     second = Loads(
         d.agent,
@@ -255,7 +255,7 @@ async def test_a_prompt_of_two_readers_is_kept_for_both(ranks: tuple[Rank, Rank]
     assert over.error is None
     await asyncio.sleep(0.05)
     assert p.freed == []
-    second.release(Remote("l", new_id(), ("p",)))
+    second.release(RemotePrompt("l", new_id(), ("p",)))
     await until(lambda: p.freed == ["r"])
     assert (d.memory[:, [5, 6]] == p.memory[:, [1, 2]]).all()
     await second.close()
@@ -275,7 +275,7 @@ async def test_a_replica_that_is_not_read_is_let_go(ranks: tuple[Rank, Rank]) ->
     p, d = ranks
     p.forward(StepOrders(True), [1, 2])
     p.source.begin_step(finish_order((1, 2)))
-    d.loads.release(Remote("l", new_id(), ("ghost", "p")))
+    d.loads.release(RemotePrompt("l", new_id(), ("ghost", "p")))
     await until(lambda: p.freed == ["r"])
     assert p.source.expired == 0
 
@@ -295,7 +295,7 @@ async def test_a_waiting_reader_keeps_a_prompt(ranks: tuple[Rank, Rank]) -> None
     p, d = ranks
     p.forward(StepOrders(True), [1, 2])
     p.source.begin_step(finish_order((1, 2)))
-    d.loads.keep([Remote("l", new_id(), ("p",))])
+    d.loads.keep([RemotePrompt("l", new_id(), ("p",))])
     await asyncio.sleep(3 * OPTIONS.kv_lease_duration)
     assert p.freed == []
     over = await d.load(load_order(0, (5, 6), has_direct=True))
@@ -307,7 +307,7 @@ async def test_a_reader_that_falls_silent_loses_it(ranks: tuple[Rank, Rank], mon
     p, d = ranks
     monkeypatch.setattr(source_module, "SILENT_S", 0.3)
     p.source.begin_step(finish_order((1, 2)))
-    d.loads.keep([Remote("l", new_id(), ("p",))])
+    d.loads.keep([RemotePrompt("l", new_id(), ("p",))])
     await until(lambda: bool(p.source._sends["r"].heard_s))
     await d.loads.close()
     await until(lambda: p.freed == ["r"], within_s=1.0)
@@ -318,7 +318,7 @@ async def test_a_release_frees_it_now_or_when_it_is_finished(ranks: tuple[Rank, 
     p, d = ranks
     if is_finished:
         p.source.begin_step(finish_order((1, 2)))
-    d.loads.release(Remote("l", new_id(), ("p",)))
+    d.loads.release(RemotePrompt("l", new_id(), ("p",)))
     if not is_finished:
         await until(lambda: bool(p.source._early._releases))
         p.source.begin_step(finish_order((1, 2)))
@@ -331,7 +331,7 @@ async def test_a_cancel_ends_it_at_both_sides(ranks: tuple[Rank, Rank]) -> None:
     loading = d.load(load_order(0, (5, 6, 7), has_direct=False))
     await asyncio.sleep(0.05)
     p.source.begin_step(open_order(3))
-    p.forward(StepOrders(True, chunks=(Chunk("r", (1, 2)),)), [1, 2])
+    p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)), [1, 2])
     d.loads.cancel("l")
     over = await loading
     assert over.error is not None
@@ -429,7 +429,7 @@ async def test_another_prompt_is_refused(ranks: tuple[Rank, Rank]) -> None:
 async def test_a_prompt_for_another_reader_is_refused(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     p.source.begin_step(open_order(2, reader="other"))
-    p.forward(StepOrders(True, chunks=(Chunk("r", (1, 2)),)), [1, 2])
+    p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)), [1, 2])
     over = await d.load(load_order(0, (5, 6), has_direct=False))
     assert over.error is not None
     assert over.error.code == "refused"

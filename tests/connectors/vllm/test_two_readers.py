@@ -14,7 +14,7 @@ import pytest
 from kvxfer.connectors.vllm import pending_send as pending_send_module
 from kvxfer.connectors.vllm import source as source_module
 from kvxfer.connectors.vllm.params import DecodeLeg, handed_over, parse
-from kvxfer.connectors.vllm.steps import Load
+from kvxfer.connectors.vllm.steps import LoadOrder
 from kvxfer.connectors.vllm.wire import Ask, Claim, Claimed, Keep, Refuse, Release
 from tests.support.vllm_connector.orders import Reader, Script, Table, interleavings, run
 from tests.support.vllm_connector.pair import OPTIONS, engines_of, finish_order, load_order, new_id, until
@@ -226,7 +226,9 @@ async def test_a_rank_lets_go_only_of_what_its_engine_has_won() -> None:
     async with engines_of(OPTIONS, ("p", "d", "e"), ranks=2) as made:
         for name in ("p", "p.1"):
             made[name].forward(finish_order((3, 4, 9)), [3, 4, 9], 5)
-        order: Load = dataclasses.replace(load_order(0, (7, 1, 2), has_direct=True), sources=("p", "p.1"), is_open=True)
+        order: LoadOrder = dataclasses.replace(
+            load_order(0, (7, 1, 2), has_direct=True), sources=("p", "p.1"), is_open=True
+        )
         assert (await made["d"].load(order)).error is None
         made["e.1"].loads._let_go(order)
         over = await made["d.1"].load(order)

@@ -11,7 +11,16 @@ import pytest
 import pytest_asyncio
 
 from kvxfer.connectors.vllm import accepted
-from kvxfer.connectors.vllm.steps import Accept, Chunk, Close, Remote, Revoke, Standing, StepOrders, Wait
+from kvxfer.connectors.vllm.steps import (
+    Accept,
+    Close,
+    ComputedBlocks,
+    RemotePrompt,
+    Revoke,
+    Standing,
+    StepOrders,
+    WaitOrder,
+)
 from kvxfer.connectors.vllm.waits import Waits
 from kvxfer.connectors.vllm.wire import Await, Queued, Release
 from kvxfer.errors import PeerGoneError
@@ -38,8 +47,8 @@ async def pair() -> AsyncIterator[tuple[Rank, Rank]]:
         yield made
 
 
-def wait_order(timeout_s: float = 60.0, request_id: str = "l", seed: int = 1) -> Wait:
-    return Wait(request_id, new_id(seed), "p", timeout_s)
+def wait_order(timeout_s: float = 60.0, request_id: str = "l", seed: int = 1) -> WaitOrder:
+    return WaitOrder(request_id, new_id(seed), "p", timeout_s)
 
 
 def idle_step(rank: Rank, orders: StepOrders = NOTHING) -> None:
@@ -71,7 +80,7 @@ async def test_a_wait_is_queued_and_ends_with_the_step_that_begins_the_prompt(pa
     assert end.seconds > 0
     assert time.monotonic() - begun_s < 0.4  # it was told, and did not have to ask
     loading = d.load(load_order(0, (5, 6), has_direct=False))
-    p.forward(StepOrders(True, chunks=(Chunk("r", (1, 2)),)), [1, 2])
+    p.forward(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)), [1, 2])
     p.source.begin_step(finish_order((1, 2), "d"))
     assert (await loading).error is None
 
@@ -265,7 +274,7 @@ async def test_a_request_that_is_let_go_is_forgotten_by_its_source(pair: tuple[R
     d.waits.start(wait_order())
     await until(lambda: bool(d.stood))
     d.waits.leave("l")
-    d.loads.release(Remote("l", new_id(), ("p",)))
+    d.loads.release(RemotePrompt("l", new_id(), ("p",)))
     await until(lambda: not p.source._accepted._questions)
     idle_step(p, finish_order((1, 2), "d"))
     await until(lambda: p.freed == ["r"])

@@ -16,7 +16,7 @@ from kvxfer.connectors.vllm.wire import (
     Begun,
     Keep,
     Message,
-    Part,
+    PartReady,
     Queued,
     Refuse,
     Release,
@@ -31,7 +31,7 @@ counts = st.integers(0, (1 << 31) - 1)
 attempts = st.integers(0, ATTEMPTS_MAX - 1)
 messages = st.one_of(
     st.builds(Ask, ids, counts, attempts, counts, counts, st.booleans()),
-    st.builds(Part, ids, counts, counts, counts, counts),
+    st.builds(PartReady, ids, counts, counts, counts, counts),
     st.builds(Refuse, ids, attempts, st.text(max_size=20), st.text(max_size=200)),
     st.builds(Keep, st.lists(ids, max_size=5).map(tuple)),
     st.builds(Release, ids, counts, counts),

@@ -13,7 +13,7 @@ import torch
 from kvxfer.connectors.common.weights import PENDING
 from kvxfer.connectors.vllm.loaded import Loaded, source_of
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.steps import Chunk, Finish, Load, News, Open, StepOrders
+from kvxfer.connectors.vllm.steps import ComputedBlocks, Finish, LoadOrder, News, Open, StepOrders
 from kvxfer.connectors.vllm.worker import WorkerHalf
 from kvxfer.types import TransferId, unknown_fingerprint
 from tests.support.vllm_connector.pair import OPTIONS as PAIR_OPTIONS
@@ -50,8 +50,8 @@ def published(half: WorkerHalf, fingerprint: str) -> None:
         time.sleep(0.001)
 
 
-def new_load() -> Load:
-    return Load("l", TransferId(b"l" * 16), ("p",), 0, (1,), 4, b"c" * 32, True)
+def new_load() -> LoadOrder:
+    return LoadOrder("l", TransferId(b"l" * 16), ("p",), 0, (1,), 4, b"c" * 32, True)
 
 
 def test_its_pool_says_what_is_known_as_soon_as_it_is(half: WorkerHalf, weights: Told) -> None:
@@ -79,11 +79,11 @@ def test_a_prompt_is_not_kept_and_its_blocks_are_given_back_at_once(half: Worker
 
 def test_a_prompt_under_way_is_taken_back_when_weights_change(half: WorkerHalf, weights: Told) -> None:
     weights.become("w")
-    half.begin_step(StepOrders(opens=(Open("o", ID, "d", 3, b"c" * 32),), chunks=(Chunk("o", (1,)),)))
+    half.begin_step(StepOrders(opens=(Open("o", ID, "d", 3, b"c" * 32),), chunks=(ComputedBlocks("o", (1,)),)))
     half.step_saved()
     assert len(half._source) == 1
     weights.become(unknown_fingerprint("they changed", b"n" * 16))
-    half.begin_step(StepOrders(chunks=(Chunk("o", (2,)),)))
+    half.begin_step(StepOrders(chunks=(ComputedBlocks("o", (2,)),)))
     assert len(half._source) == 0
     ended, _ = half._source._ended.find(ID)
     assert ended is not None

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from kvxfer.connectors.vllm.loaded import Loaded
-from kvxfer.connectors.vllm.steps import Accept, Finish, Load, News, Remote, Revoke, Standing, StepOrders, Wait
+from kvxfer.connectors.vllm.steps import (
+    Accept,
+    Finish,
+    LoadOrder,
+    News,
+    RemotePrompt,
+    Revoke,
+    Standing,
+    StepOrders,
+    WaitOrder,
+)
 from kvxfer.connectors.vllm.worker import WorkerHalf
 from kvxfer.types import TransferId
 from tests.support.vllm_connector.worker_half import Told, new_half
@@ -53,7 +63,7 @@ def standings(half: WorkerHalf, orders: StepOrders, within_s: float = 5.0) -> li
 
 def test_a_wait_for_an_engine_that_is_not_there_ends_by_name(half: WorkerHalf, weights: Told) -> None:
     weights.become("w")
-    (end,) = standings(half, StepOrders(waits=(Wait("l", ID, "ghost", 60.0),)))
+    (end,) = standings(half, StepOrders(waits=(WaitOrder("l", ID, "ghost", 60.0),)))
     assert (end.request_id, end.code) == ("l", "peer_gone")
     assert step(half, StepOrders()) is None
 
@@ -61,7 +71,7 @@ def test_a_wait_for_an_engine_that_is_not_there_ends_by_name(half: WorkerHalf, w
 def test_a_step_that_only_waits_ends_when_there_is_something_to_tell(half: WorkerHalf, weights: Told) -> None:
     weights.become("w")
     object.__setattr__(half._options, "idle_wait_s", 30.0)
-    (end,) = standings(half, StepOrders(waits=(Wait("l", ID, "ghost", 0.2),)))
+    (end,) = standings(half, StepOrders(waits=(WaitOrder("l", ID, "ghost", 0.2),)))
     assert end.code in ("deadline", "peer_gone")
 
 
@@ -73,11 +83,11 @@ def test_a_request_that_is_aborted_and_back_in_one_step_waits_anew(half: WorkerH
     assert half._waits is not None
     assert half._loads is not None
     half._waits._notify = notify
-    step(half, StepOrders(keeps=(Remote("l", ID, ("ghost",)),), waits=(Wait("l", ID, "ghost", 60.0),)))
+    step(half, StepOrders(keeps=(RemotePrompt("l", ID, ("ghost",)),), waits=(WaitOrder("l", ID, "ghost", 60.0),)))
     again = StepOrders(
-        releases=(Remote("l", ID, ("ghost",)),),
-        keeps=(Remote("l", OTHER, ("ghost",)),),
-        waits=(Wait("l", OTHER, "ghost", 0.3),),
+        releases=(RemotePrompt("l", ID, ("ghost",)),),
+        keeps=(RemotePrompt("l", OTHER, ("ghost",)),),
+        waits=(WaitOrder("l", OTHER, "ghost", 0.3),),
     )
     (end,) = standings(half, again)
     assert (end.request_id, end.code) == ("l", "deadline")
@@ -85,7 +95,7 @@ def test_a_request_that_is_aborted_and_back_in_one_step_waits_anew(half: WorkerH
 
 
 def test_a_wait_of_unknown_weights_ends_at_once(half: WorkerHalf) -> None:
-    news = step(half, StepOrders(waits=(Wait("l", ID, "ghost", 60.0),)))
+    news = step(half, StepOrders(waits=(WaitOrder("l", ID, "ghost", 60.0),)))
     assert news is not None
     assert [(standing.is_over, standing.code) for standing in news.standings] == [(True, "weights_unknown")]
     step(half, StepOrders(accepts=(Accept("r", OTHER),)))
@@ -94,7 +104,7 @@ def test_a_wait_of_unknown_weights_ends_at_once(half: WorkerHalf) -> None:
 
 def test_a_load_whose_wait_failed_fails_at_once(half: WorkerHalf, weights: Told) -> None:
     weights.become("w")
-    load = Load("l", ID, ("p",), 0, (1, 2), 8, CONTENT, False, code="grant_unknown", text="it never came")
+    load = LoadOrder("l", ID, ("p",), 0, (1, 2), 8, CONTENT, False, code="grant_unknown", text="it never came")
     half.begin_step(StepOrders(loads=(load,)))
     results = half.results()
     assert (results.received, results.failed, results.bad_blocks) == ({"l"}, {"l"}, {1, 2})

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from kvxfer.engine.request import FailurePolicy, Leg, Remote, Request
+from kvxfer.engine.request import FailurePolicy, Leg, OtherLeg, Request
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.sampling import SamplingParams
 from kvxfer.errors import ClosedError, KvxferError, OverloadedError, PeerGoneError, TransportError
@@ -202,7 +202,7 @@ async def test_a_failed_pull_is_recomputed_in_other_blocks_until_drained(tiny_mo
 async def test_a_failed_pull_fails_the_request_where_the_policy_says_so(tiny_model):
     world = World()
     async with running(tiny_model, world, "d", on_transfer_failure=FailurePolicy.FAIL) as d:
-        request = Request("r", make_prompt(50), greedy(4), Leg.DECODE, Remote(new_id(), "nobody"))
+        request = Request("r", make_prompt(50), greedy(4), Leg.DECODE, OtherLeg(new_id(), "nobody"))
         with pytest.raises(PeerGoneError):
             await answer(d.engine, request)
 

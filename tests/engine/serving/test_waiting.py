@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvxfer.engine.request import Leg, Remote, Request
+from kvxfer.engine.request import Leg, OtherLeg, Request
 from kvxfer.errors import DeadlineExceededError, KvxferError, OverloadedError
 from tests.support.engine.engine_harness import (
     BLOCK_TOKENS,
@@ -29,8 +29,8 @@ def between(source: str, reader: str, length: int, seed: int, tokens: int = 4) -
     """Both legs of a request whose prompt ``source`` computes and ``reader`` answers."""
     prompt, transfer_id = make_prompt(length, seed), new_id()
     return (
-        Request(f"p{seed}", prompt, greedy(tokens), Leg.PREFILL, Remote(transfer_id, reader)),
-        Request(f"d{seed}", prompt, greedy(tokens), Leg.DECODE, Remote(transfer_id, source)),
+        Request(f"p{seed}", prompt, greedy(tokens), Leg.PREFILL, OtherLeg(transfer_id, reader)),
+        Request(f"d{seed}", prompt, greedy(tokens), Leg.DECODE, OtherLeg(transfer_id, source)),
     )
 
 
@@ -219,7 +219,7 @@ async def test_a_leg_names_how_long_it_may_wait(tiny_model) -> None:
     world = World()
     async with running(tiny_model, world, "p"), running(tiny_model, world, "d") as d:
         request = legs(make_prompt(40), greedy(3))[1]
-        remote = Remote(request.remote.transfer_id, "p", timeout_s=0.2)
+        remote = OtherLeg(request.remote.transfer_id, "p", timeout_s=0.2)
         world.pull_errors[remote.transfer_id] = DeadlineExceededError("late")
         tokens, _, _ = await answer(d.engine, Request("r", request.token_ids, greedy(3), Leg.DECODE, remote))
         assert tokens == reference(tiny_model, request.token_ids, 3)

@@ -202,7 +202,7 @@ VLLM_PARAMS = [
 ]
 NOTIFICATIONS = [
     wire.Ask(TRANSFER, 1, 0, 2, 3, True),
-    wire.Part(TRANSFER, 1, 2, 3, 4),
+    wire.PartReady(TRANSFER, 1, 2, 3, 4),
     wire.Refuse(TRANSFER, 1, "busy", "why"),
     wire.Keep((TRANSFER, TRANSFER)),
     wire.Release(TRANSFER, 0, 1),

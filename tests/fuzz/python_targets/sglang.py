@@ -36,9 +36,9 @@ def frames(data: bytes) -> object:
 
 
 NOTIFICATIONS = [
-    messages.Chunk(TRANSFER, 3, 0, 64, 16),
+    messages.PartGranted(TRANSFER, 3, 0, 64, 16),
     messages.End(TRANSFER, 4),
-    messages.Done(TRANSFER),
+    messages.AllReceived(TRANSFER),
     messages.Failed(TRANSFER, "cancelled", "why"),
     messages.Left("why"),
     messages.Alive(),
@@ -52,7 +52,7 @@ GREETINGS = [
     greetings.Register("sglang-decode-1", 1, "metadata", RECORD, LAYOUT, SHAPE),
     greetings.Registered("sglang-prefill-1", 1, "", SHAPE),
     greetings.Refused("incompatible", "page_size is 16 here and 32 there"),
-    greetings.Room((1 << 62) + 1, TRANSFER, "sglang-decode-1", 0, 12, 1, 64, False),
+    greetings.RoomRequest((1 << 62) + 1, TRANSFER, "sglang-decode-1", 0, 12, 1, 64, False),
     greetings.Abort(7, str(TRANSFER), "Aborted by AbortReq."),
     greetings.RoomFailed(7, TRANSFER, "refused", "in use"),
 ]

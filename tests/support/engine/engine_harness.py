@@ -15,7 +15,7 @@ from kvxfer.engine.block_digests import BlockDigests
 from kvxfer.engine.engine import Engine
 from kvxfer.engine.executor import Executor
 from kvxfer.engine.model import LoadedModel
-from kvxfer.engine.request import Leg, Outcome, PrefillOutcome, Remote, Request
+from kvxfer.engine.request import Leg, OtherLeg, Outcome, PrefillOutcome, Request
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.sampling import SamplingParams
 from kvxfer.engine.scheduler import SchedulerLimits
@@ -125,6 +125,6 @@ def legs(
     transfer_id = transfer_id or new_id()
     name = str(transfer_id)[:8]
     return (
-        Request(f"p-{name}", tuple(prompt), params, Leg.PREFILL, Remote(transfer_id, "d")),
-        Request(f"d-{name}", tuple(prompt), params, Leg.DECODE, Remote(transfer_id, "p")),
+        Request(f"p-{name}", tuple(prompt), params, Leg.PREFILL, OtherLeg(transfer_id, "d")),
+        Request(f"d-{name}", tuple(prompt), params, Leg.DECODE, OtherLeg(transfer_id, "p")),
     )

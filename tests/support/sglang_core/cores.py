@@ -20,7 +20,7 @@ from kvxfer.connectors.sglang.destination import DestinationCallbacks
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
 from kvxfer.connectors.sglang.options import Options
 from kvxfer.connectors.sglang.shape import KvShape
-from kvxfer.connectors.sglang.source import Reader, SourceCallbacks
+from kvxfer.connectors.sglang.source import RoomReader, SourceCallbacks
 from kvxfer.rpc.token import load_or_create_token
 from kvxfer.types import CompatibilityRecord, Role, TransferId
 
@@ -187,7 +187,7 @@ def begin(p: Rank, d: Rank, room: int, pages: Sequence[int], aux_row: int, **mor
     """The decode rank wants the room; both hear of it, as over SGLang's bootstrap."""
     transfer_id = new_id()
     d.destinations.begin(room, transfer_id, [(p.name, p.rank)], pages, aux_row, **more)
-    p.sources.reader(room, Reader(transfer_id, d.name, d.rank, len(pages)))
+    p.sources.reader(room, RoomReader(transfer_id, d.name, d.rank, len(pages)))
     return transfer_id
 
 

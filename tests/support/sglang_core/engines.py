@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.connectors.sglang.destination import Source
+from kvxfer.connectors.sglang.destination import RoomSource
 from kvxfer.connectors.sglang.shape import KvShape
-from kvxfer.connectors.sglang.source import Reader
+from kvxfer.connectors.sglang.source import RoomReader
 from kvxfer.types import Role, TransferId
 from tests.support.sglang_core.cores import POISON, ROWS, Rank, new_id, options, running, until
 
@@ -75,8 +75,8 @@ class Engine:
         )
 
     @property
-    def sources(self) -> list[Source]:
-        return [Source(r.name, r.rank, s) for r, s in zip(self.ranks, self.cutting.shapes, strict=True)]
+    def sources(self) -> list[RoomSource]:
+        return [RoomSource(r.name, r.rank, s) for r, s in zip(self.ranks, self.cutting.shapes, strict=True)]
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.cutting.page_tokens)
@@ -150,7 +150,7 @@ class Room:
             self.ids.append(transfer_id)
             rank.destinations.begin(self.number, transfer_id, self.p.sources, self.target, aux_row)
             for source in rank.destinations.choose(self.p.sources):
-                reader = Reader(transfer_id, rank.name, rank.rank, len(self.target), shape)
+                reader = RoomReader(transfer_id, rank.name, rank.rank, len(self.target), shape)
                 self.p.ranks[source.rank].sources.reader(self.number, reader)
 
     def send(self, first: int, last: int, *, is_last: bool, aux_row: int = 0, **more: Any) -> None:

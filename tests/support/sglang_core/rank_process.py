@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import Any
 
-from kvxfer.connectors.sglang.source import Reader
+from kvxfer.connectors.sglang.source import RoomReader
 from kvxfer.types import Role, TransferId
 from tests.support.sglang_core.cores import Rank, options
 
@@ -43,7 +43,7 @@ def main(name: str, role: str, directory: str) -> None:
             rank.write(rank.kv, *order)
         elif what == "reader":
             room, transfer_id, agent_id, pages = order
-            rank.sources.reader(room, Reader(TransferId.from_hex(transfer_id), agent_id, 0, pages))
+            rank.sources.reader(room, RoomReader(TransferId.from_hex(transfer_id), agent_id, 0, pages))
         elif what == "send":
             room, first, pages, is_last, is_fenced = order
             fence = threading.Event().wait if is_fenced else None

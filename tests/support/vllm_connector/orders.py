@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from kvxfer._native import _core
 from kvxfer.connectors.common.ids import DIRECT, part_id
-from kvxfer.connectors.vllm.source import Source
-from kvxfer.connectors.vllm.wire import Ask, Keep, Message, Part, Refuse, Release, decode
+from kvxfer.connectors.vllm.source import PromptSource
+from kvxfer.connectors.vllm.wire import Ask, Keep, Message, PartReady, Refuse, Release, decode
 from kvxfer.types import GrantState, TransferId
 from tests.support.vllm_connector.pair import BLOCKS, LAYERS, OPTIONS, PAGE, Pages, finish_order, new_id, stores_of
 
@@ -126,7 +126,7 @@ class Table:
         self.pages = pages
         self.agent = TableAgent(pages)
         self.freed: list[str] = []
-        self.source = Source(
+        self.source = PromptSource(
             self.agent,  # type: ignore[arg-type]
             tuple(range(stores)),  # type: ignore[arg-type]
             pages,
@@ -203,7 +203,7 @@ class Reader:
         yield lambda: len(told) > 0
         code = ""
         message = told[0]
-        assert isinstance(message, (Part, Refuse))
+        assert isinstance(message, (PartReady, Refuse))
         if isinstance(message, Refuse):
             code = message.code
         else:

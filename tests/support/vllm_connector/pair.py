@@ -18,15 +18,15 @@ import pytest_asyncio
 
 from kvxfer.agent import Agent
 from kvxfer.connectors.common.ids import rank_agent
-from kvxfer.connectors.vllm.fences import Fences, at_once
-from kvxfer.connectors.vllm.fetch import Done, Fetch
+from kvxfer.connectors.vllm.fetch import Fetch, LoadEnded
 from kvxfer.connectors.vllm.loads import Loads
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.pages import Pages, Store
-from kvxfer.connectors.vllm.source import Source
-from kvxfer.connectors.vllm.steps import Close, Finish, Load, Open, Standing, StepOrders
+from kvxfer.connectors.vllm.pages import LayerStorage, Pages
+from kvxfer.connectors.vllm.source import PromptSource
+from kvxfer.connectors.vllm.steps import Close, Finish, LoadOrder, Open, Standing, StepOrders
+from kvxfer.connectors.vllm.stream_callbacks import StreamCallbacks, at_once
 from kvxfer.connectors.vllm.waits import Waits
-from kvxfer.connectors.vllm.wire import Await, Begun, Claimed, Part, Queued, Refuse, decode
+from kvxfer.connectors.vllm.wire import Await, Begun, Claimed, PartReady, Queued, Refuse, decode
 from kvxfer.errors import ClosedError
 from kvxfer.transport.base import Region
 from kvxfer.types import CompatibilityRecord, Role, TransferId, WorkerInfo
@@ -46,13 +46,13 @@ class Rank:
 
     agent: Agent
     memory: npt.NDArray[np.uint8]
-    source: Source
+    source: PromptSource
     loads: Loads
     waits: Waits
     stood: list[Standing]
     """What the waits told."""
     freed: list[str]
-    done: dict[str, asyncio.Future[Done]]
+    done: dict[str, asyncio.Future[LoadEnded]]
     device: Device | None
     begins: bool
     """Loads are begun and waited for by a thread that is not the loop's, as vLLM's forward thread does."""
@@ -67,7 +67,7 @@ class Rank:
         else:
             self.device.asked.append(write)
 
-    def load(self, order: Load) -> asyncio.Future[Done]:
+    def load(self, order: LoadOrder) -> asyncio.Future[LoadEnded]:
         loop = asyncio.get_running_loop()
         self.done[order.request_id] = loop.create_future()
         fetch = None
@@ -93,7 +93,9 @@ class Rank:
 async def serve(rank: Rank) -> None:
     async for notification in rank.agent.notifications():
         message = decode(notification.payload)
-        half: Loads | Waits | Source = rank.loads if isinstance(message, (Part, Refuse, Claimed)) else rank.source
+        half: Loads | Waits | PromptSource = (
+            rank.loads if isinstance(message, (PartReady, Refuse, Claimed)) else rank.source
+        )
         half = rank.waits if isinstance(message, (Queued, Begun)) else half
         half.on_message(notification.sender.agent_id, message)  # type: ignore[arg-type]
 
@@ -114,19 +116,19 @@ async def tell_each(loads: Loads, agent_id: str, messages: Sequence[Await]) -> N
     await loads.notify(agent_id, *messages)
 
 
-def tell(loop: asyncio.AbstractEventLoop, done: dict[str, asyncio.Future[Done]], over: Done) -> None:
+def tell(loop: asyncio.AbstractEventLoop, done: dict[str, asyncio.Future[LoadEnded]], over: LoadEnded) -> None:
     """A load ended, on whatever thread."""
     loop.call_soon_threadsafe(done[over.order.request_id].set_result, over)
 
 
-def stores_of(memory: npt.NDArray[np.uint8], count: int) -> tuple[Store, ...]:
+def stores_of(memory: npt.NDArray[np.uint8], count: int) -> tuple[LayerStorage, ...]:
     """The layers in ``count`` storages, in order."""
     stores = []
     for layers in np.array_split(np.arange(LAYERS), count):
         part = memory[layers[0] : layers[-1] + 1]
         region = Region(part.ctypes.data, part.nbytes, part)
         first = np.arange(len(layers)) * BLOCKS
-        stores.append(Store(region, len(layers) * BLOCKS, int(layers[0]), first, np.ones(len(layers), np.int64)))
+        stores.append(LayerStorage(region, len(layers) * BLOCKS, int(layers[0]), first, np.ones(len(layers), np.int64)))
     return tuple(stores)
 
 
@@ -169,10 +171,10 @@ async def engines_of(
             )
             await stack.enter_async_context(agent)
             freed: list[str] = []
-            done: dict[str, asyncio.Future[Done]] = {}
+            done: dict[str, asyncio.Future[LoadEnded]] = {}
             device = Device() if how == "device" else None
-            after = at_once if device is None else Fences(device.record, loop.call_soon_threadsafe).after
-            source = Source(agent, pools, pages, options, rank, loop.call_soon_threadsafe, freed.append, after)
+            after = at_once if device is None else StreamCallbacks(device.record, loop.call_soon_threadsafe).after
+            source = PromptSource(agent, pools, pages, options, rank, loop.call_soon_threadsafe, freed.append, after)
             on_done = functools.partial(tell, loop, done)
             loads = Loads(agent, pools, pages, options, rank, ranks, on_done, loop.call_soon_threadsafe)
             stood: list[Standing] = []
@@ -208,9 +210,9 @@ def finish_order(blocks: tuple[int, ...], reader: str | None = None) -> StepOrde
     return StepOrders(finishes=(Finish("r", new_id(), reader, blocks, CONTENT),))
 
 
-def load_order(first: int, blocks: tuple[int, ...], *, has_direct: bool, content: bytes = CONTENT) -> Load:
+def load_order(first: int, blocks: tuple[int, ...], *, has_direct: bool, content: bytes = CONTENT) -> LoadOrder:
     tokens = (first + len(blocks)) * RECORD.block_tokens
-    return Load("l", new_id(), ("p",), first, blocks, tokens, content, has_direct)
+    return LoadOrder("l", new_id(), ("p",), first, blocks, tokens, content, has_direct)
 
 
 async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvxfer.agent import Agent
 from kvxfer.connectors.vllm.options import ConnectorOptions
-from kvxfer.connectors.vllm.steps import Chunk, Finish, Load, Open, StepOrders
+from kvxfer.connectors.vllm.steps import ComputedBlocks, Finish, LoadOrder, Open, StepOrders
 from kvxfer.connectors.vllm.worker import WorkerHalf
 from kvxfer.types import CompatibilityRecord, TransferId, WorkerInfo
 from tests.support.native.cuda_driver import DeviceMemory, Driver
@@ -128,9 +128,9 @@ def main() -> None:
         return bool((d.pages(PLACES) == before).all())
 
     d.stream.asked.append(lambda: None)  # the blocks' last user is still at work
-    d.half.begin_step(StepOrders(loads=(Load("l", ID, ("p",), 0, PLACES, 48, CONTENT, False),)))
+    d.half.begin_step(StepOrders(loads=(LoadOrder("l", ID, ("p",), 0, PLACES, 48, CONTENT, False),)))
     opened = Open("r", ID, "d", len(PROMPT), CONTENT)
-    p.half.begin_step(StepOrders(True, opens=(opened,), chunks=(Chunk("r", PROMPT),)))
+    p.half.begin_step(StepOrders(True, opens=(opened,), chunks=(ComputedBlocks("r", PROMPT),)))
     p.forward(PROMPT)
     p.stream.synchronize()
     said["untouched while its own device works"] = is_untouched()
@@ -142,9 +142,9 @@ def main() -> None:
 
     before = d.pages(PLACES).copy()
     again = TransferId(b"j" * 16)
-    d.half.begin_step(StepOrders(loads=(Load("m", again, ("p",), 0, PLACES, 48, CONTENT, False),)))
+    d.half.begin_step(StepOrders(loads=(LoadOrder("m", again, ("p",), 0, PLACES, 48, CONTENT, False),)))
     opened = Open("s", again, "d", len(PROMPT), CONTENT)
-    p.half.begin_step(StepOrders(True, opens=(opened,), chunks=(Chunk("s", (5, 6, 8)),)))
+    p.half.begin_step(StepOrders(True, opens=(opened,), chunks=(ComputedBlocks("s", (5, 6, 8)),)))
     p.forward((5, 6, 8))
     p.half.begin_step(StepOrders(finishes=(Finish("s", again, "d", (5, 6, 8), CONTENT),)))
     said["untouched while the source's device works"] = is_untouched()

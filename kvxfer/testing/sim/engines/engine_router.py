@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvxfer.engine.request import Delta, Event, Leg, Outcome, Remote, Request, Sequence
+from kvxfer.engine.request import Delta, Event, Leg, OtherLeg, Outcome, Request, Sequence
 from kvxfer.engine.sampling import SamplingParams
 from kvxfer.errors import KvxferError
 from kvxfer.testing.sim.checkers import Invariant, Violation
@@ -153,7 +153,7 @@ class EngineRouter:
         if prefill is None:
             request = Request(ask.name, ask.tokens, params)
             return self._clock.call_after(rng.randrange(MS, 5 * MS), self._send_decode, attempt, request)
-        remote = Remote(attempt.id, prefill, ask.tries, timeout_ns / S)
+        remote = OtherLeg(attempt.id, prefill, ask.tries, timeout_ns / S)
         request = Request(ask.name, ask.tokens, params, Leg.DECODE, remote)
         chance = rng.random()
         prefill_wait, decode_wait = rng.randrange(MS, 10 * MS), rng.randrange(MS, 10 * MS)
@@ -167,7 +167,7 @@ class EngineRouter:
         if 0.2 <= chance < 0.27:
             world.report.struck["prefill leg never"] += 1
         else:
-            other = Request(ask.name, ask.tokens, params, Leg.PREFILL, Remote(attempt.id, decode.name, ask.tries))
+            other = Request(ask.name, ask.tokens, params, Leg.PREFILL, OtherLeg(attempt.id, decode.name, ask.tries))
             self._clock.call_after(prefill_wait, self._send_prefill, prefill, other)
         if rng.random() < 0.05:
             self._clock.call_after(rng.randrange(MS, 8 * S), self._go_away, attempt)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvxfer.engine.remote import EnginePull
-from kvxfer.engine.request import Remote
+from kvxfer.engine.request import OtherLeg
 from kvxfer.errors import KvxferError, PeerGoneError, TransferCancelledError, from_code
 from kvxfer.testing.sim.engines.bug import fixed_wait_ns
 from kvxfer.testing.sim.engines.engine_view import EngineWorldView
@@ -97,7 +97,7 @@ class SimExchange:
     def report_load(self, load: Load) -> None:
         """The coordinator of this world places nothing."""
 
-    def expect(self, remote: Remote) -> None:
+    def expect(self, remote: OtherLeg) -> None:
         self._process.endpoint.expect(remote.transfer_id.raw, remote.agent_id)
 
     def pulse(self, *, has_work: bool, took_in: bool) -> None:
@@ -106,7 +106,7 @@ class SimExchange:
     def grant(
         self,
         blocks: list[int],
-        remote: Remote,
+        remote: OtherLeg,
         *,
         content: bytes,
         ready_blocks: int,
@@ -124,7 +124,7 @@ class SimExchange:
         process.perform(effects)
         return SimGrant(world, process, id_, blocks, ready_blocks)
 
-    def abort_grant(self, remote: Remote) -> None:
+    def abort_grant(self, remote: OtherLeg) -> None:
         try:
             effects = self._process.endpoint.decline(remote.transfer_id.raw)
         except KvxferError:
@@ -132,11 +132,11 @@ class SimExchange:
         self._world.log(f"{self._process!r} declines {remote.transfer_id.raw.hex()[:6]}")
         self._process.perform(effects)
 
-    def abort_pull(self, remote: Remote) -> None:
+    def abort_pull(self, remote: OtherLeg) -> None:
         self._soon(self._give_up, remote)
 
     def start(
-        self, pull: EnginePull, blocks: list[int], remote: Remote, *, content: bytes, first: int = 0, count: int = 0
+        self, pull: EnginePull, blocks: list[int], remote: OtherLeg, *, content: bytes, first: int = 0, count: int = 0
     ) -> None:
         self._pulls[remote.transfer_id.raw] = pull
         self._poison(blocks)
@@ -214,7 +214,14 @@ class SimExchange:
             self._process.memory.scrub(block)
 
     def _begin(
-        self, pull: EnginePull, blocks: list[int], remote: Remote, content: bytes, first: int, count: int, asked_ns: int
+        self,
+        pull: EnginePull,
+        blocks: list[int],
+        remote: OtherLeg,
+        content: bytes,
+        first: int,
+        count: int,
+        asked_ns: int,
     ) -> None:
         process, world, id_ = self._process, self._world, remote.transfer_id.raw
         if pull.is_cancelled:
@@ -252,7 +259,7 @@ class SimExchange:
         self._post(lambda: pull.on_failed(error))
         self._post(lambda: pull.on_drained())
 
-    def _give_up(self, remote: Remote) -> None:
+    def _give_up(self, remote: OtherLeg) -> None:
         process, source = self._process, self._world.slots[remote.agent_id].process
         if source is None or source.ref is None:
             return

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from kvxfer.connectors.vllm.fences import POLL_S, Fences
+from kvxfer.connectors.vllm.stream_callbacks import POLL_S, StreamCallbacks
 
 
 @dataclasses.dataclass
@@ -28,8 +28,8 @@ class Device:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.acts: list[int] = []
-        self.fences = Fences(self.record, asyncio.get_running_loop().call_soon_threadsafe)
+        self.called: list[int] = []
+        self.callbacks = StreamCallbacks(self.record, asyncio.get_running_loop().call_soon_threadsafe)
 
     def record(self) -> Event:
         self.events.append(Event())
@@ -37,7 +37,7 @@ class Device:
 
     def ask(self, *numbers: int) -> None:
         for number in numbers:
-            self.fences.after(lambda number=number: self.acts.append(number))  # type: ignore[misc]
+            self.callbacks.after(lambda number=number: self.called.append(number))  # type: ignore[misc]
 
 
 async def settle() -> None:
@@ -48,16 +48,16 @@ async def test_acts_come_in_order_each_after_its_event() -> None:
     device = Device()
     device.ask(1, 2, 3)
     await settle()
-    assert device.acts == []
+    assert device.called == []
     device.events[1].is_done = True  # the first is not, so neither can this be
     await settle()
-    assert device.acts == []
+    assert device.called == []
     device.events[0].is_done = True
     await settle()
-    assert device.acts == [1, 2]
+    assert device.called == [1, 2]
     device.events[2].is_done = True
     await settle()
-    assert device.acts == [1, 2, 3]
+    assert device.called == [1, 2, 3]
 
 
 async def test_nothing_is_asked_of_the_device_when_nothing_waits() -> None:
@@ -67,18 +67,18 @@ async def test_nothing_is_asked_of_the_device_when_nothing_waits() -> None:
     await settle()
     asked = device.events[0].asked
     await settle()
-    assert (device.acts, device.events[0].asked) == ([1], asked)
+    assert (device.called, device.events[0].asked) == ([1], asked)
 
 
 async def test_an_act_that_breaks_holds_up_no_other() -> None:
     device, broken = Device(), list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context["exception"]))
-    device.fences.after(lambda: 1 // 0)
+    device.callbacks.after(lambda: 1 // 0)
     device.ask(1)
     for event in device.events:
         event.is_done = True
     await settle()
-    assert device.acts == [1]
+    assert device.called == [1]
     assert [type(error) for error in broken] == [ZeroDivisionError]
 
 
@@ -91,6 +91,6 @@ async def test_after_the_device_failed_nothing_comes(caplog: pytest.LogCaptureFi
     device.ask(3)
     device.events[2].is_done = True
     await settle()
-    assert device.acts == []
+    assert device.called == []
     assert device.events[0].asked == 1
     assert "the device failed" in caplog.text

@@ -1,8 +1,7 @@
-"""Acts that must wait for a device. What vLLM's forward thread asks of a GPU is done later, in order: an act that
-relies on it (announcing what a forward wrote, filling what a forward may still use) waits for an event behind it.
+"""Callbacks that wait for a device. A callback that relies on what vLLM's forward thread asked of a GPU (announcing
+what a forward wrote, filling what a forward may still use) waits for a CUDA event behind it, in order.
 
-Decides when an act may happen; must never know what it does. Nobody is blocked: events are asked now and then, on the
-agent's loop.
+Decides when a callback may run; must never know what it does. No thread blocks: the agent's loop polls the events.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Protocol, TypeAlias
 log = logging.getLogger("kvxfer.vllm")
 
 POLL_S = 0.0005
-"""How often the oldest event is asked."""
+"""How often the oldest event is polled."""
 
-Act: TypeAlias = Callable[[], None]
+Callback: TypeAlias = Callable[[], None]
 
 
 class Fence(Protocol):
@@ -28,32 +27,32 @@ class Fence(Protocol):
         """Whether everything before it is done. Raises what the device failed with."""
 
 
-class Fences:
+class StreamCallbacks:
     """``record`` sets a fence behind all work of the calling thread; ``post`` calls on the agent's loop."""
 
     def __init__(self, record: Callable[[], Fence], post: Callable[..., None]) -> None:
         self._record = record
         self._post = post
-        self._waiting: collections.deque[tuple[Fence, Act]] = collections.deque()
+        self._waiting: collections.deque[tuple[Fence, Callback]] = collections.deque()
         self._has_failed = False
 
-    def after(self, act: Act) -> None:
-        """Call ``act`` on the loop once the device has done what the calling thread asked of it until now. Acts come in
-        the order of the calls; none comes any more after the device failed."""
-        self._post(self._add, self._record(), act)
+    def after(self, callback: Callback) -> None:
+        """Call ``callback`` on the loop once the device has done what the calling thread asked of it until now.
+        Callbacks run in the order of the calls, and none runs after the device failed."""
+        self._post(self._add, self._record(), callback)
 
-    def _add(self, fence: Fence, act: Act) -> None:
+    def _add(self, fence: Fence, callback: Callback) -> None:
         if self._has_failed:
             return
-        self._waiting.append((fence, act))
+        self._waiting.append((fence, callback))
         if len(self._waiting) == 1:
             self._look()
 
     def _look(self) -> None:
         try:
             while self._waiting and self._is_passed(self._waiting[0][0]):
-                _, act = self._waiting.popleft()
-                act()
+                _, callback = self._waiting.popleft()
+                callback()
         finally:
             if self._waiting:
                 asyncio.get_running_loop().call_later(POLL_S, self._look)
@@ -62,15 +61,15 @@ class Fences:
         try:
             return fence.query()
         except Exception:
-            log.exception("the device failed: nothing that was computed since is given to anybody")
+            log.exception("the device failed: no peer gets what was computed since")
             self._has_failed = True
             self._waiting.clear()
             return False
 
 
-def at_once(act: Act) -> None:
+def at_once(callback: Callback) -> None:
     """``after`` for memory of the host: what was asked of it is done."""
-    act()
+    callback()
 
 
 def cuda_events(device: int) -> Callable[[], Fence]:

@@ -1,8 +1,8 @@
 """From an HTTP body to a request of the engine: tokens, sampling, legs, and whether it can ever fit.
 
 It decides what is refused before the engine sees it, naming the field. It must never know of sockets or of other
-requests. Tokenising is slow: :meth:`Intake.completion` and :meth:`Intake.chat` run outside the event loop.
-"""
+requests. Tokenising is slow: :meth:`CompletionParser.completion` and :meth:`CompletionParser.chat` run outside the
+event loop."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import dataclasses
 from typing import Any
 
 from kvxfer.engine.model import LoadedModel
-from kvxfer.engine.request import Leg, Remote, Request
+from kvxfer.engine.request import Leg, OtherLeg, Request
 from kvxfer.engine.sampling import SamplingParams
-from kvxfer.engine.schemas import ChatCompletionRequest, CompletionRequest, parse_chat, parse_completion
+from kvxfer.engine.schemas import ChatCompletionBody, CompletionBody, parse_chat, parse_completion
 from kvxfer.engine.unsupported import IgnoredFields
 from kvxfer.errors import DoesNotFitError, InvalidArgumentError, RefusedError
 from kvxfer.openai.errors import RequestError
@@ -21,7 +21,7 @@ from kvxfer.types import Role
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ParsedCompletion:
     """A request for the engine, and how its answer is to look."""
 
     request: Request
@@ -32,7 +32,7 @@ class Asked:
     ignored_fields: tuple[str, ...] = ()
 
 
-class Intake:
+class CompletionParser:
     """Reads bodies for one worker. ``capacity_tokens`` is what its pool can hold for one request."""
 
     def __init__(self, model: LoadedModel, *, role: Role, agent_id: str, capacity_tokens: int) -> None:
@@ -42,7 +42,7 @@ class Intake:
         self._capacity_tokens = capacity_tokens
         self._ignored = IgnoredFields()
 
-    def completion(self, body: bytes, request_id: str) -> Asked:
+    def completion(self, body: bytes, request_id: str) -> ParsedCompletion:
         """Read a body of ``/v1/completions``. Raises RequestError that names the field, RefusedError for a wrong
         worker."""
         parsed = parse_completion(body)
@@ -54,9 +54,9 @@ class Intake:
             tokens = parsed.prompt
             if max(tokens) >= self._model.vocab_size:
                 raise RequestError(f"prompt: token {max(tokens)} is not in the vocabulary", param="prompt")
-        return self._asked(parsed, tokens, "prompt", parsed.max_new_tokens, request_id)
+        return self._build(parsed, tokens, "prompt", parsed.max_new_tokens, request_id)
 
-    def chat(self, body: bytes, request_id: str) -> Asked:
+    def chat(self, body: bytes, request_id: str) -> ParsedCompletion:
         """Read a body of ``/v1/chat/completions``. Raises what :meth:`completion` raises."""
         parsed = parse_chat(body)
         self._check_model(parsed.model)
@@ -65,7 +65,7 @@ class Intake:
             tokens = self._model.encode_chat([message.model_dump() for message in parsed.messages])
         except InvalidArgumentError as error:
             raise RequestError(str(error), param="messages") from None
-        return self._asked(parsed, tokens, "messages", parsed.max_new_tokens, request_id)
+        return self._build(parsed, tokens, "messages", parsed.max_new_tokens, request_id)
 
     def _check_model(self, name: str) -> None:
         if name != self._model.name:
@@ -73,20 +73,20 @@ class Intake:
             raise RequestError(message, param="model", error_code="model_not_found")
 
     def _check_length(self, characters: int, field: str) -> None:
-        """Refuse what cannot fit before it is tokenised: a second a megabyte, in which nobody else's prompt is."""
+        """Refuse what cannot fit before it is tokenised: that takes a second a megabyte, and other prompts wait."""
         if characters > self._model.longest_prompt_chars:
             context = self._model.context_tokens
             message = f"{field}: {characters} characters are more than the context of {context} tokens can hold"
             raise DoesNotFitError(message, field=field)
 
-    def _asked(
+    def _build(
         self,
-        parsed: CompletionRequest | ChatCompletionRequest,
+        parsed: CompletionBody | ChatCompletionBody,
         tokens: list[int],
         prompt_field: str,
         max_new: int | None,
         request_id: str,
-    ) -> Asked:
+    ) -> ParsedCompletion:
         if not tokens:
             raise RequestError(f"{prompt_field}: has no tokens", param=prompt_field)
         leg, remote = self._leg(parsed.kv_transfer_params)
@@ -99,9 +99,9 @@ class Intake:
             stop=tuple(parsed.stop),
             ignore_eos=parsed.ignore_eos,
         )
-        return Asked(
+        return ParsedCompletion(
             Request(request_id, tuple(tokens), params, leg, remote),
-            is_chat=isinstance(parsed, ChatCompletionRequest),
+            is_chat=isinstance(parsed, ChatCompletionBody),
             is_stream=parsed.stream,
             has_usage=parsed.include_usage,
             has_token_ids=parsed.return_token_ids,
@@ -110,7 +110,7 @@ class Intake:
 
     def _max_tokens(
         self,
-        parsed: CompletionRequest | ChatCompletionRequest,
+        parsed: CompletionBody | ChatCompletionBody,
         prompt_tokens: int,
         prompt_field: str,
         max_new: int | None,
@@ -127,7 +127,7 @@ class Intake:
             return 1
         # The last token that is generated needs no KV.
         capacity = min(context, self._capacity_tokens + 1)
-        chat_field = isinstance(parsed, ChatCompletionRequest) and parsed.max_completion_tokens is not None
+        chat_field = isinstance(parsed, ChatCompletionBody) and parsed.max_completion_tokens is not None
         is_asked = chat_field or parsed.max_tokens is not None
         if max_new is not None and is_asked and prompt_tokens + max_new > capacity:
             field = "max_completion_tokens" if chat_field else "max_tokens"
@@ -139,7 +139,7 @@ class Intake:
         room = capacity - prompt_tokens
         return room if max_new is None else min(max_new, room)
 
-    def _leg(self, values: dict[str, Any] | None) -> tuple[Leg, Remote | None]:
+    def _leg(self, values: dict[str, Any] | None) -> tuple[Leg, OtherLeg | None]:
         if values is None:
             if not self._role.can_decode:
                 raise RequestError(f"{PARAM}: a prefill worker needs it", param=PARAM)
@@ -150,7 +150,7 @@ class Intake:
             raise RequestError(f"{PARAM}.role: a {self._role} worker does not {params.role}", param=f"{PARAM}.role")
         self._check_self(params, is_prefill)
         peer = params.destination if is_prefill else params.source
-        remote = Remote(params.transfer_id, peer.agent_id, params.attempt, params.timeout_s)
+        remote = OtherLeg(params.transfer_id, peer.agent_id, params.attempt, params.timeout_s)
         return (Leg.PREFILL if is_prefill else Leg.DECODE), remote
 
     def _check_self(self, params: TransferParams, is_prefill: bool) -> None:
