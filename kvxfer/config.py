@@ -154,9 +154,9 @@ class AgentConfig:
     notification_queue_bytes_max: int = 64 << 20
     """Of notifications that wait for one peer, and of those that posts to it under way will tell."""
     refusals_max: int = 64
-    """A session whose peer asked so often for what is not its own ends. 1, for who serves strangers: the first refusal
-    ends it. One stale descriptor of an honest peer then interrupts all that its process has under way here, which goes
-    on in another session. docs/adr/0014-refusals-and-sessions.md."""
+    """A session ends after so many refused requests of its peer. 1, for a server of unregistered peers: the first
+    refusal ends it. One stale descriptor of an honest peer then interrupts all that its process has under way here,
+    which goes on in another session. docs/adr/0014-refusals-and-sessions.md."""
 
     def __post_init__(self) -> None:
         for name in (

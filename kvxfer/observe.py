@@ -1,6 +1,6 @@
 """Logging to stderr with named fields, secrets blacked out, and a small hook for traces.
 
-Decides how a log record looks and what of it may be seen; must never know who logs what or why. Loggers are the
+Decides how a log record looks and what of it may be seen; must never know what logs or why. Loggers are the
 standard library's, under ``kvxfer.``; fields travel in ``extra``::
 
     logging.getLogger("kvxfer.router").warning("worker lost", extra={"agent_id": "decode-0", "code": "peer_gone"})
@@ -111,7 +111,7 @@ def configure_logging(*, level: str = "info", style: str = "text", stream: TextI
 
 
 def log_as_guest() -> None:
-    """In a program of somebody else: kvxfer's own records look as ours do, on stderr, unless that program handles them
+    """In another program: kvxfer's own records look as ours do, on stderr, unless that program handles them
     already."""
     logger = logging.getLogger("kvxfer")
     if not logger.hasHandlers():

@@ -143,7 +143,7 @@ class Agent(AgentMemory):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # --- who we are ---
+    # --- identity and peers ---
 
     @property
     def ref(self) -> AgentRef:
@@ -243,8 +243,8 @@ class Agent(AgentMemory):
         )
 
     def expect(self, transfer_id: TransferId, *, reader: str | None = None) -> None:
-        """The engine here accepted that prompt for the agent ``reader`` (``None``: whoever comes first): a pull of it
-        that comes early is told that it is queued. Ends by :meth:`grant` or :meth:`abort_grant`. From any thread.
+        """The engine here accepted that prompt for the agent ``reader`` (``None``: the first that pulls it): a pull of
+        it that comes early is told that it is queued. Ends by :meth:`grant` or :meth:`abort_grant`. From any thread.
         Raises InvalidArgumentError (an id used before), LimitExceededError, GrantReleasedError (the reader gave it up
         before)."""
         self._open().grants.expect(transfer_id, reader or "")
@@ -288,8 +288,8 @@ class Agent(AgentMemory):
         peer is raised by awaiting: IncompatibleError (names the field; not a byte moved), LaneUnavailableError,
         PeerGoneError, CoordinatorUnavailableError, GrantGoneError's kinds, RefusedError, DeadlineExceededError. A
         ``source`` that is not known yet is waited for, at most 2 s; until it is found the blocks are not reserved yet,
-        so that BlocksBusyError too may come late. From any thread; on another than the loop's nobody waits for a source
-        that is not known. ``on_ended(transfer)`` is called once it drained, on the thread that hears of it first (see
+        so that BlocksBusyError too may come late. From any thread; on a thread other than the loop's an unknown source
+        is not waited for. ``on_ended(transfer)`` is called once it drained, on the thread that hears of it first (see
         :meth:`progress`), and must not block."""
         index = as_blocks(blocks)
         what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content)

@@ -47,12 +47,12 @@ class Grant:
 
     @property
     def state(self) -> GrantState:
-        """Judged in this moment: an expired grant is EXPIRED before anybody was told."""
+        """Judged in this moment: an expired grant is EXPIRED before its expiry was reported."""
         if self._ended is not None:
             return self._ended
         try:
             state = self._transport.grant_state(self._transfer_id)
-        except KvxferError:  # the transport is gone: it will never confirm this grant to anybody
+        except KvxferError:  # the transport is gone: it will never confirm this grant
             state = None
         return GrantState.REVOKED if state is None else state
 
@@ -100,7 +100,7 @@ class Grant:
         return self._end(lambda transfer_id: self._transport.revoke_grant(transfer_id, reason))
 
     def release(self) -> GrantState:
-        """End the grant because nobody needs it any more; otherwise as :meth:`revoke`."""
+        """End the grant because its reader needs it no more; otherwise as :meth:`revoke`."""
         return self._end(self._transport.release_grant)
 
     def on_ended(self, callback: Callable[[GrantState], None]) -> None:
@@ -116,7 +116,7 @@ class Grant:
         return await ended
 
     def __repr__(self) -> str:
-        reader = self._reader or "whoever comes first"
+        reader = self._reader or "the first reader"
         return f"<Grant {self._transfer_id} of {self._blocks} blocks to {reader}, {self.state.name.lower()}>"
 
     def _end(self, end: Callable[[TransferId], GrantState]) -> GrantState:

@@ -19,7 +19,7 @@ from kvxfer.types import AgentRef
 log = logging.getLogger("kvxfer.agent")
 
 INBOX_MAX = 65536
-"""Notifications that came in and that nobody took; the oldest go first, counted as dropped."""
+"""Received notifications that the application has not taken; the oldest go first, counted as dropped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Notifications:
             self._received += 1
             if len(self._inbox) == INBOX_MAX:
                 self._dropped += 1
-                log.warning("nobody takes notifications: one beyond INBOX_MAX=%d was dropped", INBOX_MAX)
+                log.warning("no task takes notifications: one beyond INBOX_MAX=%d was dropped", INBOX_MAX)
             self._inbox.append(Notification(read_ref(event.sender), event.seq, event.payload))
             self._arrived.set()
             return

@@ -1,5 +1,5 @@
 """Which incarnations of other agents are known: turns memberships into what the transport must know of peers, and names
-into incarnations. Decides which incarnation a name means; must never conclude a death that nobody announced.
+into incarnations. Decides which incarnation a name means; must never conclude a death that was not announced.
 
 A new incarnation of an agent does not end the old one: the old incarnation may still be read from, or be reading, until
 the coordinator says that exactly it is gone. A name means the newest incarnation known. While the coordinator cannot be
@@ -136,8 +136,8 @@ class Peers:
             self._bar(ref)
 
     def _bar(self, ref: AgentRef) -> None:
-        """Let an incarnation not come again that could prove itself: from now on it would have to prove what nobody
-        has."""
+        """Let an incarnation not come again that could prove itself: from now on it would have to prove a key that no
+        process has."""
         self._transport.set_peer(ref, NOWHERE, secrets.token_bytes(SESSION_KEY_BYTES))
         self._gone[ref] = None
         if len(self._gone) > GONE_MAX:
@@ -176,7 +176,7 @@ class Peers:
         """Why a name that is not known cannot be used."""
         if self.coordinator_state is False:
             return CoordinatorUnavailableError(
-                f"agent {agent_id!r} is not known here, and the coordinator, who would know, cannot be reached"
+                f"agent {agent_id!r} is not known here, and the coordinator cannot be asked"
             )
         return PeerGoneError(f"no agent {agent_id!r} is known")
 
@@ -186,8 +186,8 @@ class Peers:
         """The newest incarnation with that name, waiting for a membership that has it (and, with ``with_pools``, at
         least one pool of it). ``incarnation``: only that incarnation will do.
 
-        Raises PeerGoneError after ``timeout_s``, and at once where nobody could tell or a later incarnation than that
-        is known; CoordinatorUnavailableError as soon as the coordinator cannot be reached."""
+        Raises PeerGoneError after ``timeout_s``, and at once if no coordinator could tell or a later incarnation than
+        that is known; CoordinatorUnavailableError as soon as the coordinator cannot be reached."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:

@@ -1,4 +1,4 @@
-"""What the demo asks where nobody says otherwise: a page of text and a question about it, some 500 tokens."""
+"""What the demo asks by default: a page of text and a question about it, some 500 tokens."""
 
 PROMPT = """\
 Read this, then answer the question at its end.

@@ -1,8 +1,7 @@
 """The whole service on one machine: coordinator, workers, router, each its own process on loopback.
 
-Decides who is started with which flags, in which order, and when the whole is ready: not before the router sees every
-worker. What people are shown of it is the caller's.
-"""
+Decides which services are started with which flags, in which order, and when the whole is ready: not before the router
+sees every worker. What people are shown of it is the caller's."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class Supervisor:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Line by line to the end. What is longer than LINE_BYTES_MAX is dropped: a pipe that nobody reads stops the
+    """Line by line to the end. What is longer than LINE_BYTES_MAX is dropped: a pipe that is not read stops the
     child that writes to it.
     """
     while True:

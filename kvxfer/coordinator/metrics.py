@@ -116,7 +116,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._hang_up(math.inf)
 
     def _hang_up(self, now_s: float) -> None:
-        with self._lock:  # until then nobody closes these sockets, whose numbers others would get
+        with self._lock:  # until then no thread closes these sockets, whose numbers others would get
             for request in [request for request, end_s in self._ends_s.items() if now_s >= end_s]:
                 del self._ends_s[request]
                 with contextlib.suppress(OSError):  # the client left

@@ -268,7 +268,7 @@ class CoordinatorService(control_pb2_grpc.CoordinatorServicer):
                     await outbox.wake.wait()
 
     def _carry_out(self, effects: tuple[Effect, ...]) -> None:
-        """Do what the directory decided, then wake whoever lacks something."""
+        """Do what the directory decided, then wake the streams that lack something."""
         for effect in effects:
             match effect:
                 case IncarnationEnded(ref, cause):

@@ -22,7 +22,8 @@ class Store(Protocol):
         ...
 
     async def admit_number(self, number: int) -> None:
-        """Stay above a number that a live agent shows. Raises RefusedError for one that nobody can have given."""
+        """Stay above a number that a live agent shows. Raises RefusedError for one that no coordinator can have
+        given."""
         ...
 
 

@@ -1,8 +1,7 @@
-"""A record of committed bytes, layer by layer, for those who must prove that what arrived is what was sent.
+"""A record of committed bytes, layer by layer, to prove that what arrived is what was sent.
 
-It decides what is hashed and how long the record is kept. It must never know how blocks travel or who asked. Off unless
-an operator turns it on: hashing costs a pass over every block.
-"""
+It decides what is hashed and how long the record is kept. It must never know how blocks travel or what reads the
+record. Off unless an operator turns it on: hashing costs a pass over every block."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What an answer looks like on the wire: OpenAI's completion and chat objects, whole and in chunks, and the prefill
 leg's.
 
-It decides shapes only; it must never know how text was made or who reads it.
+It decides shapes only; it must never know how text was made or what reads it.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Engine:
         return generation
 
     def _intake_of(self, sequence: Sequence, generation: Generation) -> Callable[[], None]:
-        """What the engine thread does with a new request. Its reader, who may be early, is told at once that it is
+        """What the engine thread does with a new request. Its reader, which may be early, is told at once that it is
         here."""
         remote = sequence.request.remote
         if self._exchange is not None and remote is not None and sequence.request.leg is Leg.PREFILL:
@@ -184,8 +184,8 @@ class Engine:
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
-        """A body has reached this worker, and is read until it is submitted or refused: as long as that takes, nobody
-        is told that a prompt is unknown here."""
+        """A body has reached this worker, and is read until it is submitted or refused: as long as that takes, no
+        reader is told that a prompt is unknown here."""
         self._arrived += 1
         self._inbox.put(lambda: None)  # an idle engine said that it has nothing to do
         try:

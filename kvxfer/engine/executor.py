@@ -1,7 +1,7 @@
 """What the engine thread does in a step, and around it.
 
 It decides the order of acts (grant before the first chunk, announce after each, revoke before blocks change hands, free
-after a grant ended), and leaves who computes what to the scheduler. It must never know of threads or HTTP: everything
+after a grant ended), and leaves to the scheduler what is computed. It must never know of threads or HTTP: everything
 here runs on one thread, and what comes out goes into a list that the engine carries away.
 """
 
@@ -108,7 +108,7 @@ class Executor:
         return events
 
     def load(self) -> Load:
-        """What this worker says of itself to those who place requests."""
+        """What this worker reports to routers."""
         now = self.scheduler.statistics()
         return Load(
             queued_requests=now.waiting + now.asking + now.granted,
@@ -291,7 +291,7 @@ class Executor:
         self._emit_error(sequence, error)
 
     def _ask(self, sequence: Sequence) -> None:
-        """A decode leg asks for its grant: with blocks where there are some that nobody else wants."""
+        """A decode leg asks for its grant: with blocks where there are some that no other request wants."""
         exchange, remote = self._partners(sequence)
         pull = EnginePull(
             on_granted=functools.partial(self.scheduler.granted, sequence),
@@ -380,7 +380,7 @@ class Executor:
             self._end(sequence, error)
 
     def abort(self, sequence: Sequence, error: KvxferError) -> None:
-        """Nobody waits for the answer any more, or nobody may."""
+        """No client waits for the answer any more, or none may."""
         self._emit_error(sequence, error)
         if not sequence.phase.is_remote:
             self._finish(sequence)
@@ -394,7 +394,7 @@ class Executor:
             self.abort(sequence, error)
 
     def fail_owners(self, error: KvxferError) -> None:
-        """Tell everyone who waits for an answer that the engine is gone; blocks are left as they are."""
+        """Tell every request that waits for an answer that the engine is gone; blocks are left as they are."""
         for sequence in list(self._owners):
             self._emit_error(sequence, error)
 

@@ -32,8 +32,8 @@ AXES = "BL2HTD"
 class LoadedModel:
     """A Llama-family model, ready for inference: weights on one device, no gradients, fixed dtype.
 
-    ``encode*`` and :meth:`detokenizer` may be used from any thread; the weights belong to whoever runs the model.
-    """
+    ``encode*`` and :meth:`detokenizer` may be used from any thread; the weights belong to the thread that runs the
+    model."""
 
     def __init__(self, module: Any, tokenizer: Any, config_json: Mapping[str, Any], *, name: str) -> None:
         self.module = module

@@ -1,7 +1,7 @@
 """Where models come from: a name becomes a local Hugging Face directory.
 
 Decides what is fetched, what is checked and what counts as complete. It must never load a model for inference, draw a
-progress bar or know who asked. A built model appears in the cache by one rename, after everything in it was synced;
+progress bar or know the caller. A built model appears in the cache by one rename, after everything in it was synced;
 two processes that want the same one take turns; a second call reads one small file. torch is loaded only to build.
 """
 

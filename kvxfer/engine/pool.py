@@ -1,4 +1,4 @@
-"""Who owns which block of the paged KV pool: free list, reference counts and the prefix cache.
+"""The owner of each block of the paged KV pool: free list, reference counts and the prefix cache.
 
 It decides which block a sequence gets, which cached block is given up first and which blocks a new prompt may share.
 It must never touch the bytes of a block, nor know of models, agents or grants: a block that an agent holds is simply

@@ -177,7 +177,7 @@ class BlockExchange:
         self._agent.report_load(load)
 
     def expect(self, remote: OtherLeg) -> None:
-        """The prompt of a prefill leg was accepted: its reader, who may be early, is told that it is queued. From any
+        """The prompt of a prefill leg was accepted: its reader, which may be early, is told that it is queued. From any
         thread. Raises GrantReleasedError where its reader gave it up, InvalidArgumentError for an id used before,
         LimitExceededError."""
         self._agent.expect(remote.transfer_id, reader=remote.agent_id)
@@ -214,7 +214,7 @@ class BlockExchange:
         return grant
 
     def abort_grant(self, remote: OtherLeg) -> None:
-        """Let a reader, who may wait for its grant already, know that none will come."""
+        """Tell a reader, which may wait for its grant already, that none will come."""
         try:
             self._agent.abort_grant(remote.transfer_id)
         except KvxferError as error:

@@ -60,7 +60,7 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class OtherLeg:
-    """The other half of a request: whom it is done with, under which transfer."""
+    """The other leg of a request: with which agent, under which transfer."""
 
     transfer_id: TransferId
     agent_id: str

@@ -1,9 +1,8 @@
 """The forward pass over the paged KV pool.
 
-Decides how the tokens of one step run through the model's own modules and which bytes of the pool they write: the KV
-of exactly the positions named, nothing else. It must never know which blocks belong to whom, nor of requests or
-transfers. Not for use by two threads at once.
-"""
+Decides how the tokens of one step run through the model's own modules and which bytes of the pool they write: the KV of
+exactly the positions named, nothing else. It must never know which blocks belong to which request, nor of requests or
+transfers. Not for use by two threads at once."""
 
 from __future__ import annotations
 
@@ -122,7 +121,7 @@ class Runner:
 
     def wait_written(self) -> None:
         """Wait until all that forwards write is in the pool: a device does it after they return, and until then no
-        block may be announced, nor given to somebody else. Raises what the device failed with.
+        block may be announced, nor given to another request. Raises what the device failed with.
         """
         if self.storage.is_cuda:
             torch.cuda.current_stream(self.storage.device).synchronize()

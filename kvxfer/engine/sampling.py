@@ -1,7 +1,7 @@
 """How the next token is drawn from one row of logits.
 
 Decides greedy, temperature and nucleus sampling; must never know where logits come from nor what a token means as text.
-One request has one Sampler with its own generator, so that its draws depend on its seed and on nobody else's requests.
+One request has one Sampler with its own generator, so that its draws depend on its seed and on no other request.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Who computes what in the next step: the pure half of the engine.
+"""What is computed in the next step: the pure half of the engine.
 
-It decides admission, chunk sizes, who shares a forward pass and who is preempted when the pool is out, over a
-BlockPool that it alone drives. It must never know the time, a thread, a tensor or an agent: what must happen outside
-before blocks change hands (revoking a grant, taking blocks back from a pull) is an injected call.
+It decides admission, chunk sizes, which requests share a forward pass and which are preempted when the pool is full,
+over a BlockPool that it alone drives. It must never know the time, a thread, a tensor or an agent: what must happen
+outside before blocks change hands (revoking a grant, taking blocks back from a pull) is an injected call.
 
 A sequence waits, is admitted (its prompt's blocks allocated), and then computes. A decode leg *asks* first, and holds
 no slot and no block that another could need meanwhile: it may have blocks *early*, so that reading begins with the
-grant, and they go to whoever can use them. Once its grant exists it is admitted too, older requests first, and is
-*pulling* until its blocks are there. Decoding sequences go first in every step, one token each; what is left of the
-token budget goes to prompts, in the order of their admission, a chunk each.
-"""
+grant, and they go to any request that can use them. Once its grant exists it is admitted too, older requests first, and
+is *pulling* until its blocks are there. Decoding sequences go first in every step, one token each; what is left of the
+token budget goes to prompts, in the order of their admission, a chunk each."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerStatistics:
-    """Sequences by phase, and prompt tokens that nobody has begun to compute."""
+    """Sequences by phase, and prompt tokens whose computing has not begun."""
 
     waiting: int
     asking: int
@@ -83,7 +82,7 @@ class SchedulerStatistics:
     waiting_tokens: int
     preemptions: int
     taken_back: int
-    """Times that early blocks went to somebody else."""
+    """Times that early blocks went to another request."""
 
 
 class Scheduler:
@@ -194,7 +193,7 @@ class Scheduler:
             (self._for_others if sequence.leg is Leg.PREFILL else self._waiting).append(sequence)
 
     def allocate_early(self, sequence: Sequence) -> bool:
-        """Give a sequence that asks its blocks before its grant exists, where nobody else wants them now."""
+        """Give a sequence that asks its blocks before its grant exists, where no other request wants them now."""
         early = sum(1 for one in self._asking if one.blocks)
         is_wanted = bool(self._waiting or self._for_others or self._granted) or early >= self.limits.max_running
         return not is_wanted and self._allocate(sequence, may_take_back=False)

@@ -43,7 +43,7 @@ class TransferEnd:
 
 @dataclasses.dataclass(frozen=True)
 class TransferParams:
-    """Who sends the prompt's KV cache to whom, under which transfer id."""
+    """Which agent sends the prompt's KV cache to which, under which transfer id."""
 
     transfer_id: TransferId
     attempt: int

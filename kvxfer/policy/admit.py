@@ -1,4 +1,4 @@
-"""Whether one more request may come in. Counts only: it never knows what a request costs or who sent it."""
+"""Whether one more request may come in. Counts only: it never knows what a request costs or its sender."""
 
 from __future__ import annotations
 

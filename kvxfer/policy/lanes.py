@@ -59,7 +59,7 @@ def choose_lanes(
 
 
 def is_same_host(ours: DataAddress, theirs: DataAddress) -> bool:
-    """Whether both run on one kernel as one user; nobody is on a host that has no name."""
+    """Whether both run on one kernel as one user; no agent is on a host without a name."""
     return bool(ours.host_id) and ours.host_id == theirs.host_id
 
 
@@ -83,7 +83,7 @@ def explain(
 
     ``notes`` are the native core's, about lanes that looked possible and were given up. ``passed_over``: of lanes that
     were possible and would have come later, why (:meth:`kvxfer.policy.calibration.LaneOrder.passed_over`).
-    ``is_checked``: whether every byte had its checksum; ``None``: nobody asked.
+    ``is_checked``: whether every byte had its checksum; ``None``: it was not asked for.
     """
     names = list(reasons)
     better = names if lane is None else names[: names.index(lane)] if lane in reasons else []
@@ -117,7 +117,8 @@ _SENDING_LANES = (Lane.UNIX, Lane.STREAM)
 _NO_SUMS = "checks are on, and registered memory has checksums on unix and stream alone"
 
 _DEVICE_LANES = (Lane.UCX, Lane.UNIX, Lane.STREAM)
-"""These carry memory on a device; the sockets by pinned host memory, with the driver that whoever registered it has."""
+"""These carry memory on a device; the sockets by pinned host memory, with the driver of the process that registered
+it."""
 
 
 def _obstacle(lane: Lane, ours: LaneEnd, theirs: LaneEnd) -> str | None:

@@ -1,3 +1,2 @@
-"""Pure decisions of the control plane: who is a member, who is alive, who may talk to whom. Takes events and
-``now_ns``, never does input or output.
-"""
+"""Pure decisions of the control plane: which agents are members, which are alive, which may talk to which. Takes events
+and ``now_ns``, never does input or output."""

@@ -1,5 +1,5 @@
-"""The coordinator's truth: who is a member, since which revision, and which incarnations ended; must never know how a
-stream, a store or a clock is made.
+"""The coordinator's truth: which agents are members, since which revision, and which incarnations ended; must never
+know how a stream, a store or a clock is made.
 
 Theory of operation
 -------------------
@@ -19,7 +19,7 @@ Three questions are kept apart, since confusing them is how zombies are made:
 an
   incarnation. Then it is announced in ``gone`` and leaves the directory.
 
-Who may take an agent id over: a fresh process (no number yet) replaces an incarnation that is SUSPECT or ADRIFT, so a
+An agent id may be taken over: a fresh process (no number yet) replaces an incarnation that is SUSPECT or ADRIFT, so a
 restarted worker is back at once, and is refused while that incarnation is LIVE, so two workers with one name do not
 fight. A process that shows a number was judged before: the higher number wins over any other incarnation (OUTRANKED),
 the lower one is refused.
@@ -27,10 +27,10 @@ the lower one is refused.
 An incarnation that was declared gone may return with its pair, for instance after a partition, or to a restarted
 coordinator that never heard of it; the directory of a restarted coordinator is empty and simply believes. That is safe,
 because ``gone`` ends what peers had granted to that incarnation, not its name. For ``dead_after`` after its start a
-coordinator is not *settled*: receivers must not conclude anything from who is absent.
+coordinator is not *settled*: receivers must not conclude anything from an absence.
 
-What receivers get is state, never an edge: :meth:`Directory.change_since` says what somebody who stands at a revision
-lacks. Somebody new, or too far behind for the bounded log of ended incarnations, gets a whole snapshot and finds the
+What receivers get is state, never an edge: :meth:`Directory.change_since` says what a receiver at a revision lacks. A
+receiver that is new, or too far behind for the bounded log of ended incarnations, gets a whole snapshot and finds the
 ended ones by difference (``protocol/mirror.py``). So each receiver hears of an ended incarnation exactly once, and a
 slow one costs no queue.
 
@@ -117,7 +117,7 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True)
 class CloseStream:
-    """Effect: this stream speaks for nobody any more; tell its peer why, and end it."""
+    """Effect: this stream speaks for no agent any more; tell its peer why, and end it."""
 
     stream: int
     reason: str
@@ -260,7 +260,7 @@ class Directory:
     def heartbeat(self, stream: int, load: Load, *, is_draining: bool, now_ns: int) -> tuple[Effect, ...]:
         """A heartbeat, with what it says of itself.
 
-        Draining never goes back. Raises RefusedError on a stream that speaks for nobody.
+        Draining never goes back. Raises RefusedError on a stream that speaks for no agent.
         """
         entry = self._on(stream)
         self._liveness.beat(entry.member.ref.agent_id, now_ns)
@@ -271,19 +271,20 @@ class Directory:
         return ()
 
     def update_pools(self, stream: int, pools: tuple[PoolRecord, ...], *, now_ns: int) -> tuple[Effect, ...]:
-        """Replace the incarnation's pools. A heartbeat too. Raises RefusedError on a stream that speaks for nobody."""
+        """Replace the incarnation's pools. A heartbeat too. Raises RefusedError on a stream that speaks for no
+        agent."""
         entry = self._on(stream)
         self._liveness.beat(entry.member.ref.agent_id, now_ns)
         self._step(entry, MemberEvent.BEAT, pools=pools)
         return ()
 
     def deregister(self, stream: int, *, now_ns: int) -> tuple[Effect, ...]:
-        """The incarnation ends by its own word. Raises RefusedError on a stream that speaks for nobody."""
+        """The incarnation ends by its own word. Raises RefusedError on a stream that speaks for no agent."""
         self._liveness.observe(now_ns)
         return tuple(self._end(self._on(stream), MemberEvent.LEFT))
 
     def stream_ended(self, stream: int, *, now_ns: int) -> tuple[Effect, ...]:
-        """The connection behind a stream is gone; means nothing if that stream speaks for nobody."""
+        """The connection behind a stream is gone; means nothing if that stream speaks for no agent."""
         self._liveness.observe(now_ns)
         agent_id = self._speakers.pop(stream, None)
         if agent_id is not None:
@@ -304,7 +305,7 @@ class Directory:
         return () if entry.stream is None else (OrderDrain(entry.stream, reason),)
 
     def tick(self, now_ns: int) -> tuple[Effect, ...]:
-        """Let time pass: judge who is late and who is lost. Call a few times per heartbeat."""
+        """Let time pass: judge which members are late and which are lost. Call a few times per heartbeat."""
         effects: list[Effect] = []
         awake_ns = self._liveness.observe(now_ns)
         if not self._settled and awake_ns >= self._limits.dead_after_ns:
@@ -325,8 +326,8 @@ class Directory:
         load a change by itself.
         """
         if revision is None or revision < self._gone_floor:
-            everybody = sorted((entry.member for entry in self._entries.values()), key=lambda member: member.ref)
-            return Change(self._epoch, self._revision, True, self._settled, tuple(everybody))
+            members = sorted((entry.member for entry in self._entries.values()), key=lambda member: member.ref)
+            return Change(self._epoch, self._revision, True, self._settled, tuple(members))
         newest_first = reversed(self._entries.values())
         changed = [entry.member for entry in itertools.takewhile(lambda entry: entry.revision > revision, newest_first)]
         if with_load:

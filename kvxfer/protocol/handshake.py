@@ -7,7 +7,7 @@ the native cores compare in a PULL frame only repeats that verdict cheaply. ``bl
 records that lay blocks out differently are a bug somewhere, and bytes must not move over it.
 
 Session keys are derived, not drawn: a restarted coordinator with the same token gives every pair the key that it had,
-so that sessions survive it. A key is bound to both incarnations; a restarted agent has new keys with everybody.
+so that sessions survive it. A key is bound to both incarnations; a restarted agent has new keys with all peers.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Guesses from the rhythm of heartbeats who is alive; must never know what a heartbeat carries or what follows from the
-guess.
+"""Which watched processes are alive, guessed from the rhythm of their heartbeats; must never know what a heartbeat
+carries or what follows from the guess.
 
-A heartbeat is a lamp that its owner lights again and again. Lit lately: green. One or two missed: yellow, so give it
-nothing new. Dark for long: red, nobody is there.
+A key whose heartbeat came lately is alive. After one or two missed ones it is suspect, and gets nothing new. After a
+long silence it is dead.
 
-But a watcher who slept through the night must not conclude in the morning that everybody died: he saw no lamps
-because his own eyes were shut. So ages are not measured on the clock but on an *awake clock*, which advances with every
-observation by the time that passed, and by at most ``gap_max_ns`` for any one gap. A watcher that is scheduled as it
-should be never meets the clamp. One that was stopped for a minute counts that minute as one gap, reads the
-heartbeats that queued up meanwhile, and judges then. The clamp is above zero, so a watcher that is
-always late gets slow, not blind.
+A watcher that did not run itself, for instance because its host was suspended, has heard no heartbeats either, and must
+not take all keys for dead. So ages are not measured on the clock but on an *awake clock*: each observation advances it
+by the time that passed, and by at most ``gap_max_ns`` for any one gap. A watcher that is scheduled as it should be
+never reaches that bound. One that was stopped for a minute counts that minute as one gap, reads the heartbeats that
+queued up meanwhile, and judges then. The bound is above zero, so a watcher that is always late gets slow, not blind.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 or that a connection exists.
 
 The coordinator is one process that may be restarted with an empty directory, and losing it must lose nothing (fail
-static). So a whole snapshot is read differently depending on who says it. From the same epoch, or from a settled
-coordinator, whoever is missing is gone. From a coordinator that is new and not settled yet, whoever is missing is only
-*held*: kept as it was until it shows up again, is replaced, or the coordinator settles without it. Every incarnation
-that was ever in a Membership is named in ``gone`` exactly once when it ends, however the parts were cut. (An
-incarnation that ended and is back before a receiver could be told was never away for it.)"""
+static). So a whole snapshot is read differently depending on which coordinator says it. From the same epoch, or from a
+settled coordinator, a missing member is gone. From a coordinator that is new and not settled yet, a missing member is
+only *held*: kept as it was until it shows up again, is replaced, or the coordinator settles without it. Every
+incarnation that was ever in a Membership is named in ``gone`` exactly once when it ends, however the parts were cut.
+(An incarnation that ended and is back before a receiver could be told was never away for it.)"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Mirror:
 
     @property
     def membership(self) -> Membership:
-        """The present view, with nobody in ``gone``."""
+        """The present view, with ``gone`` empty."""
         return Membership(self._revision, tuple(self._members[agent_id] for agent_id in sorted(self._members)))
 
     def apply(self, change: Change, *, is_last: bool = True) -> Membership | None:

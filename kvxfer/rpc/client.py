@@ -132,7 +132,7 @@ class CoordinatorSession:
 
     @property
     def membership(self) -> Membership:
-        """The last view, with nobody in ``gone``."""
+        """The last view, with ``gone`` empty."""
         return self._mirror.membership
 
     @property
@@ -154,7 +154,7 @@ class CoordinatorSession:
         if self._task is None:
             self._wake.set()
         else:
-            with contextlib.suppress(RuntimeError):  # that loop has ended, and nobody is told anything any more
+            with contextlib.suppress(RuntimeError):  # that loop has ended, and no callback is called any more
                 self._task.get_loop().call_soon_threadsafe(self._wake.set)
 
     def set_draining(self) -> None:
@@ -163,7 +163,7 @@ class CoordinatorSession:
         self._wake.set()
 
     async def close(self) -> None:
-        """Deregister, if anybody listens, and end. Callable twice."""
+        """Deregister, if the coordinator listens, and end. Callable twice."""
         if self._task is None or self._leaving:
             self._leaving = True
             return

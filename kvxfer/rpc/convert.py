@@ -1,5 +1,5 @@
 """Between the wire's messages and the values of ``kvxfer.types``: the one place where bytes from a peer become trusted.
-Must never know who sent them or what they are for.
+Must never know their sender or what they are for.
 
 Every ``read_*`` is total: a value, or ProtocolError that names the field. Every bound of a list or a string
 stands here by name. ``write_*`` takes our own values; InvalidArgumentError if one of them would be refused at the other

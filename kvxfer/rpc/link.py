@@ -163,7 +163,7 @@ class ReconnectBackoff:
     """Waits that double from ``first_s`` to ``max_s``, each drawn evenly between half of it and the whole."""
 
     def __init__(self, source: random.Random, *, first_s: float = 0.1, max_s: float = 1.0) -> None:
-        """``max_s`` stays below the time in which a restarted coordinator expects everybody back."""
+        """``max_s`` stays below the time in which a restarted coordinator expects all members back."""
         self._source = source
         self._first_s = first_s
         self._max_s = max_s

@@ -1,6 +1,5 @@
-"""The cluster token: a file that every process of a cluster reads. Decides who may make it and which file is too open;
-must never know what is proved with it.
-"""
+"""The cluster token: a file that every process of a cluster reads. Decides which process may make it and which file is
+too open; must never know what is proved with it."""
 
 from __future__ import annotations
 
@@ -95,7 +94,8 @@ def _is_there(target: pathlib.Path) -> bool:
 
 
 def member_token(path: str) -> bytes:
-    """The token of a worker or router. A file that was named must be there: one made by mistake would fit nobody.
+    """The token of a worker or router. A file that was named must be there: one made by mistake would fit no other
+    process.
 
     Only the default place (``path`` empty) is filled where it is empty. Raises ConfigError as :func:`load_token`.
     """

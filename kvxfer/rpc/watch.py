@@ -1,6 +1,5 @@
-"""Membership for those who are no agents: the router's live view, and the operator's single calls. Must never hold a
-session key.
-"""
+"""Membership for processes that are no agents: the router's live view, and the operator's single calls. Must never hold
+a session key."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ class MembershipWatch:
 
     @property
     def membership(self) -> Membership:
-        """The newest view, with nobody in ``gone``; empty before the first."""
+        """The newest view, with ``gone`` empty; empty before the first."""
         return self._mirror.membership
 
     @property
@@ -186,7 +185,7 @@ class MembershipWatch:
 
 
 class _Reader:
-    """One place for one view: a newer view replaces an older one that nobody took, and keeps its ``gone``."""
+    """One place for one view: a newer view replaces an older one that was not taken, and keeps its ``gone``."""
 
     def __init__(self, first: Membership | None) -> None:
         self._view = first

@@ -1,4 +1,4 @@
-"""How long this process stood still. Decides nothing; must never know for whom somebody waits."""
+"""How long this process stood still. Decides nothing; must never know what waits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ PAUSED_S = 0.5
 
 class Pauses:
     """Of one loop. A look that comes PAUSED_S late was kept from running (SIGSTOP, a machine that sleeps), and what
-    peers said meanwhile may wait to be read: whoever counts their silence adds the pause to the times that it counts
-    from."""
+    peers said meanwhile may wait to be read: a caller that counts their silence adds the pause to the times that it
+    counts from."""
 
     def __init__(self, period_s: float) -> None:
         """The loop looks once a ``period_s``, or more often."""
@@ -16,7 +16,7 @@ class Pauses:
         self._looked_s: float | None = None
 
     def look(self, now_s: float) -> float:
-        """Seconds that passed for nobody since the last look; mostly 0."""
+        """Seconds that this process did not run since the last look; mostly 0."""
         before_s, self._looked_s = self._looked_s, now_s
         late_s = 0.0 if before_s is None else now_s - before_s - self._period_s
         return late_s if late_s >= PAUSED_S else 0.0

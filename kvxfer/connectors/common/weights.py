@@ -32,7 +32,7 @@ class Book(Protocol):
         """The files that were seen being read for that model; none: it is not known."""
 
     def read_as(self, path: str) -> tuple[Stamp, int] | None:
-        """The state of that file when it was about to be read, and when that was (since the epoch); ``None``: nobody
+        """The state of that file when it was about to be read, and when that was (since the epoch); ``None``: no thread
         said."""
 
     def listen(self, listener: Callable[[str], None]) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """A drop-in for NIXL's Python package, on kvxfer's transport: ``from kvxfer.connectors.nixl import nixl_agent``, or
 ``kvxfer nixl -- python app.py`` for a program that says ``import nixl``. See docs/nixl.md.
 
-Every registration is an open-ended grant and offer: whoever holds an agent's metadata may read and write what it
+Every registration is an open-ended grant and offer: a process that holds an agent's metadata may read and write what it
 registered, until it is deregistered.
 """
 

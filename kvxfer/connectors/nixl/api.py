@@ -161,7 +161,7 @@ class nixl_agent:
     # --- memory ---
 
     def register_memory(self, reg_list: Any, mem_type: str | None = None, backends: list[str] = []) -> nixlRegDList:
-        """Open these regions to whoever gets our metadata. Raises nixlInvalidParamError, nixlBackendError (VRAM)."""
+        """Open these regions to every holder of our metadata. Raises nixlInvalidParamError, nixlBackendError (VRAM)."""
         descs = self._need(self.get_reg_descs(reg_list, mem_type))
         self.agent.registerMem(descs, self._handles(backends))
         return descs
@@ -338,7 +338,7 @@ class nixl_agent:
     # --- metadata ---
 
     def get_agent_metadata(self) -> bytes:
-        """How to reach us, and all that is registered: who gets it may read and write that."""
+        """How to reach us, and all that is registered: a process that gets it may read and write that."""
         return self.agent.getLocalMD()
 
     def get_partial_agent_metadata(

@@ -1,5 +1,5 @@
 """Descriptor lists as bytes, in the form of :mod:`kvxfer.connectors.nixl.packed_rows`. Decides which
-kinds of lists travel; must never know who sends one.
+kinds of lists travel; must never know the sender.
 """
 
 from __future__ import annotations

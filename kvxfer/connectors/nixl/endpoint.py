@@ -143,7 +143,7 @@ class Endpoint:
         return self._link is not None and self._link.remotes.remove(name)
 
     def own_proof(self) -> bytes:
-        """Proves to those who hold our metadata that it is we who take it back."""
+        """Proves to holders of our metadata that this agent takes it back."""
         return invalidation_proof(self.link.capability, self.link.ref)
 
     def forget_proven(self, name: str, proof: bytes) -> None:

@@ -36,7 +36,8 @@ log = logging.getLogger("nixl.kvxfer")
 
 
 class MetadataStore(Protocol):
-    """Where agents leave metadata for those who know their names; everything but ``key`` may raise nixlBackendError."""
+    """Where agents leave metadata for agents that know their names; everything but ``key`` may raise
+    nixlBackendError."""
 
     NAME: str
 
@@ -188,7 +189,7 @@ class Exchange:
         try:
             p2p.tell(host, port, p2p.FORGET, body)
         except ConnectionRefusedError:
-            log.info("nobody listens at %s:%d any more, so nobody is left to forget us there", host, port)
+            log.info("no agent listens at %s:%d any more, so none is left to forget us there", host, port)
 
     def _fetch(self, store: MetadataStore, name: str, label: str, wait: MetadataWait | None = None) -> None:
         """What is there; or have the worker look for it again and again, between what else it is asked to do."""

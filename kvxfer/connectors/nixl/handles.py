@@ -1,5 +1,5 @@
 """The two handles that NIXL's Python hands out. Decides when what they stand for is given back: at :meth:`release`,
-else when nobody holds the handle any more.
+else when the handle is no longer referenced.
 """
 
 from __future__ import annotations

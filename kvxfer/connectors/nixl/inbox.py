@@ -2,8 +2,8 @@
 wire means; must never poll.
 
 A payload is one byte and the message: 1, the sender's agent id is its name; 2, its name comes first (2 bytes of length,
-little endian) because it could not be an agent id; 0, nothing is said, somebody only wanted a connection. A name that
-is not that of the session it came over is refused: in NIXL, anybody may sign with any name.
+little endian) because it could not be an agent id; 0, nothing is said, the peer only wanted a connection. A name that
+is not that of the session it came over is refused: in NIXL, any peer may sign with any name.
 """
 
 from __future__ import annotations

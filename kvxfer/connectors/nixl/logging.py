@@ -65,7 +65,8 @@ def setup_logging() -> None:
 
 
 def _level() -> str:
-    """By the environment and NIXL's file of settings; of a file that cannot be read, whoever makes an agent is told."""
+    """By the environment and NIXL's file of settings; of a file that cannot be read, the caller that makes an agent is
+    told."""
     try:
         return with_file(os.environ).get("NIXL_LOG_LEVEL", "").upper()
     except ConfigError:

@@ -1,10 +1,9 @@
 """What one agent tells another so that it can be read and written: NIXL's "metadata" blob. Decides the form and what is
-accepted; must never know how the blob travels, nor dial anybody.
+accepted; must never know how the blob travels, nor dial an agent.
 
-One line ``kvxfer-nixl-metadata/1``, then JSON. Whoever holds a blob with connection info may read and write all that
-its agent registers: the blob carries a capability, 32 random bytes that the agent's core lets guests in by. Partial
-blobs without connection info carry none, and mean something only to those who have one with it.
-"""
+One line ``kvxfer-nixl-metadata/1``, then JSON. A process that holds a blob with connection info may read and write all
+that its agent registers: the blob carries a capability, 32 random bytes by which the agent's core admits a bearer peer.
+Partial blobs without connection info carry none, and mean something only to agents that have one with it."""
 
 from __future__ import annotations
 
@@ -112,7 +111,7 @@ def decode_metadata(blob: Any) -> AgentMetadata:
 
 
 def invalidation_proof(capability: bytes, ref: AgentRef) -> bytes:
-    """Proves to those who hold an agent's metadata that it comes from the agent itself when it takes them back."""
+    """Proves to holders of an agent's metadata that it comes from the agent itself when it takes them back."""
     message = b"kvxfer nixl invalidate v1\n" + ref.agent_id.encode() + b"\n" + ref.incarnation.boot_nonce
     return hmac.digest(capability, message, "sha256")
 

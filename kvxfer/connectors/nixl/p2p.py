@@ -2,10 +2,9 @@
 never know what a blob holds.
 
 A frame is ``b"KVXN"``, one byte of version, one of kind, four of length (big endian) and the body. Kinds: 1 here is my
-metadata; 2 send me yours; 3 forget me (a proof of 32 bytes, then my name). The port authenticates nobody, as NIXL's
-does: whoever can reach it gets metadata that lets him read and write what the agent registers. So it binds where the
-agent's data port binds, loopback unless the operator said otherwise.
-"""
+metadata; 2 send me yours; 3 forget me (a proof of 32 bytes, then my name). The port authenticates no peer, as NIXL's
+does: a process that can reach it gets metadata that lets it read and write what the agent registers. So it binds where
+the agent's data port binds, loopback unless the operator said otherwise."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ LOAD, SEND, FORGET = 1, 2, 3
 PROOF_BYTES = 32
 CONNECT_S = 1.0
 FRAME_S = 5.0
-"""Until a frame is there or gone, however it comes; of whoever asks, for both frames together."""
+"""Until a frame is there or gone, however it comes; of any peer, for both frames together."""
 CONNECTIONS_MAX = 64
 log = logging.getLogger("nixl.kvxfer")
 
@@ -82,7 +81,7 @@ def tell(host: str, port: int, kind: int, body: bytes = b"") -> bytes | None:
 
 
 class Listener:
-    """Answers who connects, each on a thread of its own, at most CONNECTIONS_MAX at once."""
+    """Answers each connection on a thread of its own, at most CONNECTIONS_MAX at once."""
 
     def __init__(self, party: Party, host: str, port: int) -> None:
         """Raises nixlBackendError where the port cannot be had."""
@@ -107,7 +106,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Hang up on everybody. Callable twice."""
+        """Close all connections. Callable twice."""
         with self._lock:
             if self._is_closed:
                 return

@@ -1,5 +1,5 @@
 """What one agent has registered, row by row of NIXL's lists. Decides which registration a row means; must never know
-peers. Each row is a region of kvxfer: an open-ended grant and offer of all its bytes to whoever holds our metadata.
+peers. Each row is a region of kvxfer: an open-ended grant and offer of all its bytes to every holder of our metadata.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class RemoteRequest:
             raise nixlNotFoundError(f"agent {self._remote.name!r} was removed after this transfer was made")
 
     def _is_first_to_see(self, post: TransferBatch) -> bool:
-        """Whether nobody was told yet how ``post`` ended; several threads may ask."""
+        """Whether no thread was told yet how ``post`` ended; several threads may ask."""
         with self._lock:
             if self._unseen is not post:
                 return False

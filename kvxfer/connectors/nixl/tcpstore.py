@@ -1,10 +1,9 @@
 """Metadata through a TCPStore of torch.distributed, by the keys that NIXL uses, in the store's own protocol with the
 standard library: torch is not needed. Decides keys and bounds; must never know what a blob holds.
 
-Who can reach the store can reach the agents in it: their metadata is a capability. A query is one byte of kind and its
-arguments, numbers in the byte order of the host and strings after their length; its answer has no head at all.
-One deadline holds for all of a query, dialling included (the system's resolver alone has bounds of its own).
-"""
+A process that can reach the store can reach the agents in it: their metadata is a capability. A query is one byte of
+kind and its arguments, numbers in the byte order of the host and strings after their length; its answer has no head at
+all. One deadline holds for all of a query, dialling included (the system's resolver alone has bounds of its own)."""
 
 from __future__ import annotations
 
@@ -154,7 +153,7 @@ class TcpStoreClient:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Under the lock, and by nobody beside who asks."""
+        """Under the lock, and by the asking thread alone."""
         line, self._line = self._line, None
         if line is not None:
             line.close()

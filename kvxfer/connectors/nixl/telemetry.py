@@ -77,7 +77,7 @@ class Ring:
     writes nothing: the ring is its parent's."""
 
     def __init__(self, path: pathlib.Path, capacity: int, enabled: frozenset[TelemetryEvent]) -> None:
-        """Makes the file; one that was there under its name keeps its bytes, and whoever writes or reads it, but not
+        """Makes the file; one that was there under its name keeps its bytes, and its writers and readers, but not
         the name. Raises nixlInvalidParamError (``capacity`` is no power of two, or too small), nixlBackendError (the
         file cannot be made)."""
         if capacity < CAPACITY_MIN or capacity & (capacity - 1):

@@ -149,7 +149,8 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         self._at_exit = multiprocessing.util.Finalize(None, self.leave, exitpriority=LEAVE_FIRST)
 
     def leave(self) -> None:
-        """This process ends, and whoever waits for this rank hears so at once. Waits 5 s at most. Callable twice."""
+        """This process ends, and the peers that wait for this rank hear so at once. Waits 5 s at most. Callable
+        twice."""
         if not self._stopping.is_set():
             log.info("the engine ends: %r tells its peers", self.core)
         self._stopping.set()
@@ -183,11 +184,11 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         return self.weights.why
 
     def signed(self, address: tuple[str, int], greeting: greetings.Greeting) -> list[bytes]:
-        """A message for whoever was heard last from there, and for nobody else; to be sent once."""
+        """A message for the process that was heard last from there, and for no other; to be sent once."""
         return greetings.encode(self._signer, self.address, greeting, self._correspondence.mark(address, greeting))
 
     def tell(self, address: tuple[str, int], greeting: greetings.Greeting) -> None:
-        """Send it, once somebody was heard from there; where nobody hears it, nothing happens."""
+        """Send it, once a process was heard from there; if none hears it, nothing happens."""
         if self._correspondence.hold(address, greeting):
             return
         place = NetworkAddress(*address)
@@ -221,7 +222,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             return str(self.failure_records.get(room, "another rank of this engine gave it up"))
 
     def forget_reason(self, room: int) -> None:
-        """Of an earlier request that had the same room, and that nobody asked for its reason."""
+        """Of an earlier request that had the same room, and whose reason was not asked for."""
         with self.failure_lock:
             self.failure_records.pop(room, None)
 
@@ -288,7 +289,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
     # --- decode ---
 
     def build_receiver_registration_message(self) -> Any:
-        """Who this rank is, and what its pages are; the receiver signs it."""
+        """The identity of this rank, and what its pages are; the receiver signs it."""
         core = self.core
         return greetings.Register(
             core.agent_id, self._rank(), core.export_metadata(), self.record, self.layout, self.shape
@@ -324,7 +325,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
         return self.core.destinations.is_drained(bootstrap_room)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether it is known what that engine is. The scheduler waits for nobody: another thread asks."""
+        """Whether it is known what that engine is. The scheduler does not wait: another thread asks."""
         return bootstrap_addr in self.prefill_info_table or self.engines.ensure(bootstrap_addr)
 
     def forget(self, bootstrap_addr: str) -> None:
@@ -383,8 +384,8 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
                 log.exception("a message of another engine could not be taken")
 
     def _take(self, frames: list[bytes]) -> None:
-        """What is not believed has no effect and no answer: anybody may reach this socket, and would choose whom this
-        rank connects to."""
+        """What is not believed has no effect and no answer: any process may reach this socket, and would choose which
+        peer this rank connects to."""
         greeting, mark = greetings.read(self._signer, frames)
         place = greetings.address_of(frames)
         if not self._correspondence.take(mark, place, greeting):

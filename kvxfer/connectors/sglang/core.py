@@ -1,5 +1,5 @@
 """The transport core of one SGLang rank: its agent on a thread of its own, its memory as pools, the rooms it sends and
-those it receives. Decides who hears which message; must never know SGLang's classes.
+those it receives. Decides which part hears which message; must never know SGLang's classes.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class TransportCore:
         self.destinations.leg_gone(leg, error)
 
     def _leave(self) -> list[Delivery]:
-        """Tell everyone who waits for something."""
+        """Tell every peer of an open room."""
         farewells = []
         for agent_id in self.sources.readers() | {leg.agent_id for leg in self.destinations.legs()}:
             with contextlib.suppress(KvxferError):

@@ -1,9 +1,9 @@
-"""Which messages over SGLang's sockets are taken: each once, by the one process that it is for. One that is sealed
-cannot be changed, but whoever sees it can send it again, to anybody. Decides who it is for, and whether it is new; must
-never know what a message says.
+"""Which messages over SGLang's sockets are taken: each once, by the one process that it is for. One that is signed
+cannot be changed, but a process that sees it can send it again, to any rank. Decides which process it is for, and
+whether it is new; must never know what a message says.
 
 A message names its sender and the process it is for, which are new with each incarnation, and has a number of its
-sender's. The first one to a place is for whoever is there: nobody has been heard from it yet."""
+sender's. The first one to a place is for any process there: none has been heard from it yet."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Correspondence:
         self._held: collections.deque[tuple[Place, Greeting]] = collections.deque(maxlen=HELD_MAX)
 
     def mark(self, place: Place, greeting: Greeting) -> Postmark:
-        """For whoever was heard last from that place."""
+        """For the process that was heard last from that place."""
         with self._lock:
             to = "" if isinstance(greeting, Register) else self._who.get(place, "")
         return Postmark(self._agent_id, to, next(self._numbers))
@@ -73,7 +73,7 @@ class Correspondence:
             return True
 
     def hold(self, place: Place, greeting: Greeting) -> bool:
-        """Whether nobody was heard from that place yet; :meth:`release` gives it when somebody was."""
+        """Whether no process was heard from that place yet; :meth:`release` gives it once one was."""
         with self._lock:
             if place in self._who:
                 return False

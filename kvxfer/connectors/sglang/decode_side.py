@@ -1,5 +1,5 @@
-"""What a decode rank knows of prefill engines: which of their ranks introduced themselves, and which room is asked of
-whom. Decides when a prefill rank may be asked, and when what is known of it is out of date; must never import SGLang,
+"""What a decode rank knows of prefill engines: which of their ranks answered, and which room is asked of which
+rank. Decides when a prefill rank may be asked, and when what is known of it is out of date; must never import SGLang,
 nor know how pages travel.
 """
 
@@ -20,7 +20,7 @@ from kvxfer.types import TransferId
 log = logging.getLogger("kvxfer.sglang")
 
 ANSWER_S = 3.0
-"""A prefill rank that was introduced to answers so soon."""
+"""A prefill rank answers a registration so soon."""
 
 Place = tuple[str, int]
 
@@ -60,7 +60,7 @@ class DecodeSide:
     # --- prefill ranks ---
 
     def answered(self, greeting: Registered | Refused, place: Place) -> None:
-        """A prefill rank answered that it was introduced to."""
+        """A prefill rank answered a registration."""
         if isinstance(greeting, Registered):
             self._core.add_remote_agent(greeting.agent_metadata, greeting.agent_id)
         with self._lock:
@@ -92,7 +92,7 @@ class DecodeSide:
         return chosen
 
     def forget(self, places: Sequence[Place]) -> None:
-        """Those ranks are introduced to anew before the next room."""
+        """This rank registers at those ranks again before the next room."""
         with self._lock:
             for place in places:
                 self._known.pop(place, None)

@@ -1,8 +1,8 @@
-"""Rooms that this rank reads: which parts are asked of whom, and when all of them are there. Decides when a room is
-done, and when its pages may be used anew; must never know SGLang, nor wait on the thread that calls it.
+"""Rooms that this rank reads: which parts are asked of which source, and when all of them are there. Decides when a
+room is done, and when its pages may be used anew; must never know SGLang, nor wait on the thread that calls it.
 
 Each source is asked for its last part, the auxiliary row, as soon as the room begins: so this rank hears that it is
-queued, that nobody there knows it, or that nobody is there, long before the first page is granted. Parts that come
+queued, that its engine does not know it, or that it is gone, long before the first page is granted. Parts that come
 before it are told by messages, and pulled at once. A page belongs to the agent from the pull of its chunk until that
 drained. Sources that are cut differently give a share each, in a view of the same pages (:mod:`.views`).
 """
@@ -165,7 +165,7 @@ class DestinationRooms:
         one is chosen, by this rank's place. Without shapes every source gives all.
 
         Raises InvalidArgumentError where there are none, one is named twice, or some have a shape and others not;
-        IncompatibleError, naming the field, where nobody has some layer or head, or one keeps it differently."""
+        IncompatibleError, naming the field, where no source has some layer or head, or one keeps it differently."""
         return tuple(source for source, _ in self._choose(sources))
 
     def abort(self, room: int, why: str) -> None:
@@ -271,7 +271,7 @@ class DestinationRooms:
         task.add_done_callback(self._tasks.discard)
 
     async def _ask(self, made: DestinationRoom, leg: DestinationLeg) -> None:
-        """For its last part, as soon as it is known who that is."""
+        """For its last part, as soon as that rank is known."""
         try:
             while not (member := self._agent.find_member(leg.agent_id)) or not member.pools:
                 if made.is_over:

@@ -32,7 +32,7 @@ LIST_MAX = 1 << 14
 
 @dataclasses.dataclass(frozen=True)
 class Register:
-    """Decode to prefill, before its first room there: who I am, and what my pages are."""
+    """Decode to prefill, before its first room there: my agent, and what my pages are."""
 
     agent_id: str
     rank: int
@@ -106,8 +106,8 @@ class RoomFailed:
 
 @dataclasses.dataclass(frozen=True)
 class Postmark:
-    """By which agent a message is, for which, and the how manieth of its sender's. Without an agent: nobody's, and for
-    whoever hears it."""
+    """By which agent a message is, for which, and the how manieth of its sender's. Without an agent: of no sender,
+    and for any receiver."""
 
     by: str = ""
     to: str = ""
@@ -134,7 +134,7 @@ def signer_of(token: bytes) -> Signer:
 
 
 def encode(signer: Signer, address: str, greeting: Greeting, mark: Postmark = Postmark()) -> list[bytes]:
-    """The frames of a message from the one who hears answers at ``address``; texts are cut to TEXT_MAX characters."""
+    """The frames of a message whose sender hears answers at ``address``; texts are cut to TEXT_MAX characters."""
     values: dict[str, Any] = {"v": VERSION, "kind": _NAMES[type(greeting)], "from": address}
     values["mark"] = [mark.by, mark.to, mark.number]
     for field in dataclasses.fields(greeting):

@@ -21,7 +21,7 @@ THREADS_MAX = 16
 AGAIN_S = 0.5
 """A host is asked so often at most."""
 STALE_S = 5.0
-"""An answer that nobody wanted for so long is not asked for, and not kept."""
+"""An answer that was not wanted for so long is not asked for, and not kept."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,7 +80,7 @@ class Inquiries(Generic[Answer]):
             del self._asked[address]
 
     def _next(self) -> tuple[str, _Inquiry[Answer]] | None:
-        """Whom to ask now."""
+        """The addresses to ask now."""
         with self._lock:
             while self._waiting:
                 address = self._waiting.popleft()

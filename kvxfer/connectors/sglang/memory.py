@@ -1,5 +1,5 @@
-"""What an SGLang rank registers, as plain numbers. Decides whether they make sense; must never know which page belongs
-to whom, nor touch a byte.
+"""What an SGLang rank registers, as plain numbers. Decides whether they make sense; must never know which request a
+page belongs to, nor touch a byte.
 
 Buffers are in the order in which SGLang has them (``kv_data_ptrs`` and so on); both sides must have the same order. A
 *row* is one item of every buffer: one page of all layers, one request's row of all auxiliary buffers.

@@ -75,7 +75,7 @@ class Alive:
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """Reader to source: a pool that you gave of is not known here yet; say who you are anew."""
+    """Reader to source: a pool that you gave of is not known here yet; send your metadata again."""
 
     transfer_id: TransferId
 

@@ -19,7 +19,7 @@ from kvxfer.errors import KvxferError
 GONE_S = 1.7
 """A prefill engine whose bootstrap server does not answer for so long is given up; SGLang asks once a second."""
 ROW_S = 5.0
-"""Times that nobody answered are of one row if they are no further apart."""
+"""Failed asks are of one row if they are no further apart."""
 PROBE_S = 1.8
 """Longer, so that a host that says nothing needs to be asked once; a packet that was lost is sent again after 1 s."""
 NOT_READY = object()
@@ -28,7 +28,7 @@ NOT_READY = object()
 
 @dataclasses.dataclass(frozen=True)
 class Missed:
-    """Nobody answered who was asked then."""
+    """No engine that was asked then answered."""
 
     asked_s: float
 
@@ -51,7 +51,7 @@ class PrefillEngines:
         self._manager = manager
         self._inquiries: Inquiries[Any] = Inquiries(self._inquire)
         self._missed: dict[str, tuple[float, float]] = {}
-        """When the first and the last time in a row were that nobody answered."""
+        """When the first and the last failed ask in a row were."""
 
     def ensure(self, bootstrap_addr: str) -> bool:
         """Whether SGLang's manager knows now what that engine is. One that is gone, or that does not fit, fails the
@@ -105,6 +105,6 @@ class PrefillEngines:
                 decode_tp_size=manager.attn_tp_size,
                 decode_pp_size=manager.pp_size,
             )
-        except (RuntimeError, AssertionError, TypeError, KvxferError) as error:  # nobody would catch SGLang's own
+        except (RuntimeError, AssertionError, TypeError, KvxferError) as error:  # SGLang's own would be caught nowhere
             return f"incompatible: {error}"
         return info

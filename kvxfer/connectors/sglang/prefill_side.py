@@ -1,7 +1,6 @@
-"""What a prefill rank knows of rooms before their transfer: which decode ranks introduced themselves, which want a
-room, and whether SGLang has a sender for it. Decides when both are there, and who is told that a room comes to nothing;
-must never import SGLang, nor know how pages travel.
-"""
+"""What a prefill rank knows of rooms before their transfer: which decode ranks registered, which want a room, and
+whether SGLang has a sender for it. Decides when both are there, and which side is told that a room comes to nothing;
+must never import SGLang, nor know how pages travel."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """A decode rank that introduced itself. ``asking``: how many of its engine's ranks want each room of this rank,
+    """A decode rank that registered. ``asking``: how many of its engine's ranks want each room of this rank,
     where that is known."""
 
     agent_id: str
@@ -133,7 +132,7 @@ class PrefillSide:
     # --- decode ranks ---
 
     def register(self, greeting: Register, address: tuple[str, int]) -> None:
-        """A decode rank introduced itself, and hears who we are, or why not."""
+        """A decode rank registered, and is answered with our agent, or why not."""
         ours, shape = self._engine.identity(), greeting.shape
         try:
             check_peer(ours, Identity(greeting.record, greeting.layout, shape))
@@ -167,7 +166,7 @@ class PrefillSide:
             self._tell_failed(wanted, *refusal)
 
     def abort(self, greeting: Abort) -> None:
-        """A decode rank gave a room up: of one that it wants, or of one that nobody wants yet."""
+        """A decode rank gave a room up: of one that it wants, or of one that no rank wants yet."""
         text = f"the decode engine gave it up: {greeting.text}"
         with self._lock:
             wanted = self._wanted.get(greeting.room, {})
@@ -187,7 +186,7 @@ class PrefillSide:
         room, agent_id = wanted.room, wanted.reader.agent_id
         peer = self.peers.get(agent_id)
         if peer is None:
-            return "peer_gone", "the prefill rank that you were introduced to is another process now"
+            return "peer_gone", "the prefill rank that you registered at is another process now"
         said = wanted.reader.rank, wanted.required_dst_info_num
         known = peer.rank, said[1] if peer.asking is None else peer.asking
         if said != known:

@@ -166,7 +166,7 @@ def choose(destination: KvShape, sources: Sequence[KvShape]) -> dict[int, Slice]
     """Of which of ``sources`` the destination takes what, by their place in the list: everything that it holds, once.
     Of replicas rank ``r`` takes the ``r``-th, round and round.
 
-    Raises IncompatibleError naming the field: where nobody has some layer or head, and as :func:`common`."""
+    Raises IncompatibleError naming the field: where no source has some layer or head, and as :func:`common`."""
     holdings = {place: source.holding for place, source in enumerate(sources)}
     chosen: dict[int, Slice] = {}
     for share in choose_sources(destination.holding, holdings, destination_rank=destination.tp_rank):

@@ -1,12 +1,11 @@
-"""Rooms that this rank computes and others read: what is promised of their pages, to whom, and how it ends. Decides
-when a room is done and when it has failed; must never know SGLang, nor wait on the thread that calls it.
+"""Rooms that this rank computes and others read: which readers are promised which pages, and how it ends. Decides when
+a room is done and when it has failed; must never know SGLang, nor wait on the thread that calls it.
 
 A room begins when the engine here accepted its prompt and a reader is known: from then on the reader, which asks for
 the last part first, is told that it is queued. Each chunk of pages is one grant to each reader, and then a message. The
-room is done when every reader has said that it committed everything. A reader with another tensor parallel size is
-given what both have in common, of the same pages, in a view of them (:mod:`.views`). Grants alone decide what a reader
-may read: once :meth:`SourceRooms.abort` has revoked them nothing that it reads is confirmed.
-"""
+room is done when every reader has said that it committed everything. A reader with another tensor parallel size gets
+what both have in common, in a view of the same pages (:mod:`.views`). Grants alone decide what a reader may read: once
+:meth:`SourceRooms.abort` has revoked them nothing that it reads is confirmed."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ EARLY_MAX = 4096
 DECLINE_S = 0.5
 """A reader that was told why, and still waits then, is told by its grant that there will be none."""
 ENDED_MAX = 4096
-"""Rooms remembered that failed here: who still comes for one is told so."""
+"""Rooms remembered that failed here: readers that ask for one are told so."""
 GIVEN_UP_MAX = 4096
 """Transfers remembered that readers gave up before it was known here which room is theirs."""
 
@@ -281,7 +280,7 @@ class SourceRooms:
                 self._fail(made, error)
 
     def sweep(self, now_s: float) -> None:
-        """Tell who began to read, forget readers whose room nobody accepted."""
+        """Tell which readers began to read, forget readers whose room was not accepted."""
         with self._lock:
             for made in self._rooms.values():
                 if not made.has_begun and not made.is_over and any(one.has_begun for one in made.grants.values()):
@@ -353,7 +352,7 @@ class SourceRooms:
         aux_row: int | None,
         states: Sequence[npt.ArrayLike | None],
     ) -> list[Grant]:
-        """Grants of all that is sent now to every reader, who is told. Raises KvxferError's kinds."""
+        """Grants of all that is sent now to every reader, which is told. Raises KvxferError's kinds."""
         if made.is_all_sent:
             raise InvalidArgumentError(f"room {made.number}: more is sent after its last")
         if len(states) > len(self._pools.all) - 1:

@@ -69,7 +69,7 @@ class SharedRows:
 
 
 class Views:
-    """Of one rank's pages. All methods may be called from any thread; nobody else registers pools meanwhile."""
+    """Of one rank's pages. All methods may be called from any thread; no other caller registers pools meanwhile."""
 
     def __init__(
         self,

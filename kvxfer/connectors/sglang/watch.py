@@ -1,6 +1,6 @@
 """Whether the peers of open rooms are there. Decides when one is given up; must never know what a room is.
 
-Without a coordinator nobody announces a death. So each peer of an open room is told something every half second: its
+Without a coordinator no death is announced. So each peer of an open room is told something every half second: its
 agent says that it came, from a thread that Python does not stop. A process that was killed has no session any more, and
 opens none; one that was stopped, or cannot be reached, says nothing.
 """
@@ -74,7 +74,7 @@ class Watch:
             await asyncio.sleep(LOOK_S)
 
     def look(self, now_s: float) -> None:
-        """Ask whom it is time to ask, and give up who has not answered."""
+        """Ask the peers whose turn it is, and give up those that have not answered."""
         legs = list(self._legs())
         self._put_off(legs, self._pauses.look(now_s))
         gone: dict[AgentRef, KvxferError | None] = {}

@@ -4,7 +4,7 @@ Knowledge instead of a time: an engine learns of its requests between two steps,
 it took in its queue twice is on no way to it that this engine can see. vLLM's API server makes tokens of a text before
 its engine hears of it, which no step counts: such a prompt has some time besides, or the server says that it has it.
 
-Decides who is told what; has no clock, and must never know a block.
+Decides which agent is told what; has no clock, and must never know a block.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class Accepted:
         return answers
 
     def sweep(self, now_s: float) -> list[tuple[str, TransferId]]:
-        """Forget who asks no more. Returns questions for prompts that nobody will send, with the agents that ask."""
+        """Forget agents that ask no more. Returns questions for prompts that will not be sent, with the agents that
+        ask."""
         for key in [key for key, question in self._questions.items() if now_s >= question.heard_s + FORGET_S]:
             del self._questions[key]
         self._arrived = {one: at_s for one, at_s in self._arrived.items() if now_s < at_s + ARRIVED_S}

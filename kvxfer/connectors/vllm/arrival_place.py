@@ -1,4 +1,4 @@
-"""Where an API server finds who listens for its arrivals: a socket file in a directory that only this user can enter,
+"""Where an API server finds the listener for its arrivals: a socket file in a directory that only this user can enter,
 so that no other user can take the name first, hear what arrives, or say what did not.
 
 Both processes come to the same path by themselves: ``$XDG_RUNTIME_DIR/kvxfer``, else ``kvxfer-UID`` where temporary
@@ -23,7 +23,7 @@ PATH_MAX = 107
 
 
 def make_socket(heard: socket.socket, agent_id: str) -> pathlib.Path:
-    """Bind it where that agent is looked for. Raises ConfigError where there is no place for it, or somebody listens
+    """Bind it where that agent is looked for. Raises ConfigError where there is no place for it, or a process listens
     there; OSError."""
     obstacles = []
     for path in _paths(agent_id):

@@ -2,7 +2,7 @@
 after the other, and no step of the engine tells of those. Its middleware tells the engine's first rank.
 
 ``vllm serve ... --middleware kvxfer.connectors.vllm.arrivals.Arrivals``. The server says what it has by datagrams,
-while it has it, to who listens under the agent's name in a directory that only this user can enter. It never waits for
+while it has it, to the listener under the agent's name in a directory that only this user can enter. It never waits for
 that, and changes nothing of a request; without it, and for requests of more than BODY_MAX bytes, ``unknown_wait_s`` is
 what such a prompt has.
 """
@@ -134,7 +134,7 @@ class Arrivals:
                 return
 
     def _say(self, agent_id: str, transfer_id: TransferId, what: bytes) -> bool:
-        """Whether there was room for it; or nobody listens, who could be told soon."""
+        """Whether there was room for it; or no listener could be told soon."""
         path = find_socket(agent_id)
         if path is None:
             return True

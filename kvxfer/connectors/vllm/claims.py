@@ -1,5 +1,5 @@
-"""Whose a prompt is that no request promised to anybody: the first rank of the engine that holds it says so, before
-another rank's part of it is read or let go. Runs on the agent's loop; decides nothing, and must never know a
+"""Which engine reads a prompt that no request promised to one: the first rank of the engine that holds it says so,
+before another rank's part of it is read or let go. Runs on the agent's loop; decides nothing, and must never know a
 block."""
 
 from __future__ import annotations

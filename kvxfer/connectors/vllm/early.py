@@ -14,7 +14,7 @@ from kvxfer.types import TransferId
 EARLY_MAX = 1024
 """Of either kind."""
 RELEASE_S = 60.0
-"""How long it is remembered that nobody wants a prompt that this engine has not heard of."""
+"""How long it is remembered that no engine wants a prompt that this engine has not heard of."""
 
 Question: TypeAlias = Ask | Claim
 Refusal: TypeAlias = Refuse | Claimed

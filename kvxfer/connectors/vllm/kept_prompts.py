@@ -81,7 +81,7 @@ class KeptPrompts:
             return None
         self._revoked += 1
         self._kept[name].is_read = True  # its blocks are on their way
-        return Revoke(name, "no_room: this engine needed the blocks, and nobody had begun to read them")
+        return Revoke(name, "no_room: this engine needed the blocks, and no engine had begun to read them")
 
     @property
     def blocks_unread(self) -> int:

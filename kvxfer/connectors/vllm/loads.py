@@ -188,7 +188,7 @@ class Loads:
                 self._meet(fetch.order, fetch.source_rank)
 
     def cancel(self, request_id: str) -> None:
-        """Nobody waits for it any more; it still ends with a call of ``on_done``."""
+        """No request waits for it any more; it still ends with a call of ``on_done``."""
         for fetch in self._fetches.get(request_id, ()):
             fetch.end(TransferCancelledError("the request was aborted"))
 

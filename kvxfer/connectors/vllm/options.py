@@ -73,7 +73,7 @@ class ConnectorOptions:
     """A source's engine that has work and began no step for so long, or said nothing, is given up."""
     room_wait_s: float = 2.0
     """In an engine of both roles: how long what may run waits for blocks while none come back, before a prompt that
-    nobody has begun to read is taken back."""
+    no engine has begun to read is revoked."""
     overlap: bool = True
     """Announce blocks while the prompt is computed, layer by layer (concurrent requests)."""
     announce_layers: int = 0

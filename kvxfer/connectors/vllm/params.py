@@ -31,7 +31,7 @@ _LIFE = re.compile(r"([0-9]{1,20})\.([0-9a-f]{32})")
 @dataclasses.dataclass(frozen=True)
 class PrefillLeg:
     """Compute the prompt and keep it. ``reader`` is the base agent of the engine that will fetch it while it is
-    computed; without one it is fetched afterwards, by whoever knows the transfer id."""
+    computed; without one it is fetched afterwards, by an engine that knows the transfer id."""
 
     transfer_id: TransferId | None
     reader: str | None

@@ -1,6 +1,5 @@
-"""One prompt that is kept for others: its blocks, what is promised of them, and who has said what about it. Decides
-nothing; `source` does.
-"""
+"""One prompt that is kept for others: its blocks, what is promised of them, and what each reader has said about it.
+Decides nothing; `source` does."""
 
 from __future__ import annotations
 
@@ -43,11 +42,11 @@ class PendingSend:
     final: int
     total: int
     lease_end_s: float
-    """When it is over whatever anybody wants."""
+    """When it is over in any case."""
     traceparent: str | None
     span: OpenSpan
     until_s: float | None = None
-    """Set once vLLM has finished it: when it is over if nobody ever came for it."""
+    """Set once vLLM has finished it: when it is over if no reader ever came for it."""
     readers: dict[int, SendReader] = dataclasses.field(default_factory=dict)
     released: set[int] = dataclasses.field(default_factory=set)
     readers_expected: int = 0

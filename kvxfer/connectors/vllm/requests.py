@@ -108,7 +108,7 @@ def gauges_of(decodes: Iterable[Decode], blocks_unread: int) -> Gauges:
 
 def contents_of(request: Any, ranks: int, adapter: str) -> bytes:
     """What a prompt's blocks depend on: the tokens, the LoRA adapter, and images and the like, which have equal
-    placeholders. Embeddings instead of tokens are compared by nobody: such prompts are neither kept nor fetched."""
+    placeholders. Embeddings instead of tokens are not compared: such prompts are neither kept nor fetched."""
     ids = (request.prompt_token_ids or ())[: request.num_prompt_tokens - 1]
     beside = [adapter]
     for feature in getattr(request, "mm_features", None) or ():

@@ -1,4 +1,4 @@
-"""Prompts that are computed here and wanted elsewhere: what is promised of their blocks, to whom, and until when.
+"""Prompts that are computed here and wanted elsewhere: which engine is promised which of their blocks, until when.
 
 A prompt has one reader: the engine that the request named, or the first that asks for it. What any other engine says of
 it is answered with a refusal, and changes nothing. Each rank of this engine sees only the messages to itself: the first
@@ -113,7 +113,7 @@ class PromptSource:
         return len(self._sends)
 
     def take_expired(self) -> int:
-        """Prompts that nobody fetched in time, since the last call."""
+        """Prompts that no engine fetched in time, since the last call."""
         with self._lock:
             expired, self.expired = self.expired, 0
         return expired

@@ -212,7 +212,7 @@ def repack(
     """
     ours, theirs = destination_record.kv_heads, source_record.kv_heads
     offsets, total = (cut.source_rank * theirs, cut.rank * ours), cut.ranks * ours
-    if ours == theirs:  # the same heads, whoever holds them
+    if ours == theirs:  # the same heads, on whatever rank
         offsets, total = (0, 0), ours
     runs = plan_transfer(
         layout_of(source, source_record, offsets[0], total),

@@ -75,7 +75,7 @@ class ComputedBlocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finish:
-    """A prompt is computed and stays in ``blocks`` until the worker half says that nobody needs it any more."""
+    """A prompt is computed and stays in ``blocks`` until the worker half says that no engine needs it any more."""
 
     request_id: str
     transfer_id: TransferId

@@ -348,7 +348,7 @@ class WorkerHalf:
         return tuple(reports)
 
     def take_expired(self) -> int:
-        """Prompts that nobody fetched in time, since the last call; each rank has a part of every one, and the first
+        """Prompts that no engine fetched in time, since the last call; each rank has a part of every one, and the first
         counts them."""
         return 0 if self._source is None or self._rank > 0 else self._source.take_expired()
 
