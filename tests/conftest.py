@@ -18,7 +18,7 @@ pytest.register_assert_rewrite("tests.support")
 
 settings.register_profile("shared-machine", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
-# A change is judged by the same examples every time it is judged; new ones are for those who work on it.
+# A change is judged by the same examples every time it is judged; new ones are found while working on it.
 settings.load_profile("ci" if os.environ.get("CI") else "shared-machine")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

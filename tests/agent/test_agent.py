@@ -124,8 +124,8 @@ async def test_failures_have_names(pair: Pair) -> None:
         await destination.pull(into, [2], transfer_id=expired, source="source")
     with pytest.raises(DeadlineExceededError):
         await destination.pull(into, [2], transfer_id=waiting, source="source", timeout_s=0.05)
-    with pytest.raises(PeerGoneError, match="'nobody'"):
-        await destination.pull(into, [2], transfer_id=fresh_id(), source="nobody")
+    with pytest.raises(PeerGoneError, match="'absent'"):
+        await destination.pull(into, [2], transfer_id=fresh_id(), source="absent")
     outcomes = destination.statistics().as_dict()["outcomes"]
     lane = "memory" if source.address.tcp_port == 0 else "mapped"
     assert outcomes == {lane: {"grant_revoked": 1, "grant_expired": 1, "deadline": 1}, "none": {"peer_gone": 1}}
@@ -243,7 +243,7 @@ async def test_notifications(pair: Pair) -> None:
     for delivery in deliveries:
         await delivery
     with pytest.raises(PeerGoneError):
-        source.notify("nobody", b"")
+        source.notify("absent", b"")
     with pytest.raises(InvalidArgumentError, match="notification_bytes_max"):
         source.notify("destination", bytes(1 << 20))
     await destination.close()
@@ -405,12 +405,12 @@ async def test_a_pull_with_impossible_numbers_leaves_nothing_behind(pair: Pair, 
 async def test_a_search_that_was_cancelled_does_not_take_its_successor_along(pair: Pair) -> None:
     destination = pair[1]
     assert destination._runtime is not None
-    destination._runtime.peers.coordinator_is(True)  # somebody may still say who "nobody" is
+    destination._runtime.peers.coordinator_is(True)  # the coordinator may still announce it
     transfer_id, pool = fresh_id(), destination.pools[0]
-    first = destination.pull(pool, [0], transfer_id=transfer_id, source="nobody")
+    first = destination.pull(pool, [0], transfer_id=transfer_id, source="absent")
     await asyncio.sleep(0)
     first.cancel()
-    second = destination.pull(pool, [0], transfer_id=transfer_id, source="nobody")
+    second = destination.pull(pool, [0], transfer_id=transfer_id, source="absent")
     await asyncio.sleep(0.01)
     assert destination.statistics().transfers_live == 1
     second.cancel()
@@ -444,7 +444,7 @@ async def test_another_thread_pulls_and_waits_itself(pair: Pair) -> None:
     await until(lambda: source.statistics().is_idle and destination.statistics().is_idle)
 
 
-async def test_what_another_thread_cannot_pull_ends_with_a_name(pair: Pair) -> None:
+async def test_pull_of_an_unknown_source_on_another_thread_raises_a_named_error(pair: Pair) -> None:
     _, destination = pair
     pool = destination.pools[0]
 

@@ -95,7 +95,7 @@ async def test_posts_with_checks_take_a_lane_that_has_them(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", Op)
-async def test_auto_checks_what_another_host_sends(op: Op) -> None:
+async def test_mode_auto_checks_transfers_from_another_host(op: Op) -> None:
     async with two("auto", pools=("auto", "auto")) as (source, destination):
         near = await post(op, source, destination, Lane.STREAM)
         assert (near.pieces_checked, (await pull(source, destination, Lane.STREAM)).blocks_checked) == (0, 0)
@@ -108,7 +108,7 @@ async def test_auto_checks_what_another_host_sends(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", Op)
-async def test_nothing_is_checked_where_nobody_asked(op: Op) -> None:
+async def test_mode_off_checks_nothing(op: Op) -> None:
     async with two() as (source, destination):
         move_away(destination, source)
         move_away(source, destination)

@@ -29,7 +29,7 @@ def tensor(memory: np.ndarray, **changes: object) -> types.SimpleNamespace:
     return types.SimpleNamespace(**{**values, **changes})
 
 
-def test_what_is_taken() -> None:
+def test_register_pool_accepts_supported_memory() -> None:
     memory = np.zeros((4, 8), np.float32)
     address = memory.ctypes.data
     for given in (memory, tensor(memory), tensor(memory, nbytes=128), memoryview(memory), (address, 128)):
@@ -51,7 +51,7 @@ def test_a_torch_tensor() -> None:
         region_of(torch.zeros(4, device="meta"))
 
 
-def test_what_is_refused() -> None:
+def test_register_pool_refuses_unsupported_memory() -> None:
     memory = np.zeros((4, 8), np.float32)
     frozen = memory.copy()
     frozen.flags.writeable = False
@@ -93,7 +93,7 @@ async def test_shapes_are_checked() -> None:
         agent.register_pool(RECORD, bytearray(10), block_count=1)
 
 
-async def test_memory_lives_as_long_as_its_pool() -> None:
+async def test_memory_is_kept_as_long_as_its_pool() -> None:
     class Memory(np.ndarray):
         pass
 

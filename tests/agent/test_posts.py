@@ -87,7 +87,7 @@ async def test_polled_instead_of_awaited(pair: tuple[Agent, Agent]) -> None:
     assert (await post).lane_reason
 
 
-async def test_who_awaits_one_post_after_the_other_lets_other_tasks_run(pair: tuple[Agent, Agent]) -> None:
+async def test_awaiting_posts_in_turn_lets_other_tasks_run(pair: tuple[Agent, Agent]) -> None:
     """Each is over before the task would sleep."""
     peer, agent = pair
     mine = agent.register(np.zeros(SIZE, np.uint8))
@@ -126,7 +126,7 @@ async def test_a_scope_cancels(pair: tuple[Agent, Agent]) -> None:
         assert agent.statistics().outcomes["none" if post.statistics().lane is None else post.statistics().lane.value]
 
 
-async def test_what_raises_at_once(pair: tuple[Agent, Agent]) -> None:
+async def test_post_with_wrong_arguments_raises_at_once(pair: tuple[Agent, Agent]) -> None:
     peer, agent = pair
     mine = agent.register(np.zeros(SIZE, np.uint8))
     with pytest.raises(InvalidArgumentError, match="inside no registered region"):
@@ -136,7 +136,7 @@ async def test_what_raises_at_once(pair: tuple[Agent, Agent]) -> None:
     with pytest.raises(InvalidArgumentError, match="give its records"):
         agent.prepare([(1, 2, 0)], peer="source")
     with pytest.raises(PeerGoneError):
-        agent.prepare([(1, 2, 0)], peer="nobody", records=[mine.record])
+        agent.prepare([(1, 2, 0)], peer="absent", records=[mine.record])
     local = agent.prepare([(mine.record.address, 64, 0)])
     theirs = peer.register(allocate_region(SIZE))
     remote = agent.prepare([(theirs.record.address, 64, 0)], peer="source", records=peer.memory())

@@ -144,7 +144,7 @@ async def test_a_peer_that_dies_under_a_post(
         peer.process.kill()
         await peer.process.wait()
         killed_s = time.monotonic()
-        # UCX may find before the session does that nobody is there any more.
+        # UCX may find before the session does that the peer is gone.
         with contextlib.suppress(PeerGoneError, *([LaneUnavailableError] if lane is Lane.UCX else [])):
             await post
         await post.wait_drained()

@@ -12,7 +12,7 @@ from tests.support.agents import BLOCK_BYTES, RECORD, fresh_id, info, introduce
 
 
 @pytest.mark.parametrize("is_in_memory", [False, True], ids=["sockets", "memory"])
-async def test_what_the_engine_said_before_its_agent_started_is_not_lost(is_in_memory: bool) -> None:
+async def test_pulse_before_the_agent_started_is_not_lost(is_in_memory: bool) -> None:
     """An engine that starts first says once that it is idle: a pull of what it was never asked for ends by that."""
     network = MemoryNetwork(clock=SystemClock()) if is_in_memory else None
     config = AgentConfig(unknown_wait_s=0.2)

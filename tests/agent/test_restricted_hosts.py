@@ -92,7 +92,7 @@ def read_on(host: Restrictions, **environment: str) -> tuple[dict[str, Any], str
     ],
     ids=[
         "nothing",
-        "nobody",
+        "no-user",
         "small-shm",
         "powerless",
         "few-files",

@@ -40,9 +40,7 @@ async def test_a_transfer_is_told_to_be_drained_after_on_ended(pair: Pair) -> No
     assert (await transfer).blocks == 3
 
 
-async def test_a_callback_that_raises_keeps_nobody_from_hearing_of_the_drain(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_on_ended_that_raises_does_not_hide_the_drain(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     _, destination = pair
     caught: list[type[Exception]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: caught.append(type(context["exception"])))
@@ -75,7 +73,7 @@ async def test_the_end_of_the_agent_may_come_before_the_pull_began(
     assert sum(sum(outcomes.values()) for outcomes in destination.statistics().outcomes.values()) == 1
 
 
-async def test_a_look_waits_for_nobody(pair: Pair) -> None:
+async def test_progress_with_no_timeout_does_not_block(pair: Pair) -> None:
     _, destination = pair
     looking = threading.Thread(target=destination.progress, args=[0.0])
     with destination._runtime.pump._lock:  # the loop is at its events
@@ -101,7 +99,7 @@ async def test_the_loop_may_not_wait_in_place(pair: Pair) -> None:
         pair[1].progress(0.0)
 
 
-async def test_what_a_thread_took_and_could_not_handle_comes_to_the_loop(
+async def test_event_that_a_thread_could_not_handle_reaches_the_loop(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pump, handled = pair[1]._runtime.pump, []
@@ -120,7 +118,7 @@ async def test_what_a_thread_took_and_could_not_handle_comes_to_the_loop(
     assert handled == ["first", "third"]
 
 
-async def test_what_came_when_a_signal_ended_a_wait_stays_for_the_loop(
+async def test_event_during_an_interrupted_progress_reaches_the_loop(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pump, handled = pair[1]._runtime.pump, []

@@ -92,7 +92,7 @@ async def test_a_pool_registered_later_is_published(coordinator: Coordinator) ->
         assert result.lane is Lane.UNIX
 
 
-async def test_a_pool_that_is_not_published_is_pulled_into_and_known_to_nobody(coordinator: Coordinator) -> None:
+async def test_unpublished_pool_is_pulled_into_and_not_announced(coordinator: Coordinator) -> None:
     async with joined(coordinator) as (source, destination):
         into = destination.allocate_pool(RECORD, block_count=4, block_bytes=BLOCK_BYTES, is_published=False)
         transfer_id = fresh_id()
@@ -175,7 +175,7 @@ async def test_coordinator_down_and_up(coordinator: Coordinator) -> None:
             assert await move(source, late, 5) is Lane.MAPPED
 
 
-async def test_a_new_life_is_another_source(coordinator: Coordinator) -> None:
+async def test_restarted_agent_is_another_source(coordinator: Coordinator) -> None:
     """What was pulled from an incarnation that left fails with its name; the next incarnation serves under its own."""
     async with make(coordinator, "d") as destination:
         async with make(coordinator, "p") as first:
@@ -198,14 +198,14 @@ async def test_a_new_life_is_another_source(coordinator: Coordinator) -> None:
         assert destination.statistics().is_idle
 
 
-async def test_who_may_not_join(coordinator: Coordinator) -> None:
+async def test_registration_that_is_not_allowed_is_refused(coordinator: Coordinator) -> None:
     stranger = Agent(info("x"), coordinator=coordinator.target, token=b"0123456789abcdef0123456789abcdef")
     with pytest.raises(AuthenticationError, match="cluster token"):
         await stranger.__aenter__()
     async with make(coordinator, "p"):
         with pytest.raises(RefusedError):
             await make(coordinator, "p").__aenter__()
-    nobody = Agent(info("x"), coordinator="127.0.0.1:9", token=coordinator.token, connect_s=0.5)
+    unregistered = Agent(info("x"), coordinator="127.0.0.1:9", token=coordinator.token, connect_s=0.5)
     with pytest.raises(CoordinatorUnavailableError):
         async with asyncio.timeout(20):
-            await nobody.__aenter__()
+            await unregistered.__aenter__()

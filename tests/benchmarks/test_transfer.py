@@ -75,7 +75,7 @@ def test_how_pages_lie_is_a_share(parts: Any) -> None:
     memory, present = parts["peers.memory"], 1 << 63
     frames = [7, 8, 9, 4, 5, 70]
     assert memory.neighbouring(np.array([present | frame for frame in frames], np.uint64)) == 3 / 5
-    assert memory.neighbouring(np.full(9, present, np.uint64)) == 0.0  # as who may not see them is shown them
+    assert memory.neighbouring(np.full(9, present, np.uint64)) == 0.0  # as a user that may not see them is shown them
     assert 0.0 <= memory.together(memory.anonymous(4 << 20, "4k")) <= 1.0
     assert 0 < memory.available() < 1 << 50
 

@@ -84,7 +84,7 @@ async def test_a_bad_stream_is_an_error(body: bytes, status: str, error: type[Ex
         await asked(body, status)
 
 
-async def test_nobody_listens() -> None:
+async def test_demo_without_a_service_reports_it() -> None:
     with pytest.raises(TransportError, match=r"127\.0\.0\.1:1 failed"):
         await demo.ask("http://127.0.0.1:1", "tiny", "hello", 2, is_shown=False)
 

@@ -51,7 +51,7 @@ class Demo:
             try:
                 if self.mark.encode() in path.read_bytes().split(b"\0"):
                     found.append(int(path.parent.name))
-            except OSError:  # it ended meanwhile, or is somebody else's
+            except OSError:  # it ended meanwhile, or is another user's
                 continue
         return found
 

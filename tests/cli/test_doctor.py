@@ -91,7 +91,7 @@ def test_without_capabilities_a_process_alike_can_be_read() -> None:
 
 @needs_root
 @needs_cma
-def test_what_root_could_read_and_the_lane_would_not(
+def test_doctor_with_another_users_pid_names_the_users(
     child_of_another_user: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["doctor", "--json", f"--pid={child_of_another_user}"]) == 1
@@ -100,7 +100,7 @@ def test_what_root_could_read_and_the_lane_would_not(
     assert finding["detail"] == "it is user 65534's, and cma joins agents of one user: this is 0's process"
 
 
-def test_what_the_core_says_is_told(child: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_with_a_refused_pid_prints_the_cores_reason(child: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "cma_obstacle", lambda pid=0: f"ptrace\nis not allowed of {pid}" if pid else "")
     finding = doctor.process(child)
     assert (finding.is_ok, finding.detail) == (False, f"ptrace is not allowed of {child}")
@@ -117,12 +117,12 @@ def test_a_process_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("pid", ["0", "-1", str((1 << 22) + 1), "9" * 30])
-def test_what_can_be_no_process(pid: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_with_an_impossible_pid_is_refused(pid: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", f"--pid={pid}"]) == 2
     assert capsys.readouterr() == ("", f"kvxfer: pid must be above 0 and at most 4194304, not {pid}\n")
 
 
-def test_what_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_with_a_pid_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["doctor", "--pid=me"])
     assert caught.value.code == 2

@@ -81,7 +81,7 @@ def test_wrong_settings() -> None:
 
 def test_spans() -> None:
     seen: list[observe.Span] = []
-    with observe.span("nobody listens"):
+    with observe.span("no listener"):
         pass
     with observe.spans_to(seen.append):
         with observe.span("wire", lane="mapped") as attributes:

@@ -13,7 +13,7 @@ from kvxfer import places
 from kvxfer.errors import ConfigError
 
 
-def nobody(user_id: int) -> pwd.struct_passwd:
+def no_user(user_id: int) -> pwd.struct_passwd:
     raise KeyError(f"getpwuid(): uid not found: {user_id}")
 
 
@@ -21,7 +21,7 @@ def nobody(user_id: int) -> pwd.struct_passwd:
 def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(pwd, "getpwuid", no_user)
 
 
 def test_home_is_the_variable_then_the_passwd_entry_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_home_is_the_variable_then_the_passwd_entry_then_nothing(monkeypatch: py
     for unset in ("", None):
         monkeypatch.delenv("HOME", raising=False) if unset is None else monkeypatch.setenv("HOME", unset)
         assert places.home() == pathlib.Path(pwd.getpwuid(os.getuid()).pw_dir)
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(pwd, "getpwuid", no_user)
     assert places.home() is None
 
 

@@ -22,7 +22,7 @@ WITHOUT_UCX = "mapped,cma,unix,stream"
 """Loading UCX takes a second; hosts that may matter to it have all lanes."""
 NO_PIDFD = {"pidfd_open": errno.EPERM, "getsockopt": errno.ENOPROTOOPT}
 HOSTS = {
-    "nobody": Restrictions(user_id=ANYBODY),
+    "no-user": Restrictions(user_id=ANYBODY),
     "read-only": Restrictions(is_read_only=True),
     "small-shm": Restrictions(shm_bytes=65536),
     "powerless": Restrictions(has_capabilities=False),
@@ -51,24 +51,24 @@ NO_SOCKET = (
 )
 
 ENDS = [
-    ("nobody", "version", 0, "kvxfer "),
-    ("nobody", "--help", 0, "usage: kvxfer"),
-    ("nobody", "nixl -- /bin/true", 0, ""),
-    ("nobody", "model --list", 2, MODELS),
-    ("nobody", "model tiny", 2, MODELS),
-    ("nobody", "coordinator --port=0", 2, TOKEN),
-    ("nobody", "router --coordinator=127.0.0.1:1", 2, TOKEN),
-    ("nobody", "serve --port=0 --model=tiny", 2, MODELS),
-    ("nobody", "demo --model=tiny", 2, MODELS),
-    ("nobody", "demo --model=some/model", 2, HUB),
+    ("no-user", "version", 0, "kvxfer "),
+    ("no-user", "--help", 0, "usage: kvxfer"),
+    ("no-user", "nixl -- /bin/true", 0, ""),
+    ("no-user", "model --list", 2, MODELS),
+    ("no-user", "model tiny", 2, MODELS),
+    ("no-user", "coordinator --port=0", 2, TOKEN),
+    ("no-user", "router --coordinator=127.0.0.1:1", 2, TOKEN),
+    ("no-user", "serve --port=0 --model=tiny", 2, MODELS),
+    ("no-user", "demo --model=tiny", 2, MODELS),
+    ("no-user", "demo --model=some/model", 2, HUB),
     (
-        "nobody",
+        "no-user",
         "demo --model=~/model",
         2,
         "~/model: user id 54321 has no home directory; set HOME, or write the whole path",
     ),
-    ("nobody", "doctor", 0, "cluster token +no +" + TOKEN),
-    ("nobody", "doctor", 0, "models +no +" + MODELS),
+    ("no-user", "doctor", 0, "cluster token +no +" + TOKEN),
+    ("no-user", "doctor", 0, "models +no +" + MODELS),
     ("read-only", "version", 0, "kvxfer "),
     ("read-only", "nixl -- /bin/true", 0, ""),
     ("read-only", "model --list", 0, "no models in /nowhere/.cache/kvxfer/models"),
@@ -98,10 +98,10 @@ ENDS = [
 ]
 SERVES = [
     *(("coordinator --port=0", host) for host in HOSTS),
-    *(("router --coordinator=127.0.0.1:1 --port=0", host) for host in ("nobody", "read-only", "few-files")),
+    *(("router --coordinator=127.0.0.1:1 --port=0", host) for host in ("no-user", "read-only", "few-files")),
 ]
 WORKERS = [
-    *(("worker --port=0 --model=tiny", host) for host in ("nobody", "read-only", "few-files")),
+    *(("worker --port=0 --model=tiny", host) for host in ("no-user", "read-only", "few-files")),
     ("serve --port=0 --model=tiny", "few-files"),
 ]
 
@@ -147,7 +147,7 @@ def filled_with_model(filled: dict[str, str]) -> dict[str, str]:
 
 @pytest.mark.parametrize(("host", "words", "code", "sentence"), ENDS, ids=lambda value: str(value)[:40])
 def test_a_command_on_a_restricted_host_ends_with_one_sentence(host: str, words: str, code: int, sentence: str) -> None:
-    home = {} if host == "nobody" else {"HOME": "/nowhere"}
+    home = {} if host == "no-user" else {"HOME": "/nowhere"}
     if words == "doctor" and host in ("read-only", "small-shm", "powerless"):
         home["KVXFER_LANES"] = ""
     process = command_on(HOSTS[host], words.split(), home)
@@ -234,7 +234,7 @@ print(state, bool((ours == 7).all()))
 """
 
 
-@pytest.mark.parametrize("host", ["nobody", "read-only", "powerless", "no-memfd", "no-readv", "no-pidfd", "few-files"])
+@pytest.mark.parametrize("host", ["no-user", "read-only", "powerless", "no-memfd", "no-readv", "no-pidfd", "few-files"])
 def test_a_program_of_nixl_on_a_restricted_host_reads(host: str) -> None:
     process = command_on(HOSTS[host], ["nixl", "--", sys.executable, "-c", NIXL_READS], {})
     output, errors = process.communicate(timeout=60)
@@ -246,7 +246,7 @@ def test_a_program_of_nixl_on_a_restricted_host_reads(host: str) -> None:
 def test_a_directory_is_not_made_for_a_home_that_is_not_known(tmp_path: pathlib.Path) -> None:
     """``~`` in a path of a program that does not find a home becomes a directory of that name."""
     words = [sys.executable, "-P", "-m", "kvxfer.cli", "demo", "--model=some/model"]
-    host = HOSTS["nobody"]
+    host = HOSTS["no-user"]
     done = subprocess.run(
         restricted(words, host), cwd=tmp_path, env={"PATH": os.defpath}, capture_output=True, text=True
     )

@@ -70,7 +70,7 @@ async def ping_often(address: str, count: int, apart_s: float) -> list[tuple[int
 
 
 async def test_pings_as_far_apart_as_clients_send_them_are_all_answered(tmp_path: pathlib.Path) -> None:
-    """Sooner, even: who was stopped answers late, and the next ping comes right after."""
+    """Sooner, even: a process that was stopped answers late, and the next ping comes right after."""
     async with running(tmp_path) as cluster:
         answers = await ping_often(cluster.address, STRIKES + 4, 1.5 * PINGS_APART_MIN_MS / 1000)
     assert answers == [(PING, number.to_bytes(8, "big")) for number in range(STRIKES + 4)]

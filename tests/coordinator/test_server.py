@@ -106,7 +106,7 @@ async def test_a_bad_registration_is_a_violation_that_says_what(cluster: Cluster
         await converse(cluster, message)
 
 
-async def test_a_number_nobody_gave_is_refused(cluster: Cluster) -> None:
+async def test_number_that_no_coordinator_gave_is_refused(cluster: Cluster) -> None:
     with pytest.raises(RefusedError, match="far above every number"):
         await converse(cluster, as_bytes(register=hello(number=(1 << 63) - 1)))
 
@@ -200,7 +200,7 @@ async def test_stopping_tells_the_sessions(cluster: Cluster) -> None:
     assert agent.states[:2] == [True, False]
 
 
-async def test_stopping_suspects_nobody(cluster: Cluster) -> None:
+async def test_stopping_coordinator_suspects_no_member(cluster: Cluster) -> None:
     """A stream that the coordinator ends itself says nothing of the agent: a restart must cost no placement."""
     await cluster.agent("p0").session.start()
     async with MembershipWatch(cluster.address, cluster.token) as watch:
@@ -219,7 +219,7 @@ async def test_a_taken_port_is_one_sentence(cluster: Cluster) -> None:
         await serve(taken, on_ready=lambda _: None, stop=asyncio.Event())
 
 
-async def test_metrics_say_who_is_there(tmp_path: pathlib.Path) -> None:
+async def test_metrics_count_members_and_registrations(tmp_path: pathlib.Path) -> None:
     async with running(tmp_path, metrics_port=0) as cluster:
         agent = cluster.agent("p0")
         await agent.session.start()

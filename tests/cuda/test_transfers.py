@@ -199,7 +199,7 @@ def test_host_and_device_in_one_post(ends: Ends) -> None:
 
 @each_lane
 def test_memory_that_takes_the_place_of_other_memory(ends: Ends, lane: str) -> None:
-    """Freed to the driver and allocated anew, mostly at the same address: nobody reads by an old mapping."""
+    """Freed to the driver and allocated anew, mostly at the same address: no transfer reads by an old mapping."""
     source, reader = ends(lane)
     nbytes, places = 32 << 20, set()
     for seed in range(4):

@@ -1,4 +1,4 @@
-"""The coordinator dies and comes back: nobody on the data path notices, and everybody finds it again."""
+"""The coordinator dies and comes back: the data path does not notice, and all processes find it again."""
 
 from __future__ import annotations
 

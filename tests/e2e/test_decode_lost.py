@@ -76,7 +76,7 @@ async def test_killed_while_it_pulls(cluster: Cluster, slow_reference) -> None:
 
 
 async def check_goes_on(cluster: Cluster, reference, seed: int) -> None:
-    """The router says that nobody decodes, until somebody does again."""
+    """The router says that no worker decodes, until one does again."""
     await cluster.seen("p1")
     prompt = make_prompt(100, seed=seed)
     refused = await ask(cluster.url("router"), completion(prompt, TOKENS, "slow"))

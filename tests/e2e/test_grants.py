@@ -59,7 +59,7 @@ async def overwrite(cluster: Cluster, seed: int) -> None:
     evicted = (await cluster.statistics("p1"))["pool"]
     assert evicted["used"] == 0
     other = make_prompt(POOL_BLOCKS * 16, seed=seed)
-    await prefill(cluster, other, "nobody")
+    await prefill(cluster, other, "absent")
     now = (await cluster.statistics("p1"))["pool"]
     assert now["granted"] == POOL_BLOCKS
 

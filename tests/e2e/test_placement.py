@@ -88,12 +88,12 @@ async def test_what_only_the_prefill_worker_had_cached_is_counted(cluster: Clust
     await cluster.assert_drained()
 
 
-async def test_a_prefill_worker_whose_http_is_away_keeps_nobody_waiting(cluster: Cluster, tiny_reference) -> None:
+async def test_prefill_worker_without_http_delays_no_request(cluster: Cluster, tiny_reference) -> None:
     """Its agent is alive: the decode worker would look for its grant for a minute."""
     await cluster.kill("p1")
     await cluster.seen("d1")
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        closed.bind(("127.0.0.1", 0))  # taken, and without a listener
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         async with serving_source(cluster, tiny_reference, http_url=url):
             await cluster.seen("d1", "source")

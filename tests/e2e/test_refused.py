@@ -1,4 +1,4 @@
-"""Who does not belong is refused by name: a wrong token, no token, another model's blocks."""
+"""What does not belong is refused by name: a wrong token, no token, another model's blocks."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def chat(**more: object) -> dict[str, object]:
 BAD_COMPLETIONS = {
     "not json": (b"{nonsense", None),
     "not an object": (b"[1, 2]", None),
-    "unknown model": (completion("hello", TOKENS, "nobody"), "model"),
+    "unknown model": (completion("hello", TOKENS, "absent"), "model"),
     "no model": ({"prompt": "hello"}, "model"),
     "no prompt": ({"model": "tiny"}, "prompt"),
     "prompt over the context": (completion(make_prompt(CONTEXT_TOKENS + 1), TOKENS, "tiny"), "prompt"),
@@ -40,7 +40,7 @@ BAD_COMPLETIONS = {
     "streamed too": ({**completion(make_prompt(CONTEXT_TOKENS + 1), TOKENS, "tiny"), "stream": True}, "prompt"),
 }
 BAD_CHATS = {
-    "unknown model": (chat(model="nobody"), "model"),
+    "unknown model": (chat(model="absent"), "model"),
     "negative max_tokens": (chat(max_tokens=-1), "max_tokens"),
     "negative max_completion_tokens": (chat(max_completion_tokens=-5), "max_completion_tokens"),
     "no messages": (chat(messages=[]), "messages"),

@@ -361,7 +361,7 @@ def test_what_a_worker_could_hold_that_takes_nothing_now_is_no_fault_of_the_requ
         )
 
 
-def test_an_estimate_says_only_who_is_tried_first() -> None:
+def test_estimate_decides_only_the_order_of_tries() -> None:
     small, large = sized("p0", Role.PREFILL, blocks=8), sized("p1", Role.PREFILL, blocks=64, prefill_inflight=5)
     d0, d1 = sized("d0", Role.DECODE, blocks=8), sized("d1", Role.DECODE, blocks=64, decode_inflight=5)
     assert chosen_pair(small, large, d0, d1)[:2] == ("p0", "d0")
@@ -369,7 +369,7 @@ def test_an_estimate_says_only_who_is_tried_first() -> None:
     assert chosen_pair(small, d0, **sizes(likely=300)) == ("p0", "d0", PlaceReason.REMOTE)
 
 
-def test_who_refused_a_request_for_its_size_speaks_for_those_that_are_no_larger() -> None:
+def test_refusal_for_size_counts_for_workers_that_are_no_larger() -> None:
     equals = [sized(f"p{n}", Role.PREFILL, context=2048, blocks=8) for n in range(9)]
     larger = sized("q", Role.PREFILL, context=2048, blocks=9, prefill_inflight=50)
     d = sized("d", Role.DECODE, context=2048, blocks=64)

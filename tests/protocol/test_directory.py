@@ -37,7 +37,7 @@ def pass_time(directory: Directory, start_ns: int, duration_ns: int) -> tuple[in
     return start_ns + duration_ns, effects
 
 
-def test_a_life_gets_its_number_and_its_stream() -> None:
+def test_registration_gives_a_number_and_a_stream() -> None:
     directory = new_directory()
     registration = directory.register(hello(), fresh_number=7, now_ns=0)
     assert (registration.ref.agent_id, registration.ref.incarnation.number) == ("a", 7)
@@ -63,7 +63,7 @@ def test_a_lost_answer_gives_the_same_number_again() -> None:
         directory.register(hello(number=8), fresh_number=None, now_ns=0)
 
 
-def test_a_second_process_with_the_same_id_is_refused_while_the_first_lives() -> None:
+def test_second_process_with_a_live_id_is_refused() -> None:
     directory = new_directory()
     first = directory.register(hello(), fresh_number=1, now_ns=0)
     with pytest.raises(RefusedError, match=r"'a' is in use by the live agent a#1\.01010101 at 127\.0\.0\.1:1"):
@@ -76,7 +76,7 @@ def test_a_second_process_with_the_same_id_is_refused_while_the_first_lives() ->
     assert [member.ref for member in change.members] == [second.ref]
 
 
-def test_a_silent_life_with_a_stream_is_replaced_and_its_stream_closed() -> None:
+def test_silent_incarnation_is_replaced_and_its_stream_closed() -> None:
     directory = new_directory()
     first = directory.register(hello(), fresh_number=1, now_ns=0)
     now_ns, _ = pass_time(directory, 0, 1500 * MS)
@@ -86,7 +86,7 @@ def test_a_silent_life_with_a_stream_is_replaced_and_its_stream_closed() -> None
     assert any(isinstance(effect, CloseStream) and effect.stream == first.stream for effect in second.effects)
 
 
-def test_the_higher_number_wins_even_over_a_live_life() -> None:
+def test_higher_number_wins_over_a_live_incarnation() -> None:
     directory = new_directory()
     older = directory.register(hello(number=5), fresh_number=None, now_ns=0)
     newer = directory.register(hello(nonce=NONCES[1], number=6), fresh_number=None, now_ns=0)
@@ -117,7 +117,7 @@ def test_silence_makes_suspect_then_gone_and_the_stream_closes() -> None:
     assert directory.change_since(None).members == ()
 
 
-def test_a_coordinator_that_slept_declares_nobody_gone() -> None:
+def test_coordinator_that_slept_declares_no_member_gone() -> None:
     directory = new_directory()
     directory.register(hello(), fresh_number=1, now_ns=0)
     now_ns, _ = pass_time(directory, 0, 1000 * MS)

@@ -36,7 +36,7 @@ class ModelIncarnation:
 
 
 class Receiver:
-    """Someone behind a mirror; checks that it hears of each ended incarnation once."""
+    """A receiver behind a mirror; checks that it hears of each ended incarnation once."""
 
     def __init__(self, seed: int) -> None:
         self.mirror = Mirror()
@@ -66,7 +66,8 @@ class Receiver:
         assert self.told <= deaths, "an incarnation ended more often for a receiver than it did"
 
     def check_gone(self, before: set[AgentRef], view: Membership, change: Change) -> None:
-        """Whoever is gone was here, or was born and died between two updates; whoever is gone and here came back."""
+        """An incarnation that is gone was a member, or came and went between two updates; one that is gone and a member
+        came back."""
         for ref in view.gone:
             assert ref in before or ref in change.gone
             if ref in self.present:

@@ -131,7 +131,7 @@ def test_registered_host_that_the_agent_comes_from_is_taken(host: str, peer: str
         ("localhost", "garbage"),
     ],
 )
-def test_registered_host_of_somebody_else_is_refused_unless_it_is_allowed(host: str, peer: str) -> None:
+def test_host_of_another_worker_is_refused_unless_allowed(host: str, peer: str) -> None:
     with pytest.raises(RefusedError, match=r"f names the host .*--o"):
         check(host, peer)
     check(host, peer, HostList("x", [host]))

@@ -31,7 +31,7 @@ def test_silence_turns_yellow_then_red() -> None:
     assert liveness.light("a", now_ns) is Light.RED
 
 
-def test_a_sleeping_watcher_declares_nobody_dead() -> None:
+def test_watcher_that_slept_declares_no_key_dead() -> None:
     liveness: Liveness[str] = Liveness(LIMITS, 0)
     liveness.beat("a", 0)
     now_ns = pass_time(liveness, 0, 900 * MS)

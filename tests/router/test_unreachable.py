@@ -1,4 +1,4 @@
-"""A prefill worker whose HTTP is away while its agent lives: nobody waits for what it will never grant."""
+"""A prefill worker whose HTTP is away while its agent lives: no request waits for what it will never grant."""
 
 from __future__ import annotations
 

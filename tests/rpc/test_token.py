@@ -38,7 +38,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: pathlib.Path, mode: in
 
 
 @pytest.mark.parametrize("text", [b"", b"short", b"with a space in the middle", b"\xff" * 32, b"x" * 5000])
-def test_what_is_no_token_is_refused(tmp_path: pathlib.Path, text: bytes) -> None:
+def test_load_token_of_a_wrong_file_is_refused(tmp_path: pathlib.Path, text: bytes) -> None:
     path = tmp_path / "token"
     path.write_bytes(text)
     path.chmod(0o600)

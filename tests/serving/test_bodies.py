@@ -145,7 +145,7 @@ async def test_server_bodies_beyond_the_budget_refuse_the_one_that_is_read_for_l
             await eventually(lambda: server.bodies.held_bytes == 800 * len(slow))
         reader, writer = await server.connect()
         writer.write(head(1000) + b"x" * 1000)
-        assert (await read_answer(reader))[0] == 200  # nobody waits for the slow ones
+        assert (await read_answer(reader))[0] == 200  # no request waits for the slow ones
         status, code, message = await read_error(slow[0][0])
         assert (status, code) == (503, "overloaded")
         assert "body_budget_bytes 2700" in message

@@ -1,4 +1,4 @@
-"""The bound of connections: who is given up, who waits, and what happens where descriptors run out."""
+"""The bound of connections: which connection is given up, which waits, and what happens where descriptors run out."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ async def serving(directory: pathlib.Path, model: pathlib.Path) -> AsyncIterator
 
 
 def blame(error: httpx.HTTPError, started: list[Started]) -> str:
-    """Who ended, where one of the processes did; else what became of the request."""
+    """Which process ended, if one did; else what became of the request."""
     for process in started:
         code = process.process.poll()
         if code is not None:

@@ -1,4 +1,4 @@
-"""Requests of real servers are aborted, at any moment and at either role: every page comes back, and nobody sees a
+"""Requests of real servers are aborted, at any moment and at either role: every page comes back, and no client sees a
 token of another request (`make test-sglang-e2e`).
 """
 

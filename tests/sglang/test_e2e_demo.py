@@ -50,7 +50,7 @@ class Demo:
             try:
                 if process.environ().get("DEMO_MARK") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except psutil.Error:  # it ended meanwhile, or is somebody else's
+            except psutil.Error:  # it ended meanwhile, or is another user's
                 continue
         return found
 

@@ -213,12 +213,12 @@ def test_changed_weights_are_refused(world: World) -> None:
     receiver.init(0)
     assert receiver.poll() == FAILED
     assert "update_weights_from_disk" in reason(receiver)
-    assert "update_weights_from_disk" in fails(sender, TOLD_S), "once prefill has said who it is"
+    assert "update_weights_from_disk" in fails(sender, TOLD_S), "once prefill has sent its metadata"
 
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """An address where somebody listens, and never says anything."""
+    """An address with a listener that never says anything."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

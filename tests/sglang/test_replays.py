@@ -1,4 +1,4 @@
-"""Messages between ranks that somebody recorded, and sends again: they cannot be changed, and have no second effect."""
+"""Messages between ranks that are recorded and sent again: they cannot be changed, and have no second effect."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_an_abort_sent_to_another_rank_hits_nothing(world: World, wire: Wire, is
     works(world, room, sender)
 
 
-def test_an_answer_sent_again_introduces_nobody(world: World, wire: Wire) -> None:
+def test_replayed_answer_registers_no_rank(world: World, wire: Wire) -> None:
     """Of a prefill rank that is no more, from the place where there is another now."""
     world.decode.manager.forget(world.address)
     works(world, world.room())
@@ -190,7 +190,7 @@ def test_an_answer_sent_again_introduces_nobody(world: World, wire: Wire) -> Non
     world.decode.manager.forget(world.address)
 
 
-def test_discovery_sent_again_change_nothing(world: World, wire: Wire) -> None:
+def test_replayed_registers_change_nothing(world: World, wire: Wire) -> None:
     world.decode.manager.forget(world.address)
     room = world.room()
     sender, receiver = world.prefill.sender(room), world.decode.ask(room, [5], 1)

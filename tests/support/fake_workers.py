@@ -104,7 +104,7 @@ class FakeWorker:
         self.first_event: dict[str, Any] | None = None
         self.sends_done = True
         self.arrived = asyncio.Event()
-        self.port = 1  # nobody listens there until it runs
+        self.port = 1  # without a listener until it runs
         self.quit: Callable[[], None] = lambda: None
         self.incarnation = Incarnation(next(_numbers), bytes(16))
 
@@ -378,7 +378,7 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]], *, within_
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -9,7 +9,7 @@ import httpx
 
 
 def free_ports(count: int) -> list[int]:
-    """So many ports of loopback that nobody had a moment ago, all different."""
+    """So many ports of loopback that were free a moment ago, all different."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

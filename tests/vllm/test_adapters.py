@@ -1,5 +1,5 @@
 """LoRA adapters and weights that change while engines run: what was loaded counts, and what changed since is computed
-where it is wanted. Two engines of their own, which end with weights that nobody knows."""
+where it is wanted. Two engines of their own, which end with unknown weights."""
 
 from __future__ import annotations
 

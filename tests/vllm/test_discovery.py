@@ -29,7 +29,7 @@ async def strangers(cluster: Cluster) -> AsyncIterator[Cluster]:
         await cluster.engines.pop(name).stop()
 
 
-async def test_a_prompt_that_is_all_there_is_given_back_by_a_stranger(strangers: Cluster) -> None:
+async def test_unregistered_peer_releases_a_cached_prompt(strangers: Cluster) -> None:
     """The first that the prefill engine hears of the other is that it needs nothing."""
     ids = prompt(385, seed="strange")
     alone = await strangers["di"].generate(ids, 8)
@@ -51,7 +51,7 @@ async def test_tokens_and_bytes_are_the_same(strangers: Cluster, length: int) ->
     await wait_free(strangers["pi"])
 
 
-async def test_a_prefill_engine_that_was_restarted_is_met_again(strangers: Cluster) -> None:
+async def test_restarted_prefill_engine_is_discovered_again(strangers: Cluster) -> None:
     ids = prompt(700, seed="strange again")
     old = await strangers["pi"].generate(ids, 1, {"do_remote_decode": True})
     strangers["pi"].signal(signal.SIGKILL)

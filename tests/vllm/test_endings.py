@@ -1,4 +1,4 @@
-"""Requests that do not end well: aborts at any moment, prompts that nobody fetches, promises that are over."""
+"""Requests that do not end well: aborts at any moment, prompts that are not fetched, promises that are over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABORTS = int(os.environ.get("ABORTS", "30"))
 EXPIRIES = int(os.environ.get("EXPIRIES", "2"))
 
 
-async def test_a_prompt_that_nobody_fetches_is_given_back(cluster: Cluster) -> None:
+async def test_prompt_that_is_not_fetched_is_given_back(cluster: Cluster) -> None:
     await cluster["p"].generate(prompt(700, seed="orphan"), 1, {"do_remote_decode": True})
     begun_s = time.monotonic()
     assert await cluster["p"].ask("free") == BLOCKS - 6

@@ -57,7 +57,7 @@ async def test_a_prefill_engine_that_stops(victims: Cluster) -> None:
         hand_over(victims["p2"], victims["d2"], ids, 8), victims["mono"].generate(ids, 8)
     )
     assert (answer.tokens, answer.report["code"]) == (whole.tokens, "")
-    await wait_free(victims["p2"], within_s=LOST_S)  # nobody could tell it that the first prompt is not wanted
+    await wait_free(victims["p2"], within_s=LOST_S)  # no peer could tell it that the first prompt is not wanted
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])

@@ -137,7 +137,7 @@ async def test_a_prompt_that_is_aborted_in_the_queue_is_computed_here_at_once(cl
 
 
 async def retry(cluster: Cluster, prefill: Engine, ids: list[int]) -> tuple[Answer, Answer]:
-    """A prefill leg whose prompt nobody fetched, and both legs of another attempt."""
+    """A prefill leg whose prompt was not fetched, and both legs of another attempt."""
     legs = both_legs(prefill, cluster["d"])
     await prefill.generate(ids, 1, legs[0])
     await wait_free(prefill, within_s=KV_LEASE_S + 1.0)
@@ -146,7 +146,7 @@ async def retry(cluster: Cluster, prefill: Engine, ids: list[int]) -> tuple[Answ
     return again, await cluster["d"].wait(request_id)
 
 
-async def test_a_retry_of_a_prompt_that_nobody_fetched_computes_at_most_a_block(cluster: Cluster) -> None:
+async def test_retry_of_an_unfetched_prompt_computes_at_most_a_block(cluster: Cluster) -> None:
     ids = prompt(900, seed="retried")
     again, answer = await retry(cluster, cluster["p"], ids)
     assert answer.report["code"] == ""

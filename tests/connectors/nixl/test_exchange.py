@@ -82,7 +82,7 @@ def test_what_was_asked_for_is_sent_before_an_agent_closes(make_agent: MakeAgent
     until(lambda: not one.check_remote_metadata("other"))
 
 
-def test_nobody_else_invalidates(make_agent: MakeAgent, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalidation_by_another_agent_is_refused(make_agent: MakeAgent, caplog: pytest.LogCaptureFixture) -> None:
     one = make_agent("one", enable_listen_thread=True, listen_port=0)
     other = make_agent("other")
     one.add_remote_agent(other.get_agent_metadata())
@@ -124,7 +124,7 @@ def drip(connection: socket.socket, over: threading.Event) -> None:
 
 
 def test_a_frame_in_drops_has_one_deadline(make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever sends it gives back his place, and whoever asked for it goes on with what is asked for next."""
+    """The sending thread gives back its place, and the asking one goes on with the next request."""
     monkeypatch.setattr(p2p, "FRAME_S", 2.0)
     agent, other = (make_agent(name, enable_listen_thread=True, listen_port=0) for name in ("one", "other"))
     over = threading.Event()
@@ -139,7 +139,7 @@ def test_a_frame_in_drops_has_one_deadline(make_agent: MakeAgent, monkeypatch: p
         threads.append(threading.Thread(target=answer, daemon=True))
         try:
             threads[0].start()
-            agent.fetch_remote_metadata("nobody", HOST, server.getsockname()[1])
+            agent.fetch_remote_metadata("absent", HOST, server.getsockname()[1])
             agent.fetch_remote_metadata("other", HOST, port_of(other))
             until(lambda: agent.check_remote_metadata("other"))
             with socket.create_connection((HOST, port_of(agent)), 10) as connection:
@@ -155,7 +155,7 @@ def test_a_frame_in_drops_has_one_deadline(make_agent: MakeAgent, monkeypatch: p
             assert not thread.is_alive()
 
 
-def test_nobody_listens(make_agent: MakeAgent) -> None:
+def test_fetch_from_a_closed_port_fails(make_agent: MakeAgent) -> None:
     agent = make_agent("one")
     with held_port() as port:
         agent.send_local_metadata(HOST, port)

@@ -128,8 +128,8 @@ def test_bindings_of_the_api_make_an_agent_as_hicache_does() -> None:
         descs = agent.register_memory([(at, 4096, 0, "")], "DRAM")
         assert isinstance(descs, nixlBind.nixlRegDList) and isinstance(descs.trim(), nixlBind.nixlXferDList)
         try:
-            agent.initialize_xfer("WRITE", descs.trim(), descs.trim(), "nobody")
+            agent.initialize_xfer("WRITE", descs.trim(), descs.trim(), "absent")
         except nixlBind.nixlNotFoundError as error:
             print("refused", error)
     """)
-    assert "nobody" in under_the_drop_in(program)
+    assert "absent" in under_the_drop_in(program)

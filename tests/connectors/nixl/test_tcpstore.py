@@ -136,7 +136,7 @@ def test_metadata_under_a_foreign_name_ends_nothing(
     assert (mine == theirs).all()
 
 
-def test_what_never_comes_is_given_up(
+def test_key_that_never_comes_is_given_up(
     store: Any, make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("NIXL_TCPSTORE_TIMEOUT_MS", "300")
@@ -200,7 +200,7 @@ def test_one_store_not_two(make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatc
         ([], "hung up"),
     ],
 )
-def test_what_answers_is_no_store(answers: list[bytes | None], said: str) -> None:
+def test_answer_of_another_server_is_reported(answers: list[bytes | None], said: str) -> None:
     """Each answer follows one piece of the client's; None echoes the nonce of the dialling."""
 
     def serve(server: socket.socket) -> None:
@@ -223,7 +223,9 @@ def test_what_answers_is_no_store(answers: list[bytes | None], said: str) -> Non
         thread.join(10)
 
 
-def test_nobody_there(make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+def test_store_that_does_not_listen_is_reported(
+    make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("NIXL_TCPSTORE_ENDPOINT", f"{HOST}:1")
     agent = make_agent("one")
     assert isinstance(agent.agent._exchange, Exchange)
@@ -280,7 +282,7 @@ def test_a_fetch_does_not_wait_long_for_a_connection(monkeypatch: pytest.MonkeyP
         server.bind((HOST, 0))
         server.listen(0)
         address = server.getsockname()
-        while True:  # until the queue of those who wait to be accepted is full
+        while True:  # until the queue of connections that wait to be accepted is full
             line = lines.enter_context(socket.socket())
             line.settimeout(0.3)
             try:

@@ -67,7 +67,7 @@ def work(one: nixl_agent, other: nixl_agent) -> None:
         assert one.check_xfer_state(handle) == "DONE"
     finish(one, one.initialize_xfer("WRITE", local, local, "one"))
     with pytest.raises(nixlNotFoundError):
-        one.initialize_xfer("READ", local, remote, "nobody")
+        one.initialize_xfer("READ", local, remote, "absent")
     one.deregister_memory(descs)
 
 
@@ -155,7 +155,7 @@ def test_nothing_is_written_unless_it_is_wanted(
         ("NIXL_TELEMETRY_BUFFER_SIZE", "many", nixlInvalidParamError),
     ],
 )
-def test_what_cannot_be_is_said(
+def test_wrong_telemetry_settings_are_named(
     directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, kind: type[Exception]
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -331,7 +331,7 @@ def test_no_file_of_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.
     assert settings.with_file({"HOME": ""}) == {"HOME": ""}
 
 
-def test_what_is_empty_is_not_set(tmp_path: pathlib.Path) -> None:
+def test_empty_variable_counts_as_unset(tmp_path: pathlib.Path) -> None:
     (tmp_path / ".nixl.cfg").write_text("NIXL_TELEMETRY_BUFFER_SIZE = 64\nNIXL_ETCD_NAMESPACE = ''\n")
     environ = {"HOME": str(tmp_path), "NIXL_CONFIG_FILE": "", "NIXL_TELEMETRY_BUFFER_SIZE": ""}
     found = settings.Settings.from_environment(settings.with_file(environ))
@@ -345,7 +345,7 @@ def test_homes_that_are_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     def refused(path: pathlib.Path) -> bool:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(pathlib.Path, "exists", refused)  # whoever runs the tests may be allowed everything
+    monkeypatch.setattr(pathlib.Path, "exists", refused)  # the user that runs the tests may be allowed everything
     with pytest.raises(ConfigError, match="Permission denied"):
         settings.with_file({"HOME": str(tmp_path)})
 

@@ -157,7 +157,7 @@ def test_descriptors_that_are_wrong(joined: Any) -> None:
     remote = one.get_xfer_descs([row(theirs, 0, 64)], "DRAM")
     outside = one.get_xfer_descs([row(stray, 0, 64)], "DRAM")
     for ours, its, name, error in (
-        (inside, remote, "nobody", nixlNotFoundError),
+        (inside, remote, "absent", nixlNotFoundError),
         (outside, remote, "target", nixlNotFoundError),
         (inside, outside, "target", nixlNotFoundError),
         (inside, one.get_xfer_descs([row(theirs, len(theirs) - 32, 64)], "DRAM"), "target", nixlNotFoundError),
@@ -310,7 +310,7 @@ def test_notifications(joined: Any) -> None:
     one.send_notif("target", b"")
     until(lambda: len(other.update_notifs().get("initiator", [])) == 3)
     assert not other.check_remote_xfer_done("initiator", b"tail")
-    assert not other.check_remote_xfer_done("somebody", b"")
+    assert not other.check_remote_xfer_done("other", b"")
     assert other.check_remote_xfer_done("initiator", b"tail", tag_is_prefix=False)
     assert other.check_remote_xfer_done(b"initiator", "te")
     assert not other.check_remote_xfer_done("initiator", b"te")

@@ -44,7 +44,7 @@ def test_a_message_is_taken_once(p: Correspondence, d: Correspondence) -> None:
     assert not p.take(mark, D, ABORT)
 
 
-def test_only_an_introduction_is_for_whoever_is_there(p: Correspondence, d: Correspondence) -> None:
+def test_only_register_is_for_any_process_at_its_address(p: Correspondence, d: Correspondence) -> None:
     first, second = d.mark(P, ABORT), d.mark(P, REGISTER)
     assert not first.to
     assert not p.take(first, D, ABORT)
@@ -52,7 +52,7 @@ def test_only_an_introduction_is_for_whoever_is_there(p: Correspondence, d: Corr
     assert not p.take(second, D, REGISTER)
 
 
-def test_what_is_for_another_process_is_not_taken(p: Correspondence, d: Correspondence) -> None:
+def test_message_for_another_process_is_dropped(p: Correspondence, d: Correspondence) -> None:
     introduce(p, d)
     mark = d.mark(P, ABORT)
     later = Correspondence("p again")
@@ -73,7 +73,9 @@ def test_an_answer_of_an_earlier_process_is_not_taken_again(p: Correspondence, d
     assert d.mark(P, ABORT).to == "p again"
 
 
-def test_what_is_for_nobody_yet_is_held(d: Correspondence, p: Correspondence, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_without_a_known_receiver_is_kept(
+    d: Correspondence, p: Correspondence, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(correspondence, "HELD_MAX", 3)
     d = Correspondence("d")
     for number in range(5):
@@ -94,7 +96,7 @@ def test_places_are_bounded(p: Correspondence, monkeypatch: pytest.MonkeyPatch) 
 
 
 @given(st.lists(st.integers(1, 60) | st.integers(WINDOW, WINDOW + 60) | st.integers(0, 1 << 63), max_size=60))
-def test_a_number_is_taken_once_whatever_the_order(numbers: list[int]) -> None:
+def test_message_number_is_taken_once_in_any_order(numbers: list[int]) -> None:
     window, taken = Window(), set()
     for number in numbers:
         if window.take(number):

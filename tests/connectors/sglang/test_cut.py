@@ -199,7 +199,7 @@ def test_what_is_shared_is_registered_ahead(tmp_path: pathlib.Path) -> None:
         assert views(p) == [2]
 
 
-def test_a_share_that_nobody_holds_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+def test_share_that_no_source_has_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     with engines(tmp_path, Cutting(pp=2, tp=2), Cutting()) as (p, d):
         rooms = d.ranks[0].destinations
         for sources, field in ((p.sources[:2], "layers"), (p.sources[1:], "heads"), (p.sources[::2], "heads")):
@@ -295,9 +295,9 @@ def test_other_weights_are_refused_by_name(tmp_path: pathlib.Path) -> None:
         d.check(room.arrived)
 
 
-@pytest.mark.parametrize("who", ["prefill", "decode", "one source"])
+@pytest.mark.parametrize("side", ["prefill", "decode", "one source"])
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 2)])
-def test_an_abort_midway_drains_everything(tmp_path: pathlib.Path, prefill: int, decode: int, who: str) -> None:
+def test_an_abort_midway_drains_everything(tmp_path: pathlib.Path, prefill: int, decode: int, side: str) -> None:
     with engines(tmp_path, Cutting(tp=prefill), Cutting(tp=decode)) as (p, d), contextlib.ExitStack() as stack:
         room = Room(p, d, 1, 22, SOURCE, TARGET)
         p.write(room.source, room.seed)
@@ -305,11 +305,11 @@ def test_an_abort_midway_drains_everything(tmp_path: pathlib.Path, prefill: int,
         room.begin()
         room.send(0, 3, is_last=False)
         until(lambda: all(rank.core.statistics().agent.outcomes for rank in d.ranks))
-        for rank in d.ranks if who == "decode" else p.ranks if who == "prefill" else p.ranks[:1]:
-            (rank.destinations if who == "decode" else rank.sources).abort(1, "enough")
-        if who == "prefill":
+        for rank in d.ranks if side == "decode" else p.ranks if side == "prefill" else p.ranks[:1]:
+            (rank.destinations if side == "decode" else rank.sources).abort(1, "enough")
+        if side == "prefill":
             assert all(rank.core._pools.book.is_idle for rank in p.ranks), "its pages are free at once"  # type: ignore[union-attr]
-        touched = d.ranks[:1] if (prefill, who) == (4, "one source") else d.ranks
+        touched = d.ranks[:1] if (prefill, side) == (4, "one source") else d.ranks
         time.sleep(0.3)
         for rank in touched:
             assert not rank.destinations.is_drained(1), "its reads are under way"
@@ -409,7 +409,7 @@ def test_views_are_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
         p.ranks[0].sources.clear(1)
 
 
-def test_a_card_from_before_the_view_was_made_is_no_obstacle(tmp_path: pathlib.Path) -> None:
+def test_metadata_older_than_a_view_is_replaced(tmp_path: pathlib.Path) -> None:
     """Adapters hand over the metadata that they had first, again and again."""
     with engines(tmp_path, Cutting(tp=2), Cutting()) as (p, d):
         old = {rank.name: rank.core.export_metadata() for rank in p.ranks}

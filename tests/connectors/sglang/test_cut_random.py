@@ -42,7 +42,7 @@ def ended(rank: Rank, room: int) -> str:
     ],
     ids=["2:1", "1:2", "4:2", "pp2:1"],
 )
-def test_what_is_done_is_whole(tmp_path: pathlib.Path, prefill: Cutting, decode: Cutting, lane: Lane) -> None:
+def test_random_shapes_end_whole(tmp_path: pathlib.Path, prefill: Cutting, decode: Cutting, lane: Lane) -> None:
     draw = random.Random(f"{prefill}{decode}{lane}")
     outcomes: list[str] = []
     with engines(tmp_path, prefill, decode, lanes=(lane,)) as (p, d):

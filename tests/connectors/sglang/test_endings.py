@@ -81,7 +81,7 @@ def test_an_abort_by_prefill_ends_the_room_on_both_sides(ranks: Ranks, state: st
     assert code in ("cancelled", "grant_revoked")
     assert "the client hung up" in text or state == "begun"
     assert d.destinations.is_drained(5)
-    assert p.none("sent", "unsent"), "who aborted knows"
+    assert p.none("sent", "unsent"), "the side that aborted knows"
     d.destinations.clear(5)
     if state not in ("chunk", "all sent"):
         check(p, d)
@@ -362,8 +362,8 @@ def test_an_engine_that_stops_tells_those_whose_prompt_it_has_not_begun(ranks: R
     assert d.wait("failed", 5, 0.5)[3] == "p has left: the engine ends"
 
 
-@pytest.mark.parametrize("who", ["p", "d"])
-def test_an_engine_that_starts_again_under_its_name_works(tmp_path: pathlib.Path, who: str) -> None:
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_an_engine_that_starts_again_under_its_name_works(tmp_path: pathlib.Path, side: str) -> None:
     chosen = options(tmp_path)
     ranks = {"p": Rank("p", Role.PREFILL, chosen), "d": Rank("d", Role.DECODE, chosen)}
     with running(*ranks.values()):
@@ -377,11 +377,11 @@ def test_an_engine_that_starts_again_under_its_name_works(tmp_path: pathlib.Path
             d.wait("done", round_)
             p.wait("sent", round_)
             check(p, d, Copy(((7, 8), (1, 2)), ((0,), (0,))))
-            ranks[who].core.stop()
-            ranks[who] = Rank(who, Role.PREFILL if who == "p" else Role.DECODE, chosen)
-            ranks[who].core.start()
+            ranks[side].core.stop()
+            ranks[side] = Rank(side, Role.PREFILL if side == "p" else Role.DECODE, chosen)
+            ranks[side].core.start()
             introduce(*ranks.values())
-        ranks[who].core.stop()
+        ranks[side].core.stop()
 
 
 def test_a_room_that_decode_gave_up_before_prefill_heard_of_its_reader_fails_at_once(ranks: Ranks) -> None:

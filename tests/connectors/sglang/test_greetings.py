@@ -36,7 +36,7 @@ ALL = [
 
 @pytest.mark.parametrize("greeting", ALL, ids=lambda greeting: type(greeting).__name__)
 @pytest.mark.parametrize(("address", "place"), [("10.0.0.1:77", ("10.0.0.1", 77)), ("[::1]:8", ("::1", 8))])
-def test_what_is_said_is_heard(greeting: greetings.Greeting, address: str, place: tuple[str, int]) -> None:
+def test_encoded_greeting_decodes_to_itself(greeting: greetings.Greeting, address: str, place: tuple[str, int]) -> None:
     frames = greetings.encode(SIGNER, address, greeting)
     assert greetings.is_ours(frames)
     assert greetings.address_of(frames) == place
@@ -51,7 +51,7 @@ def test_a_postmark_is_heard_with_it(mark: Postmark) -> None:
 @pytest.mark.parametrize(
     "mark", [None, [], ["d", "p"], ["d", "p", -1], ["d", "p", True], ["d", None, 1], ["a b", "", 1]]
 )
-def test_what_is_no_postmark_is_refused(mark: object) -> None:
+def test_greeting_with_a_wrong_postmark_is_refused(mark: object) -> None:
     tag, address, signed = greetings.encode(SIGNER, "h:1", ALL[0])
     values = json.loads(SIGNER.verify(signed.decode())) | {"mark": mark}
     with pytest.raises(ProtocolError):
@@ -156,7 +156,7 @@ def test_nesting_without_end_is_an_error() -> None:
 
 
 @given(st.lists(st.binary(max_size=64), max_size=4))
-def test_bytes_of_anybody_are_one_error(frames: list[bytes]) -> None:
+def test_any_bytes_are_a_greeting_or_one_error(frames: list[bytes]) -> None:
     for each in (frames, [greetings.TAG, *frames]):
         with pytest.raises((ProtocolError, AuthenticationError)):
             greetings.decode(SIGNER, each)

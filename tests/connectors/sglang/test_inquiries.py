@@ -1,4 +1,4 @@
-"""What is asked of other hosts: nobody waits for the answer, and few threads ask."""
+"""What is asked of other hosts: no thread waits for the answer, and few threads ask."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_answer_comes_later_and_once(host: Host, monkeypatch: pytest.MonkeyPa
     assert host.asked == ["a", "a"]
 
 
-def test_a_host_that_is_silent_keeps_nobody_waiting(host: Host) -> None:
+def test_silent_host_does_not_delay_other_hosts(host: Host) -> None:
     asking = Inquiries(host)
     began_s = time.monotonic()
     for _ in range(1000):
@@ -82,7 +82,7 @@ def test_threads_are_few_and_end(host: Host, monkeypatch: pytest.MonkeyPatch) ->
     until(lambda: asking._threads == 0)
 
 
-def test_what_nobody_wants_any_more_is_not_asked_and_not_kept(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwanted_answer_is_neither_asked_for_nor_kept(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inquiries, "THREADS_MAX", 1)
     monkeypatch.setattr(inquiries, "STALE_S", 0.2)
     asking = Inquiries(host)

@@ -1,4 +1,5 @@
-"""Peers that die or stop, in processes of their own: the other side hears of it, and goes on with who comes back."""
+"""Peers that die or stop, in processes of their own: the other side hears of it, and goes on with a peer that comes
+back."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ json_values = st.recursive(
 
 
 @given(messages)
-def test_what_is_encoded_is_decoded(message: Message) -> None:
+def test_encoded_message_decodes_to_itself(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
@@ -79,7 +79,7 @@ def test_a_number_is_a_count(count: object) -> None:
 
 
 @pytest.mark.parametrize("payload", [b"[" * 100_000, b'{"kind":"left","text":' + b'{"a":' * 50_000, b"\xff\xfe"])
-def test_what_is_nested_without_end_is_a_violation(payload: bytes) -> None:
+def test_deeply_nested_message_is_a_protocol_error(payload: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(payload)
 
@@ -93,7 +93,7 @@ def test_a_long_text_is_cut() -> None:
         decode(json.dumps(values).encode())
 
 
-def test_a_card_is_never_cut() -> None:
+def test_agent_metadata_in_a_message_is_never_cut() -> None:
     assert decode(encode(SourceMetadata("x" * METADATA_MAX))) == SourceMetadata("x" * METADATA_MAX)
     with pytest.raises(InvalidArgumentError, match="agent metadata"):
         encode(SourceMetadata("x" * (METADATA_MAX + 1)))

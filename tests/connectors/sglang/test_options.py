@@ -60,7 +60,7 @@ def test_everything_can_be_set() -> None:
         ("KVXFER_SGLANG_DEADLINE_S", "1e9", "must be above 0 and at most 86400"),
     ],
 )
-def test_what_is_wrong_is_named(variable: str, text: str, says: str) -> None:
+def test_wrong_variable_is_named_in_the_error(variable: str, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=f"^{variable} {says}"):
         Options.from_environment({variable: text})
 

@@ -86,7 +86,7 @@ class Story:
 
 @pytest.mark.parametrize("lane", [Lane.CMA, Lane.STREAM])
 @pytest.mark.parametrize("seed", range(10))
-def test_what_is_done_is_whole_and_what_is_free_stays_as_it_is(tmp_path: pathlib.Path, seed: int, lane: Lane) -> None:
+def test_random_rooms_end_whole_and_free_pages_stay_unwritten(tmp_path: pathlib.Path, seed: int, lane: Lane) -> None:
     draw = random.Random(seed)
     with pair(tmp_path, lanes=(lane,)) as (p, d):
         for wave in range(WAVES):

@@ -87,7 +87,7 @@ def test_as_many_ranks_ask_as_sglang_says(made: tuple[Cutting, Cutting, int]) ->
     for rank, ours in enumerate(decode.shapes):
         first = rank * prefill.tp // decode.tp
         paired = prefill.shapes[first : first + max(1, prefill.tp // decode.tp)]
-        assert choose(ours, paired), "nobody else is needed"
+        assert choose(ours, paired), "no other source is needed"
         for source in paired:
             asked[source.tp_rank] += 1
     assert asked == [asking(source, decode.shapes[0]) for source in prefill.shapes]

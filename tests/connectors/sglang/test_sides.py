@@ -1,4 +1,4 @@
-"""What each role knows of the other before a transfer: who may be told what about a room."""
+"""What each role knows of the other before a transfer: which rank may be told what about a room."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def told(engine: Engine) -> list[Any]:
     return [greeting for _, _, greeting in engine.named("tell")]
 
 
-def test_a_decode_rank_hears_who_prefill_is(engine: Engine, core: Any) -> None:
+def test_register_is_answered_with_the_prefill_agent(engine: Engine, core: Any) -> None:
     side = PrefillSide(engine, core, 3)
     side.register(Register("d", 0, "metadata of d", RECORD, LAYOUT, None), HERE)
     assert core.named("add_remote_agent") == [("add_remote_agent", "metadata of d", "d")]
@@ -147,7 +147,7 @@ def test_an_abort_may_come_before_the_prompt(side: PrefillSide, engine: Engine) 
     assert "the client left" in engine.named("fail")[0][2]
 
 
-def test_who_asks_for_a_room_that_failed_is_told_why(side: PrefillSide, engine: Engine) -> None:
+def test_request_for_a_failed_room_is_answered_with_its_reason(side: PrefillSide, engine: Engine) -> None:
     side.open(1)
     side.close(1, "Aborted by AbortReq.")
     side.want(room(1), HERE)
@@ -157,7 +157,7 @@ def test_who_asks_for_a_room_that_failed_is_told_why(side: PrefillSide, engine: 
     assert engine.named("ready")
 
 
-def test_who_wanted_a_room_that_never_began_is_told(side: PrefillSide, engine: Engine) -> None:
+def test_readers_of_a_room_that_never_began_are_told(side: PrefillSide, engine: Engine) -> None:
     side.open(1)
     side.want(room(1, required=2), HERE)
     side.close(1, "timed out")
@@ -269,7 +269,7 @@ def test_a_prefill_rank_is_waited_for_until_it_answered(decode: DecodeSide, core
     assert decode.waits_for([PLACE]) is not None
 
 
-def test_who_has_no_share_is_marked(decode: DecodeSide, core: Any) -> None:
+def test_rank_without_a_share_is_marked_dummy(decode: DecodeSide, core: Any) -> None:
     """And stays so: SGLang keeps what it knows of a prefill rank."""
     infos = [PLACE | {"rank_port": port} for port in (9, 10)]
     for rank, info in enumerate(infos):

@@ -212,7 +212,7 @@ def test_a_room_without_readers_is_done_when_all_is_sent(ranks: Ranks) -> None:
     p.wait("sent", 3)
 
 
-def test_a_card_may_come_after_the_room_began(tmp_path: pathlib.Path) -> None:
+def test_agent_metadata_after_the_room_began_is_used(tmp_path: pathlib.Path) -> None:
     chosen = options(tmp_path)
     p, d = Rank("p", Role.PREFILL, chosen), Rank("d", Role.DECODE, chosen)
     with running(p), running(d):
@@ -230,7 +230,7 @@ def test_a_card_may_come_after_the_room_began(tmp_path: pathlib.Path) -> None:
         check(p, d, Copy(((9,), (1,)), ((1,), (6,))))
 
 
-def test_what_was_said_before_its_sender_was_known_is_taken_first(
+def test_messages_of_an_unknown_sender_are_handled_once_it_is_known(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = options(tmp_path)

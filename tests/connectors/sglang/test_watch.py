@@ -76,7 +76,7 @@ async def test_a_peer_without_a_session_is_given_up(world: World) -> None:
     assert world.now_s <= LOST_S + 3 * LOOK_S
 
 
-async def test_a_peer_that_nobody_knows_is_given_up(world: World) -> None:
+async def test_unknown_peer_is_given_up(world: World) -> None:
     world.agent.known = None
     world.look(10.0)
     assert "is known" in str(world.gone[0])
@@ -84,7 +84,7 @@ async def test_a_peer_that_nobody_knows_is_given_up(world: World) -> None:
 
 
 @pytest.mark.parametrize("why", ["silent", "down", "unknown"])
-async def test_a_process_that_stood_still_gives_nobody_up_for_it(world: World, why: str) -> None:
+async def test_process_that_was_stopped_gives_no_peer_up(world: World, why: str) -> None:
     world.agent.connected = why != "down"
     world.agent.known = None if why == "unknown" else Peer()
     world.look(0.7)

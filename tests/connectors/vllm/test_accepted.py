@@ -98,7 +98,7 @@ def test_a_prompt_that_is_accepted_late_is_not_unknown_any_more() -> None:
     assert accepted.take(ONE) == []
 
 
-def test_who_asks_no_more_is_forgotten() -> None:
+def test_agent_that_asks_no_more_is_forgotten() -> None:
     accepted = Accepted(WAIT_S)
     accepted.accept(ONE)
     for agent_id in ("d", "e", "f"):

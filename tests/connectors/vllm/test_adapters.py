@@ -73,12 +73,12 @@ def why(adapters: Adapters) -> str:
     return found
 
 
-def test_an_adapter_is_what_was_loaded(adapters: Adapters, load: Load, directory: pathlib.Path) -> None:
+def test_adapter_is_fingerprinted_as_it_was_loaded(adapters: Adapters, load: Load, directory: pathlib.Path) -> None:
     load()
     assert known(adapters) == f"{adapter_digest(dict(adapter_files(str(directory))), DigestCache(None))} f32"
 
 
-def test_an_adapter_that_nobody_was_seen_loading_is_unknown(adapters: Adapters, loaded: Loaded) -> None:
+def test_adapter_whose_load_was_not_seen_is_unknown(adapters: Adapters, loaded: Loaded) -> None:
     assert "'poet' was not seen loaded by any worker" in why(adapters)
     loaded.is_watching = True
     assert "'poet' has not been loaded by all workers yet" in why(adapters)

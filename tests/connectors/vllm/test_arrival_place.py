@@ -1,4 +1,4 @@
-"""Where an API server finds who listens for its arrivals: in nobody's hands but this user's."""
+"""Where an API server finds the listener for its arrivals: in no other user's hands."""
 
 from __future__ import annotations
 

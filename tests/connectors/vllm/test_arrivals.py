@@ -1,4 +1,5 @@
-"""What vLLM's API server says of prompts that it has: of which, to whom, and that it never gets in a request's way."""
+"""What vLLM's API server says of prompts that it has: of which, to which engine, and that it never gets in a request's
+way."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_anything_else_is_none(request_body: bytes) -> None:
 
 
 @given(st.binary(max_size=100))
-def test_whatever_comes_is_an_arrival_or_none(request_body: bytes) -> None:
+def test_any_datagram_is_an_arrival_or_none(request_body: bytes) -> None:
     assert arrival_of(b'"do_remote_decode"' + request_body) is None
 
 
@@ -178,7 +179,7 @@ async def test_of_a_burst_every_arrival_is_heard_and_every_end(
     assert len(seen) == 2 * len(ids)
 
 
-async def test_a_prompt_that_nobody_can_be_told_is_gone_is_not_said_for_ever(
+async def test_prompt_whose_end_cannot_be_reported_is_forgotten(
     listening: ArrivalSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "AGAIN_S", (0.001, 0.002))

@@ -1,7 +1,7 @@
 """A KV cache in a device's memory: nothing is read before it is written, nothing is filled while it is still used.
 
-No GPU: a stand-in for the driver, whose memory crashes whoever touches it from the host, and events that the test sets.
-"""
+No GPU: a stand-in for the driver, whose memory crashes a process that touches it from the host, and events that the
+test sets."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def discovered(order: LoadOrder, p: Rank, metadata: str | None = None) -> LoadOr
 
 
 @pytest.mark.parametrize("has_direct", [False, True])
-async def test_a_stranger_fetches_what_is_all_there(has_direct: bool) -> None:
+async def test_unregistered_peer_fetches_a_computed_prompt(has_direct: bool) -> None:
     async with two_ranks(ALONE) as (p, d):
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
         done = await d.load(discovered(load_order(0, (0, 1, 2), has_direct=has_direct), p))
@@ -34,7 +34,7 @@ async def test_a_stranger_fetches_what_is_all_there(has_direct: bool) -> None:
         await until(lambda: bool(p.freed))
 
 
-async def test_a_stranger_gives_back_what_it_does_not_need() -> None:
+async def test_unregistered_peer_releases_a_prompt_that_it_does_not_need() -> None:
     """The first that the prefill engine hears of it, long before the prompt's time is over."""
     async with two_ranks(dataclasses.replace(ALONE, kv_lease_duration=60.0)) as (p, d):
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
@@ -42,7 +42,7 @@ async def test_a_stranger_gives_back_what_it_does_not_need() -> None:
         await until(lambda: bool(p.freed))
 
 
-async def test_a_stranger_whose_turn_comes_later_keeps_the_prompt() -> None:
+async def test_unregistered_peer_that_waits_keeps_the_prompt() -> None:
     async with two_ranks(ALONE) as (p, d):
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
         order = discovered(load_order(0, (0, 1, 2), has_direct=True), p)
@@ -57,7 +57,7 @@ async def test_a_stranger_whose_turn_comes_later_keeps_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("kind", ["no metadata", "another life"])
-async def test_a_wrong_card_fails_the_load_at_once(kind: str) -> None:
+async def test_load_with_wrong_metadata_fails_at_once(kind: str) -> None:
     async with two_ranks(ALONE) as (p, d):
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
         order = discovered(
@@ -76,7 +76,7 @@ async def test_a_wrong_card_fails_the_load_at_once(kind: str) -> None:
         assert d.agent.members() == ()
 
 
-async def test_engines_with_a_coordinator_read_no_cards(ranks: tuple[Rank, Rank]) -> None:
+async def test_engines_with_a_coordinator_ignore_agent_metadata(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     p.forward(finish_order((4, 5, 6)), [4, 5, 6])
     assert (await d.load(discovered(load_order(0, (0, 1, 2), has_direct=True), p, "no metadata"))).error is None

@@ -255,7 +255,7 @@ def test_under_pressure_of_running_requests_nothing_is_taken_back(tokens: int) -
 
 
 def kept_for_late_readers(world: World, count: int) -> Engine:
-    """An engine that has computed so many prompts, which nobody comes for."""
+    """An engine that has computed so many prompts, which no engine comes for."""
     engine = world.engines["e0"]
     for number in range(count):
         params = {"do_remote_decode": True, "transfer_id": f"{number + 1000:032x}"}

@@ -103,7 +103,7 @@ def test_a_wrong_field_is_named(params: dict[str, Any], field: str) -> None:
         st.sampled_from(["agent_id", "ranks", "version", "agents", "tokens", "lives", "cards"]), inner, max_size=5),
     max_leaves=6,
 )), st.booleans())  # fmt: skip
-def test_whatever_a_client_sends_is_a_leg_or_one_error(values: dict[str, Any], is_decode: bool) -> None:
+def test_any_params_are_a_leg_or_one_error(values: dict[str, Any], is_decode: bool) -> None:
     try:
         leg = parse({"do_remote_prefill" if is_decode else "do_remote_decode": True, **values})
     except InvalidArgumentError:

@@ -92,7 +92,7 @@ def test_an_agent_that_ends_without_a_word_is_told_of_too() -> None:
         runtime.check()
 
 
-def test_holds_that_nobody_looks_after_any_more_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_sends_of_a_dead_agent_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(_: PromptSource) -> None:
         raise ZeroDivisionError("seven")
 
@@ -113,9 +113,7 @@ def test_a_prompt_that_expired_is_counted_by_the_first_rank(rank: int, counted: 
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
-def test_the_cache_moves_into_huge_pages_while_the_engine_lives(
-    is_wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_moves_into_huge_pages_while_the_engine_runs(is_wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, has_begun, was_stopped = [], threading.Event(), threading.Event()
 
     def collapse(address: int, length_bytes: int, stop: threading.Event) -> int:
@@ -155,7 +153,7 @@ def test_loads_that_ended_are_not_looked_after_in_steps_that_compute() -> None:
     fetch = Fetch(new_load(), "p", 0, 1)
     fetch.is_ended = fetch.is_told = True
     half._begun.append(fetch)
-    half._freed("another")  # something else ended: nobody waits
+    half._freed("another")  # something else ended: no send waits
     half.begin_step(StepOrders(has_forward=True))
     assert half.results().sent == {"another"}
     assert half._begun == []

@@ -101,7 +101,7 @@ def test_where_vllm_fails_requests_one_of_unknown_weights_is_computed_all_the_sa
     assert [report.code for report in half.take_ended()] == ["weights_unknown"]
 
 
-def test_what_is_all_here_is_not_waited_for() -> None:
+def test_prompt_in_the_prefix_cache_is_not_awaited() -> None:
     half = new_half()
     request = waiting(half)
     assert half.matched(request, 32) is None
@@ -169,7 +169,7 @@ def test_a_prompt_is_accepted_when_it_comes_and_withdrawn_when_it_ends_before() 
     assert [(close.transfer_id, close.will_resume, close.code) for close in closes] == [(ID, False, "grant_revoked")]
 
 
-def test_an_id_that_nobody_can_know_is_not_accepted() -> None:
+def test_minted_id_is_not_accepted_early() -> None:
     half, request = new_half(), Request("r", list(range(60)), PREFILL)
     half.on_new_request(request)
     assert step(half) == StepOrders()

@@ -48,7 +48,7 @@ async def test_a_finished_prompt_is_pulled_without_a_word(ranks: tuple[Rank, Ran
     await is_idle(d)
 
 
-async def test_hold_grants_and_load_are_spans_of_the_requests_trace(ranks: tuple[Rank, Rank]) -> None:
+async def test_send_grants_and_load_are_spans_of_the_requests_trace(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     seen: list[Span] = []
     with spans_to(seen.append):
@@ -137,7 +137,7 @@ async def test_chunks_arrive_whenever_they_are_asked_for(ranks: tuple[Rank, Rank
 async def test_layers_are_announced_as_they_are_written(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     loading = d.load(load_order(0, (5, 6), has_direct=False))
-    await until(lambda: bool(p.source._early))  # who asks later hears of it with the step
+    await until(lambda: bool(p.source._early))  # a reader that asks later hears of it with the step
     p.source.begin_step(open_order(2))
     p.source.begin_step(StepOrders(True, chunks=(ComputedBlocks("r", (1, 2)),)))
     p.write(1, [1, 2], 1)
@@ -280,7 +280,7 @@ async def test_a_replica_that_is_not_read_is_let_go(ranks: tuple[Rank, Rank]) ->
     assert p.source.expired == 0
 
 
-async def test_nobody_comes_and_somebody_comes_too_late(ranks: tuple[Rank, Rank]) -> None:
+async def test_prompt_that_was_not_fetched_expires_and_a_late_reader_is_refused(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     p.source.begin_step(finish_order((1, 2)))
     await until(lambda: p.freed == ["r"])
@@ -436,7 +436,7 @@ async def test_a_prompt_for_another_reader_is_refused(ranks: tuple[Rank, Rank]) 
     assert not d.memory.any()
 
 
-async def test_a_source_that_nobody_knows_is_gone(ranks: tuple[Rank, Rank]) -> None:
+async def test_load_from_an_unknown_source_fails_as_peer_gone(ranks: tuple[Rank, Rank]) -> None:
     _, d = ranks
     order = dataclasses.replace(load_order(0, (5, 6), has_direct=False), sources=("ghost",))
     over = await d.load(order)

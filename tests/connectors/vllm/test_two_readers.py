@@ -1,4 +1,4 @@
-"""One prompt that was promised to nobody, and two engines that come for it (a router's retry): exactly one gets it,
+"""One prompt that was promised to no engine, and two engines that come for it (a router's retry): exactly one gets it,
 whatever the order of their messages, and the other is told why and can end nothing.
 """
 

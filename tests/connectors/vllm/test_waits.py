@@ -93,7 +93,7 @@ async def test_a_finished_prompt_needs_no_wait(pair: tuple[Rank, Rank], reader: 
     d.waits.start(wait_order())
     assert (await over(d)).code == ""
     await asyncio.sleep(0.1)
-    assert p.source.take_read() == ()  # who only asked whether it is there is no reader
+    assert p.source.take_read() == ()  # an engine that only asked whether it is there is no reader
     assert (await d.load(load_order(0, (5, 6), has_direct=False))).error is None
     await until(lambda: p.source.take_read() == ("r",))
 
@@ -202,7 +202,7 @@ async def test_the_legs_own_time_ends_it(pair: tuple[Rank, Rank]) -> None:
     assert 0.25 <= end.seconds < 0.4
 
 
-async def test_a_source_that_nobody_knows_is_gone(pair: tuple[Rank, Rank]) -> None:
+async def test_wait_for_an_unknown_source_ends_as_peer_gone(pair: tuple[Rank, Rank]) -> None:
     _, d = pair
     d.waits.start(dataclasses.replace(wait_order(), source="ghost"))
     assert (await over(d)).code == "peer_gone"

@@ -55,7 +55,7 @@ json_values = st.recursive(
 
 
 @given(messages)
-def test_what_is_encoded_is_decoded(message: Message) -> None:
+def test_encoded_message_decodes_to_itself(message: Message) -> None:
     assert decode(encode(message)) == message
 
 

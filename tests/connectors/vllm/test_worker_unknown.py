@@ -114,7 +114,7 @@ def test_news_are_told_once(half: WorkerHalf, weights: Told, loaded: Loaded) -> 
     assert half.news() is None
 
 
-def test_news_come_again_once_the_card_says_what_is_known(weights: Told, loaded: Loaded) -> None:
+def test_news_come_again_once_the_metadata_has_the_weights(weights: Told, loaded: Loaded) -> None:
     """A step between the two finds weights that are known, and pools that do not say so yet."""
     discovering = ConnectorOptions.from_config("kv_both", "a", {"discovery": True})
     half = new_half(weights, loaded, options=discovering)

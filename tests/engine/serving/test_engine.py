@@ -202,7 +202,7 @@ async def test_a_failed_pull_is_recomputed_in_other_blocks_until_drained(tiny_mo
 async def test_a_failed_pull_fails_the_request_where_the_policy_says_so(tiny_model):
     world = World()
     async with running(tiny_model, world, "d", on_transfer_failure=FailurePolicy.FAIL) as d:
-        request = Request("r", make_prompt(50), greedy(4), Leg.DECODE, OtherLeg(new_id(), "nobody"))
+        request = Request("r", make_prompt(50), greedy(4), Leg.DECODE, OtherLeg(new_id(), "absent"))
         with pytest.raises(PeerGoneError):
             await answer(d.engine, request)
 
@@ -403,7 +403,7 @@ async def test_a_pulled_sequence_waits_its_turn_with_its_blocks(tiny_model):
     assert not world.breaches
 
 
-async def test_a_failed_forward_pass_ends_its_requests_and_nobody_elses(tiny_model, monkeypatch):
+async def test_failed_forward_pass_ends_only_its_own_requests(tiny_model, monkeypatch):
     world = World()
     async with running(tiny_model, world, "p") as p:
         forward = p.executor.runner.forward
@@ -444,7 +444,8 @@ async def test_a_dead_engine_thread_answers_everyone_and_refuses_the_next(tiny_m
 
 
 async def test_prompts_that_are_all_cached_make_room_for_the_next_at_once(tiny_model):
-    """A step without a token to compute is a step too: whoever waits behind it must not wait for a grant to end."""
+    """A step without a token to compute is a step too: a request that waits behind it must not wait for a grant to
+    end."""
     world = World()
     async with running(tiny_model, world, "p", max_running=1) as p:
         prompt = make_prompt(33)

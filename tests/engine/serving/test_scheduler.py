@@ -1,4 +1,4 @@
-"""The pure half of the engine, without a model: what it plans, and that no plan writes where somebody else reads."""
+"""The pure half of the engine, without a model: what it plans, and that no plan writes where another request reads."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_limits_are_checked():
 @settings(max_examples=60, deadline=None)
 @example(seed=466, blocks=12)  # one that was preempted waits beside as many as may
 @given(seed=st.integers(0, 1 << 32), blocks=st.integers(12, 40))
-def test_no_plan_writes_where_somebody_else_reads(seed, blocks):
+def test_plan_never_writes_blocks_that_another_request_reads(seed, blocks):
     rng = random.Random(seed)
     revoked = set()
     scheduler = make(blocks=blocks, max_batch_tokens=rng.randint(4, 20), chunk_tokens=rng.randint(1, 12))
@@ -237,7 +237,7 @@ def test_those_that_wait_for_their_grants_hold_no_slot():
     assert scheduler.statistics().asking == 5
 
 
-def test_early_blocks_go_to_whoever_can_use_them_the_youngest_first():
+def test_early_blocks_are_reclaimed_youngest_first():
     scheduler = make(blocks=8)
     taken = []
     scheduler._take_back = lambda sequence: taken.append(sequence) is None
@@ -263,7 +263,7 @@ def test_early_blocks_go_to_whoever_can_use_them_the_youngest_first():
     scheduler.pool.check_integrity()
 
 
-def test_early_blocks_are_taken_before_anybody_is_preempted():
+def test_early_blocks_are_reclaimed_before_a_preemption():
     scheduler = make(blocks=6)
     old, early = local(8, 40), decode(12, seed=1)
     scheduler.add(old)
@@ -317,7 +317,7 @@ def test_the_oldest_is_first_and_prompts_for_others_come_behind_what_is_answered
     assert not scheduler.is_short, "a prompt for others waits, and nothing that is answered from here"
 
 
-def test_a_prompt_for_others_that_does_not_fit_keeps_nobody_from_asking_for_room():
+def test_prompt_for_others_that_does_not_fit_blocks_no_other_request():
     scheduler = make(blocks=4)
     held = Sequence(legs(make_prompt(13), greedy(4))[0])
     scheduler.add(held)

@@ -1,4 +1,4 @@
-"""Requests that wait for other engines: what they hold, what the other side is told, and who gives way."""
+"""Requests that wait for other engines: what they hold, what the other side is told, and which request gives way."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def test_a_source_is_told_of_a_prompt_when_it_is_accepted_and_when_it_will
             world.expire(one.remote.transfer_id)
 
 
-async def test_signs_of_life_say_whether_the_queue_was_taken_in(tiny_model) -> None:
+async def test_heartbeats_report_whether_the_queue_was_taken_in(tiny_model) -> None:
     world = World()
     async with running(tiny_model, world, "p") as p:
         agent = world.agents["p"]
@@ -177,14 +177,14 @@ async def test_signs_of_life_say_whether_the_queue_was_taken_in(tiny_model) -> N
         assert any(took_in for _, took_in in list(agent.pulses)[-4:])
 
 
-async def test_a_body_that_is_read_is_a_sign_of_life_of_an_idle_engine(tiny_model) -> None:
+async def test_body_being_read_is_a_heartbeat_of_an_idle_engine(tiny_model) -> None:
     world = World()
     async with running(tiny_model, world, "p") as p:
         await asyncio.sleep(0.05)
         assert world.agents["p"].pulses[-1] == (False, True)
         with p.engine.arriving():
             await asyncio.sleep(0.05)
-            assert world.agents["p"].pulses[-1][0], "it may be the prompt that somebody waits for"
+            assert world.agents["p"].pulses[-1][0], "it may be the prompt that a reader waits for"
         await p.engine.ask(lambda: None)
 
 
@@ -248,8 +248,8 @@ async def test_a_question_to_an_engine_that_has_ended_is_answered(tiny_model) ->
             await p.engine.ask(p.executor.held)
 
 
-async def test_an_engine_whose_prompts_wait_for_blocks_goes_on_giving_signs_of_life(tiny_model):
-    """Else nobody could tell it from one that hangs."""
+async def test_engine_whose_prompts_wait_for_blocks_keeps_its_heartbeat(tiny_model):
+    """Else it could not be told from one that hangs."""
     world = World()
     async with running(tiny_model, world, "p", blocks=4) as p:
         params = greedy(1)

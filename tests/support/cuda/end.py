@@ -55,7 +55,7 @@ class End:
         self.registrations: dict[str, Any] = {}
         self.posts: dict[int, TransferBatch] = {}
 
-    # --- who is who ---
+    # --- identity ---
 
     def do_contact(self) -> dict[str, Any]:
         address = self.transport.address

@@ -1,7 +1,7 @@
 """A whole kvxfer on this machine, every part its own process started through the command line.
 
 Decides how parts are started, hurt and brought back, and when a worker counts as drained. It must never look into a
-process but through its HTTP face: what these tests say holds for anybody who runs the same commands.
+process but through its HTTP face: what these tests say holds for every run of the same commands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ START_S = 90.0
 """A worker loads in 3 to 5 s on an idle machine; several that start on 2 busy cores take turns."""
 POLL_S = 0.02
 DRAIN_S = 2.0
-"""How soon after a failure no block may be held any more, where nobody's death must be inferred."""
+"""How soon after a failure no block may be held any more, where no death must be inferred."""
 DEAD_AFTER_S = 3.0
 """The coordinator's default: so long after its last heartbeat an agent is gone."""
 SLOW_TTL_S = 2.0

@@ -74,7 +74,7 @@ def notifications(agent: nixl_agent, count: int = 1) -> dict[str, list[bytes]]:
 
 @contextlib.contextmanager
 def held_port(host: str = "127.0.0.1") -> Iterator[int]:
-    """One on which nobody listens, and which is given to nobody who does not ask for it by its number."""
+    """One without a listener, which the kernel gives only to a process that asks for it by its number."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, 0))

@@ -23,7 +23,7 @@ class SmallStore(socketserver.ThreadingTCPServer):
         self.lines = 0
         self.queries: list[int] = []
         self.silent = threading.Event()
-        """Once it is set, nobody is answered any more who has dialled."""
+        """Once it is set, connections get no answer any more."""
         self.port = int(self.server_address[1])
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()

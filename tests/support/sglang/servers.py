@@ -155,7 +155,7 @@ class Proxy:
         prefill, decode = (asyncio.ensure_future(self._post(server, body)) for server in (self.prefill, self.decode))
         status, answer = await decode
         if status != 200:
-            prefill.cancel()  # SGLang gives up what nobody waits for
+            prefill.cancel()  # SGLang gives up what no client waits for
             return web.Response(status=status, body=answer)
         await prefill
         return web.Response(body=answer, content_type="application/json")

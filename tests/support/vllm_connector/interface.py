@@ -4,7 +4,7 @@ read by name, and where vLLM calls the connector. Nothing is installed or import
 usage: python -m tests.support.vllm_connector.interface WHEEL|DIRECTORY [--write]
 
 Prints one line a fact; ``--write`` makes them the manifest. A version is supported as far as its facts are those of the
-manifest: a line that is new, gone or other is to be looked at by a person, who then writes the manifest anew.
+manifest: a line that is new, gone or other is to be looked at by a person before the manifest is written anew.
 """
 
 from __future__ import annotations

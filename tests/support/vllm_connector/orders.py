@@ -107,7 +107,7 @@ class TableAgent:
                 self.over.append((self.grants[effect.id], GrantState(int(effect.state))))
 
     def turn(self) -> None:
-        """What the loop of the source's agent does soon: tell who holds a grant that it ended."""
+        """What the loop of the source's agent does soon: tell the holders of a grant that it ended."""
         while self.over:
             grant, state = self.over.popleft()
             if grant.ended is not None:

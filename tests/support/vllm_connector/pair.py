@@ -35,7 +35,7 @@ from tests.support.vllm_connector.late_device import Device
 LAYERS, BLOCKS, PAGE = 3, 16, 256
 RECORD = CompatibilityRecord("m", "", "", "f32", LAYERS, 1, 16, 4, "page:HNC", "", "", "none")
 CONTENT = b"c" * 32
-TOKEN = b"a token that all of them hold, and nobody else"
+TOKEN = b"a token that all of them hold, and no other process"
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 OPTIONS = ConnectorOptions.from_config("kv_both", "x", {"coordinator": "127.0.0.1:1", "kv_lease_duration": 0.8})
 

@@ -1,4 +1,4 @@
-"""Connections that say nothing: they hold a descriptor of the coordinator's for a while, and keep nobody out."""
+"""Connections that say nothing: they hold a descriptor of the coordinator's for a while, and keep no member out."""
 
 from __future__ import annotations
 
