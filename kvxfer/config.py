@@ -109,7 +109,7 @@ class AgentConfig:
     calibrate: bool = True
     """Try the lane first that was the fastest so far between the pair; without it the order of ``lanes`` rules."""
     runtime_dir: str = ""
-    """Directory (0700) for the Unix socket; empty picks ``$XDG_RUNTIME_DIR/kvxfer`` or a private temporary one."""
+    """Directory (0700) for the Unix socket; empty: ``$XDG_RUNTIME_DIR/kvxfer`` or a private temporary one."""
     ucx_library: str = ""
     """``libucp.so.0``, or a directory that has it; ``KVXFER_UCX_LIBRARY`` goes before it. Empty: the system's, else the
     ``libucx`` wheel's. Looked for only where ``ucx`` is among the lanes."""

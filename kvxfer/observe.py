@@ -110,9 +110,9 @@ def configure_logging(*, level: str = "info", style: str = "text", stream: TextI
     logging.getLogger("kvxfer").setLevel(level.upper())
 
 
-def log_as_guest() -> None:
-    """In another program: kvxfer's own records look as ours do, on stderr, unless that program handles them
-    already."""
+def log_in_host_program() -> None:
+    """In a program that is not kvxfer's: write kvxfer's records to stderr in kvxfer's format, unless the program
+    handles them already."""
     logger = logging.getLogger("kvxfer")
     if not logger.hasHandlers():
         handler = logging.StreamHandler()

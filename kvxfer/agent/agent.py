@@ -84,7 +84,7 @@ class Agent(AgentMemory):
         if self.config.discovery and coordinator is not None:
             raise ConfigError("the coordinator finds peers already: discovery is for agents without one")
         self.registry = CollectorRegistry() if registry is None else registry
-        self._is_guest = registry is not None
+        self._shares_registry = registry is not None
         self._coordinator, self._token, self._connect_s = coordinator, token, connect_s
         self._network = network
         self._lanes = self.config.lanes if network is None else (Lane.MEMORY,)
@@ -408,7 +408,7 @@ class Agent(AgentMemory):
                     self._runtime.shut(error)
             finally:
                 self._notifications.close(error)
-                if self._metrics is not None and self._is_guest:
+                if self._metrics is not None and self._shares_registry:
                     self._metrics.close()
             self._closed.set_result(None)
 

@@ -35,7 +35,7 @@ DISCOVERED_MAX = 1024
 NOWHERE = DataAddress("", 0, "", "")
 """Of an incarnation that is reached over the sessions that it opens."""
 GONE_MAX = 4096
-"""Lives remembered that are gone, and are not let in again."""
+"""Incarnations remembered that are gone, and are not admitted again."""
 
 
 class Peers:

@@ -1,4 +1,4 @@
-"""The ``kvxfer`` command: picks the subcommand, and turns every failure into one sentence and an exit code.
+"""The ``kvxfer`` command: runs the subcommand, and turns every failure into one sentence and an exit code.
 
 Decides words and exit codes only: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted. What a command
 does lies in the module named beside it, imported when that command is the one that runs, so that ``kvxfer doctor``

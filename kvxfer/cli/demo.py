@@ -31,7 +31,7 @@ from kvxfer.errors import DeadlineExceededError, KvxferError, ProtocolError, Tra
 class DemoOptions(stack.StackOptions):
     """What the demo asks, on top of how the service is laid out."""
 
-    port: int = dataclasses.field(default=0, metadata={"help": "the router's port on 127.0.0.1; 0 picks a free one"})
+    port: int = dataclasses.field(default=0, metadata={"help": "the router's port on 127.0.0.1; 0: any free one"})
     prompt: str = dataclasses.field(default="", metadata={"help": "what to ask; empty asks about a page of text"})
     max_tokens: int = dataclasses.field(default=64, metadata={"help": "longest answer, in tokens", "metavar": "N"})
     answer_timeout_s: float = dataclasses.field(

@@ -34,7 +34,7 @@ class StackOptions:
     )
     prefill: int = dataclasses.field(default=1, metadata={"help": "prefill workers", "metavar": "N"})
     decode: int = dataclasses.field(default=1, metadata={"help": "decode workers", "metavar": "N"})
-    port: int = dataclasses.field(default=8000, metadata={"help": "the router's port on 127.0.0.1; 0 picks a free one"})
+    port: int = dataclasses.field(default=8000, metadata={"help": "the router's port on 127.0.0.1; 0: any free one"})
     threads: int = dataclasses.field(
         default=0,
         metadata={"help": "compute threads of each worker; 0 shares the cores out", "metavar": "N"},
@@ -67,7 +67,7 @@ def check_port(port: int) -> None:
             probe.listen(1)
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on 127.0.0.1:{port}: {error.strerror}; --port names another one, 0 picks a free one"
+                f"cannot listen on 127.0.0.1:{port}: {error.strerror}; --port names another one, 0: any free one"
             ) from None
 
 

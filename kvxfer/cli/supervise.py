@@ -117,7 +117,7 @@ class Supervisor:
         """Start a child and wait until it is ready.
 
         Raises ConfigError where the child ended with code 2, KvxferError where it ended otherwise, both with the
-        child's own last words; DeadlineExceededError, when the child has been stopped, once it did nothing for
+        child's own last line; DeadlineExceededError, when the child has been stopped, once it did nothing for
         ``timeout_s`` (nothing written, no processor time), or was busy and not ready for ten times as long.
         """
         process = await asyncio.create_subprocess_exec(
@@ -147,7 +147,7 @@ class Supervisor:
         except TimeoutError as error:
             await self.stop(child)
             why = f": {child.why_not_ready}" if child.why_not_ready else ""
-            last = f"; its last words: {child.tail[-1]}" if child.tail else ""
+            last = f"; its last line: {child.tail[-1]}" if child.tail else ""
             raise DeadlineExceededError(f"{spec.name} did not become ready: {error}{why}{last}") from None
         except BaseException:
             await self.stop(child)

@@ -16,7 +16,7 @@ class CoordinatorOptions:
     """How one coordinator process runs. Raises ConfigError for a bad value."""
 
     host: str = dataclasses.field(default="127.0.0.1", metadata={"help": "address to listen on"})
-    port: int = dataclasses.field(default=0, metadata={"help": "port to listen on; 0 picks a free one"})
+    port: int = dataclasses.field(default=0, metadata={"help": "port to listen on; 0: any free one"})
     token_file: str = dataclasses.field(
         default="",
         metadata={"help": "cluster token file, made if missing; default $KVXFER_TOKEN_FILE or the state directory"},
@@ -25,7 +25,7 @@ class CoordinatorOptions:
         default=False, metadata={"help": "allow a non-loopback host although the connection is not encrypted"}
     )
     metrics_port: int | None = dataclasses.field(
-        default=None, metadata={"help": "serve Prometheus metrics over HTTP on this port; 0 picks a free one"}
+        default=None, metadata={"help": "serve Prometheus metrics over HTTP on this port; 0: any free one"}
     )
     heartbeat_s: float = dataclasses.field(
         default=DEFAULTS.heartbeat_s, metadata={"help": "seconds between two heartbeats of an agent"}

@@ -76,7 +76,7 @@ class WorkerOptions(ServingLimits):
     room_wait_s: float = _option(
         2.0, "how long a request waits for blocks to come back before a prompt kept for another worker is given up"
     )
-    runtime_dir: str = _option("", "directory for the agent's Unix socket; empty picks one")
+    runtime_dir: str = _option("", "directory for the agent's Unix socket; empty: a default one")
     dtype: str = _option("float32", "type of weights and KV", DTYPES)
     device: str = _option("cpu", "torch device that computes")
     max_body_bytes: int = _option(

@@ -141,7 +141,7 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything has ended, and every block that :meth:`detach` set aside has drained; from any thread."""
+        """Whether everything has ended, and every block that :meth:`detach` kept has drained; from any thread."""
         return not (
             self._waiting
             or self._for_others
@@ -264,7 +264,7 @@ class Scheduler:
         return self._drains
 
     def drained(self, key: int) -> None:
-        """The blocks that :meth:`detach` set aside may be reused."""
+        """The blocks that :meth:`detach` kept may be reused."""
         self.pool.release(self._draining.pop(key))
 
     def hold(self, sequence: Sequence) -> None:

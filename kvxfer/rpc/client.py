@@ -51,7 +51,7 @@ LEAVE_S = 2.0
 
 
 class CoordinatorSession:
-    """Lives on one asyncio loop, which calls the callbacks; only :meth:`set_load` may be called from any thread."""
+    """Runs on one asyncio loop, which calls the callbacks; only :meth:`set_load` may be called from any thread."""
 
     def __init__(
         self,

@@ -65,8 +65,8 @@ def test_a_guest_logs_with_fields_unless_its_host_handles_its_records(
     ours, theirs = logging.getLogger("kvxfer"), logging.NullHandler()
     monkeypatch.setattr(ours, "propagate", False)
     monkeypatch.setattr(ours, "handlers", [theirs] if is_handled else [])
-    observe.log_as_guest()
-    observe.log_as_guest()
+    observe.log_in_host_program()
+    observe.log_in_host_program()
     assert len(ours.handlers) == 1
     assert (ours.handlers == [theirs]) is is_handled
     assert isinstance(ours.handlers[0].formatter, observe.TextFormatter) is not is_handled

@@ -30,7 +30,7 @@ def taken_port() -> Iterator[int]:
 
 
 def run(words: Sequence[str], *, file_bytes_max: int | None = None, **environment: str) -> tuple[int, str]:
-    """Exit code and last words; nothing on stdout, no traceback."""
+    """Exit code and last line; nothing on stdout, no traceback."""
     limits = [] if file_bytes_max is None else [sys.executable, "-c", LIMITED, str(file_bytes_max)]
     done = subprocess.run(
         [*limits, *COMMAND, *words],

@@ -44,7 +44,7 @@ class Started:
 
     async def wait(self, look: Callable[[], Awaitable[T | None]]) -> T:
         """What ``look`` finds once it finds something. Raises DeadlineExceededError where it did not become ready, and
-        KvxferError where it ended, both with its name, its last words, and where its log is."""
+        KvxferError where it ended, both with its name, its last line, and where its log is."""
         try:
             found = await wait_while_it_gets_on(
                 self._find(look), session=self.process.pid, written_bytes=self._log_bytes, timeout_s=SILENT_S

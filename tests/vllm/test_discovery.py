@@ -19,7 +19,7 @@ ALONE = {"coordinator": "", "discovery": True}
 
 
 @pytest_asyncio.fixture(loop_scope="package", scope="module")
-async def strangers(cluster: Cluster) -> AsyncIterator[Cluster]:
+async def discovered(cluster: Cluster) -> AsyncIterator[Cluster]:
     await cluster.start("pi", "kv_producer", extra=ALONE, max_num_batched_tokens=512)
     await cluster.start("di", "kv_consumer", extra=ALONE)
     for name in ("pi", "di"):
@@ -29,39 +29,41 @@ async def strangers(cluster: Cluster) -> AsyncIterator[Cluster]:
         await cluster.engines.pop(name).stop()
 
 
-async def test_unregistered_peer_releases_a_cached_prompt(strangers: Cluster) -> None:
+async def test_unregistered_peer_releases_a_cached_prompt(discovered: Cluster) -> None:
     """The first that the prefill engine hears of the other is that it needs nothing."""
     ids = prompt(385, seed="strange")
-    alone = await strangers["di"].generate(ids, 8)
-    _, again = await hand_over(strangers["pi"], strangers["di"], ids, 8)
+    alone = await discovered["di"].generate(ids, 8)
+    _, again = await hand_over(discovered["pi"], discovered["di"], ids, 8)
     assert again.tokens == alone.tokens
     assert again.report == {}
-    await wait_free(strangers["pi"])
+    await wait_free(discovered["pi"])
 
 
 @pytest.mark.parametrize("length", [2, 129, 1900])
-async def test_tokens_and_bytes_are_the_same(strangers: Cluster, length: int) -> None:
-    ids = prompt(length, seed="strangers")
+async def test_tokens_and_bytes_are_the_same(discovered: Cluster, length: int) -> None:
+    ids = prompt(length, seed="discovered")
     (_, answer), whole = await asyncio.gather(
-        hand_over(strangers["pi"], strangers["di"], ids, 20), strangers["mono"].generate(ids, 20)
+        hand_over(discovered["pi"], discovered["di"], ids, 20), discovered["mono"].generate(ids, 20)
     )
     assert answer.tokens == whole.tokens
     assert answer.report["code"] == "", answer.report["text"]
-    await assert_same_bytes(strangers["pi"], strangers["di"], answer.report["transfer_id"])
-    await wait_free(strangers["pi"])
+    await assert_same_bytes(discovered["pi"], discovered["di"], answer.report["transfer_id"])
+    await wait_free(discovered["pi"])
 
 
-async def test_restarted_prefill_engine_is_discovered_again(strangers: Cluster) -> None:
+async def test_restarted_prefill_engine_is_discovered_again(discovered: Cluster) -> None:
     ids = prompt(700, seed="strange again")
-    old = await strangers["pi"].generate(ids, 1, {"do_remote_decode": True})
-    strangers["pi"].signal(signal.SIGKILL)
-    await strangers["pi"].stop()
-    await strangers.start("pi", "kv_producer", extra=ALONE)
-    await strangers["pi"].wait_ready()
-    late, whole = await asyncio.gather(strangers["di"].generate(ids, 8, old["kv"]), strangers["mono"].generate(ids, 8))
+    old = await discovered["pi"].generate(ids, 1, {"do_remote_decode": True})
+    discovered["pi"].signal(signal.SIGKILL)
+    await discovered["pi"].stop()
+    await discovered.start("pi", "kv_producer", extra=ALONE)
+    await discovered["pi"].wait_ready()
+    late, whole = await asyncio.gather(
+        discovered["di"].generate(ids, 8, old["kv"]), discovered["mono"].generate(ids, 8)
+    )
     assert (late.tokens, late.report["code"]) == (whole.tokens, "peer_gone")
     ids = prompt(700, seed="strange once more")
     (_, answer), whole = await asyncio.gather(
-        hand_over(strangers["pi"], strangers["di"], ids, 8), strangers["mono"].generate(ids, 8)
+        hand_over(discovered["pi"], discovered["di"], ids, 8), discovered["mono"].generate(ids, 8)
     )
     assert (answer.tokens, answer.report["code"]) == (whole.tokens, "")

@@ -100,7 +100,7 @@ def _snapshot(name: ModelName) -> pathlib.Path:
     flags = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
     if any(os.environ.get(flag, "").lower() in ("1", "true") for flag in flags):
         raise NotKnown(f"{name.model} is a name of ModelScope's")
-    repository = name.model.partition(":")[0]  # what follows picks one of a repository's GGUF files
+    repository = name.model.partition(":")[0]  # what follows names one of a repository's GGUF files
     try:
         import huggingface_hub
 

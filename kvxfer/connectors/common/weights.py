@@ -25,7 +25,7 @@ WATCH_S = 1.0
 PENDING = "its weights are still being read"
 
 
-class Book(Protocol):
+class LoadRecord(Protocol):
     """What a process saw its engine load, and what happened to weights in memory since."""
 
     def files_of(self, model: str) -> list[str]:
@@ -46,7 +46,7 @@ class Weights:
         self,
         find_models: Callable[[], Iterable[ModelName]],
         *,
-        loaded: Book,
+        loaded: LoadRecord,
         cache: DigestCache | None = None,
         started_ns: Callable[[], int | None] = process_start_ns,
         watch_s: float = WATCH_S,

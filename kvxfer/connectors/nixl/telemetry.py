@@ -144,7 +144,7 @@ class Ring:
 
 
 def _make(path: pathlib.Path, size: int, head: tuple[int, ...]) -> mmap.mmap:
-    """A file of ``size`` bytes, all of which the filesystem has set aside, at ``path``. Raises OSError."""
+    """A file of ``size`` bytes, all of which the filesystem has allocated, at ``path``. Raises OSError."""
     temporary = path.with_name(f".kvxfer-{secrets.token_hex(8)}")
     file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:

@@ -365,7 +365,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
     def _hear(self) -> None:
         poller = zmq.Poller()
         poller.register(self.server_socket, zmq.POLLIN)
-        complaint = RateLimitedWarning(log, "a message of another engine is dropped: %s")
+        dropped = RateLimitedWarning(log, "a message of another engine is dropped: %s")
         looked_s = 0.0
         while not self._stopping.is_set():
             if self._metrics is not None and time.monotonic() - looked_s >= LOOK_S:
@@ -379,7 +379,7 @@ class KvxferManager(CommonKVManager):  # type: ignore[misc]
             try:
                 self._take(frames)
             except KvxferError as error:
-                complaint.say(error)
+                dropped.say(error)
             except Exception:
                 log.exception("a message of another engine could not be taken")
 

@@ -86,7 +86,7 @@ class TransportCore:
         self._pools = pools.register(self._agent, memory, record, options.checksum)
         self._runtime = Runtime(self._agent, self._serve)
         self._outbox = Outbox(self._agent, unknown_s=MEET_S)
-        self._complaint = RateLimitedWarning(log, "%s said what is no message: %s")
+        self._dropped = RateLimitedWarning(log, "%s said what is no message: %s")
         post = self._runtime.call
         self.sources = SourceRooms(
             self._agent, self._pools, rank, source_callbacks or SourceCallbacks(), post, self._say, options.timeout_s
@@ -165,7 +165,7 @@ class TransportCore:
                 try:
                     self._hear(sender, decode(notification.payload))
                 except ProtocolError as error:
-                    self._complaint.say(sender, error)
+                    self._dropped.say(sender, error)
         finally:
             for task in tasks:
                 task.cancel()

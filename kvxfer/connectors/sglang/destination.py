@@ -153,9 +153,9 @@ class DestinationRooms:
                 raise InvalidArgumentError(f"room {room} is in use: what was read for it before has not drained")
             if transfer_id in self._by_transfer:
                 raise InvalidArgumentError(f"transfer id {transfer_id} is another room's")
-            if self._pools.book is not None:
-                self._pools.book.fill(made.pages)
-                made.is_booked = True
+            if self._pools.ledger is not None:
+                self._pools.ledger.fill(made.pages)
+                made.is_in_ledger = True
             self._rooms[room] = made
             self._by_transfer[transfer_id] = made
         self._post(self._ask_all, made)
@@ -433,12 +433,12 @@ class DestinationRooms:
             self._tell(made, self._on_failed, made.number, made.error.code, str(made.error))
 
     def _settle(self, made: DestinationRoom) -> None:
-        """It is over and drained: strike its pages from the book, and say what became of it."""
+        """It is over and drained: strike its pages from the ledger, and say what became of it."""
         if made.is_settled:
             return
         made.is_settled = True
-        if self._pools.book is not None and made.is_booked:
-            self._pools.book.filled(made.pages)
+        if self._pools.ledger is not None and made.is_in_ledger:
+            self._pools.ledger.filled(made.pages)
         self._callbacks.tell(self._on_over, made.end())
 
     def _tell(self, made: DestinationRoom, callback: Callable[..., None], *arguments: object) -> None:

@@ -96,10 +96,10 @@ class DestinationRoom:
     legs: dict[str, DestinationLeg]
     aux: Blocks
     pages: Blocks
-    """In the book of those that are filled."""
+    """In the ledger, among those that are filled."""
     timeout_s: float | None
     span: OpenSpan
-    is_booked: bool = False
+    is_in_ledger: bool = False
     transfers: dict[TransferId, Transfer] = dataclasses.field(default_factory=dict)
     filling: set[TransferId] = dataclasses.field(default_factory=set)
     """Transfers that have rows of it, and have not drained."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvxfer.agent import Agent, Pool
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
 from kvxfer.connectors.sglang.shape import KvShape, axes_of, packing_of
-from kvxfer.connectors.sglang.views import PageBook, SharedRows, Views, neutral
+from kvxfer.connectors.sglang.views import PageLedger, SharedRows, Views, neutral
 from kvxfer.errors import ConfigError, IncompatibleError, InvalidArgumentError
 from kvxfer.transport.base import SEGMENTS_MAX, Blocks, Region
 from kvxfer.types import ChecksumMode, CompatibilityRecord, MemoryKind, Segment
@@ -22,13 +22,13 @@ NO_ROWS: Blocks = np.empty(0, dtype=np.uint32)
 
 @dataclasses.dataclass(frozen=True)
 class RankPools:
-    """``all``: the pages, then the state components, as messages number them. ``views`` and ``book`` are there where
+    """``all``: the pages, then the state components, as messages number them. ``views`` and ``ledger`` are there where
     the shape of the pages is known."""
 
     all: tuple[Pool, ...]
     aux: Pool
     views: Views | None = None
-    book: PageBook | None = None
+    ledger: PageLedger | None = None
 
     @property
     def shape(self) -> KvShape | None:
@@ -83,7 +83,7 @@ def register(agent: Agent, memory: EngineMemory, record: CompatibilityRecord, ch
     if shape is None:
         return RankPools((pages, *states), aux)
     views = Views(agent, shape, memory.kv, _region(memory.kv, device), pages, record, checksum)
-    return RankPools((pages, *states), aux, views, PageBook(pages.block_count))
+    return RankPools((pages, *states), aux, views, PageLedger(pages.block_count))
 
 
 def rows_of(pool: Pool, rows: npt.ArrayLike | None) -> Blocks:

@@ -33,7 +33,7 @@ class Missed:
     asked_s: float
 
 
-class _Aside:
+class _Scratch:
     """The manager, but what SGLang finds out of a prefill engine stays here."""
 
     def __init__(self, manager: ManagerView) -> None:
@@ -93,11 +93,11 @@ class PrefillEngines:
             requests.get(f"http://{bootstrap_addr}/health", timeout=PROBE_S)
         except requests.RequestException:
             return Missed(asked_s)
-        aside = _Aside(manager)
+        scratch = _Scratch(manager)
         try:
-            if not CommonKVManager.try_ensure_parallel_info(aside, bootstrap_addr):
+            if not CommonKVManager.try_ensure_parallel_info(scratch, bootstrap_addr):
                 return NOT_READY
-            info = aside.prefill_info_table[bootstrap_addr]
+            info = scratch.prefill_info_table[bootstrap_addr]
             check_sizes(
                 is_cut=manager.shape is not None,
                 has_all_heads=bool(manager.is_mla_backend),

@@ -361,8 +361,8 @@ class SourceRooms:
             )
         index = rows_of(self._pools.all[KV_POOL], pages)
         beside = [(pool, 0, rows_of(self._pools.all[pool], rows)) for pool, rows in enumerate(states, 1)]
-        if self._pools.book is not None and made.legs:
-            self._pools.book.give(index)
+        if self._pools.ledger is not None and made.legs:
+            self._pools.ledger.give(index)
             made.pages.append(index)
         granted = []
         for leg in made.legs:
@@ -431,11 +431,11 @@ class SourceRooms:
         self._callbacks.tell(self._on_over, made.number, COMMITTED)
 
     def _strike(self, made: SourceRoom) -> None:
-        """Its pages from the book: every grant has ended."""
+        """Its pages from the ledger: every grant has ended."""
         given, made.pages = made.pages, []
         for pages in given:
-            assert self._pools.book is not None
-            self._pools.book.given(pages)
+            assert self._pools.ledger is not None
+            self._pools.ledger.given(pages)
 
     def _tell_begun(self, made: SourceRoom) -> None:
         made.has_begun = True

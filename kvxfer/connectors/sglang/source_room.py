@@ -81,7 +81,7 @@ class SourceRoom:
     grants: dict[TransferId, Grant] = dataclasses.field(default_factory=dict)
     """Alive, as far as is known."""
     pages: list[Blocks] = dataclasses.field(default_factory=list)
-    """In the book of those that are given."""
+    """In the ledger, among those that are given."""
     is_sending: bool = False
     is_all_sent: bool = False
     is_done: bool = False

@@ -9,8 +9,8 @@ from kvxfer.connectors.common.stamps import Stamp
 
 
 class Updates:
-    """A book for :class:`~kvxfer.connectors.common.weights.Weights`. SGLang is not watched while it reads files: those
-    that are older than the process count. From any thread."""
+    """The load record for :class:`~kvxfer.connectors.common.weights.Weights`. SGLang is not watched while it reads
+    files: those that are older than the process count. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

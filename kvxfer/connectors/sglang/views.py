@@ -12,9 +12,9 @@ therefore not the native core but:
 
 - within a destination's room the slices of its sources are disjoint (``shape.choose``: each layer and head once), so no
   two of its transfers fill the same byte, through whichever pools;
-- a page is of one room from ``begin`` until that room is over and drained, and of none meanwhile: :class:`PageBook`
+- a page is of one room from ``begin`` until that room is over and drained, and of none meanwhile: :class:`PageLedger`
   counts them, over all pools of the memory, and refuses (``blocks_busy``) a page that another room fills or gives;
-- pages that are given are read only, and may be given by several rooms and to several readers; they are in the book
+- pages that are given are read only, and may be given by several rooms and to several readers; they are in the ledger
   until the room is over, when every grant over them has ended, in whichever pool;
 - a grant ends in its own ledger: aborting a room revokes each of its grants, whatever the pool, before it returns.
 
@@ -147,7 +147,7 @@ class Views:
         )
 
 
-class PageBook:
+class PageLedger:
     """Which pages of a rank are filled, and which are given, over all pools of its memory. From any thread."""
 
     def __init__(self, count: int) -> None:
@@ -157,7 +157,7 @@ class PageBook:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no page is in the book."""
+        """Whether no page is in the ledger."""
         return not self._filled.any() and not self._given.any()
 
     def fill(self, pages: Blocks) -> None:

@@ -31,7 +31,7 @@ from kvxfer.connectors.vllm.steps import News, Report, StepOrders
 from kvxfer.connectors.vllm.tracing import vllm_sink
 from kvxfer.connectors.vllm.watch import watch_vllm
 from kvxfer.connectors.vllm.worker import Results, WorkerHalf
-from kvxfer.observe import hide, log_as_guest, spans_to
+from kvxfer.observe import hide, log_in_host_program, spans_to
 from kvxfer.types import Incarnation, TransferId, WorkerInfo
 
 _WorkerMetadata: type[Any] = getattr(base, "KVConnectorWorkerMetadata", object)
@@ -72,7 +72,7 @@ class KvxferConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        log_as_guest()
+        log_in_host_program()
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         options = ConnectorOptions.from_config(
             transfer.kv_role, transfer.engine_id, transfer.kv_connector_extra_config or {}

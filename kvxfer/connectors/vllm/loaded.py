@@ -1,5 +1,5 @@
 """What this process saw vLLM load: the state of files just before and after, and what happened to weights in memory.
-One book a process, written by :mod:`~kvxfer.connectors.vllm.watch`; must never read a file's content.
+One record a process, written by :mod:`~kvxfer.connectors.vllm.watch`; must never read a file's content.
 
 vLLM's classes know nothing of a connector, and the plugin nothing of an engine: what belongs to which is found by the
 path of a file and the worker's number.
@@ -52,7 +52,7 @@ class Loaded:
         self._listeners: list[Callable[[str], None]] = []
         self._on_adapters: list[Callable[[AdapterLoad], None]] = []
         self.is_watching = False
-        """Whether vLLM's workers tell this book what they load."""
+        """Whether vLLM's workers report here what they load."""
 
     # --- weights ---
 

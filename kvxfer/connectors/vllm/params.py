@@ -25,7 +25,7 @@ DECLINED_TEXT_MAX = 512
 TIMEOUT_S_MAX = 86400.0
 DISCOVERED_RANKS_MAX = 16
 """Ranks of one engine whose agent metadata one request carries at most."""
-_LIFE = re.compile(r"([0-9]{1,20})\.([0-9a-f]{32})")
+_INCARNATION = re.compile(r"([0-9]{1,20})\.([0-9a-f]{32})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _metadata(text: Any) -> str:
 
 
 def _incarnation(text: Any) -> Incarnation:
-    found = _LIFE.fullmatch(text) if isinstance(text, str) else None
+    found = _INCARNATION.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         raise InvalidArgumentError("an incarnation of kvxfer.lives must be a number, a point and 32 hex digits")
     return Incarnation(int(found[1]), bytes.fromhex(found[2]))

@@ -308,7 +308,7 @@ def test_an_abort_midway_drains_everything(tmp_path: pathlib.Path, prefill: int,
         for rank in d.ranks if side == "decode" else p.ranks if side == "prefill" else p.ranks[:1]:
             (rank.destinations if side == "decode" else rank.sources).abort(1, "enough")
         if side == "prefill":
-            assert all(rank.core._pools.book.is_idle for rank in p.ranks), "its pages are free at once"  # type: ignore[union-attr]
+            assert all(rank.core._pools.ledger.is_idle for rank in p.ranks), "its pages are free at once"  # type: ignore[union-attr]
         touched = d.ranks[:1] if (prefill, side) == (4, "one source") else d.ranks
         time.sleep(0.3)
         for rank in touched:
@@ -345,7 +345,7 @@ def test_one_source_of_several_that_leaves_fails_the_room_on_all(tmp_path: pathl
         assert d.ranks[0].wait("failed", 1, 4.0)[2] in ("peer_gone", "grant_revoked", "closed")
         assert d.ranks[0].destinations.is_drained(1)
         p.ranks[0].wait("unsent", 1, 1.0)
-        until(lambda: p.ranks[0].core._pools.book.is_idle and d.is_free)  # type: ignore[union-attr]
+        until(lambda: p.ranks[0].core._pools.ledger.is_idle and d.is_free)  # type: ignore[union-attr]
 
 
 def test_a_page_is_not_given_while_it_is_filled(tmp_path: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvxfer.connectors.sglang.memory import Buffers, EngineMemory
 from kvxfer.connectors.sglang.shape import KvShape, asking, axes_of, choose, common, packing_of, spans
-from kvxfer.connectors.sglang.views import PageBook, SharedRows
+from kvxfer.connectors.sglang.views import PageLedger, SharedRows
 from kvxfer.errors import BlocksBusyError, ConfigError, InvalidArgumentError, ProtocolError
 from tests.support.sglang_core.engines import Cutting
 
@@ -146,21 +146,21 @@ def test_the_end_of_a_last_page_need_not_come() -> None:
 
 
 def test_the_book_of_pages() -> None:
-    book = PageBook(8)
+    ledger = PageLedger(8)
     one, other = (np.array(pages, np.uint32) for pages in ([1, 2], [2, 3]))
-    book.fill(one)
-    for act in (book.fill, book.give):
+    ledger.fill(one)
+    for act in (ledger.fill, ledger.give):
         with pytest.raises(BlocksBusyError, match="page 2"):
             act(other)
     with pytest.raises(InvalidArgumentError, match="twice"):
-        book.fill(np.array([5, 5], np.uint32))
-    book.filled(one)
-    assert book.is_idle
-    book.give(one)
-    book.give(other)
-    book.given(one)
+        ledger.fill(np.array([5, 5], np.uint32))
+    ledger.filled(one)
+    assert ledger.is_idle
+    ledger.give(one)
+    ledger.give(other)
+    ledger.given(one)
     with pytest.raises(BlocksBusyError, match="page 2 is given"):
-        book.fill(one)
-    book.given(other)
-    book.fill(one)
-    assert not book.is_idle
+        ledger.fill(one)
+    ledger.given(other)
+    ledger.fill(one)
+    assert not ledger.is_idle

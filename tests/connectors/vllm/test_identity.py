@@ -227,7 +227,7 @@ def test_an_engine_knows_its_weights_when_all_of_its_workers_do(make: Make, load
     engine.tell("e.1", "it slept")
     assert engine.why_unknown() == "it slept"
     engine.tell("e.1", None)
-    engine.tell("a stranger", "no")
+    engine.tell("another process", "no")
     here.forget("changed")
     assert engine.why_unknown() == "changed"
     unshare("e", here)

@@ -110,7 +110,7 @@ def test_what_an_operator_put_into_the_workers_is_taken_to_change_weights(loaded
 def test_a_function_that_is_run_in_the_workers_is_told_of_unless_it_is_vllms(
     loaded: Loaded, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stranger(worker: Any) -> None: ...
+    def untyped(worker: Any) -> None: ...
 
     def own(worker: Any) -> None: ...
 
@@ -119,7 +119,7 @@ def test_a_function_that_is_run_in_the_workers_is_told_of_unless_it_is_vllms(
     for method in ("execute_model", own):
         assert watch._around_collective_rpc(lambda _, method: method, None, method) is method
     assert told == []
-    watch._around_collective_rpc(lambda _, method: method, None, stranger)
+    watch._around_collective_rpc(lambda _, method: method, None, untyped)
     assert told == ["a function of its own was run in the workers, which may change weights"]
 
 

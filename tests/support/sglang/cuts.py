@@ -164,6 +164,6 @@ def engines_of(directory: pathlib.Path, cutting: Cutting) -> Iterator[Engines]:
 
 
 def are_idle(engines: Engines) -> bool:
-    """Whether nothing is granted, read or awaited on any rank, and no page is in a book."""
+    """Whether nothing is granted, read or awaited on any rank, and no page is in a ledger."""
     cores = [rank.manager.core for rank in (*engines.p, *engines.d)]
-    return all(core.statistics().agent.is_idle and core._pools.book.is_idle for core in cores)
+    return all(core.statistics().agent.is_idle and core._pools.ledger.is_idle for core in cores)

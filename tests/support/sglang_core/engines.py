@@ -112,8 +112,8 @@ class Engine:
 
     @property
     def is_free(self) -> bool:
-        """No page is in the book of any rank, and nothing is under way."""
-        return all(r.core._pools.book.is_idle and r.core.statistics().agent.is_idle for r in self.ranks)  # type: ignore[union-attr]
+        """No page is in the ledger of any rank, and nothing is under way."""
+        return all(r.core._pools.ledger.is_idle and r.core.statistics().agent.is_idle for r in self.ranks)  # type: ignore[union-attr]
 
 
 @dataclasses.dataclass
