@@ -169,7 +169,7 @@ class Sequence:
         return self.prompt_tokens - 1 if self.leg is Leg.PREFILL else len(self.tokens)
 
     @property
-    def content(self) -> bytes:
+    def content_digest(self) -> bytes:
         """SHA-256 of the token ids (uint32, little-endian) whose KV moves: both sides must mean the same prompt."""
         return hashlib.sha256(np.asarray(self.tokens[: self.prompt_tokens - 1], dtype="<u4").tobytes()).digest()
 

@@ -86,7 +86,7 @@ class Granting:
                     transfer_id=transfer_id,
                     reader=reader,
                     ttl_s=self._ttl_s,
-                    content=send.content,
+                    content_digest=send.content_digest,
                 )
             except KvxferError as error:
                 log.warning("blocks could not be granted: %s", error, extra={"request_id": send.request_id})

@@ -37,7 +37,7 @@ class PendingSend:
     transfer_id: TransferId
     reader: str | None
     """The first agent of the one engine that may read it: named by the request, or the first that came for it."""
-    content: bytes
+    content_digest: bytes
     blocks: list[int]
     final: int
     total: int
@@ -73,7 +73,7 @@ class PendingSend:
             transfer_id=order.transfer_id,
             reader=order.reader,
             was_named=order.reader is not None,
-            content=order.content,
+            content_digest=order.content_digest,
             blocks=list(blocks),
             final=0,
             total=total,

@@ -25,7 +25,7 @@ class Prefill:
     transfer_id: TransferId
     reader: str | None
     total: int
-    content: bytes
+    content_digest: bytes
     traceparent: str | None
     table: list[int] = dataclasses.field(default_factory=list)
     blocks: int = 0
@@ -48,7 +48,7 @@ class Decode:
     leg: DecodeLeg
     request_id: str
     tokens: int
-    content: bytes
+    content_digest: bytes
     traceparent: str | None
     computed: int = 0
     """Tokens that were here already when vLLM last asked: what is fetched begins after them."""
@@ -138,7 +138,7 @@ def load_of(decode: Decode, first: int, blocks: tuple[int, ...], *, has_direct: 
         first,
         blocks,
         decode.tokens,
-        decode.content,
+        decode.content_digest,
         has_direct,
         decode.traceparent,
         leg.incarnations,

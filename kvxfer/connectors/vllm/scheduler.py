@@ -204,7 +204,7 @@ class SchedulerHalf:
             return False, None
         blocks = tuple(block_ids[: prefill.total])
         name, transfer_id, traceparent = request.request_id, prefill.transfer_id, prefill.traceparent
-        self._finishes.append(Finish(name, transfer_id, prefill.reader, blocks, prefill.content, traceparent))
+        self._finishes.append(Finish(name, transfer_id, prefill.reader, blocks, prefill.content_digest, traceparent))
         self._held.keep(name, len(block_ids), is_read=prefill.is_read)
         tokens = request.num_prompt_tokens - 1
         known = (self._incarnations, self._agent_metadata)
@@ -350,8 +350,8 @@ class SchedulerHalf:
         adapter = self._adapter(request)
         why = self._weights_why() or why_unknown(adapter)
         if isinstance(leg, DecodeLeg):
-            content = contents_of(request, len(leg.sources), adapter)
-            decode = Decode(request, leg, request_id, tokens, content, traceparent, adapter=adapter)
+            content_digest = contents_of(request, len(leg.sources), adapter)
+            decode = Decode(request, leg, request_id, tokens, content_digest, traceparent, adapter=adapter)
             same = (other for other in self._decodes.values() if other.leg.transfer_id == leg.transfer_id)
             decode.first = next(same, None)
             self._decodes[request_id] = decode
@@ -378,9 +378,9 @@ class SchedulerHalf:
                 reader, total = None, 0  # several answers to one prompt: the first keeps it
             if not is_known:
                 total = 0
-            content = contents_of(request, len(self._agents), adapter)
+            content_digest = contents_of(request, len(self._agents), adapter)
             prefill = self._prefills[request_id] = Prefill(
-                request, transfer_id, reader, total, content, traceparent, adapter=adapter, why_unknown=why
+                request, transfer_id, reader, total, content_digest, traceparent, adapter=adapter, why_unknown=why
             )
             if leg.transfer_id is not None and total > 0:
                 self._accept(prefill)
@@ -442,7 +442,7 @@ class SchedulerHalf:
                     prefill.transfer_id,
                     prefill.reader,
                     prefill.total,
-                    prefill.content,
+                    prefill.content_digest,
                     prefill.traceparent,
                 )
             )

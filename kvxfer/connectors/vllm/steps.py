@@ -29,7 +29,7 @@ class LoadOrder:
     first: int
     blocks: tuple[int, ...]
     tokens: int
-    content: bytes
+    content_digest: bytes
     has_direct: bool
     traceparent: str | None = None
     incarnations: tuple[Incarnation, ...] = ()
@@ -60,7 +60,7 @@ class Open:
     transfer_id: TransferId
     reader: str | None
     total: int
-    content: bytes
+    content_digest: bytes
     traceparent: str | None = None
 
 
@@ -81,7 +81,7 @@ class Finish:
     transfer_id: TransferId
     reader: str | None
     blocks: tuple[int, ...]
-    content: bytes
+    content_digest: bytes
     traceparent: str | None = None
 
 

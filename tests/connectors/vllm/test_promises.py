@@ -51,7 +51,7 @@ async def test_what_a_prompt_of_the_same_step_writes_is_not_announced_before(ran
             total_num_scheduled_tokens=18,
         )
     )
-    loading = d.load(LoadOrder("l", new_id(2), ("p",), 0, (0, 1, 2), 12, orders.opens[1].content, False))
+    loading = d.load(LoadOrder("l", new_id(2), ("p",), 0, (0, 1, 2), 12, orders.opens[1].content_digest, False))
     await asyncio.sleep(0.05)
     p.source.begin_step(orders)
     await asyncio.sleep(0.1)

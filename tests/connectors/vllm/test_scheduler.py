@@ -41,7 +41,7 @@ def test_a_plain_prefill_is_kept_and_handed_over() -> None:
     assert is_kept
     assert answer == handed_over(transfer_id, ("me", "me.1"), "r", 39, incarnations=incarnations)
     (finish,) = step(half).finishes
-    assert (finish.blocks, finish.transfer_id, finish.content) == (
+    assert (finish.blocks, finish.transfer_id, finish.content_digest) == (
         (1, 2, 3),
         transfer_id,
         content_of(range(39), 2, [""]),
@@ -94,7 +94,7 @@ def test_what_blocks_hold_depends_on_more_than_the_tokens() -> None:
             half.stands([Standing("r", True, is_over=True)])
             half.allocated(request, [1, 2, 3], half.matched(request, 0) or 0)
             orders = step(half, {"r": ([1, 2, 3], 0, 40)})
-            both += [order.content for order in (*orders.opens, *orders.loads)]
+            both += [order.content_digest for order in (*orders.opens, *orders.loads)]
         assert len(both) == 2
         assert len(set(both)) == 1
         contents += both[:1]
@@ -171,7 +171,12 @@ def test_a_load_is_the_missing_tail_without_the_last_token() -> None:
     assert half.matched(request, 16) == 32
     half.allocated(request, [9, 8, 7, 6], 32)
     (load,) = step(half).loads
-    assert (load.first, load.blocks, load.has_direct, load.content) == (1, (8, 7), True, content_of(range(48), 2, [""]))
+    assert (load.first, load.blocks, load.has_direct, load.content_digest) == (
+        1,
+        (8, 7),
+        True,
+        content_of(range(48), 2, [""]),
+    )
     half.allocated(request, [9, 8, 7, 6], 0)
     half.reported([report("r", "")])
     half.received({"r"})

@@ -420,7 +420,7 @@ async def test_another_prompt_is_refused(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     p.forward(StepOrders(True), [1, 2])
     p.source.begin_step(finish_order((1, 2)))
-    over = await d.load(load_order(0, (5, 6), has_direct=True, content=b"x" * 32))
+    over = await d.load(load_order(0, (5, 6), has_direct=True, content_digest=b"x" * 32))
     assert over.error is not None
     assert over.error.code == "incompatible"
     assert not d.memory.any()

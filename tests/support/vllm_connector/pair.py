@@ -210,9 +210,9 @@ def finish_order(blocks: tuple[int, ...], reader: str | None = None) -> StepOrde
     return StepOrders(finishes=(Finish("r", new_id(), reader, blocks, CONTENT),))
 
 
-def load_order(first: int, blocks: tuple[int, ...], *, has_direct: bool, content: bytes = CONTENT) -> LoadOrder:
+def load_order(first: int, blocks: tuple[int, ...], *, has_direct: bool, content_digest: bytes = CONTENT) -> LoadOrder:
     tokens = (first + len(blocks)) * RECORD.block_tokens
-    return LoadOrder("l", new_id(), ("p",), first, blocks, tokens, content, has_direct)
+    return LoadOrder("l", new_id(), ("p",), first, blocks, tokens, content_digest, has_direct)
 
 
 async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
