@@ -88,6 +88,14 @@ class MemoryKind(enum.StrEnum):
     CUDA = "cuda"
 
 
+class Dialect(enum.StrEnum):
+    """The form of a worker's requests and answers. A coordinator passes on other names too, from newer workers."""
+
+    KVXFER = "kvxfer"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
 class Exposure(enum.StrEnum):
     """What an authenticated reader of a pool could read: its whole pool, or only granted blocks."""
 
@@ -380,7 +388,7 @@ class WorkerInfo:
     """Base URL of the worker's HTTP server, or empty for an agent without one."""
     max_context_tokens: int = 0
     block_tokens: int = 0
-    dialect: str = "kvxfer"
+    dialect: str = Dialect.KVXFER
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,11 +37,10 @@ from kvxfer.connectors.sglang.watch import PeerLeg, Watch
 from kvxfer.errors import ClosedError, KvxferError, PeerGoneError, ProtocolError
 from kvxfer.ratelimit import RateLimitedWarning
 from kvxfer.rpc.token import member_token
-from kvxfer.types import CompatibilityRecord, Role, WorkerInfo
+from kvxfer.types import CompatibilityRecord, Dialect, Role, WorkerInfo
 
 log = logging.getLogger("kvxfer.sglang")
 
-DIALECT = "sglang"
 SWEEP_S = 0.1
 LEAVE_S = 0.5
 """How long a core that ends waits until its peers have heard of it."""
@@ -75,7 +74,7 @@ class TransportCore:
         """``record`` describes the pages; it is compared with the other side's before a byte moves. ``agent_id``: of
         this rank alone among all that hold the token. Raises ConfigError, InvalidArgumentError."""
         tokens = record.block_tokens if memory.shape is None else memory.shape.page_tokens
-        info = WorkerInfo(agent_id, role, record.model, "", block_tokens=tokens, dialect=DIALECT)
+        info = WorkerInfo(agent_id, role, record.model, "", block_tokens=tokens, dialect=Dialect.SGLANG)
         self._options = options
         self._agent = Agent(
             info,

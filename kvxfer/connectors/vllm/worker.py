@@ -33,11 +33,10 @@ from kvxfer.connectors.vllm.waits import Waits
 from kvxfer.connectors.vllm.wire import Begun, Claimed, PartReady, Queued, Refuse, decode
 from kvxfer.errors import ConfigError, KvxferError, ProtocolError, WeightsUnknownError, from_code
 from kvxfer.transport.huge_pages import Collapsing
-from kvxfer.types import CompatibilityRecord, Incarnation, TransferId, WorkerInfo
+from kvxfer.types import CompatibilityRecord, Dialect, Incarnation, TransferId, WorkerInfo
 
 log = logging.getLogger("kvxfer.vllm")
 
-DIALECT = "vllm"
 HOLDING_WAIT_S = 0.002
 """How long a step that computes nothing waits where only prompts are held for others."""
 
@@ -130,7 +129,7 @@ class WorkerHalf:
             http_url=self._options.http_url if is_first else "",
             max_context_tokens=self._max_context_tokens,
             block_tokens=record.block_tokens,
-            dialect=DIALECT,
+            dialect=Dialect.VLLM,
         )
         agent = self._new_agent(info)
         pools = tuple(
