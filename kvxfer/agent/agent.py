@@ -441,7 +441,7 @@ class Agent(AgentMemory):
 
     def _on_coordinator(self, is_connected: bool) -> None:
         if self._runtime is not None and not self._is_closing:
-            log.info("%s: the coordinator %s", self.info.agent_id, "is heard" if is_connected else "is lost")
+            log.info("%s: the coordinator %s", self.info.agent_id, "is connected" if is_connected else "is lost")
             self._runtime.peers.coordinator_is(is_connected)
 
     def _open(self) -> AgentRuntime:

@@ -31,7 +31,7 @@ class AgentMemory:
 
     def _check_own(self, pool: Pool) -> None:
         if pool not in self._pools:
-            raise InvalidArgumentError(f"{pool!r} is no pool of agent {self.info.agent_id}")
+            raise InvalidArgumentError(f"{pool!r} is not a pool of agent {self.info.agent_id}")
 
     # --- pools ---
 

@@ -59,7 +59,7 @@ class AgentRuntime:
     def progress(self, timeout_s: float) -> None:
         """See :meth:`Agent.progress`."""
         if self.transfers.is_on_loop:
-            raise InvalidArgumentError("the agent's own loop has to await; only another thread may wait in place")
+            raise InvalidArgumentError("the agent's loop must not call progress(): await there")
         self.pump.progress(timeout_s, self.transfers.handle)
 
     async def close(self, error: KvxferError) -> None:

@@ -165,7 +165,7 @@ class Transfers:
         """See :meth:`Agent.prepare`."""
         if peer is None:
             if records is not None:
-                raise InvalidArgumentError("records are a peer's: name the peer")
+                raise InvalidArgumentError("records belong to a peer: name the peer")
             return self.engine.prepare(descriptors)
         return self.engine.prepare(descriptors, peer=self._remote(peer, records))
 

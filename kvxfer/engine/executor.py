@@ -162,7 +162,7 @@ class Executor:
         if victim is None:
             return False
         self.counters.revoked_prompts += 1
-        _log.warning("a prompt is given up for want of blocks", extra={"request_id": victim.request.request_id})
+        _log.warning("a kept prompt is revoked: its blocks are needed", extra={"request_id": victim.request.request_id})
         victim.grant.revoke(NO_ROOM)
         self.scheduler.end(victim)
         return True

@@ -141,7 +141,7 @@ async def test_wrong_calls_raise_where_they_are_made(pair: Pair) -> None:
         source.grant(pool, [2], transfer_id=transfer_id)
     with pytest.raises(InvalidArgumentError, match="outside"):
         source.grant(pool, [32], transfer_id=fresh_id())
-    with pytest.raises(InvalidArgumentError, match="no pool of agent"):
+    with pytest.raises(InvalidArgumentError, match="not a pool of agent"):
         source.grant(into, [1], transfer_id=fresh_id())
     for blocks in ([], [[1]], [-1], [0.5]):
         with pytest.raises(InvalidArgumentError):

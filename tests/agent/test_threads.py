@@ -95,7 +95,7 @@ async def test_a_source_without_a_pool_is_not_waited_for_off_the_loop_and_keeps_
 
 
 async def test_the_loop_may_not_wait_in_place(pair: Pair) -> None:
-    with pytest.raises(InvalidArgumentError, match="has to await"):
+    with pytest.raises(InvalidArgumentError, match="await there"):
         pair[1].progress(0.0)
 
 

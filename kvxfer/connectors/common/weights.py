@@ -93,7 +93,7 @@ class Weights:
                 return
             self._is_final = True
         why = printable(why)
-        log.warning("prompts are computed where they are wanted from now on: %s", why)
+        log.warning("from now on decode engines compute prompts themselves: %s", why)
         self._become(unknown(why), why)
 
     def stop(self) -> None:

@@ -222,7 +222,7 @@ class nixlAgent:
     def releasedDlistH(self, handle: int) -> nixl_status_t:
         with self._lock:
             if self._dlists.pop(handle, None) is None:
-                raise nixlInvalidParamError(f"{handle!r} is no prepared list of this agent, or was released")
+                raise nixlInvalidParamError(f"{handle!r} is not a prepared list of this agent, or was released")
         return SUCCESS
 
     def prepMemView(self, dlist: nixlXferDList | nixlRemoteDList, backends: Sequence[int] = ()) -> int:
@@ -433,13 +433,13 @@ class nixlAgent:
     def _dlist(self, handle: Any) -> DList:
         dlist = self._dlists.get(handle)
         if dlist is None:
-            raise nixlInvalidParamError(f"{handle!r} is no prepared list of this agent, or was released")
+            raise nixlInvalidParamError(f"{handle!r} is not a prepared list of this agent, or was released")
         return dlist
 
     def _req(self, handle: Any) -> TransferRequest:
         request = self._requests.get(handle)
         if request is None:
-            raise nixlInvalidParamError(f"{handle!r} is no transfer of this agent, or was released")
+            raise nixlInvalidParamError(f"{handle!r} is not a transfer of this agent, or was released")
         return request
 
     def _network(self, backends: Sequence[int]) -> int:
@@ -461,7 +461,7 @@ class nixlAgent:
     @staticmethod
     def _check_list(descs: object, kind: type) -> None:
         if not isinstance(descs, kind):
-            raise TypeError(f"a {kind.__name__} was due, not {type(descs).__name__}")
+            raise TypeError(f"expected a {kind.__name__}, not {type(descs).__name__}")
 
 
 def _close(pid: int, exchange: Exchange, endpoint: Endpoint, events: Ring | None) -> None:

@@ -68,7 +68,7 @@ class Backends:
         """Raises nixlInvalidParamError for a handle that is none of this agent's."""
         name = self._names.get(handle)
         if name is None:
-            raise nixlInvalidParamError(f"{handle!r} is no backend of this agent")
+            raise nixlInvalidParamError(f"{handle!r} is not a backend of this agent")
         return name
 
     def names(self, handles: Iterable[int]) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ def to_dlist(kind: type[DListT], descs: Any, mem_type: str | None) -> DListT:
     if isinstance(descs, kind):
         return descs
     if isinstance(descs, (nixlXferDList, nixlRegDList, nixlRemoteDList)):
-        raise NoDescriptors(f"a {kind.__name__} is due here, not a {type(descs).__name__}")
+        raise NoDescriptors(f"expected a {kind.__name__}, not a {type(descs).__name__}")
     if isinstance(descs, np.ndarray):
         memory = _memory_of(mem_type)
         if descs.ndim != 2 or descs.shape[1] != 3:

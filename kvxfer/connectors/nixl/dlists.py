@@ -166,7 +166,7 @@ class _DList(Generic[RowT]):
     def __setstate__(self, state: bytes) -> None:
         packed = packed_rows.unpack(state)
         if packed is None or packed.kind != self.KIND:
-            raise nixlMismatchError(f"these bytes are no {type(self).__name__}")
+            raise nixlMismatchError(f"these bytes are not a {type(self).__name__}")
         self.__dict__.update(self.unpacked(packed).__dict__)
 
     @classmethod

@@ -99,11 +99,11 @@ def decode_metadata(blob: Any) -> AgentMetadata:
     line, _, text = bytes(blob).partition(b"\n")
     if not line.startswith(MAGIC):
         raise nixlMismatchError(
-            "these bytes are no metadata of a kvxfer agent (NIXL's own agents and kvxfer's do not mix: "
+            "these bytes are not metadata of a kvxfer agent (NIXL's own agents and kvxfer's do not mix: "
             "run both ends on one)"
         )
     if line != MAGIC + b"%d" % VERSION:
-        raise nixlMismatchError(f"metadata of version {line[len(MAGIC) :][:16]!r} is not known here, {VERSION} is")
+        raise nixlMismatchError(f"metadata of version {line[len(MAGIC) :][:16]!r} is unknown, expected {VERSION}")
     try:
         return _read(json.loads(text))
     except (ValueError, KeyError, TypeError, RecursionError, binascii.Error, InvalidArgumentError) as error:

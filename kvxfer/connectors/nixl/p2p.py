@@ -162,4 +162,4 @@ class Listener:
         elif kind == FORGET and len(body) > PROOF_BYTES:
             self._party.forget_proven(body[PROOF_BYTES:].decode(), body[:PROOF_BYTES])
         else:
-            raise nixlMismatchError(f"a frame of kind {kind} with {len(body)} bytes means nothing")
+            raise nixlMismatchError(f"a frame of kind {kind} with {len(body)} bytes is unexpected")

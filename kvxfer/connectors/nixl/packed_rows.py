@@ -71,7 +71,7 @@ def unpack(data: bytes) -> PackedRows | None:
             "NIXL itself sends pickles: run the peer on kvxfer too"
         )
     if len(data) < HEAD.size or data[:8] != MAGIC:
-        raise nixlMismatchError("these bytes are no descriptors serialised by kvxfer")
+        raise nixlMismatchError("these bytes are not descriptors serialised by kvxfer")
     if data == NONE:
         return None
     _, version, kind, memory, count = HEAD.unpack_from(data)

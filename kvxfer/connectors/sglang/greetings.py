@@ -165,7 +165,7 @@ def address_of(frames: Sequence[bytes]) -> tuple[str, int]:
             raise ValueError
         return host.strip("[]"), int(port)
     except (IndexError, ValueError):
-        raise ProtocolError("a message of another engine says nowhere where it is from") from None
+        raise ProtocolError("a message of another engine names no address of its sender") from None
 
 
 def decode(signer: Signer, frames: Sequence[bytes]) -> Greeting:
@@ -188,10 +188,10 @@ def read(signer: Signer, frames: Sequence[bytes]) -> tuple[Greeting, Postmark]:
         raise ProtocolError("a message of another engine is not JSON") from None
     if not isinstance(values, dict) or values.get("v") != VERSION:
         version = values.get("v") if isinstance(values, dict) else None
-        raise ProtocolError(f"the other engine's kvxfer speaks version {version!r:.20} of this, not {VERSION}")
+        raise ProtocolError(f"the other engine's kvxfer sent message version {version!r:.20}, not {VERSION}")
     kind = _KINDS.get(str(values.get("kind")))
     if kind is None or values.get("from") != frames[1].decode("ascii", "replace"):
-        raise ProtocolError("a message of another engine is of no known kind, or from elsewhere")
+        raise ProtocolError("a message of another engine has an unknown kind or another sender")
     fields = {_WIRE_NAMES.get(field.name, field.name): field for field in dataclasses.fields(kind)}
     if set(values) != {"v", "kind", "from", "mark", *fields}:
         raise ProtocolError(f"a message {_NAMES[kind]} of another engine has other fields")
@@ -207,7 +207,7 @@ def read(signer: Signer, frames: Sequence[bytes]) -> tuple[Greeting, Postmark]:
 
 def _mark(value: Any) -> Postmark:
     if not isinstance(value, list) or len(value) != 3:
-        raise InvalidArgumentError("mark is no postmark")
+        raise InvalidArgumentError("mark is not a postmark")
     by, to = (_value("agent_id", "str", agent_id) if agent_id != "" else "" for agent_id in value[:2])
     return Postmark(by, to, _value("mark", "int", value[2]))
 
@@ -223,11 +223,11 @@ def _value(name: str, kind: str, value: Any) -> Any:
         return None if value is None else KvShape.from_json(json.dumps(value, separators=(",", ":")))
     if kind == "bool":
         if type(value) is not bool:
-            raise InvalidArgumentError(f"{name} is no truth value")
+            raise InvalidArgumentError(f"{name} is not true or false")
         return value
     if kind == "int":
         if type(value) is not int or not 0 <= value < 1 << 63:
-            raise InvalidArgumentError(f"{name} is no count")
+            raise InvalidArgumentError(f"{name} is not a count")
         return value
     text = _text(name, value, METADATA_MAX * 2 if name == "card" else TEXT_MAX)
     if name == "agent_id":
@@ -237,7 +237,7 @@ def _value(name: str, kind: str, value: Any) -> Any:
 
 def _text(name: str, value: Any, longest: int) -> str:
     if not isinstance(value, str) or len(value) > longest:
-        raise InvalidArgumentError(f"{name} is no text of at most {longest} characters")
+        raise InvalidArgumentError(f"{name} is not a text of at most {longest} characters")
     return value
 
 
@@ -259,7 +259,7 @@ def _layout(value: Any) -> Layout:
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list) or len(value) > LIST_MAX:
-        raise InvalidArgumentError(f"layout has something that is no list of at most {LIST_MAX}")
+        raise InvalidArgumentError(f"layout has something that is not a list of at most {LIST_MAX}")
     return value
 
 

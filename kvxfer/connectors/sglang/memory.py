@@ -30,7 +30,7 @@ class Buffers:
             raise ConfigError(f"buffers need one address, length and item size each, not {counts}")
         for address, length, item in zip(self.addresses, self.lengths, self.item_bytes, strict=True):
             if address <= 0 or not 0 < item <= length:
-                raise ConfigError(f"{length} bytes at {address:#x} in items of {item} bytes are no buffer")
+                raise ConfigError(f"{length} bytes at {address:#x} in items of {item} bytes are not a buffer")
 
     @property
     def count(self) -> int:

@@ -127,7 +127,7 @@ def decode(payload: bytes) -> Message:
     fields = () if kind is None else dataclasses.fields(kind)
     names = {_WIRE_NAMES.get(field.name, field.name): field.name for field in fields}
     if kind is None or set(values) != set(names):
-        raise ProtocolError("a peer's message is of no known kind, or has other fields")
+        raise ProtocolError("a peer's message has an unknown kind or wrong fields")
     message: Message = kind(**{names[name]: _value(name, value) for name, value in values.items()})
     return message
 
@@ -140,8 +140,8 @@ def _value(name: str, value: Any) -> Any:
             raise ProtocolError("a transfer id of a peer's message is not 32 hex digits") from None
     if name in _TEXTS:
         if not isinstance(value, str) or len(value) > _TEXTS[name]:
-            raise ProtocolError(f"{name} of a peer's message is no short text")
+            raise ProtocolError(f"{name} of a peer's message is not a short text")
         return value
     if type(value) is not int or not 0 <= value < COUNT_MAX:
-        raise ProtocolError(f"{name} of a peer's message is no count")
+        raise ProtocolError(f"{name} of a peer's message is not a count")
     return value

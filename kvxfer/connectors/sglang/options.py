@@ -78,7 +78,7 @@ class Options:
                 raise ConfigError(f"{variable} is called {variable_of(RETIRED[name])} now")
             if name not in fields or variable != variable_of(name):
                 known = ", ".join(variable_of(field) for field in fields)
-                raise ConfigError(f"{variable} is no setting; known are {known}")
+                raise ConfigError(f"{variable} is not a setting; known are {known}")
             values[name] = _PARSERS[str(fields[name].type)](variable, text.strip())
         return cls(**values)
 

@@ -106,7 +106,7 @@ class KvShape:
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict) or set(values) != set(names):
-            raise ProtocolError("a peer's shape is no JSON of exactly the fields of one")
+            raise ProtocolError("a peer's shape must be JSON with exactly the fields of a shape")
         made: dict[str, Any] = {}
         for name, value in values.items():
             kind = str if name == "parts" else int

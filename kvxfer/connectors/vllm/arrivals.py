@@ -162,7 +162,7 @@ class ArrivalSocket:
             self._path = make_socket(heard, agent_id)
         except (OSError, AttributeError, ConfigError) as error:  # another engine of that name; a system without
             heard.close()
-            log.info("what arrives in the API server is not heard of here: %s", error)
+            log.info("arrivals at the API server cannot be received: %s", error)
             return
         self._socket = heard
         asyncio.get_running_loop().add_reader(heard, self._hear)

@@ -271,7 +271,7 @@ class Loads:
         except KvxferError as failure:
             outcome = failure
         except Exception as failure:
-            log.exception("a load broke")
+            log.exception("a load failed unexpectedly")
             outcome = KvxferError(f"the load broke: {failure!r}")
         if isinstance(outcome, KvxferError):
             for other in fetches:

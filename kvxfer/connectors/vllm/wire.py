@@ -165,10 +165,10 @@ def decode(payload: bytes) -> Message:
     kind = _KINDS.get(name) if isinstance(name, str) else None
     names = set() if kind is None else {field.name for field in dataclasses.fields(kind)}
     if kind is None or set(values) != names:
-        raise ProtocolError("a peer's message is of no known kind, or has other fields")
+        raise ProtocolError("a peer's message has an unknown kind or wrong fields")
     message: Message = kind(**{field: _value(field, value) for field, value in values.items()})
     if isinstance(message, Queued) and len(message.positions) != len(message.transfer_ids):
-        raise ProtocolError("a peer's message has not one position for each transfer id")
+        raise ProtocolError("a peer's message must have one position for each transfer id")
     return message
 
 
@@ -177,15 +177,15 @@ def _value(name: str, value: Any) -> Any:
         return _transfer_id(value)
     if name == "transfer_ids":
         if not isinstance(value, list) or len(value) > KEEPS_MAX:
-            raise ProtocolError(f"{name} of a peer's message is no list of at most {KEEPS_MAX}")
+            raise ProtocolError(f"{name} of a peer's message is not a list of at most {KEEPS_MAX}")
         return tuple(_transfer_id(item) for item in value)
     if name == "positions":
         if not isinstance(value, list) or len(value) > KEEPS_MAX:
-            raise ProtocolError(f"{name} of a peer's message is no list of at most {KEEPS_MAX}")
+            raise ProtocolError(f"{name} of a peer's message is not a list of at most {KEEPS_MAX}")
         return tuple(_count(name, item) for item in value)
     if name in ("code", "text"):
         if not isinstance(value, str) or len(value) > TEXT_MAX:
-            raise ProtocolError(f"{name} of a peer's message is no short text")
+            raise ProtocolError(f"{name} of a peer's message is not a short text")
         return value
     if name in ("is_early", "has_work"):
         if not isinstance(value, bool):
@@ -196,7 +196,7 @@ def _value(name: str, value: Any) -> Any:
 
 def _count(name: str, value: Any, end: int = COUNT_MAX) -> int:
     if type(value) is not int or not 0 <= value < end:
-        raise ProtocolError(f"{name} of a peer's message is no count")
+        raise ProtocolError(f"{name} of a peer's message is not a count")
     return value
 
 

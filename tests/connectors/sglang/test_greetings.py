@@ -74,7 +74,7 @@ def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(greetings, "VERSION", 1)
     frames = greetings.encode(SIGNER, "h:1", ALL[2])
     monkeypatch.undo()
-    with pytest.raises(ProtocolError, match="version 1 of this, not 2"):
+    with pytest.raises(ProtocolError, match="version 1, not 2"):
         greetings.decode(SIGNER, frames)
 
 

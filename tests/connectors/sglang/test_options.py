@@ -45,8 +45,8 @@ def test_everything_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("variable", "text", "says"),
     [
-        ("KVXFER_SGLANG_HOSTS", "x", "is no setting; known are KVXFER_SGLANG_HOST, "),
-        ("KVXFER_SGLANG_host", "x", "is no setting"),
+        ("KVXFER_SGLANG_HOSTS", "x", "is not a setting; known are KVXFER_SGLANG_HOST, "),
+        ("KVXFER_SGLANG_host", "x", "is not a setting"),
         ("KVXFER_SGLANG_INSECURE", "maybe", "must be 1 or 0"),
         ("KVXFER_SGLANG_COORDINATOR", "node-1", "must be host:port"),
         ("KVXFER_SGLANG_LANES", "stream,rdma", "must name some of"),

@@ -74,7 +74,7 @@ async def test_a_directory_that_may_be_anothers_is_neither_bound_nor_told(
         make_socket(heard, "p")
     assert find_socket("p") is None
     ArrivalSocket("p", lambda *_: None).close()
-    assert [record.getMessage().count("is not heard of here") for record in caplog.records] == [1]
+    assert [record.getMessage().count("cannot be received") for record in caplog.records] == [1]
 
 
 def test_a_runtime_directory_that_is_no_good_is_passed_over(
