@@ -1,9 +1,8 @@
 """The engine's side of the agent: grants for prompts computed here, pulls of prompts computed elsewhere.
 
 It decides how agent calls and their results cross between the engine thread and the agent's event loop: results come
-back to the engine thread through one ``post`` call, in order. It must never know of scheduling, tokens or HTTP, and it
-never looks at bytes. The agent is known by its shape only, so that tests may bring their own.
-"""
+back to the engine thread through one ``call_soon`` call, in order. It must never know of scheduling, tokens or HTTP,
+and it never looks at bytes. The agent is known by its shape only, so that tests may bring their own."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from kvxfer.types import GrantState, Lane, Load, TransferId
 _log = logging.getLogger(__name__)
 
 Blocks = npt.NDArray[np.uint32]
-Post = Callable[[Callable[[], None]], None]
+CallSoon = Callable[[Callable[[], None]], None]
 
 
 class GrantLike(Protocol):
@@ -157,14 +156,14 @@ class EnginePull:
 class BlockExchange:
     """Grants and pulls over one agent pool.
 
-    Methods are called on the engine thread; ``post`` brings results back to it.
+    Methods are called on the engine thread; ``call_soon`` brings results back to it.
     """
 
-    def __init__(self, agent: AgentLike, pool: Any, loop: asyncio.AbstractEventLoop, post: Post) -> None:
+    def __init__(self, agent: AgentLike, pool: Any, loop: asyncio.AbstractEventLoop, call_soon: CallSoon) -> None:
         self._agent = agent
         self._pool = pool
         self._loop = loop
-        self._post = post
+        self._call_soon = call_soon
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -210,7 +209,7 @@ class BlockExchange:
             ready_blocks=ready_blocks,
             content_digest=content_digest,
         )
-        self._on_loop(lambda: grant.on_ended(lambda state: self._post(lambda: on_ended(state))))
+        self._on_loop(lambda: grant.on_ended(lambda state: self._call_soon(lambda: on_ended(state))))
         return grant
 
     def abort_grant(self, remote: OtherLeg) -> None:
@@ -289,7 +288,7 @@ class BlockExchange:
     def _begin(
         self, pull: EnginePull, blocks: Blocks, remote: OtherLeg, content_digest: bytes, first: int, count: int
     ) -> TransferLike:
-        say_granted = functools.partial(self._post, pull.on_granted)
+        say_granted = functools.partial(self._call_soon, pull.on_granted)
         if pull.is_unreserved or not len(blocks):
             return self._agent.ask(
                 self._pool,
@@ -325,13 +324,13 @@ class BlockExchange:
             failure = error if isinstance(error, KvxferError) else KvxferError(f"the pull failed: {error!r}")
             if failure is not error:
                 _log.exception("a pull ended with an error from outside kvxfer's tree")
-            self._post(lambda: pull.on_failed(failure))
+            self._call_soon(lambda: pull.on_failed(failure))
             if pull.transfer is not None:
                 await pull.transfer.wait_drained()
-            self._post(lambda: pull.on_drained())
+            self._call_soon(lambda: pull.on_drained())
         else:
             await pull.transfer.wait_drained()
-            self._post(lambda: pull.on_committed(result))
+            self._call_soon(lambda: pull.on_committed(result))
 
     def _on_loop(self, call: Callable[[], object]) -> None:
         self._loop.call_soon_threadsafe(call)

@@ -46,7 +46,7 @@ from kvxfer.connectors.nixl.errors import (
     nixlNotSupportedError,
     translated,
 )
-from kvxfer.connectors.nixl.exchange import Exchange
+from kvxfer.connectors.nixl.metadata_exchange import MetadataExchange
 from kvxfer.connectors.nixl.prepared import DList, pair, prepare
 from kvxfer.connectors.nixl.requests import (
     EmptyRequest,
@@ -117,7 +117,7 @@ class nixlAgent:
             settings = Settings.from_environment(with_file(os.environ))
         self._endpoint = Endpoint(as_name(name), settings)
         self._has_telemetry = bool(config.captureTelemetry) if settings.telemetry is None else settings.telemetry
-        self._exchange = Exchange(
+        self._exchange = MetadataExchange(
             self._endpoint,
             listens=bool(config.useListenThread),
             port=int(config.listenPort),
@@ -464,7 +464,7 @@ class nixlAgent:
             raise TypeError(f"expected a {kind.__name__}, not {type(descs).__name__}")
 
 
-def _close(pid: int, exchange: Exchange, endpoint: Endpoint, events: Ring | None) -> None:
+def _close(pid: int, exchange: MetadataExchange, endpoint: Endpoint, events: Ring | None) -> None:
     if pid != os.getpid():
         return  # a fork's copy: the threads to wait for are the parent's
     exchange.close()

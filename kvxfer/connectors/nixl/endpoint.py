@@ -21,7 +21,6 @@ from kvxfer.connectors.nixl.errors import (
     nixlNotFoundError,
     translated,
 )
-from kvxfer.connectors.nixl.inbox import HELLO, Inbox, envelope_for
 from kvxfer.connectors.nixl.metadata import (
     AgentMetadata,
     decode_metadata,
@@ -29,6 +28,7 @@ from kvxfer.connectors.nixl.metadata import (
     invalidation_proof,
     wire_id,
 )
+from kvxfer.connectors.nixl.notification_inbox import HELLO, NotificationInbox, envelope_for
 from kvxfer.connectors.nixl.registry import Registry
 from kvxfer.connectors.nixl.remotes import Remotes
 from kvxfer.connectors.nixl.settings import Settings
@@ -40,7 +40,7 @@ from kvxfer.types import AgentRef, Incarnation, RegionRecord
 class Link:
     """What an open transport brings with it."""
 
-    def __init__(self, name: str, settings: Settings, inbox: Inbox) -> None:
+    def __init__(self, name: str, settings: Settings, inbox: NotificationInbox) -> None:
         """Raises by NIXL's names."""
         with translated():
             config = settings.agent_config(os.environ)
@@ -68,7 +68,7 @@ class Endpoint:
             raise nixlInvalidParamError("an agent needs a non-empty name")
         self.name = name
         self.settings = settings
-        self.inbox = Inbox()
+        self.inbox = NotificationInbox()
         self._lock = threading.RLock()
         self._link: Link | None = None
         self._is_closed = False

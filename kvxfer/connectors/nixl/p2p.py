@@ -16,8 +16,8 @@ import threading
 import time
 from typing import Protocol
 
+from kvxfer.connectors.nixl.deadline_socket import DeadlineSocket
 from kvxfer.connectors.nixl.errors import nixlBackendError, nixlMismatchError
-from kvxfer.connectors.nixl.line import Line
 from kvxfer.connectors.nixl.metadata import BLOB_BYTES_MAX
 from kvxfer.errors import KvxferError
 
@@ -40,27 +40,27 @@ class Party(Protocol):
     def forget_proven(self, name: str, proof: bytes) -> None: ...
 
 
-def line_of(connection: socket.socket) -> Line:
+def bounded_socket(connection: socket.socket) -> DeadlineSocket:
     """For what is said next."""
-    return Line(connection, time.monotonic() + FRAME_S)
+    return DeadlineSocket(connection, time.monotonic() + FRAME_S)
 
 
-def send_frame(line: Line, kind: int, body: bytes = b"") -> None:
+def send_frame(connection: DeadlineSocket, kind: int, body: bytes = b"") -> None:
     """Raises OSError."""
-    line.send(HEAD.pack(MAGIC, VERSION, kind, len(body)) + body)
+    connection.send(HEAD.pack(MAGIC, VERSION, kind, len(body)) + body)
 
 
-def receive_frame(line: Line) -> tuple[int, bytes] | None:
+def receive_frame(connection: DeadlineSocket) -> tuple[int, bytes] | None:
     """(kind, body), or None where the other side has hung up. Raises nixlMismatchError, OSError."""
     try:
-        begin = line.receive(1)
+        begin = connection.receive(1)
     except EOFError:
         return None
     try:
-        magic, version, kind, length = HEAD.unpack(begin + line.receive(HEAD.size - 1))
+        magic, version, kind, length = HEAD.unpack(begin + connection.receive(HEAD.size - 1))
         if magic != MAGIC or version != VERSION or length > BLOB_BYTES_MAX:
             raise nixlMismatchError("this is no metadata exchange of kvxfer (NIXL's own listener speaks another one)")
-        return kind, line.receive(length)
+        return kind, connection.receive(length)
     except EOFError:
         raise nixlMismatchError("a frame was cut off") from None
 
@@ -69,10 +69,10 @@ def tell(host: str, port: int, kind: int, body: bytes = b"") -> bytes | None:
     """Send one frame; where it asks for metadata, return what comes back, all within CONNECT_S and FRAME_S. Raises
     OSError, nixlMismatchError."""
     with socket.create_connection((host, port), CONNECT_S) as connection:
-        line = line_of(connection)
-        send_frame(line, kind, body)
+        bounded = bounded_socket(connection)
+        send_frame(bounded, kind, body)
         connection.shutdown(socket.SHUT_WR)
-        answer = receive_frame(line)
+        answer = receive_frame(bounded)
     if kind != SEND:
         return None
     if answer is None or answer[0] != LOAD:
@@ -140,7 +140,7 @@ class Listener:
     def _serve(self, connection: socket.socket) -> None:
         try:
             while not self._is_closed:
-                frame = receive_frame(line_of(connection))
+                frame = receive_frame(bounded_socket(connection))
                 if frame is None:
                     return
                 self._answer(connection, *frame)
@@ -158,7 +158,7 @@ class Listener:
             name = self._party.load(body)
             log.debug("metadata of agent %s came", name)
         elif kind == SEND:
-            send_frame(line_of(connection), LOAD, self._party.metadata())
+            send_frame(bounded_socket(connection), LOAD, self._party.metadata())
         elif kind == FORGET and len(body) > PROOF_BYTES:
             self._party.forget_proven(body[PROOF_BYTES:].decode(), body[:PROOF_BYTES])
         else:

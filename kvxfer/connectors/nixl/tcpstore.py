@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvxfer.connectors.nixl.deadline_socket import DeadlineSocket, seconds_left
 from kvxfer.connectors.nixl.errors import nixlBackendError, nixlInvalidParamError
-from kvxfer.connectors.nixl.line import Line, seconds_left
 from kvxfer.connectors.nixl.metadata import BLOB_BYTES_MAX
 
 VALIDATE, SET, GET, CHECK, DELETE, PING = 0, 1, 3, 5, 8, 13
@@ -30,7 +30,7 @@ _U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
 
 
 class TcpStoreClient:
-    """One agent's line to the store, dialled when it is first needed and again after it broke. One thread at a time;
+    """One agent's link to the store, dialled when it is first needed and again after it broke. One thread at a time;
     :meth:`close` may be called beside it."""
 
     NAME = "the TCPStore"
@@ -47,7 +47,7 @@ class TcpStoreClient:
         self._was_dialled = False
         self._published: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
-        self._line: Line | None = None
+        self._socket: DeadlineSocket | None = None
         self._is_asking = self._is_closed = False
 
     def open(self) -> None:
@@ -80,8 +80,8 @@ class TcpStoreClient:
         """No query is sent any more once this returned; one that is under way fails. Callable twice."""
         with self._lock:
             self._is_closed = True
-            if self._line is not None:
-                self._line.shut()
+            if self._socket is not None:
+                self._socket.shut()
             if not self._is_asking:
                 self._hang_up()
 
@@ -91,8 +91,8 @@ class TcpStoreClient:
     def _wire_key(self, agent: str, label: str) -> bytes:
         return _text(b"/" + self.key(agent, label).encode())
 
-    def _ask(self, query: Callable[[Line], T], connect_s: float | None = None) -> T:
-        """Every query may be repeated: on a line that was open before, a second time on a new one. ``connect_s`` bounds
+    def _ask(self, query: Callable[[DeadlineSocket], T], connect_s: float | None = None) -> T:
+        """Every query may be repeated: on a link that was open before, a second time on a new one. ``connect_s`` bounds
         the connection where that must be less than otherwise."""
         with self._lock:
             self._check_open()
@@ -108,45 +108,45 @@ class TcpStoreClient:
                 if self._is_closed:
                     self._hang_up()
 
-    def _try(self, query: Callable[[Line], T], connect_s: float | None) -> T:
+    def _try(self, query: Callable[[DeadlineSocket], T], connect_s: float | None) -> T:
         end_s = time.monotonic() + self._answer_s
-        line = self._line
-        if line is not None:
-            line.end_s = end_s
+        link = self._socket
+        if link is not None:
+            link.end_s = end_s
             try:
-                return query(line)
+                return query(link)
             except (OSError, EOFError):
                 self._drop()
                 self._check_open()
                 seconds_left(end_s)
-        line = self._dial(end_s, connect_s)
+        link = self._dial(end_s, connect_s)
         try:
-            return query(line)
+            return query(link)
         except (OSError, EOFError):
             self._drop()
             raise
 
-    def _dial(self, end_s: float, connect_s: float | None) -> Line:
+    def _dial(self, end_s: float, connect_s: float | None) -> DeadlineSocket:
         if connect_s is not None:
-            line = Line(_connect(self._address, min(end_s, time.monotonic() + connect_s)), end_s)
+            link = DeadlineSocket(_connect(self._address, min(end_s, time.monotonic() + connect_s)), end_s)
         elif self._was_dialled:
-            line = Line(_connect(self._address, end_s), end_s)
+            link = DeadlineSocket(_connect(self._address, end_s), end_s)
         else:
             self._was_dialled = True
             connection = _connect(self._address, time.monotonic() + self._connect_s)
-            line = Line(connection, time.monotonic() + self._answer_s)
+            link = DeadlineSocket(connection, time.monotonic() + self._answer_s)
         try:
             nonce = os.urandom(4)
-            line.send(bytes([VALIDATE]) + _U32.pack(MAGIC) + bytes([PING]) + nonce)
-            if line.receive(4) != nonce:
+            link.send(bytes([VALIDATE]) + _U32.pack(MAGIC) + bytes([PING]) + nonce)
+            if link.receive(4) != nonce:
                 raise EOFError("what answers there is no TCPStore")
             with self._lock:
                 self._check_open()
-                self._line = line
+                self._socket = link
         except BaseException:
-            line.close()
+            link.close()
             raise
-        return line
+        return link
 
     def _drop(self) -> None:
         with self._lock:
@@ -154,9 +154,9 @@ class TcpStoreClient:
 
     def _hang_up(self) -> None:
         """Under the lock, and by the asking thread alone."""
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
+        link, self._socket = self._socket, None
+        if link is not None:
+            link.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -184,26 +184,26 @@ def _connect(address: tuple[str, int], end_s: float) -> socket.socket:
     raise error or OSError("no address")
 
 
-def _put(key: bytes, blob: bytes, line: Line) -> None:
-    line.send(bytes([SET]) + key + _text(blob) + _check(key))
-    if line.receive(1) != READY:
+def _put(key: bytes, blob: bytes, link: DeadlineSocket) -> None:
+    link.send(bytes([SET]) + key + _text(blob) + _check(key))
+    if link.receive(1) != READY:
         raise EOFError("what was put there is not there")
 
 
-def _get(key: bytes, line: Line) -> bytes | None:
-    line.send(_check(key))
-    if line.receive(1) != READY:
+def _get(key: bytes, link: DeadlineSocket) -> bytes | None:
+    link.send(_check(key))
+    if link.receive(1) != READY:
         return None
-    line.send(bytes([GET]) + key)
-    (size,) = _U64.unpack(line.receive(_U64.size))
+    link.send(bytes([GET]) + key)
+    (size,) = _U64.unpack(link.receive(_U64.size))
     if size > BLOB_BYTES_MAX:
         raise EOFError(f"a value of {size} bytes is no metadata")
-    return line.receive(size) or None
+    return link.receive(size) or None
 
 
-def _delete(key: bytes, line: Line) -> None:
-    line.send(bytes([DELETE]) + key)
-    line.receive(8)
+def _delete(key: bytes, link: DeadlineSocket) -> None:
+    link.send(bytes([DELETE]) + key)
+    link.receive(8)
 
 
 def _check(key: bytes) -> bytes:

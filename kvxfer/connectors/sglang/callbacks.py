@@ -16,9 +16,9 @@ log = logging.getLogger("kvxfer.sglang")
 class Callbacks:
     """Of one half of a core, in the order in which they were told."""
 
-    def __init__(self, post: Callable[..., None]) -> None:
-        """``post(function)`` calls on the agent's loop."""
-        self._post = post
+    def __init__(self, call_soon: Callable[..., None]) -> None:
+        """``call_soon(function)`` calls on the agent's loop."""
+        self._call_soon = call_soon
         self._due: collections.deque[tuple[Callable[..., None], tuple[Any, ...]]] = collections.deque()
         self._calling = threading.RLock()
         self._is_closed = False
@@ -27,7 +27,7 @@ class Callbacks:
         """Call it soon. From any thread."""
         self._due.append((callback, arguments))
         if not self._is_closed:
-            self._post(self.run)
+            self._call_soon(self.run)
 
     def run(self) -> None:
         """Call those that are due. One that raises is logged."""

@@ -86,13 +86,19 @@ class TransportCore:
         self._runtime = Runtime(self._agent, self._serve)
         self._outbox = Outbox(self._agent, unknown_s=MEET_S)
         self._dropped = RateLimitedWarning(log, "%s said what is no message: %s")
-        post = self._runtime.call
+        call_soon = self._runtime.call
         self.sources = SourceRooms(
-            self._agent, self._pools, rank, source_callbacks or SourceCallbacks(), post, self._say, options.timeout_s
+            self._agent,
+            self._pools,
+            rank,
+            source_callbacks or SourceCallbacks(),
+            call_soon,
+            self._say,
+            options.timeout_s,
         )
         """The rooms that this rank sends."""
         self.destinations = DestinationRooms(
-            self._agent, self._pools, rank, destination_callbacks or DestinationCallbacks(), post, self._say
+            self._agent, self._pools, rank, destination_callbacks or DestinationCallbacks(), call_soon, self._say
         )
         """The rooms that this rank receives."""
 

@@ -71,16 +71,16 @@ class DestinationRooms:
         pools: RankPools,
         rank: int,
         callbacks: DestinationCallbacks,
-        post: Callable[..., None],
+        call_soon: Callable[..., None],
         say: Callable[[str, Message], None],
     ) -> None:
-        """``post(function, *arguments)`` calls on the agent's loop, ``say`` tells another agent, in order."""
+        """``call_soon(function, *arguments)`` calls on the agent's loop, ``say`` tells another agent, in order."""
         self._agent = agent
         self._pools = pools
         self._rank = rank
         self._on_done, self._on_failed, self._on_over = callbacks.on_done, callbacks.on_failed, callbacks.on_over
-        self._callbacks = Callbacks(post)
-        self._post = post
+        self._callbacks = Callbacks(call_soon)
+        self._call_soon = call_soon
         self._say = say
         self._lock = threading.RLock()
         self._rooms: dict[int, DestinationRoom] = {}
@@ -158,7 +158,7 @@ class DestinationRooms:
                 made.is_in_ledger = True
             self._rooms[room] = made
             self._by_transfer[transfer_id] = made
-        self._post(self._ask_all, made)
+        self._call_soon(self._ask_all, made)
 
     def choose(self, sources: Sequence[RoomSource | tuple[str, int]]) -> tuple[RoomSource, ...]:
         """Those that have a share of what this rank holds, so that all of it is read once; in their order. Of replicas
@@ -459,7 +459,7 @@ class DestinationRooms:
         for leg in made.legs.values():
             if leg is not teller and self._closed is None:
                 self._say(leg.agent_id, Failed(made.transfer_id, error.code, str(error)))
-        self._post(self._cancel, made)
+        self._call_soon(self._cancel, made)
         self._look(made)
 
     def _fail_late(self, made: DestinationRoom, error: KvxferError) -> None:

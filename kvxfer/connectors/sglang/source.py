@@ -76,19 +76,19 @@ class SourceRooms:
         pools: RankPools,
         rank: int,
         callbacks: SourceCallbacks,
-        post: Callable[..., None],
+        call_soon: Callable[..., None],
         say: Callable[[str, Message], None],
         early_s: float,
     ) -> None:
-        """``post(function, *arguments)`` calls on the agent's loop, ``say`` tells another agent, in order. A reader
-        waits for ``early_s`` at most until its room is accepted."""
+        """``call_soon(function, *arguments)`` calls on the agent's loop, ``say`` tells another agent, in order. A
+        reader waits for ``early_s`` at most until its room is accepted."""
         self._agent = agent
         self._pools = pools
         self._rank = rank
         self._on_done, self._on_failed, self._on_began = callbacks.on_done, callbacks.on_failed, callbacks.on_began
         self._on_over = callbacks.on_over
-        self._callbacks = Callbacks(post)
-        self._post = post
+        self._callbacks = Callbacks(call_soon)
+        self._call_soon = call_soon
         self._say = say
         self._early_s = early_s
         self._lock = threading.RLock()
@@ -155,7 +155,7 @@ class SourceRooms:
                     self._drop_early(next(iter(self._early)))
             made.legs.append(leg)
             self._by_transfer[leg.transfer_id] = (made, leg)
-            self._post(self._note_incarnation, leg)
+            self._call_soon(self._note_incarnation, leg)
             given_up = self._given_up.pop((leg.agent_id, leg.transfer_id), None)
             if given_up is not None:  # it says why; the agent knows that it did, and no more
                 self.on_message(leg.agent_id, given_up)
@@ -329,7 +329,7 @@ class SourceRooms:
 
     def _turn_away(self, leg: SourceLeg, error: KvxferError) -> None:
         self._say(leg.agent_id, Failed(leg.transfer_id, error.code, str(error)))
-        self._post(self._decline, self._id(leg, END_PART))
+        self._call_soon(self._decline, self._id(leg, END_PART))
 
     def _drop_early(self, room: int) -> None:
         for leg in self._early.pop(room).legs:
@@ -456,7 +456,7 @@ class SourceRooms:
         for leg in made.legs:
             if leg is not teller and self._closed is None:
                 self._say(leg.agent_id, Failed(leg.transfer_id, error.code, str(error)))
-            self._post(self._decline, self._id(leg, END_PART))
+            self._call_soon(self._decline, self._id(leg, END_PART))
         if is_told:
             self._callbacks.tell(self._on_failed, made.number, error.code, str(error))
         self._callbacks.tell(self._on_over, made.number, error.code)

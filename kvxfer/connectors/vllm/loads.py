@@ -74,16 +74,16 @@ class Loads:
         rank: int,
         ranks: int,
         on_done: Callable[[LoadEnded], None],
-        post: Callable[..., None],
+        call_soon: Callable[..., None],
     ) -> None:
-        """``post(function, *arguments)`` calls on the agent's loop. ``on_done`` may come from any thread."""
+        """``call_soon(function, *arguments)`` calls on the agent's loop. ``on_done`` may come from any thread."""
         self._agent = agent
         self._staging = Staging(agent, pools, pages.stores, options.staging_bytes)
         self._options = options
         self._rank = rank
         self._ranks = ranks
         self._on_done = on_done
-        self._post = post
+        self._call_soon = call_soon
         self._claims = Claims(rank, options.load_deadline_s)
         self._fetches: dict[str, list[Fetch]] = {}
         self._by_transfer: dict[tuple[TransferId, str], Fetch] = {}
@@ -148,7 +148,7 @@ class Loads:
             self._begin_pull(fetch, landing, DIRECT, 0, len(order.blocks), ended)
         except KvxferError as error:
             fetch.is_ended, fetch.why = True, error
-            self._post(self.adopt, fetch)
+            self._call_soon(self.adopt, fetch)
         else:
             self._one_ended(fetch)
         return fetch
@@ -171,13 +171,13 @@ class Loads:
         try:
             fetch.take([transfer.result() for transfer in fetch.transfers])
         except KvxferError:
-            self._post(self.adopt, fetch)  # first: once it has ended, the forward thread may post its cancel
+            self._call_soon(self.adopt, fetch)  # first: once it has ended, the forward thread may schedule its cancel
             fetch.is_ended = True
             return
         fetch.is_told = fetch.is_ended = True
         report = report_of(fetch.order, [fetch], None)
         self._on_done(LoadEnded(fetch.order, None, report))
-        self._post(self._settle, fetch, report)
+        self._call_soon(self._settle, fetch, report)
 
     def _settle(self, fetch: Fetch, report: Report) -> None:
         """Of one that was told of: the rest. Its source knows by the end of the grant that nothing more is needed."""

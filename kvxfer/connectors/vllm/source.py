@@ -78,18 +78,18 @@ class PromptSource:
         pages: Pages,
         options: ConnectorOptions,
         rank: int,
-        post: Callable[..., None],
+        call_soon: Callable[..., None],
         on_freed: Callable[[str], None],
         after: Callable[[Callback], None] = at_once,
     ) -> None:
-        """``post(function, *arguments)`` calls on the agent's loop. ``on_freed(request_id)``: its blocks are vLLM's
-        again. ``after(callback)`` calls it once what the forward thread asked of the memory's device is done."""
+        """``call_soon(function, *arguments)`` calls on the agent's loop. ``on_freed(request_id)``: its blocks are
+        vLLM's again. ``after(callback)`` calls it once what the forward thread asked of the memory's device is done."""
         self._agent = agent
         self._pools = pools
         self._pages = pages
         self._options = options
         self._rank = rank
-        self._post = post
+        self._call_soon = call_soon
         self._on_freed = on_freed
         self._after = after
         self._lock = threading.RLock()
@@ -497,4 +497,4 @@ class PromptSource:
         send.grants.clear()
 
     def _send(self, agent_id: str, message: Message) -> None:
-        self._post(self._outbox.send, agent_id, encode(message))
+        self._call_soon(self._outbox.send, agent_id, encode(message))

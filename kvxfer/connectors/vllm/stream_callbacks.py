@@ -28,18 +28,18 @@ class Fence(Protocol):
 
 
 class StreamCallbacks:
-    """``record`` sets a fence behind all work of the calling thread; ``post`` calls on the agent's loop."""
+    """``record`` sets a fence behind all work of the calling thread; ``call_soon`` calls on the agent's loop."""
 
-    def __init__(self, record: Callable[[], Fence], post: Callable[..., None]) -> None:
+    def __init__(self, record: Callable[[], Fence], call_soon: Callable[..., None]) -> None:
         self._record = record
-        self._post = post
+        self._call_soon = call_soon
         self._waiting: collections.deque[tuple[Fence, Callback]] = collections.deque()
         self._has_failed = False
 
     def after(self, callback: Callback) -> None:
         """Call ``callback`` on the loop once the device has done what the calling thread asked of it until now.
         Callbacks run in the order of the calls, and none runs after the device failed."""
-        self._post(self._add, self._record(), callback)
+        self._call_soon(self._add, self._record(), callback)
 
     def _add(self, fence: Fence, callback: Callback) -> None:
         if self._has_failed:

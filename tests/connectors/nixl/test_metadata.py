@@ -21,7 +21,7 @@ from kvxfer.connectors.nixl.bindings import (
     nixlNotFoundError,
     nixlRegDList,
 )
-from kvxfer.connectors.nixl.inbox import envelope_for, open_envelope
+from kvxfer.connectors.nixl.notification_inbox import envelope_for, open_envelope
 from kvxfer.connectors.nixl.registry import newest
 from kvxfer.types import AgentRef, DataAddress, Incarnation, Lane, RegionRecord
 from tests.support.nixl.agents import MakeAgent, memory, register, row

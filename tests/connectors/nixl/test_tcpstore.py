@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvxfer.connectors.nixl import exchange, tcpstore
+from kvxfer.connectors.nixl import metadata_exchange, tcpstore
 from kvxfer.connectors.nixl.bindings import nixlBackendError, nixlInvalidParamError, nixlNotAllowedError
-from kvxfer.connectors.nixl.exchange import Exchange
+from kvxfer.connectors.nixl.metadata_exchange import MetadataExchange
 from kvxfer.connectors.nixl.tcpstore import TcpStoreClient
 from tests.support.nixl.agents import MakeAgent, finish, held_port, logged, memory, notifications, register, row, until
 from tests.support.nixl.small_store import SET, SmallStore
@@ -161,8 +161,8 @@ def test_a_store_that_comes_late(
 def test_a_line_that_broke_is_dialled_again(store: Any) -> None:
     client = TcpStoreClient(f"{HOST}:{store.port}", 5, 5)
     client.put("one", "metadata", b"blob")
-    assert client._line is not None
-    client._line.shut()
+    assert client._socket is not None
+    client._socket.shut()
     assert client.get("one", "metadata") == b"blob"
     assert client.get("one", "other") is None
     client.delete("one")
@@ -219,7 +219,7 @@ def test_answer_of_another_server_is_reported(answers: list[bytes | None], said:
         client = TcpStoreClient(f"{HOST}:{server.getsockname()[1]}", 5, 5)
         with pytest.raises(nixlBackendError, match=said):
             client.get("one", "metadata")
-        assert client._line is None
+        assert client._socket is None
         thread.join(10)
 
 
@@ -228,7 +228,7 @@ def test_store_that_does_not_listen_is_reported(
 ) -> None:
     monkeypatch.setenv("NIXL_TCPSTORE_ENDPOINT", f"{HOST}:1")
     agent = make_agent("one")
-    assert isinstance(agent.agent._exchange, Exchange)
+    assert isinstance(agent.agent._exchange, MetadataExchange)
     agent.send_local_metadata()
     until(lambda: f"send to the TCPStore: nixlBackendError: the TCPStore at {HOST}:1" in log.text)
 
@@ -301,8 +301,8 @@ def test_an_agent_that_is_closed_sends_nothing_more(
     small_store: SmallStore, make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch, tasks: int
 ) -> None:
     """Its store takes what it is told and answers nothing; more is to be sent, up to all that there is room for."""
-    monkeypatch.setattr(exchange, "FLUSH_S", 0.2)
-    monkeypatch.setattr(exchange, "TASKS_MAX", 4)
+    monkeypatch.setattr(metadata_exchange, "FLUSH_S", 0.2)
+    monkeypatch.setattr(metadata_exchange, "TASKS_MAX", 4)
     agent = make_agent("one")
     background = agent.agent._exchange
     store = background._store
@@ -322,5 +322,5 @@ def test_an_agent_that_is_closed_sends_nothing_more(
     agent.close()
     worker.join(30)
     assert not worker.is_alive()
-    assert store._line is None
+    assert store._socket is None
     assert (small_store.lines, small_store.queries.count(SET)) == (1, 2)

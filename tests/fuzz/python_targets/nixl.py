@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 from kvxfer.connectors.nixl import codec, metadata, p2p, tcpstore
+from kvxfer.connectors.nixl.deadline_socket import DeadlineSocket
 from kvxfer.connectors.nixl.dlists import nixlRegDList, nixlXferDList
 from kvxfer.connectors.nixl.enums import nixl_mem_t
 from kvxfer.connectors.nixl.errors import nixlBackendError, nixlMismatchError
-from kvxfer.connectors.nixl.inbox import envelope_for, open_envelope
-from kvxfer.connectors.nixl.line import Line
+from kvxfer.connectors.nixl.notification_inbox import envelope_for, open_envelope
 from kvxfer.connectors.nixl.registry import newest
 from tests.fuzz.python_targets.samples import ADDRESS, REF, REGIONS, Target, look_up
 
@@ -54,7 +54,7 @@ class Connection:
 def nixl_frames(data: bytes) -> object:
     connection: Any = Connection(data)
     found = []
-    while (frame := p2p.receive_frame(Line(connection, math.inf))) is not None:
+    while (frame := p2p.receive_frame(DeadlineSocket(connection, math.inf))) is not None:
         found.append(frame)
     assert sum(p2p.HEAD.size + len(body) for _, body in found) == len(data)
     return found
@@ -63,7 +63,7 @@ def nixl_frames(data: bytes) -> object:
 def tcpstore_answer(data: bytes) -> object:
     connection: Any = Connection(data)
     client: Any = tcpstore.TcpStoreClient("127.0.0.1:1", 1.0, 1.0)
-    client._dial = lambda *rest: Line(connection, math.inf)
+    client._dial = lambda *rest: DeadlineSocket(connection, math.inf)
     found = client.get("a", "metadata")
     assert found is None or len(found) < len(data)
     return found

@@ -17,7 +17,7 @@ def seconds_left(end_s: float) -> float:
     return left_s
 
 
-class Line:
+class DeadlineSocket:
     """A connection and what it may still take: every call raises TimeoutError once that is over."""
 
     def __init__(self, connection: socket.socket, end_s: float) -> None:
@@ -40,7 +40,7 @@ class Line:
         return bytes(data)
 
     def shut(self) -> None:
-        """Ends what another thread is at on this line."""
+        """Ends what another thread is at on this connection."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 

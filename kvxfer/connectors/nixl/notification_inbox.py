@@ -26,7 +26,7 @@ EACH_BYTES = 64
 """What a message weighs beside its own bytes."""
 
 
-class Inbox:
+class NotificationInbox:
     """What came and was not fetched yet. Thread-safe; it holds no reference to the agent."""
 
     def __init__(self) -> None:

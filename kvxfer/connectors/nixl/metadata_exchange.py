@@ -59,7 +59,7 @@ class MetadataWait:
     reason: str = ""
 
 
-class Exchange:
+class MetadataExchange:
     """The background of one agent. Thread-safe; its threads hold the endpoint, never the agent."""
 
     def __init__(self, endpoint: Endpoint, *, listens: bool, port: int, etcd_wait_s: float) -> None:
