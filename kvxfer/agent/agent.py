@@ -1,5 +1,6 @@
 """The agent: one worker process's part of kvxfer, as an asyncio object. Decides the order of starting and stopping, and
-what may be called when; must never judge a grant or move a byte (the transport does), nor know requests and engines."""
+which calls are allowed when. The transport judges grants and moves bytes; the agent must never do either, nor know
+requests or engines."""
 
 from __future__ import annotations
 
@@ -53,12 +54,14 @@ log = logging.getLogger("kvxfer.agent")
 
 
 class Agent(AgentMemory):
-    """An async context manager. It belongs to the loop that entered it. :meth:`grant`, :meth:`pull`,
-    :meth:`report_load`, :meth:`export_metadata`, :meth:`find_member`, :meth:`is_connected`, :meth:`statistics` and the
-    methods of a Grant may be called from any thread, :meth:`progress` from any other, and everything else on that loop.
+    """An async context manager, bound to the loop that entered it. Any thread may call :meth:`grant`, :meth:`pull`,
+    :meth:`ask`, :meth:`report_load`, :meth:`export_metadata`, :meth:`find_member`, :meth:`is_connected`,
+    :meth:`statistics` and the methods of a Grant. Any thread but the loop's may call :meth:`progress`. Everything else
+    belongs to the loop.
 
-    With a coordinator it finds its peers by itself. Without one (``coordinator=None``) it knows exactly the peers that
-    :meth:`connect_peer` named, and with ``discovery`` those that :meth:`add_remote_agent` added or that dialed it.
+    With a coordinator an agent finds its peers by itself. Without one (``coordinator=None``) it knows exactly the peers
+    that :meth:`connect_peer` named and, with ``discovery``, those that :meth:`add_remote_agent` added or that dialed
+    it.
     """
 
     def __init__(
@@ -72,9 +75,9 @@ class Agent(AgentMemory):
         network: MemoryNetwork | None = None,
         connect_s: float = 30.0,
     ) -> None:
-        """``info`` may be just the agent's id. ``coordinator`` is ``host:port``, ``token`` the cluster's (default: the
-        token file's). ``registry`` gets the metrics. ``network``: an in-process network instead of sockets.
-        ``connect_s`` bounds the wait to register."""
+        """``info`` may be just the agent's id. ``coordinator`` is ``host:port``. ``token`` is the cluster token
+        (default: the token file's). Metrics go to ``registry``. ``network`` replaces sockets by an in-process network.
+        ``connect_s`` bounds the time to register."""
         if isinstance(info, str):
             info = WorkerInfo(info, Role.BOTH, model="", http_url="")
         check_agent_id(info.agent_id)
@@ -101,9 +104,9 @@ class Agent(AgentMemory):
         self._is_entered = self._is_closing = False
 
     async def __aenter__(self) -> Agent:
-        """Listen, register, publish the pools.
+        """Listen, register with the coordinator, publish the pools.
 
-        Raises ConfigError, CoordinatorUnavailableError, AuthenticationError, and RefusedError where the agent id is in
+        Raises ConfigError, CoordinatorUnavailableError, AuthenticationError, and RefusedError if the agent id is in
         use.
         """
         if self._is_entered or self._is_closing:
@@ -156,7 +159,7 @@ class Agent(AgentMemory):
         return self._open().transport.address
 
     def members(self) -> tuple[Member, ...]:
-        """The other incarnations that are known, the newest of a name last."""
+        """The known incarnations of other agents, for each name the newest last."""
         return () if self._runtime is None else tuple(self._runtime.peers)
 
     def find_member(self, agent_id: str) -> Member | None:
@@ -168,8 +171,8 @@ class Agent(AgentMemory):
         return (member := self.find_member(agent_id)) is not None and self._open().transport.is_connected(member.ref)
 
     async def wait_member(self, agent_id: str, *, timeout_s: float, incarnation: Incarnation | None = None) -> Member:
-        """Wait until an agent of that name is known and has a pool. ``incarnation``: that incarnation of it, and no
-        other; where a later one is known it is gone. Raises PeerGoneError, CoordinatorUnavailableError."""
+        """Wait until an agent of that name is known and has a pool. With ``incarnation`` only that incarnation counts,
+        and a newer one means that it is gone. Raises PeerGoneError, CoordinatorUnavailableError."""
         return await self._open().peers.wait(agent_id, timeout_s, with_pools=True, incarnation=incarnation)
 
     def export_metadata(self) -> str:
@@ -185,30 +188,30 @@ class Agent(AgentMemory):
         return self._discovered().add_remote_agent(metadata, agent_id, incarnation)
 
     def report_load(self, load: Load) -> None:
-        """What the next heartbeat says. From any thread."""
+        """Set the load that the next heartbeat reports. From any thread."""
         self._load = load
         if self._session is not None:
             self._session.set_load(load)
 
     @property
     def is_draining(self) -> bool:
-        """Whether this incarnation takes no new work, by :meth:`set_draining` or by the coordinator's order."""
+        """Whether this incarnation refuses new work, after :meth:`set_draining` or by the coordinator's order."""
         return self._session is not None and self._session.is_draining
 
     def set_draining(self) -> None:
-        """Tell the coordinator that this agent takes no new work; until this incarnation ends."""
+        """Tell the coordinator that this agent takes no new work, until this incarnation ends."""
         if self._session is not None:
             self._session.set_draining()
 
     def connect_peer(self, ref: AgentRef, address: DataAddress, key: bytes, pools: Sequence[PoolRecord] = ()) -> None:
-        """Know one incarnation of a peer without a coordinator: where it listens, the 32 bytes that both sides of the
-        pair use as their session key, and the pools that may be pulled from. Again: replaces what was known of that
+        """Add one incarnation of a peer without a coordinator: where it listens, the 32-byte session key that both
+        sides of the pair use, and the pools that may be pulled from. A second call replaces what the first said of that
         incarnation."""
         info = WorkerInfo(ref.agent_id, Role.BOTH, "", "")
         self._open().peers.add(Member(ref, info, address, tuple(pools), session_key=key))
 
     def disconnect_peer(self, ref: AgentRef) -> None:
-        """Say that exactly this incarnation is dead: what it reads or is read from ends."""
+        """Report that exactly this incarnation is dead. Its reads from us and our reads from it end."""
         self._open().peers.remove(ref)
 
     # --- source ---
@@ -225,11 +228,11 @@ class Agent(AgentMemory):
         content_digest: bytes | None = None,
     ) -> Grant:
         """Promise ``blocks`` of ``pool`` (uint32, shape [n]) to the agent ``reader`` (``None``: the first that presents
-        the transfer id), the first ``ready_blocks`` of them readable at once. ``content_digest`` (32 bytes, a
-        digest of the tokens, say): a reader that takes the blocks for something else is refused. From any thread.
+        the transfer id). The first ``ready_blocks`` of them are readable at once. ``content_digest`` (32 bytes, for
+        instance a digest of the tokens): a reader with another digest is refused. From any thread.
 
-        Raises InvalidArgumentError (an id used before, a block out of range), BlocksBusyError, LimitExceededError, and
-        GrantReleasedError if the reader gave the transfer up before.
+        Raises InvalidArgumentError (an id that was used before, a block out of range), BlocksBusyError,
+        LimitExceededError, and GrantReleasedError if the reader aborted the transfer before.
         """
         self._check_own(pool)
         return self._open().grants.make(
@@ -243,22 +246,23 @@ class Agent(AgentMemory):
         )
 
     def expect(self, transfer_id: TransferId, *, reader: str | None = None) -> None:
-        """The engine here accepted that prompt for the agent ``reader`` (``None``: the first that pulls it): a pull of
-        it that comes early is told that it is queued. Ends by :meth:`grant` or :meth:`abort_grant`. From any thread.
-        Raises InvalidArgumentError (an id used before), LimitExceededError, GrantReleasedError (the reader gave it up
-        before)."""
+        """Report that the engine here accepted that prompt for the agent ``reader`` (``None``: the first that pulls
+        it). A pull that comes before the grant is answered "queued". Ends by :meth:`grant` or :meth:`abort_grant`. From
+        any thread. Raises InvalidArgumentError (an id that was used before), LimitExceededError, GrantReleasedError
+        (the reader aborted it before)."""
         self._open().grants.expect(transfer_id, reader or "")
 
     def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
-        """A heartbeat of the engine here, which is about to step, or (``has_work=False``) has nothing to do.
-        ``took_in``: all is taken in that had reached it at its last such pulse. From any thread, before the start
-        too. An agent without such an engine lets pulls that come early wait as long as their readers want."""
+        """A heartbeat of the engine here, which is about to step or, with ``has_work=False``, is idle. ``took_in``: the
+        engine has read everything that had reached its queue at the last such heartbeat. From any thread, also before
+        the agent starts. Without an engine that sends heartbeats, early pulls wait as long as their readers want."""
         if self._runtime is not None or self._is_closing:
             self._open()
         self._pulse.pulse(has_work, took_in)
 
     def abort_grant(self, transfer_id: TransferId) -> None:
-        """This grant will never be made: its reader need not wait. From any thread. Raises InvalidArgumentError."""
+        """Report that this grant will never be made, so that its reader stops waiting. From any thread. Raises
+        InvalidArgumentError."""
         self._open().grants.abort(transfer_id)
 
     # --- destination ---
@@ -278,19 +282,22 @@ class Agent(AgentMemory):
         on_granted: Callable[[Transfer], None] | None = None,
         on_ended: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
-        """Fill ``blocks`` of ``pool``, in order, from positions ``first...`` of the grant ``transfer_id`` of the agent
-        ``source``; the grant may come later, within ``timeout_s``, and ``deadline_s`` counts from when it is there.
+        """Fill ``blocks`` of ``pool``, in order, from the positions ``first...`` of the grant ``transfer_id`` of the
+        agent ``source``. The grant may be made later, within ``timeout_s``; ``deadline_s`` counts from when it exists.
         ``content_digest`` is of what the blocks are expected to hold; a source whose grant has another one refuses. The
-        blocks belong to the agent from now until the transfer drained, or :meth:`Transfer.unreserve` gave them back:
-        from then on it is as :meth:`ask` made it. ``on_granted(transfer)`` is called when the grant exists.
+        blocks belong to the agent until the transfer has drained, or until :meth:`Transfer.unreserve` gave them back;
+        then the transfer continues as if :meth:`ask` had made it.
 
-        A wrong call raises here: InvalidArgumentError, BlocksBusyError, LimitExceededError. What goes wrong with the
-        peer is raised by awaiting: IncompatibleError (names the field; not a byte moved), LaneUnavailableError,
-        PeerGoneError, CoordinatorUnavailableError, GrantGoneError's kinds, RefusedError, DeadlineExceededError. A
-        ``source`` that is not known yet is waited for, at most 2 s; until it is found the blocks are not reserved yet,
-        so that BlocksBusyError too may come late. From any thread; on a thread other than the loop's an unknown source
-        is not waited for. ``on_ended(transfer)`` is called once it drained, on the thread that hears of it first (see
-        :meth:`progress`), and must not block."""
+        A wrong call raises here: InvalidArgumentError, BlocksBusyError, LimitExceededError. Awaiting the transfer
+        raises what went wrong with the peer: IncompatibleError (names the field; not a byte moved),
+        LaneUnavailableError, PeerGoneError, CoordinatorUnavailableError, GrantGoneError's kinds, RefusedError,
+        DeadlineExceededError.
+
+        An unknown ``source`` is waited for, at most 2 s, and only if the loop's thread calls. Until it is found the
+        blocks are not reserved, so BlocksBusyError may come late. ``on_granted(transfer)`` is called when the grant
+        exists, ``on_ended(transfer)`` once the transfer has drained. Both run on the first thread that handles the
+        event (see :meth:`progress`), and must not block.
+        """
         index = as_blocks(blocks)
         what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content_digest)
         return self._open().transfers.pull(self._order(pool, index, len(index), *what), on_ended, on_granted)
@@ -310,9 +317,9 @@ class Agent(AgentMemory):
         on_granted: Callable[[Transfer], None] | None = None,
         on_ended: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
-        """As :meth:`pull` of ``count`` blocks that are not there yet: ``on_granted(transfer)`` is called when the grant
-        exists, on the thread that hears of it first (again after a lost session), and :meth:`Transfer.reserve` gives it
-        its blocks. Until then it waits, and keeps its grant alive, for ``deadline_s`` at most."""
+        """As :meth:`pull` of ``count`` blocks that are not chosen yet. ``on_granted(transfer)`` is called when the
+        grant exists (and again after a lost session), and :meth:`Transfer.reserve` then names the blocks. Until then
+        the transfer waits and keeps its grant alive, for at most ``deadline_s``."""
         what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content_digest)
         return self._open().transfers.pull(self._order(pool, None, count, *what), on_ended, on_granted)
 
@@ -339,15 +346,16 @@ class Agent(AgentMemory):
         return PullOrder(*what, as_content(content_digest), pool.checksum)
 
     def progress(self, timeout_s: float) -> None:
-        """Wait for news of any kind, at most so long and 5 ms, on a thread that is not the loop's; calls ``on_ended``
-        of transfers that ended. With ``AgentConfig.progress`` "caller" this thread moves bytes meanwhile. Raises
-        ClosedError, InvalidArgumentError on the loop, or what broke the agent."""
+        """Wait for events, at most ``timeout_s`` and 5 ms, on a thread that is not the loop's, and call ``on_ended`` of
+        transfers that ended. With ``AgentConfig.progress`` "caller" this thread also moves bytes. Raises ClosedError,
+        InvalidArgumentError on the loop's thread, or the error that broke the agent."""
         self._open().progress(timeout_s)
 
     def abort_pull(self, transfer_id: TransferId, source: str) -> None:
-        """This id will never be pulled here: its source, if known, need not wait for the grant to expire.
+        """Report that this id will never be pulled here, so that its source, if known, need not wait for the grant to
+        expire.
 
-        Raises InvalidArgumentError for a transfer that has begun (cancel that).
+        Raises InvalidArgumentError for a transfer that has begun: cancel that.
         """
         runtime = self._open()
         member = runtime.peers.find(source)
@@ -357,11 +365,12 @@ class Agent(AgentMemory):
     # --- notifications ---
 
     def notify(self, agent_id: str, payload: bytes) -> Delivery:
-        """Send a small message to the newest incarnation of an agent; it arrives once, in order. The Delivery may be
+        """Send a small message to the newest incarnation of an agent. It arrives once, in order. The Delivery may be
         awaited.
 
-        Raises PeerGoneError or CoordinatorUnavailableError (not known), InvalidArgumentError (too long),
-        LimitExceededError."""
+        Raises PeerGoneError or CoordinatorUnavailableError (the agent is not known), InvalidArgumentError (too long),
+        LimitExceededError.
+        """
         runtime = self._open()
         delivery = Delivery(asyncio.get_running_loop(), runtime.peers.get(agent_id).ref)
         self._notifications.sent(runtime.transport.notify(delivery.receiver, payload), delivery)
@@ -372,7 +381,7 @@ class Agent(AgentMemory):
         return self._notifications.take()
 
     def statistics(self) -> AgentStatistics:
-        """Counts of this moment; after :meth:`close`, of the last one. From any thread."""
+        """Counts as of now; after :meth:`close`, as of the end. From any thread."""
         is_connected = None if self._session is None else self._session.is_connected
         runtime = self._runtime
         if runtime is None or runtime.is_over:
@@ -388,8 +397,8 @@ class Agent(AgentMemory):
     # --- the end ---
 
     async def close(self) -> None:
-        """End: transfers fail with ClosedError, grants are revoked, what is under way drains (at most CLOSE_S), peers
-        and coordinator are told. Callable twice; the second call waits for the first."""
+        """Close the agent. Transfers fail with ClosedError, grants are revoked, running reads drain (for at most
+        CLOSE_S), and peers and coordinator are told. A second call waits for the first."""
         if self._closed is not None:
             await asyncio.shield(self._closed)
             return

@@ -49,12 +49,10 @@ class AgentMemory:
         checksum: ChecksumMode = ChecksumMode.OFF,
         is_published: bool = True,
     ) -> Pool:
-        """A pool in memory made by kvxfer, zeroed, block ``b`` at ``b * block_bytes``: readers on this host can map it
-        (lane ``mapped``), unless ``exposure`` is GRANT. ``checksum``: which transfers from
-        and to this pool carry CRC-32C checksums. A pool that is not ``is_published`` is only pulled into: no other
-        agent knows of it. Raises InvalidArgumentError where
-        there are too many published ones, LimitExceededError where the host has not so much memory.
-        """
+        """A pool in zeroed memory that kvxfer allocates; block ``b`` is at ``b * block_bytes``. Readers on this host
+        can map it (lane ``mapped``), unless ``exposure`` is GRANT. ``checksum``: which transfers from and to this pool
+        carry CRC-32C checksums. A pool that is not ``is_published`` is only pulled into; no other agent learns of it.
+        Raises InvalidArgumentError for too many published pools, LimitExceededError if the host lacks the memory."""
         return self._pools.allocate(PoolSpec(record, block_count, exposure, checksum, is_published), block_bytes)
 
     def register_pool(
@@ -68,8 +66,8 @@ class AgentMemory:
         checksum: ChecksumMode = ChecksumMode.OFF,
         is_published: bool = True,
     ) -> Pool:
-        """A pool in memory that is there already: a contiguous tensor (CPU, CUDA), array, buffer, ``(address, length)``
-        or Region. It is kept alive as long as the pool. Without ``segments``, block ``b`` is ``b``-th of equal parts.
+        """A pool in existing memory: a contiguous tensor (CPU, CUDA), array, buffer, ``(address, length)`` or Region,
+        which the pool keeps alive. Without ``segments`` the memory is cut into equal blocks.
 
         Raises InvalidArgumentError for memory with gaps or segments that do not fit, LaneUnavailableError for an
         unusable device.
@@ -77,38 +75,37 @@ class AgentMemory:
         return self._pools.register(PoolSpec(record, block_count, exposure, checksum, is_published), memory, segments)
 
     def remove_pool(self, pool: Pool) -> None:
-        """Take a pool back. Raises BlocksBusyError while a block of it is granted, reserved or quarantined."""
+        """Remove a pool. Raises BlocksBusyError while a block of it is granted, reserved or quarantined."""
         self._check_own(pool)
         self._pools.remove(pool)
 
     # --- registered memory ---
 
     def register(self, memory: Any, *, can_read: bool = True, can_write: bool = True) -> MemoryRegistration:
-        """Let every proven peer read and write ``memory`` (contiguous tensor (CPU, CUDA), array, buffer,
-        ``(address, length)`` or Region) at any time until :meth:`deregister`: an open-ended grant and offer. It is kept
-        alive so long.
+        """Let every authenticated peer read and write ``memory`` (a contiguous tensor (CPU, CUDA), array, buffer,
+        ``(address, length)`` or Region) at any time until :meth:`deregister`: an open-ended grant and offer. The memory
+        is kept alive until then.
 
         Raises InvalidArgumentError for memory with gaps, LaneUnavailableError for an unusable device.
         """
         return self._open().transfers.engine.register(memory, can_read=can_read, can_write=can_write)
 
     def deregister(self, registration: MemoryRegistration) -> None:
-        """Take it back: once this returned no peer reads or writes it. Raises BlocksBusyError while a post of ours uses
-        it, or a peer's write into it drains."""
+        """Remove it. Once this has returned no peer reads or writes it. Raises BlocksBusyError while one of our posts
+        uses it, or a peer's write into it drains."""
         self._open().transfers.engine.deregister(registration)
 
     def memory(self) -> tuple[RegionRecord, ...]:
-        """What is registered here, for peers (``to_json``): they need it to prepare."""
+        """The registered regions of this agent. Peers need them (``to_json``) to prepare."""
         return self._open().transfers.engine.records()
 
     def prepare(
         self, descriptors: Any, *, peer: str | None = None, records: Sequence[RegionRecord] | None = None
     ) -> Prepared:
         """Find descriptors in our registered memory, or in that of ``peer``, whose :meth:`memory` is ``records``
-        (needed when they are new). Descriptors: see :meth:`~kvxfer.transport.descriptors.Descriptors.of`. Once made, a
-        list is posted from many times. Raises InvalidArgumentError naming the first that lies in no region;
-        PeerGoneError.
-        """
+        (needed if they are new). For descriptors see :meth:`~kvxfer.transport.descriptors.Descriptors.of`. A prepared
+        list may be posted many times. Raises InvalidArgumentError naming the first descriptor outside every region;
+        PeerGoneError."""
         return self._open().transfers.prepare(descriptors, peer, records)
 
     def post(
@@ -123,11 +120,11 @@ class AgentMemory:
         notification: bytes | None = None,
         deadline_s: float | None = None,
     ) -> AgentPost:
-        """READ the peer's descriptors ``remote_ids`` into ours, ``local_ids``, one by one (``None``: all), or WRITE the
-        other way, which has the peer's agent read. ``notification`` is told to the peer once the bytes are committed.
+        """READ the peer's descriptors ``remote_ids`` into ours, ``local_ids``, one by one (``None``: all), or WRITE
+        ours into the peer's: then the peer's agent reads. The peer gets ``notification`` once the bytes are committed.
 
-        A wrong call raises here: InvalidArgumentError, LimitExceededError, LaneUnavailableError, PeerGoneError. What
-        goes wrong later is raised by awaiting.
+        A wrong call raises here: InvalidArgumentError, LimitExceededError, LaneUnavailableError, PeerGoneError.
+        Awaiting raises what goes wrong later.
         """
         allowed = self._lanes if lanes is None else lanes
         return self._open().transfers.post(

@@ -1,6 +1,5 @@
-"""What one agent counts: how its transfers and its peers' writes ended, and the bytes of the committed ones, by lane.
-Decides nothing.
-"""
+"""What one agent counts: outcomes of its transfers and of its peers' writes, and committed bytes, by lane. Decides
+nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class AgentCounters:
         self._offers: Outcomes = {}
         self._refused = 0
         self._last = AgentStatistics(agent_id)
-        """What the transport held last; it may be gone."""
+        """The transport's last counts; the transport may be gone."""
 
     def committed(self, lane: Lane, byte_count: int, seconds: Mapping[str, float]) -> None:
         """``seconds``: by phase."""
@@ -62,7 +61,7 @@ class AgentCounters:
         self._refused += 1
 
     def remember(self, transport: Transport) -> None:
-        """The last look at a transport that is about to close: what it held ends with it."""
+        """Keep the last counts of a transport that is about to close."""
         with contextlib.suppress(KvxferError):
             self._last = AgentStatistics.of(str(transport.ref), transport.counts()).closed()
 

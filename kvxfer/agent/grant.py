@@ -1,6 +1,5 @@
-"""The owner's handle on one grant. Decides nothing: the transport judges; this only asks, and remembers how it ended.
-Must never know which request the blocks belong to.
-"""
+"""The owner's handle on one grant. Decides nothing: the transport judges, and this asks it and remembers how the grant
+ended. Must never know which request the blocks belong to."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from kvxfer.types import GrantState, TransferId, check_agent_id
 class Grant:
     """Made by :meth:`Agent.grant`.
 
-    The promise: blocks announced by :meth:`ready` stay as they are until the grant has ended, and its owner frees or
-    overwrites blocks only after :attr:`state` left ALIVE. :meth:`ready`, :meth:`bind`, :attr:`bound`,
-    :meth:`revoke`, :meth:`release`, :attr:`state` and :meth:`on_ended` may be used from any thread.
+    The promise: blocks that :meth:`ready` announced do not change until the grant has ended, and the owner frees or
+    overwrites blocks only after :attr:`state` has left ALIVE. Any thread may use :meth:`ready`, :meth:`bind`,
+    :attr:`bound`, :meth:`revoke`, :meth:`release`, :attr:`state` and :meth:`on_ended`.
     """
 
     def __init__(
@@ -57,24 +56,24 @@ class Grant:
         return GrantState.REVOKED if state is None else state
 
     def ready(self, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
-        """The first ``blocks`` of the grant's blocks are written and stay as they are; cumulative. ``complete``: these
-        are all, and nothing is computed any more.
+        """Announce that the first ``blocks`` of the grant's blocks are written and will not change; cumulative.
+        ``complete``: no further blocks will be announced.
 
-        Raises GrantExpiredError, GrantRevokedError or GrantReleasedError once it has ended, InvalidArgumentError for
-        fewer than before or more than granted.
+        Raises GrantExpiredError, GrantRevokedError or GrantReleasedError once the grant has ended, InvalidArgumentError
+        for fewer blocks than before or more than granted.
         """
         self._transport.ready(self._transfer_id, blocks, layers=layers, complete=complete)
 
     def bind(self, reader: str) -> str | None:
-        """Let only the agent ``reader`` read from now on, unless another was named, or came first.
+        """Let only the agent ``reader`` read from now on, unless another agent was named or came first.
 
-        Returns the agent that may read, also once the grant has ended; ``None`` where it ended before any came.
+        Returns the agent that may read, also once the grant has ended; ``None`` if it ended before a reader came.
         """
         return self._bind(check_agent_id(reader))
 
     @property
     def has_begun(self) -> bool:
-        """Whether its reader has asked for blocks of it; one that only asked whether it exists has not."""
+        """Whether its reader has requested blocks. A reader that only asked whether the grant exists has not."""
         try:
             return self._transport.has_begun(self._transfer_id)
         except KvxferError:  # the transport is gone, and its readers with it
@@ -82,7 +81,7 @@ class Grant:
 
     @property
     def bound(self) -> str | None:
-        """The agent that alone may read, named or the first that came; ``None`` as long as any may."""
+        """The only agent that may read: named, or the first that came; ``None`` while any agent may."""
         return self._bind("")
 
     def _bind(self, reader: str) -> str | None:
@@ -92,19 +91,19 @@ class Grant:
             return None
 
     def revoke(self, reason: str = "") -> GrantState:
-        """Take the promise back. Once this returns the blocks may be overwritten: what was read of them meanwhile will
-        not be confirmed. Returns how the grant ended, which may have happened before.
+        """End the grant now. Once this has returned the blocks may be overwritten, because reads that are in progress
+        will not be confirmed. Returns how the grant ended, which may have happened before.
 
-        ``reason`` is told to the reader.
+        The reader is told ``reason``.
         """
         return self._end(lambda transfer_id: self._transport.revoke_grant(transfer_id, reason))
 
     def release(self) -> GrantState:
-        """End the grant because its reader needs it no more; otherwise as :meth:`revoke`."""
+        """End the grant because its reader no longer needs it; otherwise as :meth:`revoke`."""
         return self._end(self._transport.release_grant)
 
     def on_ended(self, callback: Callable[[GrantState], None]) -> None:
-        """Call ``callback(state)`` on the agent's loop, exactly once: when the grant ends, or soon if it has."""
+        """Call ``callback(state)`` on the agent's loop, exactly once: when the grant ends, or soon if it has ended."""
         self._loop.call_soon_threadsafe(self._add_callback, callback)
 
     async def wait_ended(self) -> GrantState:

@@ -1,6 +1,5 @@
-"""Small messages between agents beside the transfers: what came in, and what became of those that went out. Decides
-nothing; must never keep more than its bound.
-"""
+"""Small messages between agents beside the transfers: received ones, and the outcome of those sent. Decides nothing;
+must never keep more than its bound."""
 
 from __future__ import annotations
 
@@ -42,9 +41,8 @@ class NotificationStatistics:
 
 
 class Delivery:
-    """What :meth:`Agent.notify` returns. Awaiting it waits until the receiver's agent has the notification; raises
-    PeerGoneError where that incarnation ended first: then it may or may not have had it.
-    """
+    """What :meth:`Agent.notify` returns. Awaiting it waits until the receiver's agent has the notification. Raises
+    PeerGoneError if that incarnation ended first; it may have received the notification or not."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, receiver: AgentRef) -> None:
         self.receiver = receiver
@@ -99,7 +97,8 @@ class Notifications:
             delivery._settle(error)
 
     async def take(self) -> AsyncIterator[Notification]:
-        """Everything that comes in, until the agent closes. Two takers share: each notification goes to one."""
+        """Received notifications, until the agent closes. Two tasks that call this share them: each notification goes
+        to one."""
         while True:
             while self._inbox:
                 yield self._inbox.popleft()

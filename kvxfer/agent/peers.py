@@ -1,13 +1,14 @@
-"""Which incarnations of other agents are known: turns memberships into what the transport must know of peers, and names
-into incarnations. Decides which incarnation a name means; must never conclude a death that was not announced.
+"""Which incarnations of other agents are known. Turns memberships into the transport's peers, and names into
+incarnations. Decides which incarnation a name means; must never conclude a death that was not announced.
 
-A new incarnation of an agent does not end the old one: the old incarnation may still be read from, or be reading, until
-the coordinator says that exactly it is gone. A name means the newest incarnation known. While the coordinator cannot be
-reached, what is known stays as it is (fail static), and a name that is not known cannot be waited for.
+A new incarnation of an agent does not end the old one: others may still read from the old incarnation, and it may still
+read, until the coordinator announces that exactly it is gone. A name means the newest known incarnation. While the
+coordinator cannot be reached, known peers stay as they are (fail static), and an unknown name is not waited for.
 
 No coordinator reports the end of a discovered incarnation. Without a session it is forgotten when a newer one of its
 name is known, since a message for it would otherwise be dialed for ever. Beyond DISCOVERED_MAX the one that was heard
-of longest ago is forgotten. Either may be discovered again; an incarnation that was announced as gone may not."""
+of longest ago is forgotten. Either may be discovered again; an incarnation that was announced as gone may not.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ log = logging.getLogger("kvxfer.agent")
 DISCOVERED_MAX = 1024
 """Discovered incarnations that are remembered."""
 NOWHERE = DataAddress("", 0, "", "")
-"""Of an incarnation that is reached over the sessions that it opens."""
+"""The address of an incarnation that is reached only over the sessions that it opens."""
 GONE_MAX = 4096
 """Incarnations remembered that are gone, and are not admitted again."""
 
@@ -75,8 +76,8 @@ class Peers:
                 log.warning("%s cannot be a peer: %s", member.ref, error)
 
     def add(self, member: Member) -> None:
-        """Know this incarnation, or what is new about it: it was named, whatever it was before. Raises
-        InvalidArgumentError for a key or address that cannot be used."""
+        """Add this incarnation, or what is new about it; from now on it counts as announced. Raises
+        InvalidArgumentError for an unusable key or address."""
         if len(member.session_key) != SESSION_KEY_BYTES:
             raise InvalidArgumentError(f"a session key has {SESSION_KEY_BYTES} bytes, not {len(member.session_key)}")
         contact = (member.address, member.session_key)
@@ -122,7 +123,7 @@ class Peers:
             self._discovered[ref] = self._discovered.pop(ref)
 
     def remove(self, ref: AgentRef) -> None:
-        """The announced death of exactly this incarnation."""
+        """Exactly this incarnation was announced as dead."""
         if ref in self._told:
             log.info("%s: %s is gone", self._transport.ref.agent_id, ref)
             self._forget(ref)
@@ -130,13 +131,13 @@ class Peers:
             self._bar(ref)
 
     def turn_away(self, ref: AgentRef) -> None:
-        """End the sessions of an incarnation that came by itself, and is not to be known."""
+        """End the sessions of an incarnation that dialed this agent and is not to become a peer."""
         self._transport.peer_dead(ref)
         if ref in self._gone:
             self._bar(ref)
 
     def _bar(self, ref: AgentRef) -> None:
-        """Let an incarnation not come again that could prove itself: from now on it would have to prove a key that no
+        """Keep an incarnation out that could still prove the token: the transport now expects a key from it that no
         process has."""
         self._transport.set_peer(ref, NOWHERE, secrets.token_bytes(SESSION_KEY_BYTES))
         self._gone[ref] = None
@@ -183,11 +184,12 @@ class Peers:
     async def wait(
         self, agent_id: str, timeout_s: float, *, with_pools: bool = False, incarnation: Incarnation | None = None
     ) -> Member:
-        """The newest incarnation with that name, waiting for a membership that has it (and, with ``with_pools``, at
-        least one pool of it). ``incarnation``: only that incarnation will do.
+        """The newest incarnation with that name, as soon as a membership has it (and, with ``with_pools``, at least one
+        pool of it). ``incarnation``: only that incarnation counts.
 
-        Raises PeerGoneError after ``timeout_s``, and at once if no coordinator could tell or a later incarnation than
-        that is known; CoordinatorUnavailableError as soon as the coordinator cannot be reached."""
+        Raises PeerGoneError after ``timeout_s``, and at once if no coordinator could tell or a later incarnation is
+        known; CoordinatorUnavailableError as soon as the coordinator cannot be reached.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while True:

@@ -58,9 +58,8 @@ class Pool:
         return self._published
 
     def describe(self, record: CompatibilityRecord) -> None:
-        """Say anew what the blocks are: their owner has learnt it, or knows it no more. What is judged from now on,
-        here and by peers once they have heard of it, is judged by ``record``. On the agent's loop. Raises
-        ClosedError."""
+        """Replace the record, because the owner has learnt what its blocks are or no longer knows it. From now on this
+        agent, and its peers once they have heard of it, compare ``record``. On the agent's loop. Raises ClosedError."""
         self._published = dataclasses.replace(self._published, record=record)
         self._on_described(self)
 

@@ -52,7 +52,7 @@ class AgentPools:
         return [pool.published for pool in self if pool.is_published]
 
     def open(self, transport: Transport, publish: Callable[[list[PoolRecord]], None] | None) -> None:
-        """From now on the transport has them, and ``publish`` is told whenever there are others."""
+        """Give the pools to the transport. ``publish`` is called with the published pools whenever they change."""
         for pool in self:
             transport.add_pool(pool.published, pool.region, pool.segments, checks=pool.checksum == ChecksumMode.ON)
         self._transport = transport

@@ -1,5 +1,5 @@
-"""The engine's heartbeats. Decides that none is lost: an engine may start before its agent, and an idle one gives no
-second sign; must not judge what a sign means (the transport does)."""
+"""The engine's heartbeats. Decides that none is lost: an engine may start before its agent, and an idle one sends no
+second heartbeat. The transport judges what a heartbeat means."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvxfer.transport.base import Transport
 
 
 class EnginePulse:
-    """The last sign is kept until there is a transport that takes it. From any thread."""
+    """Keeps the last heartbeat until there is a transport to give it to. From any thread."""
 
     def __init__(self) -> None:
         self._last: tuple[bool, bool] | None = None

@@ -1,7 +1,7 @@
-"""Brings the transport's events to the asyncio loop: in batches, in order, each batch in one pass. Decides nothing
-about an event; must never let one bad handler keep the others from theirs.
+"""Brings the transport's events to the asyncio loop: in order, and all that are there in one pass. Decides nothing
+about an event; must never let one failing handler keep the others from their events.
 
-A thread that is not the loop's may wait for events too. It handles those that are its own, and the loop the others.
+A thread that is not the loop's may wait for events too. It handles its own, and the loop handles the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvxfer.errors import KvxferError, TransportError
 from kvxfer.transport.base import Event, Transport
 
 MOMENT_S = 5e-3
-"""The longest that one call waits: the loop may have handled what that thread waits for just before the call."""
+"""The longest that one call waits: the loop may have handled the awaited event just before the call."""
 
 
 class EventPump:
@@ -37,9 +37,9 @@ class EventPump:
         self._on_failure = on_failure
         self._on_drained = on_drained
         self._lock = threading.RLock()
-        """Held while events are taken and handled: they keep their order."""
+        """Held while events are read and handled, so that they keep their order."""
         self._left: collections.deque[Event] = collections.deque()
-        """Taken, and not handled yet: the loop's."""
+        """Events that were read and that the loop has still to handle."""
         self._is_told = False
         """Whether the loop was told that some are left."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,7 +62,7 @@ class EventPump:
                 self._loop = None
 
     def drain(self) -> None:
-        """Take what there is, and handle it. On the loop."""
+        """Read and handle all events. On the loop."""
         with self._lock:
             if self._loop is None:
                 return
@@ -74,8 +74,8 @@ class EventPump:
             self._handle_left()
 
     def progress(self, timeout_s: float, take: Callable[[Event], bool]) -> None:
-        """On a thread that is not the loop's: wait for news, at most so long and MOMENT_S, and take what there is. The
-        loop gets the events that ``take(event)`` does not want. Where the loop is handling events, this waits for it,
+        """On a thread that is not the loop's: wait for events, at most ``timeout_s`` and MOMENT_S, and handle them. The
+        loop gets the events for which ``take(event)`` returns False. If the loop is handling events, this waits for it,
         at most as long again."""
         timeout_s = min(max(timeout_s, 0.0), MOMENT_S)
         loop = self._loop

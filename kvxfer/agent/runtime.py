@@ -1,5 +1,5 @@
-"""What an agent has between entering and closing: the transport and everything that its events feed. Decides which part
-an event goes to, and in which order the parts end; must never judge a grant or move a byte (the transport does).
+"""The parts of an agent between entering and closing: the transport and all that handles its events. Decides which part
+gets an event, and in which order the parts end. The transport judges grants and moves bytes; this must never do either.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvxfer.types import AgentRef
 log = logging.getLogger("kvxfer.agent")
 
 CLOSE_S = 2.0
-"""How long an agent that closes waits for reads that are under way."""
+"""How long a closing agent waits for running reads."""
 
 
 class AgentRuntime:
@@ -63,7 +63,7 @@ class AgentRuntime:
         self.pump.progress(timeout_s, self.transfers.handle)
 
     async def close(self, error: KvxferError) -> None:
-        """End: what is open ends with ``error``, grants are revoked, what is under way drains, at most CLOSE_S."""
+        """Open transfers end with ``error``, grants are revoked, and running reads drain, for at most CLOSE_S."""
         self.peers.close()
         if not self.pump.is_running:
             return
@@ -86,7 +86,7 @@ class AgentRuntime:
             self.end_all(error)
 
     def end_all(self, error: KvxferError) -> None:
-        """Nothing moves any more: end everything that is still open."""
+        """The transport moves nothing any more: end everything that is still open."""
         self.transfers.fail_all(error)
         self.grants.fail_all()
         self.notifications.close(error)

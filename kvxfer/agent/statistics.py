@@ -1,6 +1,5 @@
-"""What an agent says of itself at a moment: frozen counts that turn into JSON. The native core counts what its machines
-hold; this is the one copy that Python makes of it. Decides nothing; must never hold a reference to anything alive.
-"""
+"""An agent's counts at one moment, frozen and ready for JSON. The native core counts what its state machines hold, and
+this is Python's only copy of it. Decides nothing; must never refer to anything that changes."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class PoolUsage:
 
 @dataclasses.dataclass(frozen=True)
 class RegionStatistics:
-    """What is under way over one registered region: ``grants`` (reads by peers, own writes to peers) and ``transfers``
-    (own reads into it, writes of peers)."""
+    """Transfers over one registered region: ``grants`` (reads by peers, own writes to peers) and ``transfers`` (own
+    reads into it, writes by peers)."""
 
     region_id: int
     bytes: int
@@ -64,7 +63,8 @@ class GrantStatistics:
     verdicts_ok: int = 0
     verdicts_refused: int = 0
     requests_refused: int = 0
-    """Reads and writes that peers asked for and may not have: another's grant, blocks or bytes outside it."""
+    """Reads and writes that peers requested and that were refused: of another's grant, or outside its blocks or bytes.
+    """
 
     @classmethod
     def of(cls, counts: _core.GrantCounts) -> GrantStatistics:

@@ -19,9 +19,8 @@ Result = TypeVar("Result")
 
 
 class Awaited(Generic[Result]):
-    """Awaiting it gives its result, or raises what ended it; cancelling a task that awaits it does not cancel it. As a
-    scope it is cancelled on the way out, which waits until it drained.
-    """
+    """An object that a task awaits for its result, or for the error that ended it. Cancelling a task that awaits it
+    does not cancel it. Leaving it as a context manager cancels it and waits until it has drained."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._future: asyncio.Future[Result] = loop.create_future()
@@ -33,11 +32,11 @@ class Awaited(Generic[Result]):
         raise NotImplementedError
 
     def cancel(self) -> None:
-        """Give it up: it ends with TransferCancelledError, unless it has ended. Returns at once."""
+        """Cancel it: it ends with TransferCancelledError, unless it has ended. Returns at once."""
         raise NotImplementedError
 
     async def wait_drained(self) -> None:
-        """Wait until it is over and the transport is done with our memory: no byte lands in it any more."""
+        """Wait until it has ended and the transport no longer uses our memory: no byte lands in it any more."""
         await asyncio.shield(self._drained)
 
     def __await__(self) -> Generator[Any, None, Result]:
@@ -100,24 +99,24 @@ class Transfer(Awaited[TransferResult]):
         return self._pull.is_drained
 
     def progress(self) -> TransferProgress:
-        """Where it stands in this moment; ``state`` may be final a little before the waiters hear of it."""
+        """Its progress now. ``state`` may be final shortly before awaiting tasks continue."""
         return self._pull.progress()
 
     def result(self) -> TransferResult:
-        """What it became, at once. Raises the error that ended it; InvalidArgumentError while it is under way."""
+        """The result, without waiting. Raises the error that ended it, or InvalidArgumentError while it is running."""
         return self._pull.result()
 
     def reserve(self, blocks: npt.ArrayLike, *, first: int = 0) -> None:
         """Give a transfer that :meth:`Agent.ask` made its destination blocks, for the grant's positions ``first...``.
-        They are the agent's from now until it drained, or :meth:`unreserve` gave them back.
+        They belong to the agent until the transfer has drained, or :meth:`unreserve` gave them back.
 
-        Raises InvalidArgumentError where it is over, has blocks, or its source is not known yet; BlocksBusyError.
+        Raises InvalidArgumentError if the transfer has ended, has blocks, or has no known source yet; BlocksBusyError.
         """
         self._pull.reserve(blocks, first=first)
 
     def unreserve(self) -> bool:
-        """Take its blocks back as long as its grant is not known to exist: nothing has landed in them, and it waits on
-        without them. False: they are in use, or it is over."""
+        """Take its blocks back while its grant is not known to exist: nothing has landed in them, and the transfer
+        waits on without blocks. Returns False if the blocks are in use or the transfer has ended."""
         return self._pull.unreserve()
 
     def cancel(self) -> None:
@@ -144,15 +143,15 @@ class AgentPost(Awaited[BatchStatistics]):
 
     @property
     def is_drained(self) -> bool:
-        """Whether the memory is the caller's again."""
+        """Whether the caller may use the memory again."""
         return self.batch.is_drained
 
     def poll(self) -> TransferState:
-        """The state now, everything that has happened taken into account. Never waits. On the agent's loop."""
+        """The state after all events so far. Never waits. On the agent's loop."""
         return self.batch.poll()
 
     def statistics(self) -> BatchStatistics:
-        """Bytes, pieces and times, also while it is under way."""
+        """Bytes, pieces and times, also while it is running."""
         return self.batch.statistics()
 
     def cancel(self) -> None:

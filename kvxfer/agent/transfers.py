@@ -1,7 +1,6 @@
-"""The transfers of one agent, on its loop: pulls, reads and writes. Finds the peer that each means, starts it, counts
+"""The transfers of one agent, on its loop: pulls, reads and writes. Finds the peer of each transfer, starts it, counts
 how it ended, and settles what the caller awaits. Decides which incarnation of a peer a name means, and which of its
-pools; must never decide whether a transfer may commit.
-"""
+pools; must never decide whether a transfer may commit."""
 
 from __future__ import annotations
 
@@ -37,10 +36,9 @@ MEMBERSHIP_WAIT_S = 2.0
 
 
 class Transfers:
-    """Belongs to the agent's loop. :meth:`pull` may be called from any thread, and :meth:`handle` too, by one at a
-    time: what a transfer became is known then, and its ``on_ended`` called; tasks that await it continue after
-    :meth:`tell`.
-    """
+    """Belongs to the agent's loop. Any thread may call :meth:`pull`, and one thread at a time :meth:`handle`.
+    :meth:`handle` determines the outcome of a transfer and calls its ``on_ended``; tasks that await the transfer
+    continue after :meth:`tell`."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class Transfers:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._untold: collections.deque[tuple[Awaited[Any], Any]] = collections.deque()
-        """Transfers with what they became, or ``None``: that they drained."""
+        """Transfers with their outcome, or ``None``: it drained."""
         self._searches: dict[Pull, asyncio.Task[None]] = {}
         """Of pulls whose source is not known yet."""
         self._remotes: dict[str, RemotePeer] = {}
@@ -104,8 +102,8 @@ class Transfers:
         on_ended: Callable[[Transfer], None] | None = None,
         on_granted: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
-        """Start now, or, on the loop, as soon as the source is known. ``on_granted`` is called when it heard that its
-        grant exists and has no blocks, ``on_ended`` once it drained, on the thread that hears of it first. Raises
+        """Start now or, on the loop, as soon as the source is known. ``on_granted`` is called when the grant exists and
+        the transfer has no blocks, ``on_ended`` once it has drained; both on the thread that handles the event. Raises
         UsageError's kinds; other errors end the transfer."""
         transfer = Transfer(self._loop, self._tell_soon)
         transfer._pull = pull = Pull(
@@ -214,21 +212,21 @@ class Transfers:
     # --- events and ends ---
 
     def handle(self, event: Event) -> bool:
-        """Take an event; False where it is of no transfer."""
+        """Handle an event. Returns False if it belongs to no transfer."""
         return self._table.handle(event)
 
     def cancel_all(self, error: KvxferError) -> None:
-        """Give every transfer up; they end with ``error``."""
+        """Cancel every transfer; they end with ``error``."""
         self._table.cancel_all(error)
         self.tell()
 
     def fail_all(self, error: KvxferError) -> None:
-        """The transport moves nothing any more: end what is still open."""
+        """The transport has ended: end all transfers that are still open."""
         self._table.fail_all(error)
         self.tell()
 
     def tell(self) -> None:
-        """Settle and count what :meth:`handle` took. On the loop."""
+        """Settle and count the transfers whose events :meth:`handle` has handled. On the loop."""
         while self._untold:
             transfer, outcome = self._untold.popleft()
             if outcome is None:
@@ -248,7 +246,7 @@ class Transfers:
             self._call(search.cancel)
 
     def _drained(self, transfer: Transfer, on_ended: Callable[[Transfer], None] | None) -> None:
-        """Tasks that await it continue only after ``on_ended``, which another thread may be in."""
+        """Tasks that await it continue only after ``on_ended``, which may run on another thread."""
         try:
             if on_ended is not None:
                 self._call_back("on_ended", on_ended, transfer)
