@@ -1,5 +1,5 @@
-"""Settings with their defaults, bounds and units. Every duration has its unit in its name; every bound is named in the
-error that enforces it."""
+"""Settings with their defaults, bounds and units. A duration has its unit in its name, and the error of a bound names
+the setting."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checksum_mode(name: str, value: str) -> ChecksumMode:
 STRIPES_MAX = 64
 COPY_THREADS_MAX = 64
 NOTIFICATION_BYTES_MAX = (16 << 20) + 8192
-"""The core's own bound: 16 MiB, and what a connector puts around them."""
+"""The core's bound: 16 MiB, and what a connector adds to them."""
 
 
 def check_copy_threads(name: str, value: int) -> None:
@@ -96,10 +96,10 @@ class AgentConfig:
     """How one agent behaves towards its peers."""
 
     bind_host: str = "127.0.0.1"
-    """Where the native core listens; anything but loopback needs ``insecure=True`` until the stream lane has TLS."""
+    """Where the native core listens. Anything but loopback needs ``insecure=True`` until the stream lane has TLS."""
     bind_port: int = 0
     advertise_host: str = ""
-    """Host that peers dial, where it differs from ``bind_host`` (containers); empty means ``bind_host``."""
+    """The host that peers dial, if it differs from ``bind_host`` (containers). Empty: ``bind_host``."""
     insecure: bool = False
     discovery: bool = False
     """Without a coordinator: know the agents whose signed metadata the application passes on, and admit every peer that
@@ -107,42 +107,41 @@ class AgentConfig:
     lanes: tuple[Lane, ...] = DEFAULT_LANES
     """Allowed lanes, best first. ``KVXFER_LANES`` in the environment narrows them: see :func:`operator_lanes`."""
     calibrate: bool = True
-    """Try the lane first that was the fastest so far between the pair; without it the order of ``lanes`` rules."""
+    """Try the fastest lane of the pair so far first; otherwise ``lanes`` gives the order."""
     runtime_dir: str = ""
     """Directory (0700) for the Unix socket; empty: ``$XDG_RUNTIME_DIR/kvxfer`` or a private temporary one."""
     ucx_library: str = ""
-    """``libucp.so.0``, or a directory that has it; ``KVXFER_UCX_LIBRARY`` goes before it. Empty: the system's, else the
-    ``libucx`` wheel's. Looked for only where ``ucx`` is among the lanes."""
+    """``libucp.so.0``, or a directory that has it; ``KVXFER_UCX_LIBRARY`` has precedence. Empty: the system's, else
+    that of the ``libucx`` wheel. Used only if ``ucx`` is among the lanes."""
     ucx_tls: str = ""
-    """UCX's transports, as ``UCX_TLS`` names them; ``KVXFER_UCX_TLS`` goes before it. Empty: ``UCX_TLS``, else all
-    but tcp."""
+    """UCX's transports, as in ``UCX_TLS``; ``KVXFER_UCX_TLS`` has precedence. Empty: ``UCX_TLS``, else all but tcp."""
     grant_ttl_s: float = 10.0
     grant_lifetime_max_s: float = 600.0
-    """No renewal carries a grant past this age."""
+    """Renewals do not extend a grant beyond this age."""
     grant_wait_s: float = 600.0
-    """How long a pull waits for its grant where its request names no ``timeout_s``; and how long one of a peer may wait
-    here, whatever it names."""
+    """How long a pull waits for its grant if its request names no ``timeout_s``, and at most how long a peer's pull may
+    wait here."""
     unknown_wait_s: float = 2.0
-    """A pull whose prompt the engine here was never asked for ends as ``grant_unknown`` after so long, in which the
-    engine took in its queue twice or was idle."""
+    """A pull whose prompt was never given to the engine here ends as ``grant_unknown`` after this time, if the engine
+    has read its queue twice meanwhile or was idle."""
     engine_silent_s: float = 10.0
-    """A pull whose source's engine has work and made no step for so long ends as ``peer_gone``."""
+    """A pull ends as ``peer_gone`` if its source's engine has work and makes no step for this time."""
     pull_wait_count_max: int = 1024
     transfer_deadline_s: float = 120.0
-    """Counted from the moment in which the transfer heard of its grant."""
+    """Counted from the moment in which the transfer learns of its grant."""
     stall_s: float = 1.0
-    """A live transfer that heard nothing for so long asks again."""
+    """A live transfer that hears nothing for this time asks again."""
     reconnect_s: float = 3.0
-    """How long a transfer tries to reach its source before it fails with ``peer_gone``; a TCP connect that is not
-    answered is begun anew after half of it, at least .5 s and at most 1.5."""
+    """How long a transfer tries to reach its source before it fails with ``peer_gone``. A TCP connect without an answer
+    is repeated after half of this, at least .5 s and at most 1.5 s."""
     grants_max: int = 65536
     transfers_max: int = 65536
     stripes: int = 1
-    """Connections to one peer over which its transfers may be spread (lanes ``stream`` and ``unix``), and a large post
-    is."""
+    """Connections to one peer over which its transfers, and the parts of a large post, may be spread (lanes ``stream``
+    and ``unix``)."""
     copy_threads: int = 0
-    """That copy large reads (lanes ``mapped`` and ``cma``), the agent's own among them, at most COPY_THREADS_MAX. 0:
-    one for every four processors, and more while others are idle; four at most."""
+    """Threads that copy large reads (lanes ``mapped`` and ``cma``), including the agent's own; at most
+    COPY_THREADS_MAX. 0: one for every four processors, more while others are idle, at most four."""
     progress: ProgressMode = ProgressMode.THREAD
     """Which threads move the agent's bytes."""
     post_checksum: ChecksumMode = ChecksumMode.OFF
@@ -152,11 +151,11 @@ class AgentConfig:
     notification_bytes_max: int = 65536
     """At most NOTIFICATION_BYTES_MAX."""
     notification_queue_bytes_max: int = 64 << 20
-    """Of notifications that wait for one peer, and of those that posts to it under way will tell."""
+    """Bytes of the notifications that wait for one peer, and of those that its running posts will deliver."""
     refusals_max: int = 64
     """A session ends after so many refused requests of its peer. 1, for a server of unregistered peers: the first
-    refusal ends it. One stale descriptor of an honest peer then interrupts all that its process has under way here,
-    which goes on in another session. docs/adr/0014-refusals-and-sessions.md."""
+    refusal ends it. Then one outdated descriptor of an honest peer interrupts all transfers of its process here, which
+    continue in another session. docs/adr/0014-refusals-and-sessions.md."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -208,9 +207,9 @@ class CoordinatorConfig:
 
     heartbeat_s: float = 1.0
     suspect_after_s: float = 1.5
-    """A member silent for so long gets no new work."""
+    """A member that is silent for this time gets no new work."""
     dead_after_s: float = 3.0
-    """A member silent for so long is gone: its grants as a reader end everywhere."""
+    """A member that is silent for this time is gone, and its grants as a reader end everywhere."""
     members_max: int = 4096
 
     def __post_init__(self) -> None:

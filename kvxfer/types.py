@@ -1,4 +1,4 @@
-"""The words of kvxfer as values: frozen, comparable, free of behaviour that decides anything."""
+"""The terms of kvxfer as values: frozen, comparable, without behaviour that decides anything."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_agent_id(agent_id: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """In an error: the beginning of a text, and of anything else its type, since a peer may nest it without end."""
+    """For error texts: the beginning of a text, otherwise only the type, since a peer may nest a value without end."""
     return f"{value!r:.100}" if isinstance(value, str) else f"of type {type(value).__name__}"
 
 
@@ -82,7 +82,7 @@ class ChecksumMode(enum.StrEnum):
 
 
 class MemoryKind(enum.StrEnum):
-    """Where memory lies: what the CPU may touch, and what only a device's own engines may."""
+    """Where memory is: the CPU can access ``HOST`` memory, only a device can access ``CUDA`` memory."""
 
     HOST = "host"
     CUDA = "cuda"
@@ -97,7 +97,7 @@ class Dialect(enum.StrEnum):
 
 
 class Exposure(enum.StrEnum):
-    """What an authenticated reader of a pool could read: its whole pool, or only granted blocks."""
+    """What an authenticated reader of a pool could read: the whole pool, or only granted blocks."""
 
     POOL = "pool"
     GRANT = "grant"
@@ -204,13 +204,13 @@ class Segment:
 
 
 UNKNOWN = "unknown:"
-"""How a fingerprint begins that stands for what is not known."""
+"""The prefix of a fingerprint of unknown weights."""
 UNKNOWN_NONCE_BYTES = 16
 
 
 def unknown_fingerprint(why: str, nonce: bytes) -> str:
-    """What stands in a record for weights of which it cannot be said which they are. It equals nothing, not the same
-    owner's next one either: ``nonce`` is 16 random bytes. Raises InvalidArgumentError for another number of them."""
+    """The fingerprint of unknown weights. It equals no other, nor the same owner's next one: ``nonce`` is 16 random
+    bytes. Raises InvalidArgumentError for another number of them."""
     if len(nonce) != UNKNOWN_NONCE_BYTES:
         raise InvalidArgumentError(
             f"an unknown fingerprint has a nonce of {UNKNOWN_NONCE_BYTES} bytes, not {len(nonce)}"
@@ -250,13 +250,13 @@ class CompatibilityRecord:
 
     @classmethod
     def opaque(cls, format_name: str) -> CompatibilityRecord:
-        """Of blocks that kvxfer knows nothing of: pools of the same ``format_name`` match, if their blocks have
-        equal sizes."""
+        """A record for blocks of an unknown format: pools of the same ``format_name`` match if their blocks have equal
+        sizes."""
         return cls(format_name, "", "", "uint8", 1, 1, 1, 1, axes="bytes", packing="", rope="", attention_backend="")
 
     @property
     def has_known_weights(self) -> bool:
-        """Whether it can be said which weights the blocks are made with."""
+        """Whether the weights behind the blocks are known."""
         return why_unknown(self.weights_fingerprint) is None
 
     def matches(self, other: CompatibilityRecord) -> bool:
@@ -309,7 +309,7 @@ class RegionRecord:
 
     region_id: int
     address: int
-    """Where it lies in its owner's process; ``device`` counts among those of its ``memory`` kind."""
+    """Its address in its owner's process. ``device`` is a number among the devices of its ``memory`` kind."""
     length_bytes: int
     memory: MemoryKind = MemoryKind.HOST
     device: int = 0
@@ -328,7 +328,7 @@ class RegionRecord:
             raise InvalidArgumentError(f"{self.length_bytes} bytes at {self.address:#x} are no memory")
 
     def to_json(self) -> str:
-        """JSON that :meth:`from_json` reads; how it reaches a peer is the application's affair."""
+        """JSON that :meth:`from_json` reads. The application transports it to a peer."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -363,12 +363,12 @@ class DataAddress:
     unix_path: str
     host_id: str
     lanes: tuple[Lane, ...] = ()
-    """The lanes that its operator allows and that it could load; empty: it does not say."""
+    """The lanes that its operator allows and that it could load; empty if it does not say."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What a worker says of itself with each heartbeat; counts, not percentages."""
+    """A worker's load, as each heartbeat reports it; counts, not percentages."""
 
     queued_requests: int = 0
     running_requests: int = 0
@@ -405,7 +405,7 @@ class Member:
     pools: tuple[PoolRecord, ...] = ()
     load: Load = Load()
     is_suspect: bool = False
-    """Missed heartbeats: still a member, but not to be given new work."""
+    """Missed heartbeats: still a member, but gets no new work."""
     is_draining: bool = False
     session_key: bytes = dataclasses.field(default=b"", repr=False)
 

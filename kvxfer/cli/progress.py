@@ -1,5 +1,5 @@
-"""Whether a process that starts still gets on: on a busy machine that takes as long as it takes, and one that hangs is
-known by doing nothing. Decides when to give up; must never know what the process is.
+"""Whether a starting process still makes progress: on a busy machine a start takes as long as it takes, and a process
+that hangs does nothing. Decides when to give up; must never know what the process is.
 
 Heartbeats are bytes that it wrote and processor time of its whole session, so that what it started counts too.
 """

@@ -1,5 +1,5 @@
-"""One coordinator process: binds the port, says when it is ready, lets time pass, stops gracefully. Decides the order
-of starting and stopping; must never know what the streams say.
+"""One coordinator process: binds the port, reports when it is ready, ticks its clock, stops gracefully. Decides the
+order of starting and stopping; must never know what the streams say.
 """
 
 from __future__ import annotations

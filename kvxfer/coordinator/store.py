@@ -1,5 +1,5 @@
-"""What must outlive one coordinator process: the counter of incarnations. Decides that it never goes back; must never
-know what a member is.
+"""The counter of incarnations, which outlives a coordinator process. Decides that it never goes back; must never know
+what a member is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engine thread does in a step, and around it.
+"""What the engine thread does in a step, and between steps.
 
 It decides the order of acts (grant before the first chunk, announce after each, revoke before blocks change hands, free
 after a grant ended), and leaves to the scheduler what is computed. It must never know of threads or HTTP: everything

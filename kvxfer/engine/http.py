@@ -1,4 +1,4 @@
-"""The worker's HTTP face: OpenAI's routes, the prefill leg, and what operators read.
+"""The worker's HTTP server: OpenAI's routes, the prefill leg, and routes for operators.
 
 It decides statuses and what a broken stream looks like. It must never know how an answer is computed; the engine's
 thread does that, and tokenising runs on a thread of its own.

@@ -1,4 +1,4 @@
-"""The worker's registry of Prometheus metrics, with the engine's own; the agent adds its. Counts, decides nothing."""
+"""The worker's Prometheus registry with the engine's metrics; the agent adds its own. Counts, decides nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every source of models shares: whether the engine can run what a directory describes, how progress is reported,
+"""What all sources of models share: whether the engine can run what a directory describes, how progress is reported,
 and how a failed write is raised. Decides which architectures are accepted; must never know where a model comes from.
 """
 

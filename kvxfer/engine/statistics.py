@@ -1,4 +1,4 @@
-"""What a worker says of itself at ``/statistics``: one JSON object. Reads, decides nothing."""
+"""The worker's counts at ``/statistics``: one JSON object. Reads, decides nothing."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""One receiver's copy of the directory, put together from what the coordinator sends; must never know how it was sent,
-or that a connection exists.
+"""One receiver's copy of the directory, built from the coordinator's messages; must never know how they were sent, or
+that a connection exists.
 
 The coordinator is one process that may be restarted with an empty directory, and losing it must lose nothing (fail
 static). So a whole snapshot is read differently depending on which coordinator says it. From the same epoch, or from a
 settled coordinator, a missing member is gone. From a coordinator that is new and not settled yet, a missing member is
 only *held*: kept as it was until it shows up again, is replaced, or the coordinator settles without it. Every
 incarnation that was ever in a Membership is named in ``gone`` exactly once when it ends, however the parts were cut.
-(An incarnation that ended and is back before a receiver could be told was never away for it.)"""
+(An incarnation that ended and is back before a receiver could be told was never away for it.)
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which files a checkpoint is, and what they are together. Decides what counts as a weight file, and what a model's
-name means on this host; must never know an engine.
+"""The weight files of a checkpoint, and their common digest. Decides which files count, and what a model's name means
+on this host; must never know an engine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Digests of files that were read whole, kept for other processes of this user and this boot. Decides which entries are
-believed; must never know what is digested how.
+"""Digests of files that were read whole, cached for other processes of this user and this boot. Decides which entries
+are trusted; must never know what is digested how.
 
 An entry is named by the state of its file (boot, device, inode, size, times), so that a changed file has none. One is
 written only of a file that was left alone for COARSE_NS before it was read: a younger one may change without its stamp

@@ -1,4 +1,4 @@
-"""Messages to peers, in order. A peer that confirms slowly is told the rest later. Everything here runs on the agent's
+"""Messages to peers, in order. For a peer that confirms slowly the rest waits here. Everything runs on the agent's
 loop; must never know what a message means.
 """
 

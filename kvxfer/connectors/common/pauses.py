@@ -1,4 +1,4 @@
-"""How long this process stood still. Decides nothing; must never know what waits."""
+"""How long this process did not run (stopped, or its host suspended). Decides nothing; must never know what waits."""
 
 from __future__ import annotations
 

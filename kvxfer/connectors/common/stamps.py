@@ -1,5 +1,5 @@
-"""Which state of a file was seen: stamps that no write leaves as they were. Decides when a stamp can be trusted to do
-so; must never know what a file is for.
+"""Stamps of files: the state in which a file was seen, which no later write leaves unchanged. Decides when a stamp can
+be trusted; must never know what a file is for.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which weights an engine's blocks are made with: found out in the background, and no longer known once the files or
-the weights in memory changed. Decides when what lies on disk is what was loaded; must never keep an engine waiting.
+"""The fingerprint of the weights that an engine computes with: read in the background, and unknown again once the files
+or the weights in memory change. Decides when the files on disk are what was loaded; must never delay an engine.
 
 What was loaded counts. A file is taken for what a worker read if it was not written since: since the worker was about
 to read it, where the engine was watched at that, else since this process began.

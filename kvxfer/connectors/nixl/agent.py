@@ -1,5 +1,5 @@
-"""``nixlAgent`` of NIXL's bindings: handles that are numbers, camel case, statuses. Decides what a handle stands for;
-the work is done by :mod:`endpoint`, :mod:`requests` and :mod:`exchange`.
+"""``nixlAgent`` of NIXL's bindings: numeric handles, camel case, statuses. Decides what a handle stands for;
+:mod:`endpoint`, :mod:`requests` and :mod:`metadata_exchange` do the work.
 
 Every method raises by NIXL's names. Where NIXL reads freed memory for a handle that was released, these raise
 nixlInvalidParamError.

@@ -1,5 +1,5 @@
-"""``nixl._api``: NIXL's Python interface, call by call, on kvxfer. Decides nothing that ``nixlAgent`` does not; what is
-the same, better or refused stands in docs/nixl.md.
+"""``nixl._api``: NIXL's Python interface, call by call, on kvxfer. Decides nothing that ``nixlAgent`` does not;
+docs/nixl.md says what is the same, better or refused.
 
 Everything raises by NIXL's names (:mod:`kvxfer.connectors.nixl.errors`). A wrong ``mem_type``, operation or backend
 name raises KeyError, as there.

@@ -1,5 +1,5 @@
-"""NIXL's plugin names, and what each stands for here. Decides which names are taken; must never know lanes: whatever
-network plugin a program names, the best lane that joins the pair is picked.
+"""NIXL's plugin names, and what each stands for here. Decides which names are accepted; must never know lanes: for
+every network plugin kvxfer takes the best lane of the pair.
 
 A name is taken where the plugin's work is done here, and refused when the backend is made otherwise: a program that
 looks for a storage plugin must not learn with its first transfer that there is none.

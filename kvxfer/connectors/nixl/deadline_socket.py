@@ -1,5 +1,5 @@
-"""A TCP connection with a deadline for all that is said on it, however small the pieces in which it comes. Must never
-know what that is.
+"""A TCP connection with one deadline for all that is sent and received on it, in pieces of any size. Must never know
+the content.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a program may give where NIXL wants descriptors: tuples, arrays, tensors, lists of tensors. Decides the list
-that is meant, by shape alone; must never import a tensor library.
+"""What a program may give where NIXL expects descriptors: tuples, arrays, tensors, lists of tensors. Decides by shape
+alone which list is meant; must never import a tensor library.
 """
 
 from __future__ import annotations

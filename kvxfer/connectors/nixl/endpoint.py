@@ -1,5 +1,5 @@
-"""One NIXL agent's place on kvxfer's transport: its name and incarnation, its memory, its remotes, its notifications.
-Decides when the transport is opened and what its metadata says; must never know NIXL's handles.
+"""The kvxfer side of one NIXL agent: its name and incarnation, its memory, its remotes, its notifications. Decides when
+the transport opens and what the metadata says; must never know NIXL's handles.
 
 The transport opens with the first network backend, as NIXL's does. The background threads of the metadata exchange hold
 this object, and never the agent in front of it: so that an agent that the program drops is closed.

@@ -1,5 +1,5 @@
-"""NIXL's exceptions by NIXL's names, inside kvxfer's one tree. Decides which of our errors is which of theirs; must
-never know what was being done.
+"""NIXL's exceptions under NIXL's names, inside kvxfer's error tree. Decides which of our errors becomes which of
+theirs; must never know the operation.
 
 A program may catch NIXL's names as before, or ours: ``nixlRemoteDisconnectError`` is a ``PeerGoneError`` and
 ``nixlInvalidParamError`` an ``InvalidArgumentError`` (so also a ``ValueError``).

@@ -1,5 +1,5 @@
-"""The two handles that NIXL's Python hands out. Decides when what they stand for is given back: at :meth:`release`,
-else when the handle is no longer referenced.
+"""The two handles that NIXL's Python API returns. Decides when their resources are freed: at :meth:`release`, else when
+the handle is no longer referenced.
 """
 
 from __future__ import annotations

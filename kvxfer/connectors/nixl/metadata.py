@@ -1,9 +1,10 @@
-"""What one agent tells another so that it can be read and written: NIXL's "metadata" blob. Decides the form and what is
-accepted; must never know how the blob travels, nor dial an agent.
+"""NIXL's "metadata" blob: what an agent tells others so that they can read and write its memory. Decides its form and
+what is accepted; must never know how the blob travels, nor dial an agent.
 
 One line ``kvxfer-nixl-metadata/1``, then JSON. A process that holds a blob with connection info may read and write all
 that its agent registers: the blob carries a capability, 32 random bytes by which the agent's core admits a bearer peer.
-Partial blobs without connection info carry none, and mean something only to agents that have one with it."""
+Partial blobs without connection info carry none, and mean something only to agents that have one with it.
+"""
 
 from __future__ import annotations
 

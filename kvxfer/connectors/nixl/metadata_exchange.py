@@ -1,5 +1,5 @@
-"""Sending and fetching metadata in the background: to an address, or through the store that the environment names
-(etcd, a TCPStore) where none is given. Decides which, and in what order; must never know a blob's form nor a socket's.
+"""Sends and fetches metadata in the background: to an address or, without one, through the store that the environment
+names (etcd, a TCPStore). Decides which, and in what order; must never know a blob's form nor a socket's.
 
 As in NIXL the calls return at once and failures are logged: ``check_remote_metadata`` says what has come.
 """

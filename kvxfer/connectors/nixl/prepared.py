@@ -1,5 +1,5 @@
-"""Lists of descriptors that were found in registered memory, as transfers take them. Decides what becomes of rows of no
-bytes; must never know what is done with a list.
+"""Lists of descriptors that were found in registered memory, in the form that transfers take. Decides what rows of zero
+bytes become; must never know the use of a list.
 
 A row of no bytes is NIXL's too: it is found where memory is registered (the very end counts, and so does a registration
 of no bytes, of an empty tensor for one), pairs with another such row only, and is transferred as nothing.

@@ -1,8 +1,9 @@
-"""The agents whose metadata was added. Decides what new metadata does to what is known; must never decode a blob, nor
+"""The agents whose metadata was added. Decides how new metadata changes what is known; must never decode a blob, nor
 know how it came.
 
 A remote is one incarnation of an agent. Another incarnation under the same name is refused until the first was removed,
-as in NIXL; whole metadata replaces the known regions, partial metadata adds to them."""
+as in NIXL; whole metadata replaces the known regions, partial metadata adds to them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""NIXL's transfer requests: made once, posted as often as wanted, one post at a time. Decides what state a request is
-in, by NIXL's rules; must never know how bytes move.
+"""NIXL's transfer requests: made once, posted any number of times, one post at a time. Decides the state of a request
+by NIXL's rules; must never know how bytes move.
 
 A request to the agent itself (NIXL calls it loopback) is a copy in memory, over when :meth:`post` returns.
 """

@@ -1,4 +1,4 @@
-"""What NIXL has no parameter for, from the environment. Decides names and defaults.
+"""Settings of the drop-in that NIXL has no parameter for, from environment variables. Decides names and defaults.
 
 ``KVXFER_NIXL_HOST``        where the agent's data port and its metadata listener bind (127.0.0.1)
 ``KVXFER_NIXL_ADVERTISE``   what peers dial, where that differs

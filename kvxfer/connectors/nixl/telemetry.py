@@ -1,5 +1,5 @@
-"""What an agent did, as events in a file: NIXL's ``NIXL_TELEMETRY_DIR``, in the form that NIXL's own readers read.
-Decides which event says what; must never know handles, nor how bytes move.
+"""An agent's events in a file: NIXL's ``NIXL_TELEMETRY_DIR``, in the form that NIXL's own readers read. Decides which
+event says what; must never know handles, nor how bytes move.
 
 The file is a ring: a head of 40 bytes (where the writer is, where the reader is, the version twice, the capacity, the
 mask) and events of 16 (kind, padding, value), all in the byte order of the host. It has one writer and one reader.

@@ -1,5 +1,5 @@
-"""Callbacks from the agent's thread. Decides when one is called: soon, on the loop, and never under a lock of ours;
-must never know what it says.
+"""Callbacks from the agent's thread. Decides when one is called: soon, on the loop, and never under a lock of this
+package; must never know what it does.
 """
 
 from __future__ import annotations

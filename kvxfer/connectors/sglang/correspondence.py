@@ -1,9 +1,10 @@
-"""Which messages over SGLang's sockets are taken: each once, by the one process that it is for. One that is signed
+"""Which messages over SGLang's sockets are accepted: each once, by the one process that it is for. A signed message
 cannot be changed, but a process that sees it can send it again, to any rank. Decides which process it is for, and
 whether it is new; must never know what a message says.
 
 A message names its sender and the process it is for, which are new with each incarnation, and has a number of its
-sender's. The first one to a place is for any process there: none has been heard from it yet."""
+sender's. The first one to a place is for any process there: none has been heard from it yet.
+"""
 
 from __future__ import annotations
 

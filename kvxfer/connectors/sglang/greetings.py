@@ -1,6 +1,6 @@
-"""What the ranks of a prefill and a decode engine say to each other over SGLang's own sockets before an agent knows the
-other, and about rooms that no agent can tell of. Signed with the cluster token, so that a room number
-alone does nothing for a peer that can reach the socket.
+"""Messages between the ranks of a prefill and a decode engine over SGLang's own sockets: before their agents know each
+other, and about rooms that no agent knows. Each is signed with the cluster token, so that a room number alone gives a
+process that reaches the socket nothing.
 
 A message is three frames: TAG, where the sender hears answers (``host:port``), and the signed JSON, with a postmark.
 The decoder is total: a message, or one error. Decides what stands in a message; must never know sockets, nor what it

@@ -1,5 +1,5 @@
-"""What of SGLang 0.5.23's scheduler is hooked, beside the classes that it asks for. Decides where; what happens there
-is the manager's to say.
+"""Hooks into SGLang 0.5.23's scheduler, beside the classes that it asks for. Decides where; the manager decides what
+happens there.
 
 Only a process that has a manager is hooked. SGLang logs a hook that could not be applied, and goes on without it.
 """

@@ -1,5 +1,5 @@
-"""Questions to other hosts that may take long, asked on threads of ours. Decides how many at once, and how often one is
-asked; must never know what is asked, nor wait on the thread that calls it.
+"""Questions to other hosts that may take long, asked on separate threads. Decides how many run at once, and how often
+one is repeated; must never know the question, nor wait on the thread that calls it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What this backend does not do, said by name before anything is moved. Decides which of SGLang's settings and layouts
-are refused; must never know how a transfer goes. SGLang's objects are read by attribute.
+"""What this backend does not support, refused by name before a byte moves. Decides which of SGLang's settings and
+layouts are refused; must never know how a transfer works. SGLang's objects are read by attribute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What senders, receivers, hooks and the list of prefill engines need of a rank's manager, which makes all of them.
+"""What senders, receivers, hooks and the list of prefill engines use of a rank's manager, which makes all of them.
 Decides nothing.
 """
 

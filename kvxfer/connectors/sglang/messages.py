@@ -1,5 +1,5 @@
-"""What ranks of a prefill and a decode engine say to each other beside the transfers, as agents' notifications: JSON,
-one message each.
+"""Messages between ranks of a prefill and a decode engine beside the transfers: JSON in agents' notifications, one
+message each.
 
 The decoder is total: a message or ProtocolError. A message about a transfer that is not known, or is over, means
 nothing.

@@ -1,4 +1,4 @@
-"""One rank's figures for Prometheus, among SGLang's own. Decides names, labels and buckets; must never import SGLang.
+"""One rank's Prometheus metrics, among SGLang's own. Decides names, labels and buckets; must never import SGLang.
 
 Each rank of SGLang is a process. Its main process collects their figures from files (the multiprocess mode of
 prometheus_client), so these are plain counters, gauges and histograms, and no collectors.

@@ -1,4 +1,4 @@
-"""A rank's figures and spans among SGLang 0.5.23's own. Decides which labels they have, and how spans look there."""
+"""A rank's metrics and spans among SGLang 0.5.23's own. Decides their labels, and the form of spans there."""
 
 from __future__ import annotations
 

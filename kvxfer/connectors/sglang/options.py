@@ -1,5 +1,5 @@
-"""The backend's settings, from the environment: SGLang has no place of its own for those of a foreign backend. Decides
-defaults and bounds; an unknown variable of ours is refused.
+"""The backend's settings, from environment variables: SGLang has no other place for the settings of a foreign backend.
+Decides defaults and bounds, and refuses unknown variables.
 """
 
 from __future__ import annotations

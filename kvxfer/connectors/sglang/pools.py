@@ -1,5 +1,5 @@
-"""A rank's memory as pools of its agent: the pages, the auxiliary rows, each state component. Decides what is compared
-of each before a byte moves; must never know a room.
+"""A rank's memory as pools of its agent: the pages, the auxiliary rows, each state component. Decides what two engines
+compare of each before a byte moves; must never know a room.
 """
 
 from __future__ import annotations

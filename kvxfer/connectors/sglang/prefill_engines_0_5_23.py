@@ -1,5 +1,5 @@
-"""Which prefill engines are there, and what SGLang 0.5.23 knows of each. Decides when one is given up, or does not fit:
-the rooms that wait for it fail then. The scheduler's thread waits for none of them.
+"""Which prefill engines exist, and what SGLang 0.5.23 knows of each. Decides when one counts as gone or does not fit;
+then the rooms that wait for it fail. The scheduler's thread waits for none of them.
 """
 
 from __future__ import annotations

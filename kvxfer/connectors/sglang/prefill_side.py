@@ -1,6 +1,7 @@
-"""What a prefill rank knows of rooms before their transfer: which decode ranks registered, which want a room, and
-whether SGLang has a sender for it. Decides when both are there, and which side is told that a room comes to nothing;
-must never import SGLang, nor know how pages travel."""
+"""What a prefill rank knows of rooms before their transfer: which decode ranks registered, which of them want a room,
+and whether SGLang has a sender for it. Decides when both are there, and which side learns that a room fails; must never
+import SGLang, nor know how pages travel.
+"""
 
 from __future__ import annotations
 

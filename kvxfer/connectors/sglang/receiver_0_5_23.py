@@ -1,5 +1,5 @@
-"""SGLang 0.5.23's receiver: one request at decode. Decides when a failed room is told of: once its pages may be used
-anew.
+"""SGLang 0.5.23's receiver: one request at decode. Decides when a failed room is reported: once its pages may be
+reused.
 """
 
 from __future__ import annotations

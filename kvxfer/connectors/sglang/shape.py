@@ -1,6 +1,6 @@
-"""What the pages of a rank hold of the model, and what two ranks have in common of it, where their engines are cut
-differently (tensor or pipeline parallel, tokens in a page). Decides which source gives which layers and heads; must
-never know an address, a room or a peer's name.
+"""Which part of the model the pages of a rank hold, and what two ranks have in common if their engines differ in tensor
+or pipeline parallelism or in tokens of a page. Decides which source gives which layers and heads; must never know an
+address, a room or a peer's name.
 
 Both sides work out what they have in common by themselves, from the two shapes alone, and so come to the same. Which
 of several replicas is asked is the destination's choice; one that is not asked gives nothing.

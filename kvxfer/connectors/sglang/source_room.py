@@ -1,4 +1,4 @@
-"""What is known of one room that this rank sends. Decides nothing; must never know an agent's calls."""
+"""The state of one room that this rank sends. Decides nothing; must never know an agent's calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened to this process's weights since they were loaded. Decides nothing; must never know SGLang's classes."""
+"""Changes of this process's weights since they were loaded. Decides nothing; must never know SGLang's classes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which versions of SGLang this backend works with: SGLang's connection classes change with each. Decides which module
-adapts to one; must never import it, nor SGLang.
+"""The versions of SGLang that this backend works with; SGLang's connection classes change with each. Decides which
+module adapts to a version; must never import it, nor SGLang.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Views of a rank's pages for peers that are cut differently: a pool over the same memory for each slice of layers and
-heads that it has in common with one. Decides where a slice lies; must never know a room.
+"""Views of a rank's pages for peers with another tensor parallel or page size: a pool over the same memory for each
+slice of layers and heads that both have in common. Decides where a slice lies; must never know a room.
 
 A block of a view is one token (or one page, where both have equal heads and pages) of the slice: one segment for each
 buffer, at the slice's first head. Both sides register the slice that they share, so blocks and segments are alike,

@@ -1,4 +1,4 @@
-"""Whether the peers of open rooms are there. Decides when one is given up; must never know what a room is.
+"""Whether the peers of open rooms are alive. Decides when one counts as gone; must never know what a room is.
 
 Without a coordinator no death is announced. So each peer of an open room is told something every half second: its
 agent says that it came, from a thread that Python does not stop. A process that was killed has no session any more, and

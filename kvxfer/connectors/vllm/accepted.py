@@ -1,4 +1,5 @@
-"""Prompts that this engine has accepted and not begun, and which engines await one: what its first rank tells them.
+"""Prompts that this engine has accepted and not begun, and the engines that await each: what its first rank answers
+them.
 
 Knowledge instead of a time: an engine learns of its requests between two steps, so a prompt that it does not know after
 it took in its queue twice is on no way to it that this engine can see. vLLM's API server makes tokens of a text before

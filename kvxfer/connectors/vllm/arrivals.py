@@ -1,5 +1,6 @@
-"""Prompts that have arrived in vLLM's API server and not yet at its engine: the server makes tokens of texts first, one
-after the other, and no step of the engine tells of those. Its middleware tells the engine's first rank.
+"""Prompts that have arrived in vLLM's API server and not yet at its engine. The server tokenises one text after the
+other, and no step of the engine shows those that wait. A middleware in the server reports them to the engine's first
+rank.
 
 ``vllm serve ... --middleware kvxfer.connectors.vllm.arrivals.Arrivals``. The server says what it has by datagrams,
 while it has it, to the listener under the agent's name in a directory that only this user can enter. It never waits for

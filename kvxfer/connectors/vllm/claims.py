@@ -1,6 +1,6 @@
-"""Which engine reads a prompt that no request promised to one: the first rank of the engine that holds it says so,
-before another rank's part of it is read or let go. Runs on the agent's loop; decides nothing, and must never know a
-block."""
+"""Which engine reads a prompt whose request named no reader: the first rank of the engine that has it says so, before
+another rank's part is read or released. Runs on the agent's loop; decides nothing, and must never know a block.
+"""
 
 from __future__ import annotations
 

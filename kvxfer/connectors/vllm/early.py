@@ -1,5 +1,5 @@
-"""What readers say of prompts that this engine has not begun: bounded, and kept as long as it may still begin them.
-Decides nothing; `source` does, and `accepted` what may come.
+"""Messages for prompts that this engine has not begun: bounded, and kept as long as the engine may still begin them.
+Decides nothing; `source` does, and `accepted` decides what may come.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""One load as the loads see it: what it takes from one source, and what is told of it when it is over. Decides nothing;
-`loads` does.
+"""One load as :mod:`.loads` sees it: what it pulls from one source, and its report at the end. Decides nothing; `loads`
+does.
 """
 
 from __future__ import annotations

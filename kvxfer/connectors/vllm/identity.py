@@ -1,5 +1,5 @@
-"""What a vLLM engine's two halves know of its weights. Decides which worker's word counts, and where an engine of one
-process finds it; must never read a file.
+"""What the two halves of a vLLM engine know of its weights. Decides which worker's report counts, and where an engine
+of one process finds it; must never read a file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Prompts that the scheduler half keeps for other engines after they were computed, and which of them is taken back
-where an engine of both roles has no room. The rule is :mod:`kvxfer.policy.room`; this is what it is told.
-"""
+"""Prompts that the scheduler half keeps for other engines after they were computed, and which of them is revoked if an
+engine of both roles has no room. :mod:`kvxfer.policy.room` has the rule; this module feeds it."""
 
 from __future__ import annotations
 

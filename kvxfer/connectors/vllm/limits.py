@@ -1,4 +1,4 @@
-"""Ways to run vLLM in which its KV cache cannot be moved right: refused by name when the engine starts.
+"""Configurations of vLLM whose KV cache this connector cannot move correctly: refused by name when the engine starts.
 
 Reads vLLM's configuration objects by attribute, as far as a version has them; imports nothing of vLLM.
 """

@@ -1,4 +1,4 @@
-"""Prompts that were computed elsewhere and are wanted here: fetched from every rank that has a part of them,
+"""Prompts that another engine computed and a request here needs: fetched from every rank that has a part of them, and
 committed as a whole or not at all.
 
 One task a source of a load: it pulls the whole prompt where the source granted that already; otherwise it asks, and

@@ -1,5 +1,6 @@
-"""The connector's figures in vLLM's own metrics: log lines and ``vllm:kvxfer_*`` at ``/metrics``. Decides names and
-buckets."""
+"""The connector's metrics among vLLM's own: log lines, and ``vllm:kvxfer_*`` at ``/metrics``. Decides names and
+buckets.
+"""
 
 from __future__ import annotations
 

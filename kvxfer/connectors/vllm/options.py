@@ -1,5 +1,5 @@
-"""The connector's settings, from ``kv_connector_extra_config``. Decides defaults and bounds; an unknown key is
-refused."""
+"""The connector's settings, from ``kv_connector_extra_config``. Decides defaults and bounds, and refuses unknown
+keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RETIRED = {
     "hold_ttl_s": "it is called kv_lease_duration now, as in NixlConnector",
     "hold_life_max_s": "it is called kv_lease_max_s now",
 }
-"""Keys that were settings, and what to do instead."""
+"""Keys of former settings, and what replaces them."""
 ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
 
 
@@ -62,18 +62,17 @@ class ConnectorOptions:
     kv_lease_max_s: float = 600.0
     """Heartbeats keep it no longer than this."""
     load_deadline_s: float = 120.0
-    """Of one load, which begins when the source has begun the prompt and vLLM has given it blocks."""
+    """The bound of one load, from when its source has begun the prompt and vLLM has given it blocks."""
     grant_wait_s: float = 600.0
-    """How long a request waits, without blocks, for a prompt that its source has not begun, where it does not say so
-    itself (``timeout_s``)."""
+    """How long a request without ``timeout_s`` waits, without blocks, for a prompt that its source has not begun."""
     unknown_wait_s: float = 2.0
-    """How long this engine may not have heard of a prompt that another awaits; it must have taken in its queue twice,
-    or be idle."""
+    """How long another engine waits for a prompt that this engine has not heard of. This engine must have read its
+    queue twice meanwhile, or be idle."""
     engine_silent_s: float = 10.0
-    """A source's engine that has work and began no step for so long, or said nothing, is given up."""
+    """A source's engine counts as gone if it has work and makes no step, or says nothing, for this time."""
     room_wait_s: float = 2.0
-    """In an engine of both roles: how long what may run waits for blocks while none come back, before a prompt that
-    no engine has begun to read is revoked."""
+    """In an engine of both roles: how long runnable requests wait for blocks while none are freed, before a kept prompt
+    that no engine has begun to read is revoked."""
     overlap: bool = True
     """Announce blocks while the prompt is computed, layer by layer (concurrent requests)."""
     announce_layers: int = 0
@@ -127,8 +126,8 @@ class ConnectorOptions:
         return cls(role=ROLES[kv_role], **values)
 
     def check_front_end(self, parallel_config: Any) -> None:
-        """Raise ConfigError where kvxfer's router could not say which engine behind ``http_url`` it means: it knows
-        engines by their rank among all, and vLLM's hybrid load balancing numbers those of each node anew."""
+        """Raise ConfigError if kvxfer's router could not name this engine behind ``http_url``: the router knows engines
+        by their rank among all, and vLLM's hybrid load balancing numbers the engines of each node separately."""
         if self.http_url and getattr(parallel_config, "data_parallel_hybrid_lb", False):
             raise ConfigError(
                 "kvxfer's router does not reach engines behind --data-parallel-hybrid-lb: leave http_url out, or "
@@ -141,7 +140,7 @@ class ConnectorOptions:
             raise ConfigError(f"discovery is for at most {DISCOVERED_RANKS_MAX} ranks, not {ranks}: use a coordinator")
 
     def agent_config(self, rank: int) -> AgentConfig:
-        """Of the agent of one rank. A peer that stopped is given up within 3 s."""
+        """The settings of one rank's agent. A peer that stopped counts as gone within 3 s."""
         return AgentConfig(
             lanes=self.lanes,
             bind_host=self.bind_host,

@@ -1,5 +1,5 @@
-"""``kv_transfer_params`` as this connector reads and writes them: vLLM's two-leg words, and kvxfer's router's beside
-them.
+"""``kv_transfer_params`` as this connector reads and writes it: vLLM's fields for two legs, and those of kvxfer's
+router.
 
 A prefill leg says ``do_remote_decode``; a decode leg says ``do_remote_prefill`` and whose blocks it wants: what the
 prefill leg was answered, or (both legs at once) the router's ``source``. Decides what makes sense; never raises

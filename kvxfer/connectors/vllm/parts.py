@@ -1,4 +1,4 @@
-"""What is promised to one reader of one step's blocks: a grant in each storage, announced as the layers are written."""
+"""The grants of one step's blocks to one reader: one in each storage, announced as the layers are written."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One prompt that is kept for others: its blocks, what is promised of them, and what each reader has said about it.
-Decides nothing; `source` does."""
+"""One prompt that is kept for a reader: its blocks, the grants over them, and what each reader has said. Decides
+nothing; `source` does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDED_MAX = 4096
 
 @dataclasses.dataclass
 class SendReader:
-    """One rank of the reading engine: it has been promised the blocks before ``sent``."""
+    """One rank of the reading engine. The blocks before ``sent`` have been granted to it."""
 
     agent_id: str
     ask: Ask
@@ -36,7 +36,7 @@ class PendingSend:
     request_id: str
     transfer_id: TransferId
     reader: str | None
-    """The first agent of the one engine that may read it: named by the request, or the first that came for it."""
+    """The first agent of the engine that may read it: named by the request, or the first that came."""
     content_digest: bytes
     blocks: list[int]
     final: int
@@ -58,12 +58,13 @@ class PendingSend:
     takers: set[str] = dataclasses.field(default_factory=set)
     """Engines that pulled one of those."""
     was_named: bool = False
-    """The request named its reader: then its grants are bound from the beginning, and that tells nothing."""
+    """Whether the request named its reader. Then its grants are bound from the beginning, which says nothing about the
+    reader."""
     was_reader_seen: bool = False
     has_told_read: bool = False
     """The scheduler half will hear that its reader has begun."""
     heard_s: dict[str, float] = dataclasses.field(default_factory=dict)
-    """When an engine last said that it wants this: the reader, or, while there is none, any agent."""
+    """When an engine last said that it wants this prompt: the reader or, while there is none, any agent."""
 
     @classmethod
     def of(cls, order: Open | Finish, total: int, lease_end_s: float, blocks: Sequence[int] = ()) -> PendingSend:
@@ -90,25 +91,26 @@ class PendingSend:
 
     @property
     def is_read(self) -> bool:
-        """Whether its reader has begun: asked for blocks of it, or came for all of it."""
+        """Whether its reader has begun: it requested blocks, or pulled the whole prompt."""
         if self.readers or self.released or self.takers:
             return True
         return not self.was_named and self.decisive is not None and self.decisive.bound is not None
 
     @property
     def is_released(self) -> bool:
-        """Whether every rank that would read it has said that it needs nothing more."""
+        """Whether every rank of the reader has said that it needs nothing more."""
         return 0 < self.readers_expected <= len(self.released)
 
     def find_reader(self, rank: int) -> str | None:
-        """The engine that may read it, ``None`` as long as any may: ``rank``, of this engine, is read by its like."""
+        """The engine that may read it; ``None`` while any may. ``rank`` of this engine is read by the same rank
+        there."""
         if self.reader is None and self.decisive is not None and (bound := self.decisive.bound) is not None:
             self._settle_on(engine_of(bound, rank))
         return self.reader
 
     def is_reader(self, engine: str, rank: int) -> bool:
-        """Whether ``engine``, which came for it, may have it: the first that comes may where the request named none.
-        From then on no other can."""
+        """Whether ``engine``, which asks for it, may read it. If the request named no reader, the first engine that
+        asks is the reader, and from then on no other."""
         if self.reader is None:
             bound = None if self.decisive is None else self.decisive.bind(rank_agent(engine, rank))
             self._settle_on(engine if bound is None else engine_of(bound, rank))
@@ -120,29 +122,29 @@ class PendingSend:
         self.heard_s = {engine: max(heard)} if heard else {}
 
     def hear(self, agent_id: str, now_s: float) -> None:
-        """An agent says that it wants this. It may have to wait for its turn: that makes it no reader yet."""
+        """An agent wants this prompt. It may have to wait for its turn, so it is no reader yet."""
         if self.reader is None:
             self.heard_s[agent_id] = now_s
         elif is_rank_of(agent_id, self.reader):
             self.heard_s[self.reader] = now_s
 
     def put_off(self, by_s: float) -> None:
-        """This process stood still so long: what agents said then was not heard yet."""
+        """This process did not run for this time, so it could not hear what agents said meanwhile."""
         if by_s:
             self.heard_s = {agent_id: at_s + by_s for agent_id, at_s in self.heard_s.items()}
 
     def is_wanted_beside(self, engine: str) -> bool:
-        """Whether, while there is no reader, another engine has said lately that it wants this."""
+        """Whether another engine has lately said that it wants this prompt, while there is no reader."""
         return self.reader is None and any(not is_rank_of(agent_id, engine) for agent_id in self.heard_s)
 
     def forget(self, agent_id: str) -> None:
-        """While there is no reader: that agent wants this no more."""
+        """That agent no longer wants this prompt; for a prompt without a reader."""
         if self.reader is None:
             self.heard_s.pop(agent_id, None)
 
 
 class Ended:
-    """How prompts ended lately, and which engine was the reader."""
+    """How prompts ended lately, and which engine was the reader of each."""
 
     def __init__(self) -> None:
         self._how: collections.OrderedDict[TransferId, tuple[KvxferError, str | None]] = collections.OrderedDict()

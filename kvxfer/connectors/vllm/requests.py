@@ -1,5 +1,5 @@
-"""What the scheduler half knows of one request, and what is told of its transfer when it is over. Decides nothing;
-`scheduler` does.
+"""What the scheduler half knows of one request, and its report when the transfer is over. Decides nothing; `scheduler`
+does.
 """
 
 from __future__ import annotations

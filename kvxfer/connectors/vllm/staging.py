@@ -1,5 +1,5 @@
-"""Where the bytes of a load land: in vLLM's own pages, or, where the source cuts its blocks otherwise, in pages of the
-source's kind, which are then made into ours.
+"""Where the bytes of a load land: in vLLM's own pages or, if the source cuts its blocks differently, in pages of the
+source's layout that are then converted into ours.
 
 Decides how much memory that may take; `kvxfer.layout.convertible` says which blocks can be converted. The order of
 bytes within a block is told to the planner as strides.

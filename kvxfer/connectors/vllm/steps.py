@@ -1,5 +1,5 @@
-"""What the two halves of the connector tell each other with each engine step. Plain frozen values: vLLM carries them
-from process to process.
+"""The messages between the two halves of the connector in each engine step. Plain frozen values: vLLM carries them from
+process to process.
 
 Blocks are vLLM's block ids in the order of the prompt; ``first`` counts blocks of the prompt.
 """

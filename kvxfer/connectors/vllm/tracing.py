@@ -1,4 +1,4 @@
-"""kvxfer's spans among vLLM's own, where vLLM traces (``--otlp-traces-endpoint``). Decides how they look there."""
+"""kvxfer's spans, exported through vLLM's tracing (``--otlp-traces-endpoint``). Decides their form there."""
 
 from __future__ import annotations
 

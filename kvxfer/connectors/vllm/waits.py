@@ -1,5 +1,5 @@
-"""Requests that wait here, without blocks, until another engine begins their prompts: what is asked of that engine, and
-when to give up.
+"""Requests that wait here, without blocks, until another engine begins their prompts: what that engine is asked, and
+when a wait ends.
 
 The source's first rank is asked anew each half second; it says at once when a prompt has begun, or never will. Besides,
 a wait ends by what the request itself allows, and where that engine is gone, has work and makes no step, or says

@@ -1,4 +1,4 @@
-"""What ranks of two engines say to each other beside the transfers, as agents' notifications: JSON, one message each.
+"""Messages between ranks of two engines beside the transfers: JSON in agents' notifications, one message each.
 
 The decoder is total: a message or ProtocolError. Every message may come twice or late, and means the same then.
 """

@@ -1,6 +1,5 @@
-"""The connector's half in a worker process: it hands the scheduler half's orders to the source and the loads of this
-rank, and collects what became of them. Decides in which order one step's acts are done; never waits in a step that
-computes.
+"""The connector's half in a worker process: passes the scheduler half's orders to the source and the loads of this
+rank, and collects the results. Decides in which order one step's acts are done; never waits in a step that computes.
 """
 
 from __future__ import annotations
