@@ -18,14 +18,14 @@ from kvxfer.types import TransferId
 ACCEPTED_MAX = 1 << 16
 AWAITED_MAX = 1 << 16
 ARRIVED_S = 15.0
-"""The API server says each second that it still has a prompt, unless it is at something that takes long."""
+"""The API server repeats every second that it still has a prompt, unless a long operation keeps it."""
 FORGET_S = 2.5
-"""An engine asks anew each half second; what it did not ask for so long, it awaits no more."""
+"""An engine repeats its question every half second; without one for this time it awaits the prompt no more."""
 
 
 @dataclasses.dataclass
 class _Question:
-    """``steps`` that this engine had begun when it came first."""
+    """When it came first, with the ``steps`` that this engine had begun by then."""
 
     since_s: float
     heard_s: float
@@ -45,7 +45,7 @@ class Accepted:
         self._is_stepping = False
 
     def __contains__(self, transfer_id: TransferId) -> bool:
-        """Whether it waits to be computed here, or is on its way to that."""
+        """Whether it waits to be computed here, or will reach this engine."""
         return transfer_id in self._accepted or transfer_id in self._arrived
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class Accepted:
     # --- the engine ---
 
     def step_began(self, now_s: float) -> None:
-        """The engine has taken in its queue, and begins a step."""
+        """The engine has read its queue, and begins a step."""
         self._steps += 1
         self._began_s = now_s
         self._is_stepping = True
@@ -79,11 +79,11 @@ class Accepted:
         self._arrived.pop(transfer_id, None)
 
     def accept_again(self, transfer_id: TransferId) -> None:
-        """It had begun, and is the next to begin anew."""
+        """It had begun, was preempted, and will begin again next."""
         self._accepted = {transfer_id: None, **self._accepted}
 
     def take(self, transfer_id: TransferId) -> list[str]:
-        """It begins, or never will: the agents that await it."""
+        """It begins, or never will. Returns the agents that await it."""
         self._accepted.pop(transfer_id, None)
         self._arrived.pop(transfer_id, None)
         keys = [key for key in self._questions if key[0] == transfer_id]
@@ -109,7 +109,7 @@ class Accepted:
         self._questions.pop((transfer_id, agent_id), None)
 
     def answer(self, transfer_ids: list[TransferId], now_s: float, *, is_computing: bool) -> list[Queued]:
-        """How it stands with these prompts, none of which has begun. ``is_computing``: others have."""
+        """The answer about these prompts, none of which has begun. ``is_computing``: others have."""
         position = {transfer_id: at for at, transfer_id in enumerate((*self._accepted, *self._arrived), 1)}
         age_ms = 0 if self._began_s is None else min(round((now_s - self._began_s) * 1e3), (1 << 31) - 1)
         has_work = bool(self._accepted) or is_computing or self._is_stepping
@@ -136,7 +136,7 @@ class Accepted:
 
     @property
     def steps(self) -> int:
-        """How often the engine took in its queue."""
+        """How often the engine has read its queue."""
         return self._steps
 
     def is_unknown(self, since_s: float, steps: int, now_s: float) -> bool:

@@ -31,13 +31,13 @@ from kvxfer.types import TransferId, check_agent_id
 log = logging.getLogger("kvxfer.vllm")
 
 REPEAT_S = 1.0
-"""How often the server says that it still has a prompt: sooner than an engine that missed it calls it unknown."""
+"""How often the server repeats that it still has a prompt: before an engine that missed a message calls it unknown."""
 AGAIN_S = (0.05, 0.2)
 """The kernel queues some ten datagrams: how soon one that found no room is said again, each at another time."""
 GONE_TRIES = 20
-"""So often it is tried to say that a prompt is gone; an engine that heard none of it forgets it after ARRIVED_S."""
+"""How often the end of a prompt is repeated; an engine that got no message forgets it after ARRIVED_S."""
 BODY_MAX = 1 << 20
-"""Longer requests are not looked at: that would keep the server from others."""
+"""Longer bodies are not read: that would delay other requests."""
 _HERE, _GONE = b"+", b"-"
 _FULL = (errno.EAGAIN, errno.ENOBUFS)
 _CREDENTIALS = struct.Struct("3i")
@@ -49,7 +49,7 @@ _App: TypeAlias = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitabl
 
 
 def arrival_of(body: bytes | bytearray) -> tuple[str, TransferId] | None:
-    """The agent of the engine that is to compute it, and its transfer id, where that request is a prefill leg that
+    """The agent of the engine that will compute the prompt, and its transfer id, if that request is a prefill leg that
     others may wait for."""
     if b'"do_remote_decode"' not in body:
         return None
@@ -64,7 +64,7 @@ def arrival_of(body: bytes | bytearray) -> tuple[str, TransferId] | None:
 
 
 class _Body:
-    """Of one request, until it is looked at."""
+    """The body of one request, until it has been read."""
 
     def __init__(self) -> None:
         self._bytes: bytearray | None = bytearray()
@@ -135,7 +135,7 @@ class Arrivals:
                 return
 
     def _say(self, agent_id: str, transfer_id: TransferId, what: bytes) -> bool:
-        """Whether there was room for it; or no listener could be told soon."""
+        """Whether there was room for it, or no listener could be told soon."""
         path = find_socket(agent_id)
         if path is None:
             return True
@@ -149,7 +149,7 @@ class Arrivals:
 
 
 class ArrivalSocket:
-    """Where an engine's first rank hears of them. Runs on its agent's loop."""
+    """Where an engine's first rank receives arrivals. Runs on its agent's loop."""
 
     def __init__(self, agent_id: str, on_arrival: Callable[[TransferId, bool], None]) -> None:
         """``on_arrival(transfer_id, is_here)``: it has arrived, or left."""

@@ -39,7 +39,7 @@ def another() -> RefusedError:
 
 
 def crowded() -> OverloadedError:
-    """Of a prompt that so many others wait for that there is no room for one more question."""
+    """The answer for a prompt that so many others wait for that there is no room for one more question."""
     return OverloadedError(
         f"this engine keeps at most AWAITED_MAX={AWAITED_MAX} questions for prompts that it has not begun"
     )
@@ -62,31 +62,31 @@ class Early:
         return tuple(ask for ask, *_ in self._asks.values())
 
     def ask(self, agent_id: str, ask: Question, now_s: float) -> bool:
-        """Whether there is room for that question."""
+        """Keep that question. Returns whether there was room for it."""
         if len(self._asks) >= EARLY_MAX:
             return False
         self._asks[type(ask), (ask.transfer_id, ask.rank, agent_id)] = (ask, now_s, self._accepted.steps)
         return True
 
     def release(self, agent_id: str, release: Release, now_s: float) -> None:
-        """That agent asks no more. Forgotten where there is no room: the prompt's own time ends it."""
+        """That agent asks no more. Dropped without room for it: the prompt's own time ends the wait."""
         key = (release.transfer_id, release.rank, agent_id)
         self._asks.pop((Ask, key), None)
         if len(self._releases) < EARLY_MAX:
             self._releases[key] = (release, now_s + RELEASE_S)
 
     def take_asks(self, transfer_id: TransferId) -> list[tuple[str, Question]]:
-        """Of that prompt, with the agents that asked."""
+        """Remove and return the questions for that prompt, with the agents that asked."""
         keys = [key for key in self._asks if key[1][0] == transfer_id]
         return [(key[1][2], self._asks.pop(key)[0]) for key in keys]
 
     def take_releases(self, transfer_id: TransferId) -> list[tuple[str, Release]]:
-        """Of that prompt, with the agents that let go."""
+        """Remove and return the releases of that prompt, with the agents that sent them."""
         keys = [key for key in self._releases if key[0] == transfer_id]
         return [(key[2], self._releases.pop(key)[0]) for key in keys]
 
     def expire(self, now_s: float) -> list[tuple[str, Question]]:
-        """Forget what is of prompts that will not come; returns the questions of it, with the agents that asked."""
+        """Drop everything for prompts that will not come. Returns the questions for them, with their agents."""
         accepted = self._accepted
         for key in [key for key, (_, until_s) in self._releases.items() if now_s >= until_s]:
             if key[0] not in accepted:

@@ -22,7 +22,7 @@ from kvxfer.types import AgentRef
 
 @dataclasses.dataclass
 class LoadEnded:
-    """A load that is over and drained. ``error`` is ``None`` where it was committed."""
+    """A load that is over and drained. ``error`` is ``None`` if it was committed."""
 
     order: LoadOrder
     error: KvxferError | None
@@ -50,18 +50,18 @@ class Fetch:
         self.task: asyncio.Task[Landing | None] | None = None
         self.why: KvxferError | None = None
         self.source_ref: AgentRef | None = None
-        """Of the source, once it was found."""
+        """The source's, once it was found."""
         self.landings = contextlib.AsyncExitStack()
-        """Left when no byte can land any more."""
+        """The memory in which bytes land; left when none can land any more."""
         self.is_begun = self.is_adopted = self.is_ended = self.is_told = False
-        """Pulled by the forward thread; on the loop's hands since; that pull drained, or is the loop's; it committed,
-        and was told of."""
+        """Whether the forward thread began it; the loop has taken it over; its pull has drained or belongs to the loop;
+        it committed and was reported."""
         self.lock = threading.Lock()
         self.left = 0
-        """What is to end before that pull has: its transfers, and the call that begins them."""
+        """What must end before that pull has: its transfers, and the call that starts them."""
 
     def end(self, error: KvxferError) -> None:
-        """Give it up, unless it has ended."""
+        """Cancel it, unless it has ended."""
         if self.why is not None or (self.task is not None and self.task.done()):
             return
         self.why = error
@@ -89,7 +89,7 @@ class Fetch:
         self.span.end(report.code or None, **{name: getattr(report, name) for name in told})
 
     def begin_again(self) -> None:
-        """Nothing that was fetched counts. Its transfers are drained."""
+        """Drop what was fetched. Its transfers have drained."""
         self.attempt += 1
         self.parts = self.early_bytes = 0
         self.wire_s = 0.0
@@ -105,7 +105,7 @@ class Fetch:
 
 
 def report_of(order: LoadOrder, fetches: list[Fetch], error: KvxferError | None) -> Report:
-    """What became of a load."""
+    """The outcome of a load."""
     results = [result for fetch in fetches for result in fetch.results]
     return Report(
         request_id=order.request_id,

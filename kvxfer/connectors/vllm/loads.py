@@ -55,11 +55,11 @@ from kvxfer.types import AgentRef, Member, TransferId
 log = logging.getLogger("kvxfer.vllm")
 
 WATCH_S = 0.5
-"""How often a source that something is expected of is asked for a heartbeat."""
+"""How often a source that owes something is asked for a heartbeat."""
 ASKS_MAX = 4
-"""So often a load begins anew because its source took back what it had promised."""
+"""How often a load begins again because its source revoked its grants."""
 SILENT_S = 1.5
-"""A source whose agent did not take a message for so long is given up."""
+"""A source whose agent does not take a message for this time is gone."""
 
 
 class Loads:
@@ -92,7 +92,7 @@ class Loads:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def keep(self, remotes: Iterable[RemotePrompt]) -> None:
-        """These will be fetched later: their sources shall not forget them."""
+        """These prompts will be loaded later: their sources keep them."""
         for remote in remotes:
             self._kept[remote.request_id] = remote
             self._meet_all(remote)
@@ -119,9 +119,9 @@ class Loads:
         self._spawn(self._run(order, fetches))
 
     def begin(self, order: LoadOrder) -> Fetch | None:
-        """Pull now what the source granted as a whole, on the forward thread; ``None``: that is for :meth:`start`. It
-        is to be waited for with :meth:`Agent.progress`, and to be adopted before it is cancelled or where that takes
-        long."""
+        """Pull what the source granted as a whole now, on the forward thread; ``None``: :meth:`start` has to. The
+        forward thread waits for it with :meth:`Agent.progress`, and calls :meth:`adopt` before it cancels it, or if it
+        takes long."""
         name = order.sources[self._rank] if len(order.sources) == self._ranks else ""
         has_to_claim = order.is_open and self._rank != 0
         if (
@@ -154,7 +154,7 @@ class Loads:
         return fetch
 
     def adopt(self, fetch: Fetch) -> None:
-        """See to one that was begun. Again: nothing."""
+        """Take over a load that the forward thread began. A second call does nothing."""
         if fetch.is_adopted or fetch.is_told:
             return
         fetch.is_adopted = True
@@ -163,7 +163,7 @@ class Loads:
         self._launch([fetch])
 
     def _one_ended(self, fetch: Fetch, _: Transfer | None = None) -> None:
-        """One of its transfers drained, or it has all of them now. On any thread."""
+        """One of its transfers has drained, or all have been started. On any thread."""
         with fetch.lock:
             fetch.left -= 1
             if fetch.left:
@@ -180,12 +180,12 @@ class Loads:
         self._call_soon(self._settle, fetch, report)
 
     def _settle(self, fetch: Fetch, report: Report) -> None:
-        """Of one that was told of: the rest. Its source knows by the end of the grant that nothing more is needed."""
+        """The rest of a load whose end was reported. The end of the grant tells its source that it is done."""
         if not fetch.is_adopted:
             self._kept.pop(fetch.order.request_id, None)
             fetch.end_span(report)
             with contextlib.suppress(PeerGoneError):
-                self._meet(fetch.order, fetch.source_rank)
+                self._add_source(fetch.order, fetch.source_rank)
 
     def cancel(self, request_id: str) -> None:
         """No request waits for it any more; it still ends with a call of ``on_done``."""
@@ -193,13 +193,13 @@ class Loads:
             fetch.end(TransferCancelledError("the request was aborted"))
 
     def release(self, remote: RemotePrompt) -> None:
-        """It will not be fetched."""
+        """The prompt will not be loaded."""
         self._kept.pop(remote.request_id, None)
         self._meet_all(remote)
         self._let_go(remote)
 
     def on_message(self, agent_id: str, message: PartReady | Refuse | Claimed) -> None:
-        """What a source says."""
+        """A message of a source."""
         if isinstance(message, Claimed):
             self._claims.on_message(agent_id, message)
             return
@@ -256,7 +256,8 @@ class Loads:
         self._on_done(done)
 
     async def _run_one(self, fetch: Fetch, fetches: list[Fetch]) -> Landing | KvxferError | None:
-        """Its landing, drained; ``None`` where there is nothing to unpack: another source has it, or it is there."""
+        """Its landing, drained; ``None`` if nothing has to be unpacked: another load has it, or the blocks are in
+        place."""
         outcome: Landing | KvxferError | None
         try:
             if fetch.why is not None:  # it was given up before it began
@@ -322,14 +323,14 @@ class Loads:
             fetch.begin_again()
 
     async def _direct_failed(self, fetch: Fetch, error: KvxferError) -> None:
-        """The source is asked instead: it says whose the prompt is. Another may have got some of several grants."""
+        """Ask the source for parts instead: another engine may have got some of several grants."""
         log.debug("the direct grant is gone, or another's; asking: %s", error)
         await fetch.drain()
         fetch.transfers.clear()
 
     async def _ask(self, fetch: Fetch, landing: Landing, *, is_early: bool) -> None:
-        """Ask for the prompt and pull its parts. Raises GrantRevokedError where the source took them back: it may
-        compute them again."""
+        """Ask for the prompt and pull its parts. Raises GrantRevokedError if the source revoked them: it may compute
+        them again."""
         order = fetch.order
         ask = Ask(order.transfer_id, self._rank, fetch.attempt, fetch.readers, landing.first, is_early)
         await self.notify(fetch.source, ask)
@@ -389,12 +390,12 @@ class Loads:
     # --- sources ---
 
     async def _find(self, order: LoadOrder, source_rank: int) -> Member:
-        """The incarnation of that source which has the prompt, as far as it is known which. Raises PeerGoneError."""
+        """The incarnation of that source which has the prompt, if known. Raises PeerGoneError."""
         incarnation = order.incarnations[source_rank] if order.incarnations else None
-        self._meet(order, source_rank)
+        self._add_source(order, source_rank)
         return await self._agent.wait_member(order.sources[source_rank], timeout_s=SILENT_S, incarnation=incarnation)
 
-    def _meet(self, order: LoadOrder | RemotePrompt, source_rank: int) -> None:
+    def _add_source(self, order: LoadOrder | RemotePrompt, source_rank: int) -> None:
         """Know that source by its signed metadata, with option ``discovery`` and if the request has some. Raises
         PeerGoneError."""
         if self._options.discovery and order.agent_metadata:
@@ -406,7 +407,7 @@ class Loads:
     def _meet_all(self, remote: RemotePrompt) -> None:
         for source_rank in self._ranks_read(self._rank, len(remote.sources)):
             with contextlib.suppress(PeerGoneError):  # then it is not told
-                self._meet(remote, source_rank)
+                self._add_source(remote, source_rank)
 
     def _ranks_read(self, rank: int, count: int) -> range:
         """Which of ``count`` source ranks hold what rank ``rank`` of this engine holds."""
@@ -417,9 +418,9 @@ class Loads:
         return sum(source_rank in self._ranks_read(rank, count) for rank in range(self._ranks))
 
     async def _claim(self, order: LoadOrder | RemotePrompt, source_rank: int) -> None:
-        """Return once no other engine will have that prompt of that rank. Raises what it was refused with."""
+        """Return once no other engine can become the reader at that rank. Raises the error of the refusal."""
         if order.is_open and source_rank != 0:
-            self._meet(order, 0)
+            self._add_source(order, 0)
             first = order.sources[0]
             await self._claims.win(order.transfer_id, first, functools.partial(self.notify, first))
 
@@ -443,7 +444,7 @@ class Loads:
             self._watched[source] = asyncio.create_task(self._keep_in_touch(source))
 
     async def _keep_in_touch(self, source: str) -> None:
-        """Tell the source what is wanted of it, as long as something is; end all of it when the source is silent."""
+        """Repeat to the source what is wanted of it; end all of it when the source is silent."""
         try:
             while True:
                 fetches = [fetch for fetch in itertools.chain(*self._fetches.values()) if fetch.source == source]
@@ -468,7 +469,7 @@ class Loads:
             del self._watched[source]
 
     async def notify(self, agent_id: str, *messages: Message) -> AgentRef:
-        """Say that to an agent, and return the incarnation that took it. Raises PeerGoneError where none did in time,
+        """Send that to an agent, and return the incarnation that took it. Raises PeerGoneError if none did in time,
         CoordinatorUnavailableError."""
         member = await self._agent.wait_member(agent_id, timeout_s=SILENT_S)
         deliveries = [self._agent.notify(agent_id, encode(message)) for message in messages]

@@ -31,7 +31,7 @@ _INCARNATION = re.compile(r"([0-9]{1,20})\.([0-9a-f]{32})")
 @dataclasses.dataclass(frozen=True)
 class PrefillLeg:
     """Compute the prompt and keep it. ``reader`` is the base agent of the engine that will fetch it while it is
-    computed; without one it is fetched afterwards, by an engine that knows the transfer id."""
+    computed; without one an engine that knows the transfer id fetches it afterwards."""
 
     transfer_id: TransferId | None
     reader: str | None
@@ -39,10 +39,9 @@ class PrefillLeg:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLeg:
-    """Fetch the prompt. ``tokens``: how many the source holds, where it has said so: then it has computed them.
-    ``incarnations``: which incarnations of ``sources`` did that, and ``agent_metadata``: their signed metadata; empty
-    where it was not said. ``timeout_s``: how long it may wait for a source that has not begun it; ``None``: not
-    said."""
+    """Fetch the prompt. ``tokens``: how many the source holds, if its answer says so; then it has computed them.
+    ``incarnations``: those of ``sources`` that did, with their signed ``agent_metadata``; empty if unknown.
+    ``timeout_s``: how long it may wait for a source that has not begun it, if given."""
 
     transfer_id: TransferId
     sources: tuple[str, ...]
@@ -53,22 +52,21 @@ class DecodeLeg:
 
     @property
     def is_open(self) -> bool:
-        """Whether the prompt may have been promised to no engine, so that the first that comes has it. A client may
-        give one answer to several engines, and say of it what it likes."""
+        """Whether the prompt may have no named reader, so that the first engine that asks gets it. A client may give
+        one answer to several engines, and claim anything about it."""
         return self.tokens is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Declined:
-    """The source did not keep the prompt, for a reason that its error code and text say: it is computed here."""
+    """The source did not keep the prompt, for the reason in its error code and text: it is computed here."""
 
     code: str
     text: str
 
 
 def parse(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | Declined | None:
-    """What a request is for; ``None`` for one that has nothing to do with another engine. Raises
-    InvalidArgumentError."""
+    """The leg that a request asks for; ``None`` if it involves no other engine. Raises InvalidArgumentError."""
     if not params:
         return None
     if params.get("do_remote_prefill"):
@@ -79,8 +77,8 @@ def parse(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | Declined
 
 
 def trace_of(headers: Mapping[str, str] | None, params: Mapping[str, Any] | None) -> str | None:
-    """The W3C ``traceparent`` of a request: of its ``headers``, which vLLM hands on where it traces by itself, else of
-    its parameters; ``None`` where neither has one that makes sense."""
+    """The W3C ``traceparent`` of a request: from its ``headers``, which vLLM passes on if it traces, else from its
+    parameters; ``None`` if neither has a valid one."""
     for place in (headers, params):
         traceparent = (place or {}).get("traceparent")
         if is_traceparent(traceparent):
@@ -89,8 +87,8 @@ def trace_of(headers: Mapping[str, str] | None, params: Mapping[str, Any] | None
 
 
 def declined(transfer_id: TransferId, code: str, text: str) -> dict[str, Any]:
-    """What a prefill leg is answered whose prompt is not kept; a decode leg that it is copied into computes it, and
-    tells its client why."""
+    """The answer of a prefill leg whose prompt is not kept. A decode leg that gets it computes the prompt, and tells
+    its client why."""
     return {
         "do_remote_prefill": False,
         "do_remote_decode": False,
@@ -108,8 +106,8 @@ def handed_over(
     incarnations: tuple[Incarnation, ...] = (),
     agent_metadata: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """What a prefill leg is answered, to be copied into the decode leg: ``tokens`` are kept by ``agents``, in these
-    ``incarnations`` of theirs, which ``agent_metadata`` describes."""
+    """The answer of a prefill leg, for the decode leg: ``agents`` keep ``tokens``, in these ``incarnations`` of theirs,
+    which ``agent_metadata`` describes."""
     trace = {} if traceparent is None else {"traceparent": traceparent}
     return {
         **trace,

@@ -19,7 +19,7 @@ NOT_RUNNING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
 
 @dataclasses.dataclass
 class Prefill:
-    """A request whose prompt goes elsewhere. ``blocks`` are told to the worker half, of ``total``."""
+    """A request whose prompt another engine will fetch. The worker half knows ``blocks`` of its ``total``."""
 
     request: Any
     transfer_id: TransferId
@@ -35,14 +35,14 @@ class Prefill:
     is_read: bool = False
     """Its reader has begun, at some rank."""
     is_accepted: bool = False
-    """The worker half was told that it is waiting: others may know its transfer id."""
+    """The worker half knows that it waits: other engines may know its transfer id."""
     why_unknown: str | None = None
-    """Why it is not known what it is computed with: then it is not kept."""
+    """Why it is unknown which weights or adapter it is computed with; such a prompt is not kept."""
 
 
 @dataclasses.dataclass
 class Decode:
-    """A request whose prompt comes from elsewhere."""
+    """A request whose prompt another engine computes."""
 
     request: Any
     leg: DecodeLeg
@@ -51,42 +51,42 @@ class Decode:
     content_digest: bytes
     traceparent: str | None
     computed: int = 0
-    """Tokens that were here already when vLLM last asked: what is fetched begins after them."""
+    """Tokens that vLLM had when it last asked; the load begins after them."""
     is_waiting: bool = False
-    """Its source has not begun it: it gets no blocks."""
+    """Whether its source has not begun it; it gets no blocks."""
     is_known: bool = False
-    """Its source's engine has it in its queue."""
+    """Whether its source's engine has it in its queue."""
     is_loading: bool = False
     cached: int | None = None
-    """How many of its tokens this engine's own cache had, where the rest is loaded."""
+    """How many of its tokens were in this engine's own cache, if the rest is loaded."""
     is_settled: bool = False
-    """Loaded, released, or never to be."""
+    """Whether it is loaded, released, or will never be loaded."""
     adapter: str = ""
     """The fingerprint of its LoRA adapter when it came."""
     failure: Standing | None = None
-    """How the wait for it ended, where vLLM is to decide what becomes of the request."""
+    """How the wait for it ended, if vLLM has to decide what becomes of the request."""
     first: Decode | None = None
-    """Another request that fetches the same: this one is computed here, after that, with what is cached by then."""
+    """Another request that loads the same prompt: this one is computed here after that load, with what is cached by
+    then."""
     reports: list[Report] = dataclasses.field(default_factory=list)
 
     @property
     def lacks_blocks(self) -> bool:
-        """Whether it may run, or be fetched, and does not: for want of blocks, or perhaps of a seat where vLLM did not
-        look at it."""
+        """Whether it may run or be loaded, and does not: it lacks blocks or, if vLLM did not look at it, perhaps a
+        seat."""
         if self.is_waiting or self.is_loading or (self.first is not None and not self.first.is_settled):
             return False
         return self.request.status.name in NOT_RUNNING
 
     @property
     def lacks_more(self) -> bool:
-        """Likewise, of one whose prompt was fetched: vLLM does not say that it has no block for its tokens."""
+        """The same, for a request whose prompt was loaded: vLLM does not report that it has no block for its tokens."""
         return self.cached is not None and self.lacks_blocks
 
 
 class Gauges(NamedTuple):
-    """Requests that wait for prompts computed elsewhere, by what their sources' engines say of them: ``unknown``,
-    ``queued`` or, where they lack only blocks here, ``granted``. Blocks that are kept here for readers that have not
-    begun to read."""
+    """Requests that wait for prompts of other engines, by what their sources report: ``unknown``, ``queued`` or, if
+    they lack only blocks here, ``granted``. ``blocks_unread``: blocks kept for readers that have not begun to read."""
 
     unknown: int
     queued: int
@@ -117,7 +117,7 @@ def contents_of(request: Any, ranks: int, adapter: str) -> bytes:
 
 
 def about(decode: Decode, code: str) -> dict[str, str]:
-    """What a log line says beside its text."""
+    """The extra fields of a log line."""
     return {"request_id": decode.request_id, "transfer_id": str(decode.leg.transfer_id), "code": code}
 
 
@@ -129,7 +129,7 @@ def remote(decode: Decode) -> RemotePrompt:
 
 
 def load_of(decode: Decode, first: int, blocks: tuple[int, ...], *, has_direct: bool) -> LoadOrder:
-    """Its blocks from the ``first`` on, into ``blocks``."""
+    """Order its blocks from the ``first`` on, into ``blocks``."""
     leg = decode.leg
     return LoadOrder(
         decode.request_id,
@@ -150,7 +150,7 @@ def load_of(decode: Decode, first: int, blocks: tuple[int, ...], *, has_direct: 
 
 
 def account(decode: Decode) -> dict[str, Any] | None:
-    """What the client may read of its transfer: of the slowest rank, or of the first that failed."""
+    """The report of its transfer for the client: of the slowest rank, or of the first that failed."""
     if not decode.reports:
         return None
     values = dataclasses.asdict(worst(decode.reports))
@@ -161,7 +161,7 @@ def account(decode: Decode) -> dict[str, Any] | None:
 
 
 def not_tried(decode: Decode, code: str, text: str, seconds: float) -> Report:
-    """Of a load that was never ordered."""
+    """The report of a load that was never ordered."""
     return Report(
         request_id=decode.request_id,
         transfer_id=str(decode.leg.transfer_id),
@@ -183,6 +183,6 @@ def worst(reports: list[Report]) -> Report:
 
 
 def whole(reports: list[Report]) -> Report:
-    """Of one load, what all its ranks said."""
+    """The reports of all ranks of one load."""
     moved = {name: sum(getattr(report, name) for report in reports) for name in ("bytes", "early_bytes")}
     return dataclasses.replace(worst(reports), **moved)

@@ -54,10 +54,10 @@ COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
 class SchedulerHalf:
-    """One engine's. ``agents`` are its ranks' agents; ``mint`` makes transfer ids for routers that give none;
-    ``adapter_fingerprint`` says what was loaded for a LoRA request, ``weights_why`` why it is not known which weights
-    this engine has (``None``: it is). What is not known is computed where it is wanted; so is what vLLM has in its
-    prefix cache of a LoRA request whose name ``adapter_was_another`` before."""
+    """Of one engine. ``agents`` are its ranks' agents. ``mint`` makes transfer ids for routers that give none.
+    ``adapter_fingerprint`` says what was loaded for a LoRA request, ``weights_why`` why this engine's weights are
+    unknown (``None``: they are known). The decode engine computes a prompt itself if these are unknown, or if vLLM's
+    prefix cache has a part of it under a LoRA name that ``adapter_was_another`` before."""
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class SchedulerHalf:
         self._accepts: list[Accept] = []
         self._held = KeptPrompts(options, now_ns)
         self._offered: set[str] = set()
-        """Requests that vLLM looked at in this step, and gave no blocks so far."""
+        """Requests that vLLM looked at in this step and gave no blocks."""
         self._is_stuck = False
-        """In the last step nothing ran, and a prompt that is computed already had no blocks."""
+        """Whether in the last step nothing ran, and a computed prompt got no blocks."""
         self._waited: list[float] = []
         """Seconds of waits that ended."""
         self._gauges: Gauges | None = None
@@ -119,15 +119,15 @@ class SchedulerHalf:
     # --- what vLLM says of one request ---
 
     def on_new_request(self, request: Any) -> None:
-        """It waits from now on."""
+        """The request waits from now on."""
         self._know(request)
         decode = self._decodes.get(request.request_id)
         if decode is not None and not decode.is_settled:
             self._keeps.append(remote(decode))
 
     def matched(self, request: Any, computed: int) -> int | None:
-        """How many tokens beyond the first ``computed`` (whole blocks) can be fetched; ``None``: ask again later. The
-        last token of a prompt is computed here in any case: it is sampled from."""
+        """How many tokens beyond the first ``computed`` (whole blocks) can be loaded; ``None``: ask again later. The
+        last token of a prompt is always computed here, because the next one is sampled from it."""
         self._know(request)
         decode = self._decodes.get(request.request_id)
         if decode is not None and decode.first is not None and not decode.first.is_settled:
@@ -171,7 +171,7 @@ class SchedulerHalf:
         self._loads.append(load_of(decode, first, blocks, has_direct=has_direct))
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """It is over. Returns whether its blocks must stay, and what the client is answered."""
+        """The request is over. Returns whether its blocks must stay, and the answer for the client."""
         stays, answer = self._finished(request, block_ids)
         if block_ids and not stays:
             self._held.freed()
@@ -275,7 +275,7 @@ class SchedulerHalf:
             self._held.gone(request_id)
 
     def read(self, request_ids: Iterable[str]) -> None:
-        """Some reader of these prompts has begun."""
+        """A reader of these prompts has begun."""
         for request_id in request_ids:
             self._held.read(request_id)
             prefill = self._prefills.get(request_id)
@@ -283,7 +283,7 @@ class SchedulerHalf:
                 prefill.is_read = True
 
     def stands(self, standings: Iterable[Standing]) -> None:
-        """How it stands with requests that wait."""
+        """The states of waiting requests."""
         for standing in standings:
             if standing.is_over:
                 self._waited.append(standing.seconds)
@@ -309,7 +309,7 @@ class SchedulerHalf:
                 decode.reports.append(report)
 
     def take_gauges(self) -> Gauges | None:
-        """How it stands with what waits, where that has changed since the last call."""
+        """Counts of what waits, if they have changed since the last call."""
         before, self._gauges = self._gauges, gauges_of(self._decodes.values(), self._held.blocks_unread)
         return None if self._gauges == before else self._gauges
 
@@ -393,7 +393,7 @@ class SchedulerHalf:
         self._waits.append(WaitOrder(decode.request_id, leg.transfer_id, leg.sources[0], timeout_s))
 
     def _accept(self, prefill: Prefill) -> None:
-        """Others may ask for it from now on; where it will not be kept, they need not wait for that."""
+        """Other engines may ask for it from now on. If it will not be kept, they need not wait for it."""
         prefill.is_accepted = True
         if prefill.why_unknown is None:
             self._accepts.append(Accept(prefill.request.request_id, prefill.transfer_id))
@@ -401,7 +401,7 @@ class SchedulerHalf:
             self._close(prefill, prefill.why_unknown, will_resume=False, code=WeightsUnknownError.code)
 
     def _take_back(self, has_forward: bool) -> Revoke | None:
-        """A prompt that is kept for another engine, where something has no room."""
+        """The order to revoke a kept prompt, if a request here has no room."""
         offered, self._offered = self._offered, set()
         decodes = self._decodes.values() if self._held else ()
         will_free = has_forward or any(decode.is_loading for decode in decodes)
@@ -423,8 +423,8 @@ class SchedulerHalf:
         *,
         is_new: bool,
     ) -> None:
-        """Blocks of one prompt that are final after this step. Those that vLLM found in its prefix cache too: another
-        prompt of this very step may be writing them."""
+        """Blocks of one prompt that are final after this step, including those that vLLM found in its prefix cache:
+        another prompt of this step may be writing them."""
         prefill = self._prefills.get(request_id)
         if prefill is not None and is_new and prefill.why_unknown is None:
             prefill.why_unknown = self._why_stale(prefill.request, computed)
@@ -465,7 +465,8 @@ class SchedulerHalf:
         return "" if adapter is None else self._adapter_fingerprint(adapter)
 
     def _why_changed(self, request: Any, adapter: str) -> str | None:
-        """Why it is not known (any more) that a request is computed with what it came with; ``None``: it is."""
+        """Why it is unknown, or no longer known, that a request is computed with the weights and adapter that it came
+        with; ``None``: it is known."""
         why = self._weights_why()
         if why is None and adapter:
             now = self._adapter(request)

@@ -63,13 +63,13 @@ log = logging.getLogger("kvxfer.vllm")
 
 SWEEP_S = 0.1
 SILENT_S = 2.5
-"""A reader that has spoken says every half second that it is still there; one that was silent for so long is gone."""
+"""A reader that has sent a message repeats every half second that it is alive; silent for so long, it is gone."""
 
 _ELSEWHERE = "the prompt's blocks go to others"
 
 
 class PromptSource:
-    """The sends of one rank."""
+    """The pending sends of one rank."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class PromptSource:
         on_freed: Callable[[str], None],
         after: Callable[[Callback], None] = at_once,
     ) -> None:
-        """``call_soon(function, *arguments)`` calls on the agent's loop. ``on_freed(request_id)``: its blocks are
-        vLLM's again. ``after(callback)`` calls it once what the forward thread asked of the memory's device is done."""
+        """``call_soon(function, *arguments)`` calls on the agent's loop. ``on_freed(request_id)``: its blocks returned
+        to vLLM. ``after(callback)`` calls it once the memory's device has done what the forward thread asked of it."""
         self._agent = agent
         self._pools = pools
         self._pages = pages
@@ -127,7 +127,7 @@ class PromptSource:
     # --- the forward thread ---
 
     def begin_step(self, orders: StepOrders) -> None:
-        """What the coming forward overwrites is revoked when this returns; what it completes is granted."""
+        """Revoke what the coming forward overwrites, before this returns, and grant what it completes."""
         if self._writing or self._announcing:  # vLLM does not say of each forward that it failed
             self.step_failed()
         with self._lock:
@@ -159,7 +159,7 @@ class PromptSource:
             self._after(functools.partial(self._settle, written))
 
     def step_failed(self) -> None:
-        """The forward broke: nothing of what it should have written is promised any more."""
+        """The forward failed: no grant covers what it should have written."""
         self._announcing.drop()
         with self._lock:
             for send in list(self._writing):
@@ -210,7 +210,7 @@ class PromptSource:
             self._free(send, GrantReleasedError("the reader gave it back"))
 
     def _grant_directly(self, send: PendingSend) -> None:
-        """The whole prompt, to its reader, or to the first that comes: one that waits for it already is the first."""
+        """Grant the whole prompt to its reader, or to the first that asks or already waits for it."""
         reader = None if send.reader is None else rank_agent(send.reader, self._rank)
         direct = self._grant(send, reader, self._rank, DIRECT, send.blocks)
         send.direct = {part.grant.transfer_id for part in direct}
@@ -250,7 +250,7 @@ class PromptSource:
         return time.monotonic() + self._options.kv_lease_max_s
 
     def _admit(self, send: PendingSend) -> None:
-        """Know a new send, and what came for it before."""
+        """Add a new send, with the questions for it that came early."""
         previous = self._by_transfer.get(send.transfer_id)
         if previous is not None:
             end = self._end if previous.until_s is None else self._free
@@ -264,14 +264,14 @@ class PromptSource:
             self._awaited(agent_id, send.transfer_id)
 
     def _hear_early_releases(self, send: PendingSend) -> None:
-        """After all that wants it: of two engines, the one that gave it up is not the reader."""
+        """Called after the questions: of two engines, the one that released the prompt is not the reader."""
         for agent_id, release in self._early.take_releases(send.transfer_id):
             self._give_back(send, agent_id, release)
 
     # --- the loop ---
 
     def on_message(self, agent_id: str, message: Message) -> None:
-        """What a reader says."""
+        """A message of a reader."""
         with self._lock:
             if isinstance(message, Keep):
                 for transfer_id in message.transfer_ids:
@@ -291,7 +291,7 @@ class PromptSource:
                     self._early.release(agent_id, message, time.monotonic())
 
     def sweep(self) -> None:
-        """Look at what is over."""
+        """End the sends whose time is over."""
         self._outbox.flush()
         now_s = time.monotonic()
         known = {member.ref.agent_id for member in self._agent.members()}
@@ -327,7 +327,7 @@ class PromptSource:
             self._free(send, GrantExpiredError("it was not fetched in time"))
 
     def arrival(self, transfer_id: TransferId, is_here: bool) -> None:
-        """The API server has got that prompt, or is through with it."""
+        """The API server has received that prompt, or has finished with it."""
         with self._lock:
             if not is_here:
                 self._accepted.leave(transfer_id)
@@ -350,8 +350,7 @@ class PromptSource:
             self._send(agent_id, answer)
 
     def _awaited(self, agent_id: str, transfer_id: TransferId) -> bool:
-        """Tell that agent, where it is so, that a prompt that it awaits has begun, or never will. It becomes no reader
-        by that."""
+        """Tell that agent if a prompt that it awaits has begun, or never will. That does not make it the reader."""
         send = self._by_transfer.get(transfer_id)
         error: KvxferError | None = None
         if send is None:
@@ -396,7 +395,7 @@ class PromptSource:
         self._catch_up(send, send.readers[ask.rank])
 
     def _give_back(self, send: PendingSend, agent_id: str, release: Release) -> None:
-        """An engine wants nothing (more) of it. That ends it only where it is the reader, or no other may be."""
+        """An engine needs nothing more of it. That ends the send if the engine is the reader, or no other may be."""
         send.forget(agent_id)
         engine = engine_of(agent_id, release.rank)
         send.find_reader(self._rank)
@@ -424,7 +423,7 @@ class PromptSource:
     # --- under the lock, from either thread ---
 
     def _catch_up(self, send: PendingSend, reader: SendReader) -> None:
-        """Grant what is final and was not granted to this reader yet."""
+        """Grant this reader the final blocks that it has no grant for."""
         if reader.sent < send.final:
             parts = self._grant_part(send, reader, reader.sent, send.final - reader.sent)
             announce(parts, len(self._pages.layers))
@@ -476,7 +475,7 @@ class PromptSource:
                     self._release(send, Release(send.transfer_id, self._rank, 1))
 
     def _free(self, send: PendingSend, how: KvxferError) -> None:
-        """Its blocks are vLLM's again. Only of a send that vLLM has finished."""
+        """Return its blocks to vLLM. Only for a send that vLLM has finished."""
         self._end(send, how)
         self._on_freed(send.request_id)
 

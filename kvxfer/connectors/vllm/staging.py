@@ -30,7 +30,7 @@ from kvxfer.types import CompatibilityRecord, Exposure, Member, PoolRecord, Segm
 
 @dataclasses.dataclass(frozen=True)
 class HeadShare:
-    """How both engines share the model's heads out: equally among so many ranks. Ours is ``rank`` of ``ranks``."""
+    """How both engines divide the model's heads: equally among their ranks. Ours is ``rank`` of ``ranks``."""
 
     source_rank: int = 0
     sources: int = 1
@@ -44,8 +44,8 @@ class HeadShare:
 
 
 def ranks_read(rank: int, ranks: int, sources: int) -> range:
-    """Which of ``sources`` ranks hold what rank ``rank`` of ``ranks`` holds: several where theirs hold less or are cut
-    elsewhere, the same for several of ours where theirs hold more."""
+    """Which of ``sources`` ranks have the heads of rank ``rank`` of ``ranks``: several if theirs have fewer heads or
+    other boundaries, and one for several of ours if theirs have more."""
     return range(rank * sources // ranks, -(-(rank + 1) * sources // ranks))
 
 
@@ -127,11 +127,11 @@ class Staging:
                 self._room.notify_all()
 
     def is_alike(self, source: Member) -> bool:
-        """Whether what comes from it lands where it stays."""
+        """Whether bytes from that source land in their final place."""
         return bool(source.pools) and not compare(self._pools[0].published, nearest(self._pools[0].published, source))
 
     def in_place(self, first: int, blocks: tuple[int, ...]) -> Landing:
-        """Where ``blocks`` from a source that is alike land, of which our rank has all that it needs."""
+        """Where ``blocks`` land from a source with the same layout that has all the heads of our rank."""
         return Landing(self._pools, self._stores, first, blocks, HeadShare(), is_staged=False)
 
     def is_replica(self, source: Member) -> bool:
@@ -140,7 +140,7 @@ class Staging:
         return nearest(ours, source).record.kv_heads == ours.record.kv_heads
 
     def unpack(self, landing: Landing, first: int, blocks: tuple[int, ...], tokens: int) -> None:
-        """Make the staged pages into ours: tokens of our ``first``-th block and those after it. From any thread."""
+        """Convert the staged pages into ours: tokens of our ``first``-th block and those after it. From any thread."""
         record, theirs = self._pools[0].record, landing.pools[0].record
         repack(
             landing.stores[0],
@@ -157,8 +157,8 @@ class Staging:
 
 
 async def _allocate(size: int) -> Region:
-    """Memory, made off the loop: a GiB takes most of a second, in which peers would hear nothing. Cancelled, it ends
-    only when no more is being made."""
+    """Memory, allocated off the loop: a GiB takes most of a second, in which peers would hear nothing. If cancelled, it
+    ends only once the allocation has."""
     making = asyncio.create_task(asyncio.to_thread(allocate_region, size))
     try:
         return await asyncio.shield(making)

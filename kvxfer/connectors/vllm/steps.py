@@ -16,12 +16,10 @@ from kvxfer.types import Incarnation, TransferId
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadOrder:
     """Fetch blocks ``first..`` of a prompt of ``tokens`` tokens into ``blocks`` from the ranks ``sources`` of another
-    engine.
-
-    ``has_direct``: the source said that the whole prompt is granted already. ``traceparent``: of the request.
-    ``incarnations``: those of the sources that have the prompt, and their signed ``agent_metadata``; empty where not
-    said. ``is_open``: the source may have promised it to no engine, so that of several engines the first one has it.
-    ``code`` and ``text``: the wait for it ended with that error, and so does this, at once."""
+    engine. ``has_direct``: the source has granted the whole prompt. ``traceparent``: the request's. ``incarnations``:
+    those of the sources that have the prompt, and their signed ``agent_metadata``; empty if unknown. ``is_open``: the
+    request names no reader at the source, so of several engines the first that asks gets the prompt. ``code`` and
+    ``text``: the wait for the prompt ended with that error, and so does this load, at once."""
 
     request_id: str
     transfer_id: TransferId
@@ -66,8 +64,8 @@ class Open:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """The next blocks of an open prompt that are final once the coming forward has run: it completes them, or they
-    are of a prompt that began alike."""
+    """The next blocks of an open prompt that are final after the coming forward: it computes them, or they belong to an
+    earlier prompt with the same beginning."""
 
     request_id: str
     blocks: tuple[int, ...]
@@ -87,14 +85,14 @@ class Finish:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Close:
-    """A prompt's blocks, if it has any, go to others with this very step. ``will_resume``: it will be back."""
+    """A prompt loses its blocks, if it has any, in this step. ``will_resume``: it will be computed again."""
 
     request_id: str
     transfer_id: TransferId
     reason: str
     will_resume: bool
     code: str = GrantRevokedError.code
-    """Of the error that its reader is told."""
+    """The code of the error that its reader gets."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class WaitOrder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accept:
-    """A prompt waits to be computed here, and others may know its transfer id."""
+    """A prompt waits to be computed here, and other engines may know its transfer id."""
 
     request_id: str
     transfer_id: TransferId
@@ -118,7 +116,7 @@ class Accept:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Revoke:
-    """A prompt that is kept for others is taken back: its blocks are vLLM's, as soon as no grant over them is alive."""
+    """A prompt that is kept for another engine is revoked: its blocks return once no grant over them is alive."""
 
     request_id: str
     reason: str
@@ -126,7 +124,7 @@ class Revoke:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOrders:
-    """Everything that the scheduler half wants of the worker half in one step."""
+    """All orders of the scheduler half to the worker half in one step."""
 
     has_forward: bool = False
     closes: tuple[Close, ...] = ()
@@ -144,7 +142,7 @@ class StepOrders:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What became of one load at one rank; ``code`` is empty where it was committed."""
+    """The outcome of one load at one rank; ``code`` is empty if it was committed."""
 
     request_id: str
     transfer_id: str
@@ -157,18 +155,18 @@ class Report:
     seconds: float
     """From the order to the last byte's commit, or to the failure."""
     wire_seconds: float
-    """In which blocks were read, and from the last byte to the verdict: added up over its parts, which may overlap; of
-    the slowest source. On stream and unix a read begins when the first bytes of a frame are there."""
+    """Time in which blocks were read, and from the last byte to the verdict, added up over its parts, which may
+    overlap; of the slowest source. On stream and unix a read begins when the first bytes of a frame are there."""
     early_bytes: int
-    """Landed before the source had computed everything."""
+    """Bytes that landed before the source had computed everything."""
     attempts: int
-    """More than one where the source took back what it had promised."""
+    """More than one if the source revoked its grants meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Standing:
-    """How it stands with a request that waits: ``is_known`` to its source's engine; ``is_over``, where there is a grant
-    or, with the ``code`` of an error, will be none. It waited ``seconds`` so far."""
+    """The state of a request that waits. ``is_known``: its source's engine knows the prompt. ``is_over``: there is a
+    grant or, with the ``code`` of an error, there will be none. It has waited for ``seconds``."""
 
     request_id: str
     is_known: bool
@@ -180,16 +178,16 @@ class Standing:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class News:
-    """What the scheduler half should know of the worker with the agent ``agent_id``, and has not heard yet."""
+    """News of the worker with the agent ``agent_id`` for the scheduler half."""
 
     agent_id: str
     weights_why: str | None
-    """Why it is not known which weights it has; ``None``: it is."""
+    """Why its weights are unknown; ``None``: they are known."""
     agent_metadata: str
     """Signed, as of now; empty without option ``discovery``."""
     adapters: tuple[AdapterLoad, ...]
     """It loaded."""
     standings: tuple[Standing, ...] = ()
-    """Of requests that wait."""
+    """States of waiting requests."""
     read: tuple[str, ...] = ()
     """Prompts of this engine whose reader began to read."""

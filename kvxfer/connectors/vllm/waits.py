@@ -33,7 +33,7 @@ class _Waiting:
 
 
 class Waits:
-    """Those of one engine, at its first rank."""
+    """The waiting requests of one engine, at its first rank."""
 
     def __init__(
         self,
@@ -41,21 +41,21 @@ class Waits:
         notify: Callable[[str, Sequence[Await]], Awaitable[object]],
         tell: Callable[[Standing], None],
     ) -> None:
-        """``notify`` says something to an agent: it raises PeerGoneError where that took nothing. ``tell`` is called
+        """``notify`` sends a message to an agent, and raises PeerGoneError if it does not take it. ``tell`` is called
         with every change."""
         self._options = options
         self._notify = notify
         self._tell = tell
         self._waiting: dict[str, _Waiting] = {}
         self._new: dict[str, asyncio.Event] = {}
-        """Set where there is something to ask a source at once."""
+        """Set if a source is to be asked at once."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def start(self, order: WaitOrder) -> None:
-        """It waits from now on, and for nothing else."""
+        """The request waits from now on, and for nothing else."""
         self.leave(order.request_id)
         loop, now_s = asyncio.get_running_loop(), time.monotonic()
         timer = loop.call_later(order.timeout_s, self._time_out, order.request_id)
@@ -65,7 +65,7 @@ class Waits:
             self._tasks[order.source] = loop.create_task(self._ask(order.source))
 
     def leave(self, request_id: str) -> None:
-        """It waits no more, and nothing is told of it."""
+        """The request waits no more; nothing is reported of it."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             waiting.timer.cancel()
@@ -109,7 +109,7 @@ class Waits:
         return [waiting for waiting in self._waiting.values() if waiting.order.source == source]
 
     def _end(self, waiting: _Waiting, error: KvxferError | None) -> None:
-        """There is a grant, or there will be none."""
+        """The wait is over: there is a grant, or there will be none."""
         request_id = waiting.order.request_id
         if self._waiting.get(request_id) is not waiting:
             return
@@ -125,7 +125,7 @@ class Waits:
             self._end(waiting, DeadlineExceededError(f"timeout_s {waiting.order.timeout_s:g} passed, {queue}"))
 
     async def _ask(self, source: str) -> None:
-        """Ask that source as long as something waits for it."""
+        """Ask that source as long as a request waits for it."""
         new, pauses = self._new[source], Pauses(AWAIT_S)
         try:
             while some := self._of(source):

@@ -23,10 +23,10 @@ KEEPS_MAX = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """Reader to source: rank ``rank`` wants the blocks of this prompt from ``first`` on, as they become final;
-    ``readers`` ranks will take something from you. ``is_early``: you may not have heard of it yet. ``attempt`` grows
-    each time that what it was promised was taken back: earlier promises are void, and parts are numbered from
-    ``attempt * PARTS_MAX`` on."""
+    """Reader to source: rank ``rank`` wants the blocks of this prompt from ``first`` on, as they become final.
+    ``readers`` ranks of its engine will take something from the source. ``is_early``: the source may not have heard of
+    the prompt yet. ``attempt`` grows each time that the source revoked its grants: earlier grants are void, and parts
+    are numbered from ``attempt * PARTS_MAX`` on."""
 
     transfer_id: TransferId
     rank: int
@@ -50,7 +50,7 @@ class PartReady:
 
 @dataclasses.dataclass(frozen=True)
 class Refuse:
-    """Source to the reader of that attempt: no more of this prompt will come. ``code`` is an error's."""
+    """Source to the reader of that attempt: this prompt sends no further blocks. ``code`` is an error's."""
 
     transfer_id: TransferId
     attempt: int
@@ -60,7 +60,7 @@ class Refuse:
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Reader to source: these are wanted still."""
+    """Reader to source: I still want these prompts."""
 
     transfer_ids: tuple[TransferId, ...]
 
@@ -76,8 +76,8 @@ class Release:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """Reader to the source's first rank: the reader's rank ``rank`` will read other ranks' parts of this prompt, or let
-    go of them, if its engine is the one that may. Answered with :class:`Claimed`. ``is_early`` as in :class:`Ask`."""
+    """Reader to the source's first rank: rank ``rank`` of the reader will read other ranks' parts of this prompt, or
+    release them, if its engine is the reader. Answered with :class:`Claimed`. ``is_early`` as in :class:`Ask`."""
 
     transfer_id: TransferId
     rank: int
@@ -86,8 +86,8 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Claimed:
-    """The source's first rank to a reader: your engine is the one that may read this prompt where ``code`` is empty;
-    else not, for that error's reason."""
+    """The source's first rank to a reader: with an empty ``code`` your engine is the reader of this prompt; otherwise
+    it is not, because of that error."""
 
     transfer_id: TransferId
     code: str
@@ -97,16 +97,16 @@ class Claimed:
 @dataclasses.dataclass(frozen=True)
 class Await:
     """Reader's first rank to the source's first rank: requests of my engine wait, without blocks, until you begin these
-    prompts. Said anew each half second, and answered each time; the end of it is a :class:`Begun` each."""
+    prompts. Repeated every half second, and answered each time; each wait ends with a :class:`Begun`."""
 
     transfer_ids: tuple[TransferId, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Queued:
-    """The source's first rank to a reader: none of these prompts has begun. ``positions``: of each among those that
-    this engine has accepted and not begun, from 1; 0: it has not heard of it. ``step_age_ms`` ago this engine began its
-    last step; ``has_work``: so the next one is due."""
+    """The source's first rank to a reader: none of these prompts has begun. ``positions``: the place of each among the
+    prompts that this engine has accepted and not begun, from 1; 0: the engine has not heard of it. This engine began
+    its last step ``step_age_ms`` ago; with ``has_work`` the next one is due."""
 
     transfer_ids: tuple[TransferId, ...]
     positions: tuple[int, ...]
@@ -116,8 +116,8 @@ class Queued:
 
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """The source's first rank to a reader: there is a grant over this prompt where ``code`` is empty; else there will
-    be none, for that error's reason."""
+    """The source's first rank to a reader: with an empty ``code`` there is a grant over this prompt; otherwise there
+    will be none, because of that error."""
 
     transfer_id: TransferId
     code: str

@@ -37,13 +37,13 @@ from kvxfer.types import CompatibilityRecord, Dialect, Incarnation, TransferId, 
 log = logging.getLogger("kvxfer.vllm")
 
 HOLDING_WAIT_S = 0.002
-"""How long a step that computes nothing waits where only prompts are held for others."""
+"""How long a step without a forward waits while only kept prompts are left."""
 
 
 @dataclasses.dataclass
 class Results:
-    """Requests whose blocks are vLLM's again (``sent``), and loads that are over (``received``; ``failed`` of them
-    without a commit, with their destination blocks in ``bad_blocks``)."""
+    """Requests whose blocks returned to vLLM (``sent``), and loads that are over (``received``; ``failed`` ones are not
+    committed, and their destination blocks are in ``bad_blocks``)."""
 
     sent: set[str] = dataclasses.field(default_factory=set)
     received: set[str] = dataclasses.field(default_factory=set)
@@ -71,9 +71,9 @@ class WorkerHalf:
         loaded: Loaded = LOADED,
         events: Callable[[int], Callable[[], Fence]] = cuda_events,
     ) -> None:
-        """``max_context_tokens`` of the engine tell routers which requests it can hold; 0: not known. ``weights``: what
-        is found out of them; ``None``: what ``make_record`` says is final. ``events(device)`` is asked where the KV
-        cache is a CUDA device's."""
+        """``max_context_tokens`` of the engine tells routers which requests it can hold; 0: unknown. ``weights``: the
+        watcher of its weights; ``None``: what ``make_record`` says is final. ``events(device)`` is called if the KV
+        cache is on a CUDA device."""
         self._options = options
         self._make_record = make_record
         self._model = model
@@ -85,7 +85,7 @@ class WorkerHalf:
         self._loaded = loaded
         self._pools: tuple[Pool, ...] = ()
         self._told: tuple[str | None, tuple[str, ...]] | None = None
-        """Why its weights are unknown, and their fingerprints by its pools, when the scheduler half was told last."""
+        """The weights' state that the scheduler half knows: why they are unknown, and the fingerprints of its pools."""
         self._adapters_told = 0
         self._open: dict[str, TransferId] = {}
         """Prompts that are computed and fetched at once."""
@@ -106,7 +106,7 @@ class WorkerHalf:
         self._reports: list[Report] = []
         self._loading = 0
         self._begun: list[Fetch] = []
-        """Loads that this thread began, until their pulls drained or are the loop's."""
+        """Loads that this thread began, until their pulls have drained or the loop has taken them over."""
         self.digests: Digests | None = None
 
     def register(self, caches: Mapping[str, Any]) -> None:
@@ -178,11 +178,11 @@ class WorkerHalf:
 
     @property
     def weights_why(self) -> str | None:
-        """Why it is not known which weights this rank has; ``None``: it is."""
+        """Why this rank's weights are unknown; ``None``: they are known."""
         return None if self._weights is None else self._weights.why
 
     def news(self) -> News | None:
-        """What the scheduler half has not been told yet of this rank; ``None``: nothing."""
+        """News of this rank for the scheduler half; ``None``: there are none."""
         why = self.weights_why
         said = tuple(pool.record.weights_fingerprint for pool in self._pools)  # the loop describes them, and later
         adapters = self._loaded.adapters_since(self._adapters_told)
@@ -197,8 +197,8 @@ class WorkerHalf:
         return News(self.agent_id, why, self.agent_metadata, adapters, standings, read)
 
     def begin_step(self, orders: StepOrders) -> None:
-        """Before the forward writes anything. The same orders again change nothing. Raises ClosedError once the agent
-        has broken."""
+        """Called before the forward writes anything. A repetition of the same orders changes nothing. Raises
+        ClosedError once the agent has failed."""
         if orders is self._orders:
             return
         source, _, runtime = self._parts()
@@ -230,7 +230,7 @@ class WorkerHalf:
             self._source.step_failed()
 
     def results(self) -> Results:
-        """What ended since the last call. In a step without a forward it waits a little for something to end."""
+        """Sends and loads that ended since the last call. A step without a forward waits a little for one to end."""
         if self._orders is not None and not self._orders.has_forward:
             if self._loading > 0:
                 self._wait_loads(self._options.idle_wait_s)
@@ -249,8 +249,8 @@ class WorkerHalf:
         return results
 
     def _only_what_is_known(self, orders: StepOrders) -> StepOrders:
-        """Without what would be promised or fetched while it is not known which weights this rank has. The scheduler
-        half knows it too, but of another process's weights a step later."""
+        """The orders without those that need known weights, if this rank's weights are unknown. The scheduler half
+        leaves them out too, for another process's weights one step later."""
         why = self.weights_why
         if why is None:
             for name in [close.request_id for close in orders.closes] + [end.request_id for end in orders.finishes]:
@@ -290,7 +290,7 @@ class WorkerHalf:
         )
 
     def _fail(self, order: LoadOrder, error: KvxferError) -> None:
-        """It is over before it began."""
+        """The load is over before it began."""
         self._loading += 1
         fetch = Fetch(order, order.sources[0], 0, 1)
         report = report_of(order, [fetch], error)
@@ -298,7 +298,7 @@ class WorkerHalf:
         self._ended(LoadEnded(order, error, report))
 
     def _begin_loads(self, orders: StepOrders) -> None:
-        """What can be begun here is; the rest is the loop's, and so is what was begun and takes long."""
+        """Begin the loads that this thread can begin. The loop gets the others, and those that take long."""
         _, loads, runtime = self._parts()
         for order in orders.loads:
             if order.code:
@@ -325,7 +325,7 @@ class WorkerHalf:
             runtime.call(self._start_loads, rest, orders.cancels)
 
     def _wait_loads(self, timeout_s: float) -> None:
-        """Until one ends, at most so long. The ends of those that were begun here are handled on this thread."""
+        """Wait until a load ends, for at most that time. Loads that this thread began end on it."""
         _, _, runtime = self._parts()
         end_s = time.monotonic() + timeout_s
         left_s = timeout_s
@@ -346,8 +346,8 @@ class WorkerHalf:
         return tuple(reports)
 
     def take_expired(self) -> int:
-        """Prompts that no engine fetched in time, since the last call; each rank has a part of every one, and the first
-        counts them."""
+        """Prompts that no engine fetched in time, since the last call. Each rank has a part of every one; the first
+        rank counts them."""
         return 0 if self._source is None or self._rank > 0 else self._source.take_expired()
 
     def shutdown(self) -> None:
@@ -376,7 +376,8 @@ class WorkerHalf:
                 pool.describe(dataclasses.replace(pool.record, weights_fingerprint=fingerprint))
 
     def _tell_sources(self, orders: StepOrders) -> None:
-        """What is let go first: a request that was aborted may be back in the same step, under its name."""
+        """Requests that are given up come first: a request that was aborted may be back in the same step, under its
+        name."""
         _, loads, _ = self._parts()
         waits = self._waits if self._rank == 0 else None
         for remote in orders.releases:
