@@ -43,21 +43,21 @@ log = logging.getLogger("kvxfer.sglang")
 
 SWEEP_S = 0.1
 LEAVE_S = 0.5
-"""How long a core that ends waits until its peers have heard of it."""
+"""How long a closing core waits until its peers know."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CoreStatistics:
-    """Counts of this moment, beside the agent's own."""
+    """Counts as of now, with the agent's."""
 
     agent: AgentStatistics
     sources_open: int
-    """Rooms that are sent, and not over."""
+    """Rooms that this rank sends and that are not over."""
     destinations_open: int
 
 
 class TransportCore:
-    """One rank's. Made before SGLang serves, started once, stopped once."""
+    """The core of one rank. Made before SGLang serves, started once, stopped once."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class TransportCore:
         source_callbacks: SourceCallbacks | None = None,
         destination_callbacks: DestinationCallbacks | None = None,
     ) -> None:
-        """``record`` describes the pages; it is compared with the other side's before a byte moves. ``agent_id``: of
-        this rank alone among all that hold the token. Raises ConfigError, InvalidArgumentError."""
+        """``record`` describes the pages; both sides compare it before a byte moves. ``agent_id``: unique among all
+        processes that hold the token. Raises ConfigError, InvalidArgumentError."""
         tokens = record.block_tokens if memory.shape is None else memory.shape.page_tokens
         info = WorkerInfo(agent_id, role, record.model, "", block_tokens=tokens, dialect=Dialect.SGLANG)
         self._options = options
@@ -115,12 +115,12 @@ class TransportCore:
         log.info("%r: %r", self._agent, self._pools)
 
     def stop(self) -> None:
-        """End it: peers are told, rooms fail with ``closed``. Waits at most STOP_S. Callable twice, and without a
+        """Stop: peers are told, rooms fail with ``closed``. Waits at most STOP_S. May be called twice, and without a
         start."""
         self._runtime.stop()
 
     def check(self) -> None:
-        """Raise ClosedError where the agent has ended by itself."""
+        """Raise ClosedError if the agent has ended by itself."""
         self._runtime.check()
 
     def export_metadata(self) -> str:
@@ -135,13 +135,13 @@ class TransportCore:
             self._runtime.call(self._add_remote_agent, metadata, agent_id)
 
     def share(self, shape: KvShape | None) -> None:
-        """Register ahead what the pages have in common with those of a peer, so that the next metadata lists it. From
-        any thread. Raises IncompatibleError naming the field, LimitExceededError for too many peers that are cut
-        differently, InvalidArgumentError, ClosedError."""
+        """Register in advance what the pages have in common with those of a peer, so that the next metadata lists it.
+        From any thread. Raises IncompatibleError naming the field, LimitExceededError for too many different shapes,
+        InvalidArgumentError, ClosedError."""
         self._pools.cut(shape)
 
     def describe(self, record: CompatibilityRecord) -> None:
-        """The pages are made with other weights from now on, or it is not known with which. From any thread."""
+        """The pages are computed with other or unknown weights from now on. From any thread."""
         self._runtime.call(self._pools.describe, record)
 
     def statistics(self) -> CoreStatistics:

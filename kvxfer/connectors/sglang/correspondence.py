@@ -15,7 +15,7 @@ import threading
 from kvxfer.connectors.sglang.greetings import Greeting, Postmark, Register
 
 WINDOW = 4096
-"""A message may be overtaken by so many of its sender's: two sockets have no common order."""
+"""How many later messages of its sender may overtake a message: two sockets have no common order."""
 PLACES_MAX = 1 << 14
 HELD_MAX = 1024
 
@@ -23,12 +23,12 @@ Place = tuple[str, int]
 
 
 class Window:
-    """The numbers of one sender that were taken."""
+    """The numbers of one sender that were accepted."""
 
     def __init__(self) -> None:
         self._highest = 0
         self._taken = 1
-        """Bit n: the highest less n."""
+        """Bit n is set if the n-th number below the highest was accepted."""
 
     def take(self, number: int) -> bool:
         """Whether it is new. One that is older than WINDOW is not."""
@@ -51,18 +51,18 @@ class Correspondence:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._windows: dict[str, Window] = {}
-        """By process that ever spoke to this one: to forget one would be to believe it again."""
+        """By process that ever sent a message to this one: a forgotten process could replay its messages."""
         self._who: collections.OrderedDict[Place, str] = collections.OrderedDict()
         self._held: collections.deque[tuple[Place, Greeting]] = collections.deque(maxlen=HELD_MAX)
 
     def mark(self, place: Place, greeting: Greeting) -> Postmark:
-        """For the process that was heard last from that place."""
+        """A postmark for the process that was heard last from that place."""
         with self._lock:
             to = "" if isinstance(greeting, Register) else self._who.get(place, "")
         return Postmark(self._agent_id, to, next(self._numbers))
 
     def take(self, mark: Postmark, place: Place, greeting: Greeting) -> bool:
-        """Whether that message, which is believed, is for this process, and new."""
+        """Whether that verified message is for this process, and new."""
         with self._lock:
             is_ours = mark.to == self._agent_id or (not mark.to and isinstance(greeting, Register))
             if not is_ours or not self._windows.setdefault(mark.by, Window()).take(mark.number):
@@ -82,7 +82,7 @@ class Correspondence:
             return True
 
     def release(self, place: Place) -> list[Greeting]:
-        """What was held for that place."""
+        """The messages that were held for that place."""
         with self._lock:
             if place not in self._who or not self._held:
                 return []

@@ -20,13 +20,13 @@ from kvxfer.types import TransferId
 log = logging.getLogger("kvxfer.sglang")
 
 ANSWER_S = 3.0
-"""A prefill rank answers a registration so soon."""
+"""How soon a prefill rank answers a registration."""
 
 Place = tuple[str, int]
 
 
 class DecodeEngine(Protocol):
-    """What this side needs of SGLang's manager. From any thread."""
+    """What this side uses of SGLang's manager. From any thread."""
 
     def fail(self, room: int, text: str) -> None: ...
 
@@ -79,8 +79,8 @@ class DecodeSide:
             return next((place for place in places if place not in self._known), None)
 
     def sources(self, infos: Iterable[dict[str, Any]]) -> list[RoomSource]:
-        """Those that have a share of what this rank holds; all of them have answered. The others are marked as SGLang
-        marks those that nothing is read of: they are told of the room all the same. Raises as
+        """The sources with a share of what this rank holds; all of them have answered. The others are marked as SGLang
+        marks ranks that nothing is read from; they are told of the room too. Raises as
         :meth:`~.destination.DestinationRooms.choose`."""
         with self._lock:
             known = [(info, self._known.get(place_of(info))) for info in infos if not info.get("is_dummy")]
@@ -100,14 +100,14 @@ class DecodeSide:
     # --- rooms ---
 
     def begin(self, room: int, bootstrap_addr: str) -> TransferId:
-        """A transfer id for that room, which is asked of the prefill engine at ``bootstrap_addr``."""
+        """A new transfer id for that room, which is requested from the prefill engine at ``bootstrap_addr``."""
         asked = RequestedRoom(TransferId(secrets.token_bytes(16)), bootstrap_addr)
         with self._lock:
             self._asked[room] = asked
         return asked.transfer_id
 
     def transfer_id(self, room: int) -> TransferId:
-        """Of a room that was begun."""
+        """The transfer id of a room that was begun."""
         with self._lock:
             return self._asked[room].transfer_id
 
@@ -117,7 +117,7 @@ class DecodeSide:
             self._asked.pop(room, None)
 
     def room_failed(self, greeting: RoomFailed) -> None:
-        """A prefill rank says that nothing comes for a room."""
+        """A prefill rank reports that nothing will be sent for a room."""
         with self._lock:
             asked = self._asked.get(greeting.room)
         if asked is None or asked.transfer_id != greeting.transfer_id:
@@ -128,7 +128,7 @@ class DecodeSide:
             self._engine.forget(asked.bootstrap_addr)
 
     def failed(self, room: int, code: str, text: str) -> None:
-        """The transfer of a room failed, and drained."""
+        """The transfer of a room failed, and has drained."""
         with self._lock:
             asked = self._asked.get(room)
         self._engine.fail(room, f"{code}: {text}")

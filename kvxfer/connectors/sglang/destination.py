@@ -54,16 +54,16 @@ __all__ = ["DestinationCallbacks", "DestinationRooms", "Received", "RoomSource"]
 log = logging.getLogger("kvxfer.sglang")
 
 MEET_S = 2.0
-"""How long a source may not be known yet when a room begins: its agent metadata is on its way."""
+"""How long a source may be unknown when a room begins: its agent metadata is on its way."""
 MEET_LOOK_S = 0.01
 REASON_S = 0.1
-"""A grant that was revoked says so before the message comes that says why."""
+"""A revoked grant is reported before the message that gives the reason."""
 WAITING_MAX = 4096
-"""Messages of one source that came before it was known."""
+"""Messages of one source that are kept until it is known."""
 
 
 class DestinationRooms:
-    """All methods may be called from any thread, and return at once, but those of the core."""
+    """Any thread may call all methods but those of the core. They return at once."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class DestinationRooms:
         call_soon: Callable[..., None],
         say: Callable[[str, Message], None],
     ) -> None:
-        """``call_soon(function, *arguments)`` calls on the agent's loop, ``say`` tells another agent, in order."""
+        """``call_soon(function, *arguments)`` calls on the agent's loop, ``say`` messages an agent, in order."""
         self._agent = agent
         self._pools = pools
         self._rank = rank
@@ -85,7 +85,7 @@ class DestinationRooms:
         self._lock = threading.RLock()
         self._rooms: dict[int, DestinationRoom] = {}
         self._draining: dict[int, DestinationRoom] = {}
-        """Cleared, and read into still."""
+        """Rooms that were cleared and are still read into."""
         self._by_transfer: dict[TransferId, DestinationRoom] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed: KvxferError | None = None
@@ -112,12 +112,11 @@ class DestinationRooms:
         traceparent: str | None = None,
     ) -> None:
         """Wait for that prompt, and read it as it is computed: ``pages`` (may be empty), the row of the auxiliary
-        buffers, and rows of each state component (``None``: nothing of it), from those of ``sources`` that
-        :meth:`choose` names. They belong to this until the room is over and drained. The auxiliary row is read from the
-        first of them. ``timeout_s``: until the last of it is granted. ``traceparent``: of the request.
-
-        Raises InvalidArgumentError for a room or transfer id in use, and for rows that there are none of;
-        BlocksBusyError for pages of another room; ClosedError; and as :meth:`choose`."""
+        buffers, and rows of each state component (``None``: none), from those of ``sources`` that :meth:`choose` names;
+        the auxiliary row comes from the first of them. This object owns the pages until the room is over and drained.
+        ``timeout_s``: until the last part is granted. ``traceparent``: the request's. Raises InvalidArgumentError for a
+        room or transfer id in use, and for rows that do not exist; BlocksBusyError for pages of another room;
+        ClosedError; and as :meth:`choose`."""
         chosen = self._choose(sources)
         if len(states) > len(self._pools.all) - 1:
             raise InvalidArgumentError(
@@ -161,30 +160,29 @@ class DestinationRooms:
         self._call_soon(self._ask_all, made)
 
     def choose(self, sources: Sequence[RoomSource | tuple[str, int]]) -> tuple[RoomSource, ...]:
-        """Those that have a share of what this rank holds, so that all of it is read once; in their order. Of replicas
-        one is chosen, by this rank's place. Without shapes every source gives all.
-
-        Raises InvalidArgumentError where there are none, one is named twice, or some have a shape and others not;
-        IncompatibleError, naming the field, where no source has some layer or head, or one keeps it differently."""
+        """The sources to read from, in their order, so that everything that this rank holds is read once. Of replicas
+        one is chosen, by this rank's place. Without shapes every source gives all. Raises InvalidArgumentError if there
+        are none, one is named twice, or only some have a shape; IncompatibleError, naming the field, if no source has
+        some layer or head, or one keeps it differently."""
         return tuple(source for source, _ in self._choose(sources))
 
     def abort(self, room: int, why: str) -> None:
-        """Give it up: ``on_failed`` (code ``cancelled``) comes once it drained. Harmless again, and for a room that is
-        not known or over."""
+        """Cancel a room: ``on_failed`` (code ``cancelled``) comes once it has drained. May be repeated; does nothing
+        for a room that is over or unknown."""
         with self._lock:
             made = self._rooms.get(room)
             if made is not None:
                 self._fail(made, TransferCancelledError(why or "the request was aborted"))
 
     def is_drained(self, room: int) -> bool:
-        """Whether the room is over and no read into its pages is under way; True for one that is not known."""
+        """Whether the room is over and no read into its pages is running; True for an unknown one."""
         with self._lock:
             made = self._rooms.get(room) or self._draining.get(room)
             return made is None or made.is_drained
 
     def clear(self, room: int) -> None:
-        """Forget it, after :meth:`abort` where it is not over; no callback comes any more. Its reads end all the same,
-        and :meth:`is_drained` is False until they have. Harmless again."""
+        """Forget a room, after :meth:`abort` if it is not over; no callback comes any more. Its reads still have to
+        end, and :meth:`is_drained` is False until they have. May be repeated."""
         with self._lock:
             made = self._rooms.pop(room, None)
             if made is None:
@@ -195,7 +193,7 @@ class DestinationRooms:
                 self._draining[room] = made
 
     def received(self, room: int) -> Received:
-        """What came for it; nothing for a room that is not known."""
+        """What was received for a room; nothing for an unknown one."""
         with self._lock:
             made = self._rooms.get(room)
             if made is None or made.granted_s is None:
@@ -220,7 +218,7 @@ class DestinationRooms:
     # --- the core, on the agent's loop ---
 
     def on_message(self, agent_id: str, message: PartGranted | End | Failed) -> None:
-        """What a source says."""
+        """A message of a source."""
         with self._lock:
             made = self._by_transfer.get(message.transfer_id)
             leg = None if made is None else made.legs.get(agent_id)
@@ -238,19 +236,19 @@ class DestinationRooms:
                 self._fail(made, ProtocolError(f"WAITING_MAX={WAITING_MAX} messages came before their sender"))
 
     def legs(self) -> list[PeerLeg]:
-        """Of rooms that are not over."""
+        """Peers of the rooms that are not over."""
         with self._lock:
             return [leg for made in self._by_transfer.values() if not made.is_over for leg in made.legs.values()]
 
     def leg_gone(self, leg: PeerLeg, error: KvxferError) -> None:
-        """That peer is gone, and the room of that leg with it."""
+        """That peer is gone, and so its room fails."""
         with self._lock:
             made = self._by_transfer.get(leg.transfer_id)
             if made is not None:
                 self._fail(made, error)
 
     def close(self, error: ClosedError) -> None:
-        """The engine ends: every room fails once it drained, and none is begun any more."""
+        """The engine ends: every room fails once it has drained, and none begins any more."""
         with self._lock:
             self._closed = error
             for made in list(self._by_transfer.values()):
@@ -271,7 +269,7 @@ class DestinationRooms:
         task.add_done_callback(self._tasks.discard)
 
     async def _ask(self, made: DestinationRoom, leg: DestinationLeg) -> None:
-        """For its last part, as soon as that rank is known."""
+        """Ask a source for its last part, as soon as it is known."""
         try:
             while not (member := self._agent.find_member(leg.agent_id)) or not member.pools:
                 if made.is_over:
@@ -301,8 +299,9 @@ class DestinationRooms:
                 self._fail(made, error)
 
     async def _learn(self, made: DestinationRoom, leg: DestinationLeg) -> None:
-        """Take what it said, once its pool is known: it registered one for us when it heard of us, and tells of it when
-        asked, or the coordinator does. A pull says by name what is wrong where that does not come."""
+        """Handle what a source has announced, once its pool is known. The source registers a pool for us when it learns
+        of us; it reports the pool when asked, or the coordinator does. If the pool never comes, the pull fails with the
+        reason."""
         began_s = time.monotonic()
         if not self._is_known(leg):
             self._say(leg.agent_id, Unknown(leg.transfer_id))
@@ -390,7 +389,7 @@ class DestinationRooms:
                 self._fail(made, error)
 
     def _ended(self, made: DestinationRoom, leg: DestinationLeg, transfer: Transfer) -> None:
-        """It drained."""
+        """A transfer has drained."""
         is_end = transfer.transfer_id == self._id(leg, END_PART)
         with self._lock:
             made.filling.discard(transfer.transfer_id)
@@ -433,7 +432,7 @@ class DestinationRooms:
             self._tell(made, self._on_failed, made.number, made.error.code, str(made.error))
 
     def _settle(self, made: DestinationRoom) -> None:
-        """It is over and drained: strike its pages from the ledger, and say what became of it."""
+        """The room is over and drained: take its pages from the ledger, and report the outcome."""
         if made.is_settled:
             return
         made.is_settled = True
@@ -447,7 +446,7 @@ class DestinationRooms:
             self._callbacks.tell(callback, *arguments)
 
     def _fail(self, made: DestinationRoom, error: KvxferError, *, teller: PeerLeg | None = None) -> None:
-        """From any thread, under the lock. Cancel what is under way; tell the sources, but for ``teller``."""
+        """From any thread, under the lock. Cancel running transfers; tell the sources except ``teller``."""
         if made.is_over:
             return
         made.error = error

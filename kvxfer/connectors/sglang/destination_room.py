@@ -20,7 +20,7 @@ from kvxfer.types import TransferId
 
 
 class RoomSource(NamedTuple):
-    """One prefill rank that has the room: its agent, its rank, and its shape, where it is known there."""
+    """One prefill rank that has the room: its agent, its rank, and its shape, if known."""
 
     agent_id: str
     rank: int
@@ -29,9 +29,9 @@ class RoomSource(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RoomReport:
-    """What became of one room. ``outcome``: COMMITTED, or the code of an error. ``lane``: of its last part, ``none``
-    where none came. ``early_bytes`` landed before a source granted the last part. ``wait_seconds``: until the first
-    part was granted, or it was over; ``wire_seconds``: in which parts were read, and from the last byte of each to its
+    """The outcome of one room. ``outcome``: COMMITTED, or the code of an error. ``lane``: of its last part, or
+    ``none``. ``early_bytes`` landed before a source granted its last part. ``wait_seconds``: until the first part was
+    granted, or the room was over. ``wire_seconds``: while parts were read, and from the last byte of each to its
     verdict, added up, of the slowest source."""
 
     room: int
@@ -46,15 +46,15 @@ class RoomReport:
 
 @dataclasses.dataclass(frozen=True)
 class DestinationCallbacks:
-    """Called on the agent's thread; exactly one of them, once, for each room that was begun and not cleared before.
+    """Called on the agent's thread: exactly one of them, once, for each room that was begun and not cleared before.
     They must not block."""
 
     on_done: Callable[[int], None] = lambda room: None
     """Everything of every source is committed, the auxiliary row too."""
     on_failed: Callable[[int, str, str], None] = lambda room, code, text: None
-    """(room, code of an error, text): nothing of it lands any more, its pages may be used anew."""
+    """(room, code of an error, text): no byte of it lands any more, and its pages may be reused."""
     on_over: Callable[[RoomReport], None] = lambda load: None
-    """Of every room that was begun, once it is over and drained, also one that was cleared before."""
+    """For every room that was begun, once it is over and drained, also if it was cleared before."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -71,9 +71,9 @@ class DestinationLeg(PeerLeg):
     """The auxiliary row is this source's."""
     is_asked: bool = False
     is_known: bool = False
-    """It has the pool that the pages are read from, as far as is known here."""
+    """Whether it has the pool that the pages are read from, as far as known here."""
     waiting: list[PartGranted | End] = dataclasses.field(default_factory=list)
-    """Said before both were so."""
+    """Messages that came before both were so."""
     parts: int = 0
     """Announced."""
     committed: int = 0
@@ -89,7 +89,7 @@ class DestinationLeg(PeerLeg):
 
 @dataclasses.dataclass(eq=False)
 class DestinationRoom:
-    """What is known of a room that is received."""
+    """A room that is received."""
 
     number: int
     transfer_id: TransferId
@@ -109,7 +109,7 @@ class DestinationRoom:
     is_computed: bool = False
     """A source granted its last part."""
     is_settled: bool = False
-    """Over, drained, and said so."""
+    """Whether it is over, drained, and reported."""
     bytes: int = 0
     early_bytes: int = 0
     lane: str = ""

@@ -27,7 +27,7 @@ TAG = b"KVXFER"
 TEXT_MAX = 600
 METADATA_MAX = 1 << 16
 LIST_MAX = 1 << 14
-"""Buffers of one rank."""
+"""Longest list: the buffers of one rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Refused:
 @dataclasses.dataclass(frozen=True)
 class RoomRequest:
     """Decode to prefill: I want that prompt, under this transfer id, in so many pages. ``required``: how many decode
-    ranks say so to that prefill rank. ``prefix_tokens`` are there already. ``is_dummy``: it is read from another."""
+    ranks request it from that prefill rank. ``prefix_tokens`` are there already. ``is_dummy``: it is read from another
+    rank."""
 
     room: int
     transfer_id: TransferId
@@ -87,7 +88,7 @@ class RoomRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Abort:
-    """Decode to prefill: I do not want that room any more. Without a transfer id it was not asked for yet."""
+    """Decode to prefill: I no longer want that room. Without a transfer id I have not requested it yet."""
 
     room: int
     transfer_id: str
@@ -106,8 +107,8 @@ class RoomFailed:
 
 @dataclasses.dataclass(frozen=True)
 class Postmark:
-    """By which agent a message is, for which, and the how manieth of its sender's. Without an agent: of no sender,
-    and for any receiver."""
+    """The agent that sent a message, the agent that it is for, and its number among its sender's. Without agents: of no
+    sender, for any receiver."""
 
     by: str = ""
     to: str = ""
@@ -125,11 +126,11 @@ _KINDS: dict[str, type[Any]] = {
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _WIRE_NAMES = {"agent_metadata": "card"}
-"""Fields that a message calls otherwise."""
+"""Fields with another name in the message."""
 
 
 def signer_of(token: bytes) -> Signer:
-    """For these messages only."""
+    """A signer for these messages only."""
     return Signer(hmac.digest(token, b"kvxfer sglang greetings v1", hashlib.sha256))
 
 
@@ -157,8 +158,7 @@ def is_ours(frames: Sequence[bytes]) -> bool:
 
 
 def address_of(frames: Sequence[bytes]) -> tuple[str, int]:
-    """Where its sender says that it hears answers: of a message that is not believed, the only thing. Raises
-    ProtocolError."""
+    """Where its sender hears answers; the only part of an unverified message that is used. Raises ProtocolError."""
     try:
         host, _, port = frames[1].decode("ascii").rpartition(":")
         if not host or len(host) > 255 or not 0 < int(port) < 1 << 16:
@@ -169,13 +169,13 @@ def address_of(frames: Sequence[bytes]) -> tuple[str, int]:
 
 
 def decode(signer: Signer, frames: Sequence[bytes]) -> Greeting:
-    """As :func:`read`, without its postmark."""
+    """As :func:`read`, without the postmark."""
     return read(signer, frames)[0]
 
 
 def read(signer: Signer, frames: Sequence[bytes]) -> tuple[Greeting, Postmark]:
-    """Raises AuthenticationError for one that was signed with another token, ProtocolError for anything else that
-    :func:`encode` does not make."""
+    """The message and its postmark. Raises AuthenticationError for a signature of another token, ProtocolError for
+    anything else that :func:`encode` does not make."""
     if len(frames) != 3 or not is_ours(frames):
         raise ProtocolError("a message of another engine has not three frames")
     try:

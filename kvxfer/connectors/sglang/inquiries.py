@@ -17,9 +17,9 @@ log = logging.getLogger("kvxfer.sglang")
 Answer = TypeVar("Answer")
 
 THREADS_MAX = 16
-"""So many hosts are asked at once; what is asked of more waits its turn. A thread ends when nothing is to be asked."""
+"""How many hosts are asked at once; further questions wait. A thread ends when no question is left."""
 AGAIN_S = 0.5
-"""A host is asked so often at most."""
+"""How often a host is asked at most."""
 STALE_S = 5.0
 """An answer that was not wanted for so long is not asked for, and not kept."""
 
@@ -31,14 +31,15 @@ class _Inquiry(Generic[Answer]):
     answer: Answer | None = None
     is_answered: bool = False
     is_due: bool = True
-    """It waits for its turn, or is asked."""
+    """Whether it waits for its turn, or is being asked."""
 
 
 class Inquiries(Generic[Answer]):
-    """One question, to many addresses. From any thread; returns at once."""
+    """One question to many addresses. From any thread; returns at once."""
 
     def __init__(self, ask: Callable[[str], Answer]) -> None:
-        """``ask(address)`` may take long. One that raises is logged, and asked again when it is wanted again."""
+        """``ask(address)`` may take long. If it raises, that is logged, and the address is asked again when its answer
+        is wanted again."""
         self._ask = ask
         self._lock = threading.Lock()
         self._asked: dict[str, _Inquiry[Answer]] = {}
@@ -49,7 +50,7 @@ class Inquiries(Generic[Answer]):
         return f"<Inquiries: {len(self._asked)} addresses, {self._threads} threads>"
 
     def take(self, address: str) -> Answer | None:
-        """The answer, once; ``None``: not yet, and it is asked."""
+        """The answer, once; ``None``: there is none yet, and the address is asked."""
         now_s = time.monotonic()
         with self._lock:
             self._forget(now_s)

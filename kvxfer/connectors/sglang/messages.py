@@ -39,7 +39,7 @@ class PartGranted:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """Source to reader: ``parts`` parts are all, beside END_PART."""
+    """Source to reader: there are ``parts`` parts, beside END_PART."""
 
     transfer_id: TransferId
     parts: int
@@ -47,14 +47,14 @@ class End:
 
 @dataclasses.dataclass(frozen=True)
 class AllReceived:
-    """Reader to source: all that you gave is committed here, and nothing of it is read any more."""
+    """Reader to source: everything that you granted is committed here, and I read nothing of it any more."""
 
     transfer_id: TransferId
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """Either to the other: this transfer is over, for the reason of an error of that ``code``."""
+    """Either side to the other: this transfer is over, because of an error with that ``code``."""
 
     transfer_id: TransferId
     code: str
@@ -63,19 +63,19 @@ class Failed:
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """Either to the other: my engine ends, and everything of mine with it."""
+    """Either side to the other: my engine ends, and all my rooms with it."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Alive:
-    """Either to the other: that this arrived says that you are there."""
+    """Either side to the other: the confirmation of this message shows that you are alive."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """Reader to source: a pool that you gave of is not known here yet; send your metadata again."""
+    """Reader to source: I do not know a pool that you granted from; send your metadata again."""
 
     transfer_id: TransferId
 
@@ -100,7 +100,7 @@ _KINDS: dict[str, type[Any]] = {
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _WIRE_NAMES = {"agent_metadata": "card"}
-"""Fields that a message calls otherwise."""
+"""Fields with another name in the message."""
 
 
 def encode(message: Message) -> bytes:

@@ -31,7 +31,7 @@ class Options:
     host: str = AgentConfig.bind_host
     """Where this rank's agent listens."""
     advertise: str = ""
-    """Host that peers dial, where it is another."""
+    """The host that peers dial, if it is another."""
     insecure: bool = False
     """Accept that lane ``stream`` does not encrypt, on a network that is trusted."""
     coordinator: str = ""
@@ -45,14 +45,14 @@ class Options:
     """Which pages carry CRC-32C checksums."""
     stripes: int = AgentConfig.stripes
     timeout_s: float = 600.0
-    """How long decode waits for a prompt whose prefill engine has it, where the request does not say."""
+    """How long decode waits for a prompt that its prefill engine knows, if the request does not say."""
     unknown_wait_s: float = 2.0
-    """How long this engine may not have heard of a prompt that another awaits; it must have taken in its queue twice,
-    or be idle."""
+    """How long another engine waits for a prompt that this engine has not heard of. This engine must have read its
+    queue twice meanwhile, or be idle."""
     engine_silent_s: float = 10.0
-    """A prefill engine that has work and made no step for so long is given up."""
+    """A prefill engine that has work and makes no step for this time counts as gone."""
     deadline_s: float = 120.0
-    """Of one chunk, from the moment in which it is granted."""
+    """The bound of one chunk, from when it is granted."""
 
     def __post_init__(self) -> None:
         if self.coordinator:

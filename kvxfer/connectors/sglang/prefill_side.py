@@ -23,14 +23,14 @@ log = logging.getLogger("kvxfer.sglang")
 
 EARLY_MAX = 4096
 EARLY_S = 600.0
-"""Wishes for rooms that SGLang has no sender for are kept so long, and so many."""
+"""How long, and how many, requests for rooms without a sender in SGLang are kept."""
 OVER_MAX = 4096
 OVER_S = 5.0
-"""So long a room that failed is remembered, for a decode rank that asks for it later."""
+"""How long a failed room is remembered, for a decode rank that asks later."""
 
 
 class PrefillEngine(Protocol):
-    """What this side needs of SGLang's manager. From any thread."""
+    """What this side uses of SGLang's manager. From any thread."""
 
     def tell(self, address: tuple[str, int], greeting: Any) -> None: ...
 
@@ -45,8 +45,8 @@ class PrefillEngine(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """One decode rank's wish for a room, by the names that SGLang's manager reads. ``decode_prefix_len`` is a whole
-    number of pages here; ``reader.lead`` are the tokens beyond that decode has too."""
+    """One decode rank's request for a room, with the names that SGLang's manager reads. ``decode_prefix_len`` is a
+    whole number of pages here; ``reader.lead`` are the tokens beyond it that decode also has."""
 
     room: int
     endpoint: str
@@ -59,8 +59,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """A decode rank that registered. ``asking``: how many of its engine's ranks want each room of this rank,
-    where that is known."""
+    """A registered decode rank. ``asking``: how many of its engine's ranks want each room of this rank, if known."""
 
     agent_id: str
     rank: int
@@ -100,8 +99,8 @@ class PrefillSide:
             return room in self._open
 
     def open(self, room: int, traceparent: str | None = None) -> None:
-        """SGLang made a sender for it, of a request of that ``traceparent``. Raises InvalidArgumentError where the core
-        has the room already, ClosedError."""
+        """SGLang made a sender for the room, in a request with that ``traceparent``. Raises InvalidArgumentError if the
+        core has the room already, ClosedError."""
         with self._lock:
             over = self._over.pop(room, None)
             self._core.sources.accept(room, traceparent)
@@ -113,8 +112,8 @@ class PrefillSide:
                 self._enter_if_complete(room)
 
     def close(self, room: int, failed: str | None) -> None:
-        """The sender is done with it; ``failed``: why it came to nothing. When this returns its pages may be used
-        anew. Callable twice."""
+        """The sender has finished with the room; ``failed``: why the room failed. When this returns its pages may be
+        reused. May be called twice."""
         if failed is not None:
             self._core.sources.abort(room, failed)
         self._core.sources.clear(room)
@@ -167,7 +166,7 @@ class PrefillSide:
             self._tell_failed(wanted, *refusal)
 
     def abort(self, greeting: Abort) -> None:
-        """A decode rank gave a room up: of one that it wants, or of one that no rank wants yet."""
+        """A decode rank aborted a room, also one that no rank has requested yet."""
         text = f"the decode engine gave it up: {greeting.text}"
         with self._lock:
             wanted = self._wanted.get(greeting.room, {})
@@ -183,7 +182,7 @@ class PrefillSide:
         self._engine.fail(greeting.room, text)
 
     def _add(self, wanted: Wanted) -> tuple[str, str] | None:
-        """Keep it; or why not, as an error's code and text."""
+        """Keep the request. Returns why it was refused, as an error's code and text, or ``None``."""
         room, agent_id = wanted.room, wanted.reader.agent_id
         peer = self.peers.get(agent_id)
         if peer is None:
@@ -241,7 +240,7 @@ class PrefillSide:
 
 
 def _belong(one: Wanted, other: Wanted) -> bool:
-    """Whether they may be two ranks of one engine that want one prompt."""
+    """Whether they can be two ranks of one engine that want one prompt."""
     is_other = one.reader.agent_id != other.reader.agent_id and one.reader.rank != other.reader.rank
     named = [(each.required_dst_info_num, each.decode_prefix_len, each.reader.lead) for each in (one, other)]
     return is_other and named[0] == named[1]

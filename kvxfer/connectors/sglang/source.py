@@ -54,11 +54,11 @@ PULSE_S = 0.05
 EARLY_MAX = 4096
 """Rooms that readers want and that the engine here has not accepted; the oldest go first."""
 DECLINE_S = 0.5
-"""A reader that was told why, and still waits then, is told by its grant that there will be none."""
+"""A reader that was told why and still waits learns from its grant's end that nothing will come."""
 ENDED_MAX = 4096
 """Rooms remembered that failed here: readers that ask for one are told so."""
 GIVEN_UP_MAX = 4096
-"""Transfers remembered that readers gave up before it was known here which room is theirs."""
+"""Transfers that readers aborted before this rank knew their room."""
 
 _ENDED: dict[GrantState, type[KvxferError]] = {
     GrantState.EXPIRED: GrantExpiredError,
@@ -68,7 +68,7 @@ _ENDED: dict[GrantState, type[KvxferError]] = {
 
 
 class SourceRooms:
-    """All methods may be called from any thread, and return at once, but those of the core."""
+    """Any thread may call all methods but those of the core. They return at once."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class SourceRooms:
         say: Callable[[str, Message], None],
         early_s: float,
     ) -> None:
-        """``call_soon(function, *arguments)`` calls on the agent's loop, ``say`` tells another agent, in order. A
-        reader waits for ``early_s`` at most until its room is accepted."""
+        """``call_soon(function, *arguments)`` calls on the agent's loop, ``say`` sends a message to an agent, in order.
+        A reader waits at most ``early_s`` until its room is accepted."""
         self._agent = agent
         self._pools = pools
         self._rank = rank
@@ -112,7 +112,7 @@ class SourceRooms:
     # --- the engine ---
 
     def accept(self, room: int, traceparent: str | None = None) -> None:
-        """The engine here accepted that prompt, in a request of that ``traceparent``. Raises InvalidArgumentError where
+        """The engine here accepted that prompt, in a request with that ``traceparent``. Raises InvalidArgumentError if
         the room is in use; ClosedError."""
         with self._lock:
             if self._closed is not None:
@@ -130,9 +130,9 @@ class SourceRooms:
                 self._expect(made, leg)
 
     def reader(self, room: int, reader: RoomReader) -> None:
-        """A decode rank wants it; may come before :meth:`accept`. One that comes too late, for a room that another has
-        (``refused``), that has nothing in common with this rank (``incompatible``), or whose ``lead`` is none
-        (``protocol``), is told so and changes nothing. A dummy rank is no reader."""
+        """A decode rank wants the room; may come before :meth:`accept`. A reader that comes too late, for another
+        reader's room (``refused``), with nothing in common with this rank (``incompatible``), or with a wrong ``lead``
+        (``protocol``) is told so and changes nothing. A dummy rank is no reader."""
         leg = SourceLeg(reader.transfer_id, reader.agent_id, reader.rank)
         with self._lock:
             if self._is_known(leg):
@@ -173,11 +173,11 @@ class SourceRooms:
         states: Sequence[npt.ArrayLike | None] = (),
         fence: Fence | None = None,
     ) -> None:
-        """``pages`` (may be empty) are written, or are once ``fence`` returns, and stay as they are until the room is
-        over: they are those from the ``first`` page on, in pages of this rank, of what every reader wants; the last may
-        end behind that where a reader has smaller pages. With ``is_last`` come the row of the auxiliary
-        buffers and the rows of each state component (``None``: nothing of it). Nothing happens for a room that is over
-        or not known. What is wrong about it fails the room."""
+        """``pages`` (may be empty) are written, now or once ``fence`` returns, and do not change until the room is
+        over. They are the pages from the ``first`` on, in this rank's size, of what every reader wants; the last may
+        extend beyond that for a reader with smaller pages. ``is_last`` adds the row of the auxiliary buffers and the
+        rows of each state component (``None``: none). Nothing happens for a room that is over or unknown. An error in
+        it fails the room."""
         with self._lock:
             made = self._rooms.get(room)
             if made is None or made.is_over:
@@ -197,15 +197,15 @@ class SourceRooms:
             self._device.after(fence, functools.partial(self._fence_passed, made, granted))
 
     def abort(self, room: int, why: str) -> None:
-        """Nothing more of it is read: when this returns its pages may be used anew. Readers are told. No callback
-        comes for it any more. Harmless again, and for a room that is not known or over."""
+        """End the reads of a room: when this returns its pages may be reused. Readers are told, and no callback comes.
+        May be repeated; does nothing for a room that is over or unknown."""
         with self._lock:
             made = self._rooms.get(room)
             if made is not None and not made.is_over:
                 self._fail(made, TransferCancelledError(why or "the request was aborted"), is_told=False)
 
     def clear(self, room: int) -> None:
-        """Forget it, after :meth:`abort` where it is not over. Harmless again."""
+        """Forget a room, after :meth:`abort` if it is not over. May be repeated."""
         with self._lock:
             self.abort(room, "the request is over")
             made = self._rooms.pop(room, None)
@@ -221,8 +221,8 @@ class SourceRooms:
                 self.pulse(False)
 
     def pulse(self, has_work: bool) -> None:
-        """A heartbeat of the engine's loop, which is about to step; ``has_work=False``: it has nothing to do. At
-        most one each PULSE_S is taken; :meth:`clear` of the last room says by itself that there is nothing to do."""
+        """A heartbeat of the engine's loop, which is about to step or, with ``has_work=False``, is idle. At most one in
+        PULSE_S counts; :meth:`clear` of the last room also reports an idle engine."""
         now_s = time.monotonic()
         at_s, had_work = self._pulsed
         if has_work == had_work and now_s - at_s < PULSE_S:
@@ -232,7 +232,7 @@ class SourceRooms:
             self._agent.pulse(has_work=has_work)
 
     def moved(self, room: int) -> Moved:
-        """What was given of it; nothing for a room that is not known."""
+        """What was sent of a room; nothing for an unknown one."""
         with self._lock:
             made = self._rooms.get(room)
             return Moved(0, 0.0) if made is None else made.moved
@@ -240,7 +240,7 @@ class SourceRooms:
     # --- the core, on the agent's loop ---
 
     def on_message(self, agent_id: str, message: AllReceived | Failed) -> None:
-        """What a reader says."""
+        """A message of a reader."""
         with self._lock:
             made, leg = self._by_transfer.get(message.transfer_id, (None, None))
             if made is None and isinstance(message, Failed):  # it may overtake the reader, which SGLang tells of
@@ -262,18 +262,18 @@ class SourceRooms:
                 self._fail(made, ProtocolError("a reader says that it has everything, before it was given"))
 
     def legs(self) -> list[PeerLeg]:
-        """Of rooms that are accepted and not over."""
+        """Peers of the rooms that are accepted and not over."""
         with self._lock:
             return [leg for made in self._rooms.values() if not made.is_over for leg in made.legs]
 
     def readers(self) -> set[str]:
-        """The agents that wait for something of this rank, in rooms that are accepted or not, and not over."""
+        """The agents that wait for a room of this rank that is not over, accepted or not."""
         with self._lock:
             made = [*self._rooms.values(), *self._early.values()]
             return {leg.agent_id for one in made if not one.is_over for leg in one.legs}
 
     def leg_gone(self, leg: PeerLeg, error: KvxferError) -> None:
-        """That peer is gone, and the room of that leg with it."""
+        """That peer is gone, and so its room fails."""
         with self._lock:
             made, _ = self._by_transfer.get(leg.transfer_id, (None, None))
             if made is not None and not made.is_over:
@@ -322,7 +322,7 @@ class SourceRooms:
         return None
 
     def _note_incarnation(self, leg: SourceLeg) -> None:
-        """On the loop, where it was met by now."""
+        """On the loop, once its agent is known."""
         with contextlib.suppress(KvxferError):
             member = self._agent.find_member(leg.agent_id)
             leg.ref = leg.ref or (None if member is None else member.ref)
@@ -352,7 +352,7 @@ class SourceRooms:
         aux_row: int | None,
         states: Sequence[npt.ArrayLike | None],
     ) -> list[Grant]:
-        """Grants of all that is sent now to every reader, which is told. Raises KvxferError's kinds."""
+        """Grant every reader what is sent now, and tell it. Raises KvxferError's kinds."""
         if made.is_all_sent:
             raise InvalidArgumentError(f"room {made.number}: more is sent after its last")
         if len(states) > len(self._pools.all) - 1:
@@ -431,7 +431,7 @@ class SourceRooms:
         self._callbacks.tell(self._on_over, made.number, COMMITTED)
 
     def _strike(self, made: SourceRoom) -> None:
-        """Its pages from the ledger: every grant has ended."""
+        """Take its pages from the ledger: every grant has ended."""
         given, made.pages = made.pages, []
         for pages in given:
             assert self._pools.ledger is not None
@@ -444,7 +444,7 @@ class SourceRooms:
     def _fail(
         self, made: SourceRoom, error: KvxferError, *, teller: PeerLeg | None = None, is_told: bool = True
     ) -> None:
-        """Revoke what is granted, at once; tell the readers, but for ``teller``, and, with ``is_told``, the engine."""
+        """Revoke its grants at once; tell the readers except ``teller`` and, with ``is_told``, the engine."""
         made.error = error
         for grant in list(made.grants.values()):
             grant.revoke(str(error))
@@ -462,7 +462,7 @@ class SourceRooms:
         self._callbacks.tell(self._on_over, made.number, error.code)
 
     def _decline(self, transfer_id: TransferId) -> None:
-        """On the loop, when the reader has had the time to hear why."""
+        """On the loop, after the reader had time to learn why."""
         asyncio.get_running_loop().call_later(DECLINE_S, self._decline_now, transfer_id)
 
     def _decline_now(self, transfer_id: TransferId) -> None:
@@ -471,16 +471,15 @@ class SourceRooms:
 
 
 def _lead(reader: RoomReader, cut: SharedRows) -> int:
-    """Raises ProtocolError for one that is no part of a page of ours, or that a reader with such pages cannot
-    have."""
+    """Raises ProtocolError for a lead that is not within our page, or that such a reader cannot have."""
     if not 0 <= reader.lead < (1 if cut.own_rows == cut.peer_rows else cut.own_rows):
         raise ProtocolError(f"a reader has {reader.lead} tokens of the first page already: that cannot be")
     return reader.lead
 
 
 def _share(leg: SourceLeg, cut: SharedRows, first: int, pages: Blocks) -> tuple[int, Blocks]:
-    """Where in what the reader wants these pages are, and as which blocks. Raises InvalidArgumentError for more of
-    them."""
+    """The place of these pages in what the reader wants, and the blocks that they are there. Raises
+    InvalidArgumentError for pages beyond that."""
     start = first * cut.own_rows - leg.lead
     at, rows = max(start, 0), cut.rows(pages)[max(-start, 0) :]
     surplus = max(at + len(rows) - leg.wanted, 0)
@@ -491,8 +490,8 @@ def _share(leg: SourceLeg, cut: SharedRows, first: int, pages: Blocks) -> tuple[
 
 
 def _announce(granted: list[Grant]) -> None:
-    """Their pages are written. One that its reader needed no more, or that is over, has told so by itself. Raises
-    KvxferError's kinds."""
+    """Announce that their pages are written. A grant that is over, or whose reader needs no more, has reported that
+    itself. Raises KvxferError's kinds."""
     for grant in granted:
         try:
             grant.ready(grant.blocks, complete=True)

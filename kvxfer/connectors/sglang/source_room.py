@@ -20,9 +20,9 @@ COMMITTED = "committed"
 
 @dataclasses.dataclass(frozen=True)
 class RoomReader:
-    """One decode rank that wants a room: the id that it minted, its agent and rank, how many pages of its own it wants,
-    and its shape, where it is known there. ``lead``: tokens at the start of the first page sent that it has already,
-    where the source's pages are larger than its own."""
+    """One decode rank that wants a room: the transfer id that it made, its agent and rank, how many of its own pages it
+    wants, and its shape, if known. ``lead``: tokens at the start of the first sent page that it already has, if the
+    source's pages are larger than its own."""
 
     transfer_id: TransferId
     agent_id: str
@@ -34,24 +34,24 @@ class RoomReader:
 
 @dataclasses.dataclass(frozen=True)
 class SourceCallbacks:
-    """Called on the agent's thread, each at most once for each room; ``on_done`` or ``on_failed``, never both, and
-    neither after :meth:`SourceRooms.abort` or :meth:`SourceRooms.clear` but where that was on its way. They must not
-    block."""
+    """Called on the agent's thread, each at most once for each room. Either ``on_done`` or ``on_failed`` comes, and
+    neither after :meth:`SourceRooms.abort` or :meth:`SourceRooms.clear`, unless it was already on its way. They must
+    not block."""
 
     on_done: Callable[[int], None] = lambda room: None
     """Every reader has committed everything, and no grant over the room's pages is alive."""
     on_failed: Callable[[int, str, str], None] = lambda room, code, text: None
-    """(room, code of an error, text): it will not be read, and no grant over its pages is alive."""
+    """(room, code of an error, text): no reader will get it, and no grant over its pages is alive."""
     on_began: Callable[[int], None] = lambda room: None
-    """A reader has begun to read; told within a tenth of a second, and before ``on_done``."""
+    """A reader has begun to read; reported within a tenth of a second, and before ``on_done``."""
     on_over: Callable[[int, str], None] = lambda room, outcome: None
     """(room, COMMITTED or the code of an error): of every room that was accepted, also one that was aborted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """What was given of one room: bytes, counted for each reader, and seconds from the first grant to the last
-    commit, or until now."""
+    """What was sent of one room: bytes, counted for each reader, and seconds from the first grant to the last commit,
+    or until now."""
 
     bytes: int
     seconds: float
@@ -62,24 +62,24 @@ class SourceLeg(PeerLeg):
     """One reader's part of a room that is sent."""
 
     cut: SharedRows | None = None
-    """What is given of the pages; ``None`` only where the reader was turned away."""
+    """The pages of this reader's view; ``None`` only if the reader was refused."""
     wanted: int = 0
-    """Blocks of that."""
+    """Blocks of the view that the reader wants."""
     lead: int = 0
-    """Blocks of the first page that are not of those."""
+    """Blocks of the first page that it does not want."""
     parts: int = 0
     is_done: bool = False
 
 
 @dataclasses.dataclass(eq=False)
 class SourceRoom:
-    """What is known of a room that is, or will be, sent."""
+    """A room that is, or will be, sent."""
 
     number: int
     made_s: float
     legs: list[SourceLeg] = dataclasses.field(default_factory=list)
     grants: dict[TransferId, Grant] = dataclasses.field(default_factory=dict)
-    """Alive, as far as is known."""
+    """Grants that are alive, as far as known."""
     pages: list[Blocks] = dataclasses.field(default_factory=list)
     """In the ledger, among those that are given."""
     is_sending: bool = False

@@ -44,7 +44,7 @@ ROWS_MAX = 1 << 32
 
 @dataclasses.dataclass(frozen=True)
 class SharedRows:
-    """How a rank's pages are blocks of a pool that it has in common with a peer."""
+    """The blocks that a rank's pages are in a pool that it has in common with a peer."""
 
     pool: Pool
     own_rows: int = 1
@@ -61,8 +61,8 @@ class SharedRows:
         return (first + np.arange(self.own_rows, dtype=np.uint64)).ravel().astype(np.uint32)
 
     def is_all(self, given: int, wanted: int) -> bool:
-        """Whether so many blocks are what a destination wants that is ours: all, but for the end of its last page where
-        the source's pages are others."""
+        """Whether so many blocks are all that a destination wants of ours, except for the end of its last page if the
+        page sizes differ."""
         if self.own_rows == self.peer_rows:
             return given == wanted
         return given == wanted or wanted - self.own_rows < given < wanted
@@ -96,8 +96,8 @@ class Views:
         return len(self._views)
 
     def cut(self, peer: KvShape) -> SharedRows:
-        """What there is in common with that peer, registered. Raises IncompatibleError naming the field,
-        LimitExceededError for more than VIEWS_MAX, InvalidArgumentError for memory of too many tokens, ClosedError."""
+        """The rows in common with that peer, registered. Raises IncompatibleError naming the field, LimitExceededError
+        for more than VIEWS_MAX, InvalidArgumentError for memory of too many tokens, ClosedError."""
         slice_ = common(self.shape, peer)
         if slice_.is_whole:
             return SharedRows(self._pages)
@@ -161,7 +161,7 @@ class PageLedger:
         return not self._filled.any() and not self._given.any()
 
     def fill(self, pages: Blocks) -> None:
-        """They are one room's until :meth:`filled`. Raises BlocksBusyError, InvalidArgumentError for a page named
+        """Mark pages as one room's until :meth:`filled`. Raises BlocksBusyError, InvalidArgumentError for a page named
         twice."""
         with self._lock:
             self._check(self._filled, pages, "filled by another room")
@@ -176,7 +176,7 @@ class PageLedger:
             self._filled[pages] = False
 
     def give(self, pages: Blocks) -> None:
-        """They stay as they are until as many :meth:`given`. Raises BlocksBusyError."""
+        """Mark pages as granted: they do not change until as many :meth:`given`. Raises BlocksBusyError."""
         with self._lock:
             self._check(self._filled, pages, "filled by a room")
             np.add.at(self._given, pages, 1)
@@ -194,5 +194,5 @@ class PageLedger:
 
 
 def neutral(record: CompatibilityRecord, **changes: object) -> CompatibilityRecord:
-    """A record of memory whose place in the model is said by its axes: which rank holds it does not matter."""
+    """A record of memory whose axes say which part of the model it is, so that the rank does not matter."""
     return dataclasses.replace(record, tp_rank=0, tp_size=1, **changes)  # type: ignore[arg-type]

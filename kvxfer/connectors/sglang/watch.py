@@ -24,20 +24,20 @@ log = logging.getLogger("kvxfer.sglang")
 LOOK_S = 0.1
 ASK_S = 0.5
 SILENT_S = 2.0
-"""A peer that confirms nothing for so long, or is not known at all, is gone."""
+"""A peer that confirms nothing for this time, or is not known at all, is gone."""
 LOST_S = 0.9
-"""And one that has had no session for so long, though it was dialed all the time."""
+"""A peer without a session for this time, though it was dialed all the time, is gone too."""
 
 
 @dataclasses.dataclass(eq=False)
 class PeerLeg:
-    """One peer's part of a room."""
+    """The part of one peer in a room."""
 
     transfer_id: TransferId
     agent_id: str
     rank: int
     ref: AgentRef | None = None
-    """Of the peer, once it is known."""
+    """The peer's incarnation, once it is known."""
     began_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
@@ -49,7 +49,7 @@ class _Probe:
     answer: asyncio.Future[KvxferError | None] | None = None
     down_s: float | None = None
     full_s: float | None = None
-    """Since when it has confirmed so little that it can be told nothing more."""
+    """Since when its unconfirmed messages leave no room for another."""
 
 
 class Watch:
@@ -65,7 +65,7 @@ class Watch:
         self._pauses = Pauses(LOOK_S)
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Watch until cancelled."""
         while True:
             try:
                 self.look(time.monotonic())
@@ -86,7 +86,7 @@ class Watch:
             del self._asked[ref]
 
     def _put_off(self, legs: list[PeerLeg], by_s: float) -> None:
-        """Every wait goes on as if this process had not stood still so long."""
+        """Extend every wait by the time for which this process did not run."""
         if not by_s:
             return
         for leg in legs:
