@@ -40,19 +40,19 @@ def test_a_prompt_that_came_has_spans_on_both_sides(ranks: tuple[Rank, Rank], se
     p.sources.send(5, 2, (9,), is_last=True, aux_row=0)
     d.wait("done", 5)
     p.wait("sent", 5)
-    [load], [hold], grants = (
+    [load], [send], grants = (
         named(seen, "kvxfer.load", 1),
         named(seen, "kvxfer.send", 1),
         named(seen, "kvxfer.grant", 3),
     )
     assert load.parent == D
-    assert {span.parent for span in (hold, *grants)} == {P}
+    assert {span.parent for span in (send, *grants)} == {P}
     assert all(span.error is None for span in seen)
     told = dict(load.attributes)
     assert told.pop("early_bytes") <= told["bytes"]
     assert told.pop("lane") in ("mapped", "unix", "cma", "stream")
     assert told == {"room": 5, "transfer_id": transfer_id, "blocks": 3, "bytes": 3 * 1536 + 640, "parts": 3}
-    assert dict(hold.attributes) == {"room": 5, "readers": 1, "bytes": told["bytes"]}
+    assert dict(send.attributes) == {"room": 5, "readers": 1, "bytes": told["bytes"]}
     assert sorted(span.attributes["blocks"] for span in grants) == [1, 1, 2]
     assert {span.attributes["transfer_id"] for span in grants} == {transfer_id}
     assert all(span.duration_ns > 0 for span in seen)
