@@ -20,21 +20,21 @@ from kvxfer.types import UNKNOWN_NONCE_BYTES, unknown_fingerprint
 WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".npy", ".tensors", ".h5", ".msgpack", ".onnx")
 )
-"""Of files that loaders of vLLM, SGLang, and plugins known to us, read weights from."""
+"""Suffixes of files that loaders of vLLM, SGLang and known plugins read weights from."""
 NOT_FOR_INFERENCE = frozenset(
     ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth")
 )
-"""What trainers leave beside them, and engines do not load either."""
+"""Files that trainers leave beside them and that engines do not load."""
 WHY_MAX = 300
 
 
 class NotKnown(Exception):
-    """It cannot be said which weights an engine has; the text says why."""
+    """The weights of an engine are unknown; the text says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelName:
-    """How an engine calls a model that it loads: a path, or a name of the hub."""
+    """The name of a model that an engine loads: a path, or a name of the hub."""
 
     model: str
     revision: str = ""
@@ -42,7 +42,7 @@ class ModelName:
 
 
 def unknown(why: str) -> str:
-    """A fingerprint that equals none."""
+    """A fingerprint of unknown weights, which equals none."""
     return unknown_fingerprint(printable(why), secrets.token_bytes(UNKNOWN_NONCE_BYTES))
 
 
@@ -67,7 +67,7 @@ def weight_files(name: ModelName) -> list[str]:
 
 
 def directory_of(name: ModelName) -> pathlib.Path:
-    """Where the files of the model lie on this host. Raises NotKnown."""
+    """The directory of the model's files on this host. Raises NotKnown."""
     place = pathlib.Path(name.model).expanduser()
     if place.is_file():
         return place.parent
@@ -96,7 +96,7 @@ def _over(rows: Iterable[tuple[str, int, str]]) -> str:
 
 
 def _snapshot(name: ModelName) -> pathlib.Path:
-    """Where the hub's cache of this host keeps it."""
+    """The snapshot in the hub's cache of this host."""
     flags = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
     if any(os.environ.get(flag, "").lower() in ("1", "true") for flag in flags):
         raise NotKnown(f"{name.model} is a name of ModelScope's")

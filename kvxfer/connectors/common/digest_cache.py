@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from kvxfer.connectors.common.stamps import COARSE_NS, Stamp, boot_id
 
 LOCK_WAIT_S = 600.0
-"""So long another process may take over a file, before this one reads it too."""
+"""How long another process may take for a file before this one reads it too."""
 LOCK_POLL_S = 0.05
 ENTRY_BYTES_MAX = 4096
 ENTRIES_MAX = 4096
@@ -58,7 +58,7 @@ class DigestCache:
         return None
 
     def put(self, kind: str, stamp: Stamp, digest: str, read_ns: int) -> None:
-        """Keep it; the reading began at ``read_ns`` since the epoch."""
+        """Store a digest; the reading began at ``read_ns`` since the epoch."""
         if read_ns - stamp.newest_ns < COARSE_NS:
             return
         key = self._key(kind, stamp)
@@ -81,8 +81,8 @@ class DigestCache:
 
     @contextlib.contextmanager
     def turn(self, kind: str, stamp: Stamp, *, waits: bool) -> Iterator[bool]:
-        """Read that file while no other thread or process does; ``False``: one of them is at it, after LOCK_WAIT_S
-        where ``waits``."""
+        """Hold the lock for reading that file; yields ``False`` if another thread or process has it, with ``waits``
+        after LOCK_WAIT_S."""
         key = self._key(kind, stamp)
         end_s = time.monotonic() + (LOCK_WAIT_S if waits else 0.0)
         with contextlib.ExitStack() as held:
@@ -128,7 +128,7 @@ class DigestCache:
         return self._directory / f"{self._boot[:8]}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
     def _prune(self) -> None:
-        """Forget what earlier boots left, and the oldest of too many."""
+        """Delete entries of earlier boots, and the oldest beyond the limit."""
         assert self._directory is not None
         with contextlib.suppress(OSError):
             paths = list(self._directory.iterdir())
@@ -151,7 +151,7 @@ def default_directory() -> pathlib.Path | None:
 
 
 def _is_ours(directory: pathlib.Path) -> bool:
-    """Make it; whether only this user can write there."""
+    """Make the directory. Returns whether only this user can write there."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.stat()

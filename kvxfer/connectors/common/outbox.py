@@ -14,14 +14,14 @@ from kvxfer.errors import KvxferError, LimitExceededError, TransportError
 log = logging.getLogger("kvxfer.connectors")
 
 UNSENT_MAX = 4096
-"""Messages to one peer beyond those that it has not confirmed."""
+"""Messages to one peer that wait beyond its unconfirmed ones."""
 
 
 class Outbox:
-    """What one rank's agent still has to tell others."""
+    """The unsent messages of one rank's agent."""
 
     def __init__(self, agent: Agent, *, unknown_s: float = 0.0) -> None:
-        """A peer that is not known may become so within ``unknown_s``, and is told then."""
+        """An unknown peer may become known within ``unknown_s``; then it gets its messages."""
         self._agent = agent
         self._unknown_s = unknown_s
         self._unsent: dict[str, collections.deque[bytes]] = {}
@@ -29,12 +29,12 @@ class Outbox:
         """Since when."""
 
     def send(self, agent_id: str, payload: bytes) -> None:
-        """Tell it, after what it was not told yet."""
+        """Send a message, after the earlier ones."""
         self._unsent.setdefault(agent_id, collections.deque()).append(payload)
         self._flush(agent_id)
 
     def flush(self) -> None:
-        """Send what waits, as far as peers have confirmed enough."""
+        """Send waiting messages, as far as peers have confirmed earlier ones."""
         for agent_id in list(self._unsent):
             self._flush(agent_id)
 

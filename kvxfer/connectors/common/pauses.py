@@ -6,12 +6,11 @@ PAUSED_S = 0.5
 
 
 class Pauses:
-    """Of one loop. A look that comes PAUSED_S late was kept from running (SIGSTOP, a machine that sleeps), and what
-    peers said meanwhile may wait to be read: a caller that counts their silence adds the pause to the times that it
-    counts from."""
+    """Pauses of one loop. A look that comes PAUSED_S late was kept from running (SIGSTOP, a suspended host), and
+    messages of peers may wait to be read: a caller that measures their silence adds the pause to its start times."""
 
     def __init__(self, period_s: float) -> None:
-        """The loop looks once a ``period_s``, or more often."""
+        """The loop looks every ``period_s``, or more often."""
         self._period_s = period_s
         self._looked_s: float | None = None
 

@@ -41,12 +41,12 @@ class Runtime:
             raise self._failure
 
     def check(self) -> None:
-        """Raise ClosedError where the agent has ended by itself: nothing that waits for it would ever end."""
+        """Raise ClosedError if the agent has ended by itself, because a wait for it would never end."""
         if self._failure is not None:
             raise ClosedError(f"the kvxfer agent broke, and this engine with it: {self._failure!r}")
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call on the loop, soon; from any thread. Nothing happens any more once it stopped."""
+        """Call on the loop, soon; from any thread. Does nothing after the end."""
         loop = self._loop
         if loop is None:
             raise ClosedError("the kvxfer agent is not started")
@@ -56,7 +56,7 @@ class Runtime:
             log.debug("a call after the end: %s", function)
 
     def stop(self) -> None:
-        """End the agent; waits at most STOP_S. Callable twice, and without a start."""
+        """End the agent; waits at most STOP_S. May be called twice, and without a start."""
         if self._loop is None or self._stopping is None:
             return
         self.call(self._stopping.set)
@@ -91,7 +91,7 @@ class Runtime:
 
 
 async def every(period_s: float) -> AsyncIterator[None]:
-    """Once now and then every ``period_s``."""
+    """Yield now, and then every ``period_s``."""
     while True:
         yield
         await asyncio.sleep(period_s)

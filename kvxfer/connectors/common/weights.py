@@ -21,26 +21,25 @@ from kvxfer.connectors.common.stamps import Stamp, process_start_ns, stamp_of
 log = logging.getLogger("kvxfer.weights")
 
 WATCH_S = 1.0
-"""How often the files of what was loaded are looked at."""
+"""How often the loaded files are looked at."""
 PENDING = "its weights are still being read"
 
 
 class LoadRecord(Protocol):
-    """What a process saw its engine load, and what happened to weights in memory since."""
+    """What a process saw its engine load, and later changes of weights in memory."""
 
     def files_of(self, model: str) -> list[str]:
-        """The files that were seen being read for that model; none: it is not known."""
+        """The files that were read for that model; empty if unknown."""
 
     def read_as(self, path: str) -> tuple[Stamp, int] | None:
-        """The state of that file when it was about to be read, and when that was (since the epoch); ``None``: no thread
-        said."""
+        """The state of that file just before it was read, and that time (since the epoch); ``None`` if unknown."""
 
     def listen(self, listener: Callable[[str], None]) -> Callable[[], None]:
-        """Call it with the reason whenever weights changed in memory, at once where they have; gives what ends that."""
+        """Call it with the reason whenever weights change in memory, at once if they have. Returns what ends that."""
 
 
 class Weights:
-    """Of one worker. Begins at once, in a thread of its own."""
+    """The weights of one worker. Begins at once, in a thread of its own."""
 
     def __init__(
         self,
@@ -69,12 +68,12 @@ class Weights:
 
     @property
     def fingerprint(self) -> str:
-        """For a compatibility record; one that equals nothing while :attr:`why` says why."""
+        """The fingerprint for a compatibility record; it equals nothing while :attr:`why` has a reason."""
         return self._state[0]
 
     @property
     def why(self) -> str | None:
-        """Why it is not known which weights these are; ``None``: it is."""
+        """Why the weights are unknown; ``None``: they are known."""
         return self._state[1]
 
     def listen(self, listener: Callable[[], None]) -> None:
@@ -87,7 +86,7 @@ class Weights:
         return self._settled.wait(timeout_s)
 
     def forget(self, why: str) -> None:
-        """From now on it is not known what they are. For good: they are known again when an engine loads them again."""
+        """The weights are unknown from now on, for good: only an engine that loads them anew knows them."""
         with self._lock:
             if self._is_final:
                 return

@@ -68,7 +68,7 @@ _OPS = {nixl_xfer_op_t.NIXL_READ: Op.READ, nixl_xfer_op_t.NIXL_WRITE: Op.WRITE}
 
 
 def _counted(method: Callable[Concatenate[nixlAgent, P], T]) -> Callable[Concatenate[nixlAgent, P], T]:
-    """What the method raises is an event too, where events are wanted."""
+    """Records the method's exceptions as events too, if events are enabled."""
 
     @functools.wraps(method)
     def counted(agent: nixlAgent, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -138,12 +138,13 @@ class nixlAgent:
     # --- ours, not NIXL's ---
 
     def close(self) -> None:
-        """Hang up and end the background threads; every later call raises nixlBackendError. Callable twice."""
+        """Close all sessions and end the background threads; every later call raises nixlBackendError. May be called
+        twice."""
         self._finalizer()
 
     @property
     def listenPort(self) -> int | None:
-        """Where the metadata listener listens, which matters where port 0 was asked for."""
+        """The port of the metadata listener, which differs from the requested one if that was 0."""
         return None if self._exchange.listener is None else self._exchange.listener.port
 
     @property
@@ -280,8 +281,7 @@ class nixlAgent:
 
     @_counted
     def estimateXferCost(self, req_handle: int) -> tuple[int, int, int]:
-        """(microseconds, error margin, method), by what the pair reached so far; (0, 0, -1) where it did nothing
-        yet."""
+        """(microseconds, error margin, method), from what the pair has reached; (0, 0, -1) without a transfer."""
         duration_us = self._req(req_handle).estimate_us()
         return (0, 0, -1) if duration_us is None else (duration_us, duration_us // 2, 0)
 

@@ -44,14 +44,13 @@ __all__ = [
 
 DListT = TypeVar("DListT", nixlXferDList, nixlRegDList, nixlRemoteDList)
 nixlBind = bindings
-"""By this name programs take the compiled module from here: its lists, its exceptions, an agent of its own."""
+"""The name under which programs take the compiled module from here: its lists, its exceptions, an agent of its own."""
 logger = get_logger(__name__)
 
 
 class nixl_agent_config:
-    """How an agent is to be made. ``enable_prog_thread``, ``num_threads`` and ``sync_mode`` are taken and change
-    nothing: the core has a thread of its own, and every call is thread-safe. ``listen_port`` 0 takes a free port.
-    """
+    """The configuration of an agent. ``enable_prog_thread``, ``num_threads`` and ``sync_mode`` are accepted and change
+    nothing: the core has a thread of its own, and every call is thread-safe. ``listen_port`` 0 takes a free port."""
 
     def __init__(
         self,
@@ -76,15 +75,13 @@ class nixl_agent_config:
 
 
 class nixl_agent:
-    """One agent: registers memory, reads and writes that of others, tells them so."""
+    """One agent: registers memory, reads and writes the memory of others, and notifies them."""
 
     def __init__(
         self, agent_name: str, nixl_conf: nixl_agent_config | None = None, instantiate_all: bool = False
     ) -> None:
-        """``instantiate_all``: make every backend there is; a config goes before it.
-
-        Raises nixlInvalidParamError (a ValueError) for an empty name or a wrong setting in the environment.
-        """
+        """``instantiate_all``: make every available backend; a config has precedence. Raises nixlInvalidParamError (a
+        ValueError) for an empty name or a wrong setting in the environment."""
         config = nixl_conf or nixl_agent_config()
         if nixl_conf is not None and instantiate_all:
             logger.warning("instantiate_all is ignored, because a config is given")
@@ -121,7 +118,7 @@ class nixl_agent:
                 logger.warning("backend %s is left out: there is no such plugin", backend)
 
     def close(self) -> None:
-        """Ours, not NIXL's: hang up now, instead of when the last reference goes. Callable twice."""
+        """Not in NIXL: close now, instead of when the last reference goes. May be called twice."""
         self.agent.close()
 
     def __repr__(self) -> str:
@@ -130,18 +127,18 @@ class nixl_agent:
     # --- plugins and backends ---
 
     def get_plugin_list(self) -> list[str]:
-        """Every name that :meth:`create_backend` takes."""
+        """Every name that :meth:`create_backend` accepts."""
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
-        """Empty for a plugin that there is not; so :meth:`get_plugin_params`."""
+        """Empty for an unknown plugin; likewise :meth:`get_plugin_params`."""
         return self._plugin(backend)[1]
 
     def get_plugin_params(self, backend: str) -> dict[str, str]:
         return self._plugin(backend)[0]
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
-        """Empty for a backend that was not made; so :meth:`get_backend_params`."""
+        """Empty for a backend that was not made; likewise :meth:`get_backend_params`."""
         if backend not in self.backend_mems:
             logger.warning("backend %s was not made", backend)
         return self.backend_mems.get(backend, [])
@@ -171,7 +168,7 @@ class nixl_agent:
         self.agent.deregisterMem(dereg_list, self._handles(backends))
 
     def query_memory(self, reg_list: Any, backend: str, mem_type: str | None = None) -> list[dict[str, str] | None]:
-        """What a storage plugin says of its files or objects. There is none here: raises nixlNotSupportedError, and
+        """Answers of a storage plugin about its files or objects. There is none here: raises nixlNotSupportedError, and
         nixlInvalidParamError for a backend that was not made."""
         descs = self._need(self.get_reg_descs(reg_list, mem_type))
         if backend not in self.backends:
@@ -212,11 +209,9 @@ class nixl_agent:
     def prep_xfer_dlist(
         self, agent_name: str, xfer_list: Any, mem_type: str | None = None, backends: list[str] = []
     ) -> nixl_prepped_dlist_handle:
-        """Find descriptors once, to transfer some of them by index as often as wanted. ``agent_name``: the remote's, or
-        our own to transfer from here to here, or ``""`` (``"NIXL_INIT_AGENT"``) for the local side.
-
-        An array of shape [n, 5] is (address, length, device, stride, count). Raises nixlNotFoundError.
-        """
+        """Find descriptors once, to transfer some of them by index any number of times. ``agent_name``: the remote's,
+        or our own for transfers from here to here, or ``""`` (``"NIXL_INIT_AGENT"``) for the local side. An array of
+        shape [n, 5] is (address, length, device, stride, count). Raises nixlNotFoundError."""
         agent = NIXL_INIT_AGENT if agent_name in ("", b"", "NIXL_INIT_AGENT", b"NIXL_INIT_AGENT") else agent_name
         handles = self._handles(backends)
         if isinstance(xfer_list, np.ndarray) and xfer_list.ndim == 2 and xfer_list.shape[1] == 5:
@@ -229,7 +224,7 @@ class nixl_agent:
         return nixl_prepped_dlist_handle(self.agent, handle)
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
-        """(microseconds, error margin, method), from what this pair reached so far; (0, 0, "UNKNOWN") before that."""
+        """(microseconds, error margin, method), from what this pair has reached; (0, 0, "UNKNOWN") before."""
         duration, margin, method = self.agent.estimateXferCost(req_handle._handle)
         return duration, margin, "ANALYTICAL_BACKEND" if method == 0 else "UNKNOWN"
 
@@ -275,10 +270,8 @@ class nixl_agent:
         return nixl_xfer_handle(self.agent, handle)
 
     def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes = b"") -> str:
-        """Start it, or start it again once it is over: "DONE" or "PROC". ``notif_msg`` replaces the message.
-
-        Raises nixlRepostActiveError, nixlNotFoundError (the remote was removed), nixlRemoteDisconnectError, ...
-        """
+        """Start it, or start it again after its end: "DONE" or "PROC". ``notif_msg`` replaces the message. Raises
+        nixlRepostActiveError, nixlNotFoundError (the remote was removed), nixlRemoteDisconnectError, ..."""
         return state_of(self.agent.postXferReq(handle._handle, notif_msg))
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
@@ -286,7 +279,7 @@ class nixl_agent:
         return state_of(self.agent.getXferStatus(handle._handle))
 
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
-        """The name under which the program asked for it; the lane is in :meth:`get_xfer_telemetry`."""
+        """The backend's name that the program asked for; :meth:`get_xfer_telemetry` has the lane."""
         wanted = self.agent.queryXferBackend(handle._handle)
         return next(name for name, backend in self.backends.items() if backend == wanted)
 
@@ -311,18 +304,18 @@ class nixl_agent:
     # --- notifications ---
 
     def get_new_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:
-        """What came since the last call, by sender, in order."""
+        """Messages since the last call, by sender, in order."""
         return self.agent.getNotifs({}, self._handles(backends))
 
     def update_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:
-        """All that came and was not taken by :meth:`check_remote_xfer_done`: ``self.notifs``."""
+        """All messages that :meth:`check_remote_xfer_done` has not taken: ``self.notifs``."""
         self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
         return self.notifs
 
     def check_remote_xfer_done(
         self, remote_agent_name: str, lookup_tag: bytes, backends: list[str] = [], tag_is_prefix: bool = True
     ) -> bool:
-        """Whether a message came that begins with (or, where not ``tag_is_prefix``, contains) the tag; takes it."""
+        """Whether there is a message that begins with the tag (or contains it, if not ``tag_is_prefix``); takes it."""
         tag = as_bytes(lookup_tag)
         waiting = self.update_notifs(backends).get(as_name(remote_agent_name), [])
         for place, message in enumerate(waiting):
@@ -338,13 +331,13 @@ class nixl_agent:
     # --- metadata ---
 
     def get_agent_metadata(self) -> bytes:
-        """How to reach us, and all that is registered: a process that gets it may read and write that."""
+        """The address of this agent and all its registrations: a process that gets it may read and write them."""
         return self.agent.getLocalMD()
 
     def get_partial_agent_metadata(
         self, descs: nixlRegDList, inc_conn_info: bool = False, backends: list[str] = []
     ) -> bytes:
-        """Of some regions only. An empty list: only how to reach us. Raises nixlNotFoundError."""
+        """Metadata of some regions only. An empty list: only the address. Raises nixlNotFoundError."""
         return self.agent.getLocalPartialMD(descs, inc_conn_info, self._handles(backends))
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
@@ -355,7 +348,7 @@ class nixl_agent:
         return self.agent.loadRemoteMD(metadata)
 
     def remove_remote_agent(self, agent: str) -> None:
-        """Transfers with it end, handles to it turn stale. An agent that is not known is no error."""
+        """Ends transfers with that agent; handles to it become stale. An unknown agent is no error."""
         self.agent.invalidateRemoteMD(agent)
 
     def send_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
@@ -381,11 +374,11 @@ class nixl_agent:
         self.agent.fetchRemoteMD(remote_agent, ip_addr, port, label)
 
     def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """In the background: have an agent, or all that fetched it from etcd, forget us."""
+        """In the background: have an agent, or all that fetched our metadata from etcd, forget us."""
         self.agent.invalidateLocalMD(ip_addr, port)
 
     def check_remote_metadata(self, agent: str, descs: nixlXferDList | None = None) -> bool:
-        """Whether that agent is known, and with it these descriptors."""
+        """Whether that agent is known with these descriptors."""
         empty = nixlXferDList(MEMORY["DRAM"]) if descs is None else descs
         return self.agent.checkRemoteMD(agent, empty) == nixl_status_t.NIXL_SUCCESS
 

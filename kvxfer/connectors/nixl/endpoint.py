@@ -38,7 +38,7 @@ from kvxfer.types import AgentRef, Incarnation, RegionRecord
 
 
 class Link:
-    """What an open transport brings with it."""
+    """What exists while the transport is open."""
 
     def __init__(self, name: str, settings: Settings, inbox: NotificationInbox) -> None:
         """Raises by NIXL's names."""
@@ -88,7 +88,7 @@ class Endpoint:
         return self._link
 
     def open(self) -> None:
-        """Take a port and a socket; nothing happens where that was done."""
+        """Open a port and a socket; does nothing if that was done."""
         with self._lock:
             if self._is_closed:
                 raise nixlBackendError(f"agent {self.name!r} was closed")
@@ -96,7 +96,7 @@ class Endpoint:
                 self._link = Link(self.name, self.settings, self.inbox)
 
     def close(self) -> None:
-        """Hang up; after it returned no byte of the agent's memory is read or written. Callable twice."""
+        """Close. After this has returned no byte of the agent's memory is read or written. May be called twice."""
         with self._lock:
             link, self._link, self._is_closed = self._link, None, True
         if link is not None:
@@ -104,21 +104,21 @@ class Endpoint:
             link.transport.close()
 
     def poll(self) -> None:
-        """Take what happened since the last call, and move bytes where there is nothing yet. Never waits."""
+        """Handle the events since the last call; without events, move bytes. Never waits."""
         with translated():
             self.link.poster.poll()
 
     # --- metadata ---
 
     def metadata(self) -> bytes:
-        """All of it. Raises nixlInvalidParamError where nothing could be reached."""
+        """The whole metadata. Raises nixlInvalidParamError if it would lead nowhere."""
         if self._link is None:
             raise nixlInvalidParamError(f"agent {self.name!r} has no backend that reaches other agents")
         records, empties = self._link.poster.records(), self._link.registry.empties
         return encode_metadata(self._describe(records, empties, is_whole=True, has_connection=True))
 
     def partial_metadata(self, descs: nixlRegDList, *, has_connection: bool) -> bytes:
-        """Of these rows, with or without how to reach us; an empty list means only that."""
+        """Metadata of these rows, with or without the address; an empty list means the address only."""
         link = self.link
         records = () if descs.isEmpty() else link.registry.records(descs)
         empties = frozenset(descs.rows[descs.rows[:, 1] == 0, 0].tolist())
@@ -127,8 +127,8 @@ class Endpoint:
         )
 
     def load(self, blob: bytes, name: str | None = None) -> str:
-        """Add another agent's metadata; returns its name. Raises nixlMismatchError, and adds nothing, where it is not
-        that of agent ``name``."""
+        """Add another agent's metadata; returns its name. Raises nixlMismatchError, and adds nothing, if it is not that
+        of agent ``name``."""
         metadata = decode_metadata(blob)
         if name not in (None, metadata.name):
             raise nixlMismatchError(f"this is the metadata of agent {metadata.name!r}, not of {name!r}")
@@ -137,13 +137,13 @@ class Endpoint:
         return self._link.remotes.add(metadata).name
 
     def forget(self, name: str) -> bool:
-        """Remove a remote agent; whether it was known. Raises nixlInvalidParamError for our own name."""
+        """Remove a remote agent; returns whether it was known. Raises nixlInvalidParamError for our own name."""
         if name == self.name:
             raise nixlInvalidParamError("an agent cannot remove itself")
         return self._link is not None and self._link.remotes.remove(name)
 
     def own_proof(self) -> bytes:
-        """Proves to holders of our metadata that this agent takes it back."""
+        """The proof, for holders of our metadata, that this agent takes it back."""
         return invalidation_proof(self.link.capability, self.link.ref)
 
     def forget_proven(self, name: str, proof: bytes) -> None:
@@ -170,7 +170,7 @@ class Endpoint:
             raise nixlNotAllowedError(f"agent {name!r}: {error}") from error
 
     def connect(self, name: str) -> None:
-        """Have a session opened, before there is anything to say."""
+        """Open a session in advance."""
         link = self.link
         remote = link.remotes.get(name)
         with translated():

@@ -29,14 +29,14 @@ from kvxfer.errors import KvxferError
 DEFAULT_LABEL = "metadata"
 TASKS_MAX = 1024
 POLL_S = 0.1
-"""How often a store is asked for what is not there yet."""
+"""How often a store is asked for a key that is missing."""
 FLUSH_S = 3.0
-"""How long an agent that is closed waits for what it was asked to send."""
+"""How long a closing agent waits for its queued exchanges."""
 log = logging.getLogger("nixl.kvxfer")
 
 
 class MetadataStore(Protocol):
-    """Where agents leave metadata for agents that know their names; everything but ``key`` may raise
+    """A store where agents leave metadata for agents that know their names; everything but ``key`` may raise
     nixlBackendError."""
 
     NAME: str
@@ -52,7 +52,7 @@ class MetadataStore(Protocol):
 
 @dataclasses.dataclass
 class MetadataWait:
-    """A fetch of what may still come; ``reason`` is why the last try brought nothing."""
+    """A fetch that may still succeed; ``reason`` is why the last try did not."""
 
     end_s: float
     next_s: float = 0.0
@@ -60,7 +60,7 @@ class MetadataWait:
 
 
 class MetadataExchange:
-    """The background of one agent. Thread-safe; its threads hold the endpoint, never the agent."""
+    """The background work of one agent. Thread-safe; its threads hold the endpoint, never the agent."""
 
     def __init__(self, endpoint: Endpoint, *, listens: bool, port: int, etcd_wait_s: float) -> None:
         """Raises nixlBackendError (the port is taken), nixlInvalidParamError (the environment names no store that can
@@ -69,7 +69,7 @@ class MetadataExchange:
         self._endpoint = endpoint
         self._store, self._wait_s = _store(settings, etcd_wait_s)
         self._waits: dict[tuple[str, str], MetadataWait] = {}
-        """What is to be tried next comes first. The worker's alone."""
+        """Fetches in the order of their next try. Used by the worker alone."""
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._worker: threading.Thread | None = None
@@ -113,7 +113,7 @@ class MetadataExchange:
             self._submit(f"invalidate in {store.NAME}", lambda: store.delete(self._endpoint.name))
 
     def close(self) -> None:
-        """Finish what was asked for, at most FLUSH_S; then hang up. Callable twice."""
+        """Finish the queued tasks, for at most FLUSH_S, then close. May be called twice."""
         with self._lock:
             if self._is_closed:
                 return
@@ -172,7 +172,7 @@ class MetadataExchange:
             self._retry()
 
     def _do(self, what: str, task: Callable[[], None]) -> None:
-        """Whatever goes wrong must not end the worker."""
+        """No error may end the worker."""
         try:
             task()
         except Exception as error:
@@ -192,7 +192,7 @@ class MetadataExchange:
             log.info("no agent listens at %s:%d any more, so none is left to forget us there", host, port)
 
     def _fetch(self, store: MetadataStore, name: str, label: str, wait: MetadataWait | None = None) -> None:
-        """What is there; or have the worker look for it again and again, between what else it is asked to do."""
+        """The stored metadata; without it the worker tries again and again, between its other tasks."""
         wait = wait or MetadataWait(time.monotonic() + self._wait_s)
         if self._is_done(store, name, label, wait):
             return
@@ -251,7 +251,7 @@ def _drop(_: object) -> None:
 
 
 def _store(settings: Settings, etcd_wait_s: float) -> tuple[MetadataStore | None, float]:
-    """What the environment names, if anything, and how long a fetch from there waits."""
+    """The store that the environment names, if any, and how long a fetch from it waits."""
     if settings.etcd_endpoints and settings.tcpstore_endpoint:
         raise nixlInvalidParamError("NIXL_ETCD_ENDPOINTS and NIXL_TCPSTORE_ENDPOINT are both set: unset one")
     if settings.etcd_endpoints:

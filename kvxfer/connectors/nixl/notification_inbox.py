@@ -23,18 +23,18 @@ log = logging.getLogger("nixl.kvxfer")
 
 
 EACH_BYTES = 64
-"""What a message weighs beside its own bytes."""
+"""Bytes that a message counts for beside its own."""
 
 
 class NotificationInbox:
-    """What came and was not fetched yet. Thread-safe; it holds no reference to the agent."""
+    """Messages that were received and not fetched yet. Thread-safe; holds no reference to the agent."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: list[tuple[str, bytes]] = []
         self._nbytes = 0
         self.on_held: Callable[[int], None] = lambda nbytes: None
-        """Told how much waits whenever that changes."""
+        """Called with the waiting bytes whenever they change."""
 
     def take_event(self, event: Event) -> None:
         """One event of the transport that belongs to no post."""
@@ -56,7 +56,7 @@ class NotificationInbox:
             self.on_held(self._nbytes)
 
     def take(self, into: dict[str, list[bytes]]) -> dict[str, list[bytes]]:
-        """Move all that waits to the end of the lists of ``into``, which is returned."""
+        """Move all waiting messages to the end of the lists of ``into``, which is returned."""
         if self._waiting:
             with self._lock:
                 waiting, self._waiting, self._nbytes = self._waiting, [], 0

@@ -53,7 +53,7 @@ class RemoteAgent:
         self.empties = metadata.empties if metadata.is_whole else self.empties | metadata.empties
 
     def estimate_s(self, lane: Lane | None, nbytes: int) -> float | None:
-        """How long so many bytes took so far; None where nothing was moved yet. ``lane`` None: of the one used most."""
+        """How long so many bytes took so far; None without a transfer. ``lane`` None: of the lane used most."""
         figures = self.speed.figures()
         figure = figures.get(lane) if lane is not None else None
         if figure is None:
@@ -69,7 +69,7 @@ class RemoteAgent:
 
 
 class Remotes:
-    """All that one agent knows, by name. Thread-safe."""
+    """All remote agents that one agent knows, by name. Thread-safe."""
 
     def __init__(self, own_name: str, transport: Transport) -> None:
         self._own_name = own_name
@@ -101,7 +101,7 @@ class Remotes:
             return remote
 
     def remove(self, name: str) -> bool:
-        """Forget it: what is under way with it ends. Whether it was known."""
+        """Remove it: transfers with it end. Returns whether it was known."""
         with self._lock:
             remote = self._known.pop(name, None)
             if remote is None:

@@ -35,14 +35,14 @@ from kvxfer.transport.plan import TransferPlan
 from kvxfer.types import Lane
 
 RELEASE_S = 1.0
-"""How long a release waits for a transfer that it cancelled to let go of the memory."""
+"""How long a release waits until a cancelled transfer no longer uses the memory."""
 IN_PROG, SUCCESS = nixl_status_t.NIXL_IN_PROG, nixl_status_t.NIXL_SUCCESS
 
 
 @dataclasses.dataclass(frozen=True)
 class nixlXferTelemetry:
-    """What a finished transfer took: microseconds (``startTime`` on the steady clock), bytes, descriptors. ``lane`` is
-    ours: how the bytes went."""
+    """The telemetry of a finished transfer: microseconds (``startTime`` on the steady clock), bytes, descriptors. NIXL
+    has no ``lane``."""
 
     startTime: int = 0
     postDuration: int = 0
@@ -68,7 +68,7 @@ class TransferRequest(Protocol):
 
 
 class RemoteRequest:
-    """Between us and another agent."""
+    """A request between this agent and another."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class RemoteRequest:
         backend: int,
         on_end: OnEnd | None = None,
     ) -> None:
-        """``on_end`` is told once a post how it ended, when :meth:`status` first sees it."""
+        """``on_end`` is called once for each post with its outcome, when :meth:`status` first sees it."""
         self.backend = backend
         self._on_end = on_end
         self._endpoint = endpoint
@@ -131,7 +131,7 @@ class RemoteRequest:
         raise error
 
     def release(self) -> None:
-        """Give it up and wait for the memory to be free. Raises nixlRepostActiveError where that takes too long."""
+        """Cancel it and wait until the memory is free. Raises nixlRepostActiveError if that takes too long."""
         post = self._post
         if post is None or not self._endpoint.is_open:
             return
@@ -141,7 +141,7 @@ class RemoteRequest:
             raise nixlRepostActiveError(f"the transfer was cancelled and still uses its memory: {post!r}")
 
     def telemetry(self) -> nixlXferTelemetry:
-        """Raises as :meth:`status`; of a transfer under way, what is known so far."""
+        """Telemetry, of a running transfer as far as known. Raises as :meth:`status`."""
         self.status()
         assert self._post is not None
         return self._taken(self._post)
@@ -179,7 +179,7 @@ class RemoteRequest:
 
 
 class LoopRequest:
-    """Between an agent and itself."""
+    """A request between an agent and itself."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class LoopRequest:
 
 
 class EmptyRequest:
-    """Of no bytes at all: over when :meth:`post` returns; its message is told as that of any other."""
+    """A request without bytes: it is over when :meth:`post` returns, and its message is sent as any other."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ VALIDATE, SET, GET, CHECK, DELETE, PING = 0, 1, 3, 5, 8, 13
 MAGIC = 0x3C85F7CE
 READY = b"\0"
 GET_CONNECT_S = 1.0
-"""A get is asked again: meanwhile the thread has other things to do than to wait for a connection."""
+"""A get is repeated: meanwhile the thread has other work than to wait for a connection."""
 T = TypeVar("T")
 _U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
 
@@ -55,29 +55,29 @@ class TcpStoreClient:
 
     @staticmethod
     def key(agent: str, label: str) -> str:
-        """By which torch's clients find it too; on the wire they put a ``/`` before it."""
+        """The key under which torch's clients find it too; on the wire they put a ``/`` before it."""
         return f"nixl/agents/{label}/{agent}/NULL_AGENT"
 
     def put(self, agent: str, label: str, blob: bytes) -> None:
-        """Once this returns the store has it. Raises nixlBackendError."""
+        """Store the blob: once this returns the store has it. Raises nixlBackendError."""
         self._ask(functools.partial(_put, self._wire_key(agent, label), blob))
         self._published.add((agent, label))
 
     def get(self, agent: str, label: str) -> bytes | None:
-        """None where there is nothing, or nothing yet. Raises nixlBackendError."""
+        """The stored blob; None if there is none, or none yet. Raises nixlBackendError."""
         return self._ask(functools.partial(_get, self._wire_key(agent, label)), GET_CONNECT_S)
 
     def delete(self, agent: str) -> None:
-        """All labels of an agent that this client has put there. Raises nixlBackendError."""
+        """Delete all labels of an agent that this client has stored. Raises nixlBackendError."""
         for label in sorted(label for name, label in self._published if name == agent):
             self._ask(functools.partial(_delete, self._wire_key(agent, label)))
             self._published.discard((agent, label))
 
     def watch(self, on_gone: Callable[[str], None]) -> None:
-        """A TCPStore tells of nothing that is taken back."""
+        """Does nothing: a TCPStore does not report deletions."""
 
     def close(self) -> None:
-        """No query is sent any more once this returned; one that is under way fails. Callable twice."""
+        """No query is sent after this has returned; a running one fails. May be called twice."""
         with self._lock:
             self._is_closed = True
             if self._socket is not None:
@@ -168,7 +168,7 @@ class TcpStoreClient:
 
 
 def _connect(address: tuple[str, int], end_s: float) -> socket.socket:
-    """To the first of the host's addresses that answers; one that does not takes no more than its share of the time."""
+    """Connect to the first of the host's addresses that answers, each within its share of the time."""
     error: OSError | None = None
     found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     for place, (family, kind, protocol, _, to) in enumerate(found):

@@ -73,8 +73,8 @@ _ERRORS: dict[type[errors.nixlError], TelemetryEvent] = {
 
 
 class Ring:
-    """One agent's events. Thread-safe; what was written stays in the file when the agent is gone. A fork of the process
-    writes nothing: the ring is its parent's."""
+    """One agent's events. Thread-safe; events stay in the file when the agent is gone. A fork of the process writes
+    nothing, because the ring belongs to its parent."""
 
     def __init__(self, path: pathlib.Path, capacity: int, enabled: frozenset[TelemetryEvent]) -> None:
         """Makes the file; one that was there under its name keeps its bytes, and its writers and readers, but not
@@ -97,7 +97,7 @@ class Ring:
         self._words = memoryview(self._map).cast("Q")
 
     def close(self) -> None:
-        """Let the file go; what is added later is lost. Callable twice."""
+        """Close the file; later events are lost. May be called twice."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -105,7 +105,7 @@ class Ring:
                 self._map.close()
 
     def add(self, *events: tuple[TelemetryEvent, int]) -> None:
-        """All of them, or none where there is no room for all."""
+        """Add all of these events, or none if there is no room for all."""
         if os.getpid() != self._pid:
             return
         wanted = [pair for pair in events if pair[0] in self._enabled]
