@@ -59,7 +59,7 @@ class WorkerOptions(ServingLimits):
     )
     lanes: tuple[Lane, ...] = _option(AGENT_DEFAULTS.lanes, "lanes to use, best first")
     grant_ttl_s: float = _option(
-        AGENT_DEFAULTS.grant_ttl_s, "how long a prompt is kept for a reader that is not heard of"
+        AGENT_DEFAULTS.grant_ttl_s, "how long a prompt is kept for a reader that sends no heartbeat"
     )
     transfer_deadline_s: float = _option(
         AGENT_DEFAULTS.transfer_deadline_s, "longest time for one transfer, from its grant on"
@@ -74,7 +74,7 @@ class WorkerOptions(ServingLimits):
         AGENT_DEFAULTS.engine_silent_s, "a prefill worker that has work and makes no step for so long counts as gone"
     )
     room_wait_s: float = _option(
-        2.0, "how long a request waits for blocks to come back before a prompt kept for another worker is given up"
+        2.0, "how long a request waits for freed blocks before a prompt kept for another worker is revoked"
     )
     runtime_dir: str = _option("", "directory for the agent's Unix socket; empty: a default one")
     dtype: str = _option("float32", "type of weights and KV", DTYPES)

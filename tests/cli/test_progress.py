@@ -55,7 +55,7 @@ def test_processor_time_is_that_of_the_whole_session() -> None:
     assert session_processor_s(process.pid) == 0.0
 
 
-async def test_what_is_ready_is_returned_and_what_is_given_up_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wait_returns_the_result_or_names_why_it_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "session_processor_s", lambda session: 0.0)
     ready = asyncio.get_running_loop().create_future()
     ready.set_result("ready")

@@ -102,7 +102,7 @@ def chat(served: Served) -> httpx.Response:
     return httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
 
 
-def test_what_is_printed_works(served: Served) -> None:
+def test_printed_curl_command_works(served: Served) -> None:
     assert set(served.pids) == {"coordinator", "prefill-0", "decode-0", "router"}
     lines = [line.strip() for line in served.output.splitlines()]
     words = shlex.split(next(line for line in lines if line.startswith("curl ")))

@@ -44,7 +44,7 @@ async def test_one_that_ends_is_named_with_its_last_words_and_its_log(tmp_path: 
     process.end()
 
 
-async def test_what_a_process_started_ends_with_it(tmp_path: pathlib.Path) -> None:
+async def test_children_of_a_started_process_end_with_it(tmp_path: pathlib.Path) -> None:
     code = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"

@@ -71,7 +71,7 @@ async def test_a_prompt_that_the_prefill_worker_cannot_hold_is_served(cluster: C
     await cluster.assert_drained()
 
 
-async def test_what_only_the_prefill_worker_had_cached_is_counted(cluster: Cluster) -> None:
+async def test_tokens_cached_only_at_prefill_are_counted(cluster: Cluster) -> None:
     body = completion(make_prompt(100, seed=5), TOKENS, "tiny", stream_options={"include_usage": True})
     cold = await ask(cluster.url("router"), {**body, "stream": True})
     assert cold.events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -97,7 +97,7 @@ def test_a_build_that_fails_leaves_nothing(
     assert leftovers(tmp_path) == []
 
 
-def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_remains_of_a_killed_build_are_removed_by_the_next(tmp_path: Path) -> None:
     stale = tmp_path / "models" / ".tiny.tmp-dead"
     stale.mkdir(parents=True)
     (stale / "half").write_bytes(b"x")
@@ -316,7 +316,7 @@ def test_a_broken_directory_is_one_sentence(copy: Path, damage: str) -> None:
         ({"device": "a b"}, "device name"),
     ],
 )
-def test_what_this_machine_lacks_is_refused(tiny_path: Path, options: dict[str, str], words: str) -> None:
+def test_model_that_this_machine_cannot_run_is_refused(tiny_path: Path, options: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LoadedModel.load(tiny_path, **options)  # type: ignore[arg-type]
 
@@ -337,7 +337,7 @@ def test_one_changed_weight_in_any_tensor_changes_the_record(tiny_model: LoadedM
         assert len(seen) == count
 
 
-def test_what_makes_kv_differ_is_in_the_record(tiny_model: LoadedModel, tiny_path: Path, copy: Path) -> None:
+def test_record_contains_everything_that_changes_kv(tiny_model: LoadedModel, tiny_path: Path, copy: Path) -> None:
     records = [tiny_model.record(16), tiny_model.record(32), LoadedModel.load(tiny_path, dtype="bfloat16").record(16)]
     edit_config(copy, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     records.append(LoadedModel.load(copy, name="tiny").record(16))

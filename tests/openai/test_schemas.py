@@ -30,7 +30,7 @@ def encoded(*parts: dict[str, Any]) -> bytes:
         {"tools": [{"type": "function"}], "tool_choice": "required", "stop": ["a"] * 9, "stream_options": {"x": 1}},
     ],
 )
-def test_what_one_engine_lacks_and_another_has_is_accepted(fields: dict[str, Any]) -> None:
+def test_field_that_only_some_engines_have_is_accepted(fields: dict[str, Any]) -> None:
     assert parse_completion(encoded(TEXT, fields)).model_extra == fields
     assert parse_chat(encoded(CHAT, fields)).model_extra == fields
 
@@ -121,7 +121,7 @@ def test_a_wrong_message_is_named(messages: Any, param: str) -> None:
     [b"", b"{", b"[]", b"3", b'"x"', b"null", b"\xff", b'{"a":NaN}', b"[" * 200_000, b'{"a":' * 50_000, b"1" * 5000],
     ids=lambda body: ascii(body[:8]),
 )
-def test_what_is_no_json_object_is_said_so(body: bytes) -> None:
+def test_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         load_object(body)
     assert caught.value.param is None

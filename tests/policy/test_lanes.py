@@ -71,7 +71,7 @@ def test_memory_needs_one_network() -> None:
     assert choose_lanes(END, END, (Lane.MEMORY,))[0] == ()
 
 
-def test_what_the_core_gave_up_is_told() -> None:
+def test_lane_that_the_core_gave_up_is_in_the_reason() -> None:
     _, reasons = choose_lanes(END, END, ALL)
     assert explain(Lane.STREAM, reasons, "connect: No such file") == (
         "stream: the source is reached over TCP (not connect: No such file)"
@@ -119,7 +119,7 @@ def test_a_lane_that_was_measured_to_be_slower_says_so() -> None:
     )
 
 
-def test_what_was_passed_over_is_told_beside_what_was_given_up() -> None:
+def test_lanes_passed_over_and_given_up_are_both_in_the_reason() -> None:
     lanes, reasons = choose_lanes(END, END, (Lane.CMA, Lane.STREAM, Lane.UNIX))
     order = Calibration(is_same_host=True).order(lanes, 4096)
     assert order.lanes == (Lane.UNIX, Lane.CMA, Lane.STREAM)
@@ -167,7 +167,7 @@ def test_device_memory_goes_by_ucx_and_by_sockets(side: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["ours", "theirs"])
-def test_what_an_operator_does_not_allow_is_not_used(side: str) -> None:
+def test_lane_that_the_operator_forbids_is_not_used(side: str) -> None:
     ends = {"ours": END, "theirs": END, side: end(lanes=(Lane.STREAM, Lane.CMA))}
     lanes, reasons = choose_lanes(ends["ours"], ends["theirs"], EVERY)
     assert lanes == (Lane.CMA, Lane.STREAM)

@@ -344,7 +344,7 @@ def test_a_request_goes_to_a_decoder_that_can_hold_prompt_and_answer() -> None:
 
 
 @pytest.mark.parametrize("state", [{"suspect": True}, {"draining": True}])
-def test_what_a_worker_could_hold_that_takes_nothing_now_is_no_fault_of_the_request(state: dict[str, bool]) -> None:
+def test_prompt_that_only_a_draining_worker_holds_is_not_too_long(state: dict[str, bool]) -> None:
     small, large = sized("d0", Role.DECODE, blocks=8), sized("d1", Role.DECODE, blocks=64, **state)
     with pytest.raises(NoWorkerError):
         chosen_pair(small, large, **sizes(300))

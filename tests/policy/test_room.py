@@ -30,7 +30,7 @@ def test_one_that_is_being_read_is_never_taken() -> None:
     assert Room[str]().victim([READ], is_wanted=True, will_free=False, now_ns=10 * S) is None
 
 
-def test_what_runs_is_waited_for_as_long_as_blocks_come_back() -> None:
+def test_running_requests_are_waited_for_while_blocks_are_freed() -> None:
     room = Room[str](patience_s=2.0)
     for second in range(60):  # a running request ends every second: plain pressure
         assert room.victim(ALL, is_wanted=True, will_free=True, now_ns=second * S) is None

@@ -64,7 +64,7 @@ def test_every_byte_arrives_and_no_other_is_touched(engines: Engines) -> None:
 @pytest.mark.parametrize("engines", [TP[0], TP[1], STAGES[0]], ids=str, indirect=True)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("state", ["bootstrapping", "waiting", "transferring"])
-def test_what_one_rank_gives_up_ends_on_all(engines: Engines, side: str, state: str) -> None:
+def test_abort_on_one_rank_ends_the_room_on_all(engines: Engines, side: str, state: str) -> None:
     room = Room(engines, 61, SOURCE, TARGET)
     room.open()
     if state != "bootstrapping":
@@ -99,7 +99,7 @@ def test_what_one_rank_gives_up_ends_on_all(engines: Engines, side: str, state: 
 
 @pytest.mark.parametrize("engines", [Cutting(1, 1, 4, (16, 8)), Cutting(1, 2, 4, (16, 4))], ids=str, indirect=True)
 @pytest.mark.parametrize("prefix", [8, 16, 24, 40])
-def test_what_decode_has_already_is_not_sent(engines: Engines, prefix: int) -> None:
+def test_cached_prefix_of_decode_is_not_sent(engines: Engines, prefix: int) -> None:
     """Also where it ends within a page of prefill's."""
     room = Room(engines, 61, SOURCE, TARGET, prefix=prefix)
     room.run()

@@ -167,7 +167,7 @@ def test_another_cluster_token_is_refused(world: World, tmp_path: pathlib.Path) 
     assert "another cluster token" in reason(receiver)
 
 
-def test_what_does_not_match_is_named(world: World, tmp_path: pathlib.Path) -> None:
+def test_mismatch_between_engines_is_named(world: World, tmp_path: pathlib.Path) -> None:
     others = {
         "aux_item_lens": world.rank("decode", aux_bytes=(64, 64, 256)),
         "head_bytes": world.rank("decode", kv_item_lens=[128] * 2 * LAYERS),

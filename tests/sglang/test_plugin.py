@@ -117,7 +117,7 @@ def test_sglang_tells_a_transfer_nothing_of_an_adapter() -> None:
         ("--load-format", "dummy", "does not work with --load-format dummy, which reads no files"),
     ],
 )
-def test_what_does_not_work_is_refused_by_the_main_process(model: Any, flag: str, value: str, says: str) -> None:
+def test_unsupported_flags_are_refused_by_the_main_process(model: Any, flag: str, value: str, says: str) -> None:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"]
     command += ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "kvxfer"]
     command += [flag, value, "--attention-backend", "torch_native", "--host", "127.0.0.1"]

@@ -150,7 +150,7 @@ def judge(decode: Rank, trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, ORDERS, 20))
-def test_whatever_the_order_what_arrives_was_sent(world: World, first: int) -> None:
+def test_random_orders_of_calls_deliver_what_was_sent(world: World, first: int) -> None:
     ends = []
     for seed in range(first, min(first + 20, ORDERS)):
         try:

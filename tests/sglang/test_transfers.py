@@ -74,7 +74,7 @@ def test_decode_may_come_first(world: World) -> None:
     receiver.clear()
 
 
-def test_what_decode_has_already_is_not_sent(world: World) -> None:
+def test_cached_prefix_of_decode_is_not_sent(world: World) -> None:
     room = world.room()
     sender = world.prefill.sender(room)
     receiver = world.decode.ask(room, [30], 0, prefix=32)

@@ -26,7 +26,7 @@ async def test_prompt_that_is_not_fetched_is_given_back(cluster: Cluster) -> Non
     assert time.monotonic() - begun_s > KV_LEASE_S / 2
 
 
-async def test_what_expired_is_computed_again_whatever_took_its_blocks(cluster: Cluster) -> None:
+async def test_expired_prompt_is_computed_again_after_its_blocks_were_reused(cluster: Cluster) -> None:
     prefill, decode, mono = (cluster[name] for name in ("p", "d", "mono"))
     for begin in range(0, EXPIRIES, 8):  # as many as the prefill engine can keep at once
         prompts = [prompt(700, seed=f"expired {seed}") for seed in range(begin, min(begin + 8, EXPIRIES))]

@@ -37,7 +37,7 @@ async def test_eight_at_once(cluster: Cluster) -> None:
     await wait_free(cluster["p"])
 
 
-async def test_what_the_decode_engine_has_is_not_moved_again(cluster: Cluster) -> None:
+async def test_blocks_in_the_decode_engines_cache_are_not_moved(cluster: Cluster) -> None:
     shared, tails = prompt(700, seed="shared"), [prompt(300, seed=seed) for seed in ("a", "b")]
     reports = []
     for ids in (shared + tail for tail in tails):

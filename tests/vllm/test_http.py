@@ -206,7 +206,7 @@ async def test_the_router_knows_how_long_a_request_each_engine_holds(urls: Urls)
     assert len(tokens(await complete(urls.router, prompt(2040, seed="cut"), max_tokens=100))) == 8
 
 
-async def test_what_was_loaded_is_not_counted_as_cached(urls: Urls) -> None:
+async def test_loaded_tokens_are_not_counted_as_cached(urls: Urls) -> None:
     """Neither engine here keeps a prefix cache. vLLM's own count would be all of the prompt but its last token."""
     answer = await complete(urls.router, prompt(300, seed="uncached"))
     assert answer["kv_transfer_params"]["kvxfer"]["cached_tokens"] == 0

@@ -111,7 +111,7 @@ def test_every_method_fits_the_installed_version() -> None:
     assert found["registered"]
 
 
-def test_what_changes_weights_and_adapters_in_the_installed_version_is_watched() -> None:
+def test_methods_that_change_weights_in_the_installed_version_are_watched() -> None:
     found = run(WATCH)
     assert found["wrapped"] == ["adapter", "files", "rpc", "worker"]
     assert found["has"] == ["load_model", "sleep", "reload_weights"]

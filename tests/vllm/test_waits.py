@@ -53,7 +53,7 @@ async def test_a_leg_that_never_arrived_costs_little(cluster: Cluster) -> None:
     assert lasted_s - whole["ms"] / 1e3 < within(LOST_LEG_S)
 
 
-async def test_what_waits_holds_no_blocks_and_delays_no_other(cluster: Cluster, slow: Engine) -> None:
+async def test_waiting_requests_hold_no_blocks_and_delay_no_other(cluster: Cluster, slow: Engine) -> None:
     """The slow engine has a queue of half a minute; prompts of an idle one go past all of it."""
     decode = cluster["d"]
     waiting = []

@@ -73,7 +73,7 @@ def test_partial(make_agent: MakeAgent) -> None:
     until(lambda: one.check_remote_metadata("other", lists[1]))
 
 
-def test_what_was_asked_for_is_sent_before_an_agent_closes(make_agent: MakeAgent) -> None:
+def test_closing_agent_sends_its_queued_metadata_first(make_agent: MakeAgent) -> None:
     one = make_agent("one", enable_listen_thread=True, listen_port=0)
     other = make_agent("other")
     one.add_remote_agent(other.get_agent_metadata())

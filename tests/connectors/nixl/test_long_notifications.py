@@ -81,7 +81,7 @@ def test_bytes_that_wait_for_an_agent_are_bounded_and_it_is_named(
     initiator.send_notif(NAME, b"a short one has room")
 
 
-def test_what_a_program_does_not_fetch_is_bounded_and_nothing_is_lost(pair: tuple[nixl_agent, nixl_agent]) -> None:
+def test_unfetched_notifications_are_bounded_and_not_lost(pair: tuple[nixl_agent, nixl_agent]) -> None:
     """The target looks after its transfers and never asks for notifications: those beyond wait at their sender."""
     initiator, target = pair
     local, remote, *_ = meet(initiator, target)

@@ -183,7 +183,7 @@ def test_a_lead_that_cannot_be_is_refused(tmp_path: pathlib.Path, theirs: int, o
         p.ranks[0].sources.clear(1)
 
 
-def test_what_is_shared_is_registered_ahead(tmp_path: pathlib.Path) -> None:
+def test_share_registers_views_in_advance(tmp_path: pathlib.Path) -> None:
     with engines(tmp_path, Cutting(), Cutting(tp=2)) as (p, d):
         for shape in d.cutting.shapes:
             p.ranks[0].core.share(shape)

@@ -90,7 +90,7 @@ def test_prompts_that_did_not_come_are_counted_by_their_codes(both: tuple[Read, 
     assert d("loads_total", outcome="cancelled", lane="none") == 2
 
 
-def test_what_is_open_and_waits_is_seen(both: tuple[Read, Read]) -> None:
+def test_open_and_waiting_rooms_are_counted(both: tuple[Read, Read]) -> None:
     p, d = both
     p.rank.sources.accept(5)
     begin(p.rank, d.rank, 5, (1,), 0)

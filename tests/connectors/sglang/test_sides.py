@@ -229,7 +229,7 @@ def test_ranks_of_two_engines_are_not_mixed(side: PrefillSide, engine: Engine) -
     assert engine.named("ready")
 
 
-def test_what_decode_has_of_a_page_of_ours_is_its_lead(engine: Engine, core: Any) -> None:
+def test_tokens_of_a_partial_page_at_decode_are_the_lead(engine: Engine, core: Any) -> None:
     side = cut_side(engine, core, decode_tp=1, page_tokens=4)
     side.open(1)
     side.want(room(1, prefix_tokens=40), HERE)
@@ -309,6 +309,6 @@ def test_a_prefill_engine_that_is_gone_is_forgotten(decode: DecodeSide, engine: 
     decode.end(1)
 
 
-def test_what_sglang_reads_of_a_wish_is_there() -> None:
+def test_request_has_the_fields_that_sglang_reads() -> None:
     wanted = Wanted(1, "h", 2, False, 1, 0, SimpleNamespace(transfer_id=None))  # type: ignore[arg-type]
     assert (wanted.endpoint, wanted.dst_port, wanted.required_dst_info_num) == ("h", 2, 1)

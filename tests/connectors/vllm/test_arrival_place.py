@@ -86,7 +86,7 @@ def test_a_runtime_directory_that_is_no_good_is_passed_over(
     assert (find_socket("p") or "").startswith(str(temporary))
 
 
-def test_what_a_killed_engine_left_is_replaced(heard: socket.socket, own_runtime_dir: pathlib.Path) -> None:
+def test_socket_file_of_a_killed_engine_is_replaced(heard: socket.socket, own_runtime_dir: pathlib.Path) -> None:
     for name in ("p", "q"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as killed:
             make_socket(killed, name)

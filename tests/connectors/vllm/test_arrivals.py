@@ -141,9 +141,7 @@ async def test_a_server_without_an_engine_serves() -> None:
     assert len(server.sent) == 1
 
 
-async def test_what_is_no_datagram_of_ours_is_ignored(
-    listening: ArrivalSocket, seen: list[tuple[TransferId, bool]]
-) -> None:
+async def test_unknown_datagram_is_ignored(listening: ArrivalSocket, seen: list[tuple[TransferId, bool]]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         for payload in (b"", b"+", b"+" + bytes(15), b"+" + bytes(17), b"x" + bytes(16), bytes(1000)):
             other.sendto(payload, find_socket("p-of-arrivals") or "")

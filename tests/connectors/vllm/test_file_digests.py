@@ -157,7 +157,7 @@ def test_a_file_that_changes_while_it_is_read_is_told(old_file: str, monkeypatch
         digests_of(stamps, XXH3, DigestCache(None))
 
 
-def test_what_another_process_reads_comes_last_and_is_not_read_again(
+def test_file_that_another_process_reads_is_not_read_again(
     old_file: str, own_cache: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     """As the ranks of one engine do: each takes files that no other is at."""

@@ -44,7 +44,7 @@ def test_routed_experts_are_refused_by_name() -> None:
         check_engine(config)
 
 
-def test_what_vllm_keeps_to_one_engine_is_refused() -> None:
+def test_vllm_features_of_one_engine_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"keeps the KV cache of 1 layers from model\.0 on"):
         check_transferable(caches("FullAttentionSpec", enable_kv_transfer=False))
 

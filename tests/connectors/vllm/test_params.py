@@ -24,7 +24,7 @@ def test_a_prefill_leg_of_any_router() -> None:
     assert parse({"do_remote_decode": True, "do_remote_prefill": False, **nothing}) == PrefillLeg(None, None)
 
 
-def test_what_a_prefill_leg_is_answered_makes_the_decode_leg() -> None:
+def test_answer_of_a_prefill_leg_parses_as_the_decode_leg() -> None:
     assert parse(handed_over(ID, ("p", "p.1"), "request", 41)) == DecodeLeg(ID, ("p", "p.1"), 41)
     incarnations = tuple(Incarnation((1 << 64) - 1 - rank, bytes([rank]) * 16) for rank in range(2))
     metadata = ("metadata", "metadata.1")

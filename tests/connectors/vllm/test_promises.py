@@ -25,7 +25,7 @@ from tests.support.vllm_connector.pair import (
 )
 
 
-async def test_what_a_prompt_of_the_same_step_writes_is_not_announced_before(ranks: tuple[Rank, Rank]) -> None:
+async def test_blocks_of_another_prompt_of_the_step_are_announced_once_written(ranks: tuple[Rank, Rank]) -> None:
     """Two prompts that begin alike come at once: vLLM counts as cached for the second what the first will write."""
     p, d = ranks
     p.memory[...] = 0xEE  # another prompt's
@@ -64,7 +64,7 @@ async def test_what_a_prompt_of_the_same_step_writes_is_not_announced_before(ran
     assert (d.memory[:, [0, 1, 2]] == p.memory[:, [3, 4, 7]]).all()
 
 
-async def test_what_a_failed_forward_did_not_write_is_never_taken(ranks: tuple[Rank, Rank]) -> None:
+async def test_blocks_of_a_failed_forward_are_never_committed(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     p.memory[...] = 0xEE
     loading = d.load(load_order(0, (0, 1, 2), has_direct=False))
@@ -82,7 +82,7 @@ async def test_what_a_failed_forward_did_not_write_is_never_taken(ranks: tuple[R
     await is_idle(d)
 
 
-async def test_what_a_forward_of_unknown_end_wrote_is_never_taken(ranks: tuple[Rank, Rank]) -> None:
+async def test_blocks_of_a_forward_with_unknown_end_are_never_committed(ranks: tuple[Rank, Rank]) -> None:
     """Where vLLM defers the end of a step to the draft model, a forward that raises has none: the next step begins."""
     p, d = ranks
     p.memory[...] = 0xEE

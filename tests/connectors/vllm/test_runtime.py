@@ -136,7 +136,7 @@ def new_load() -> LoadOrder:
     return LoadOrder("l", TransferId(b"i" * 16), ("p",), 0, (1,), 4, b"c" * 32, True)
 
 
-def test_what_is_given_up_in_its_own_step_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_released_in_its_own_step_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     half, begun, received = new_worker(rank=0), [], set()
     monkeypatch.setattr(half._loads, "begin", begun.append)
     half.begin_step(StepOrders(loads=(new_load(),), cancels=("l",)))

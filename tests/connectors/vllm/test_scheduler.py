@@ -82,7 +82,7 @@ def image(identifier: str, offset: int) -> SimpleNamespace:
     return SimpleNamespace(modality="image", identifier=identifier, mm_position=SimpleNamespace(offset=offset))
 
 
-def test_what_blocks_hold_depends_on_more_than_the_tokens() -> None:
+def test_content_digest_depends_on_adapter_and_images() -> None:
     adapters = (None, SimpleNamespace(lora_path="a"), SimpleNamespace(lora_path="b"))
     pictures = ([], [image("x", 3)], [image("y", 3)], [image("x", 4)], [image("x", 3), image("y", 3)])
     contents = []

@@ -134,7 +134,7 @@ def test_what_the_prefix_cache_has_of_an_adapter_whose_name_was_anothers_is_not_
     assert [report.code for report in half.take_ended()] == (["weights_unknown"] if cached else [])
 
 
-def test_what_a_source_declined_is_computed_here_and_its_reason_told() -> None:
+def test_prompt_that_its_source_declined_is_computed_here_with_the_reason() -> None:
     half = new_half()
     request = Request("r", list(range(40)), declined(ID, "weights_unknown", WHY))
     half.on_new_request(request)
@@ -147,7 +147,7 @@ def test_what_a_source_declined_is_computed_here_and_its_reason_told() -> None:
 
 
 @pytest.mark.parametrize("value", [None, [], {}, {"code": []}, {"code": {}}, {"code": "no such code"}, {"code": 1}])
-def test_what_is_no_reason_of_a_source_is_a_plain_request(value: object) -> None:
+def test_malformed_reason_of_a_source_is_a_plain_request(value: object) -> None:
     assert parse({"do_remote_prefill": False, "kvxfer": value}) is None
 
 

@@ -192,7 +192,7 @@ async def land(theirs: CompatibilityRecord, cut: HeadShare = ALONE, *, bytes_max
     ],
 )
 @pytest.mark.parametrize("block_tokens", [16, 32])
-async def test_what_cannot_be_bridged_is_refused_by_name(field: str, value: object, block_tokens: int) -> None:
+async def test_layout_that_cannot_be_converted_is_refused_by_name(field: str, value: object, block_tokens: int) -> None:
     theirs = dataclasses.replace(RECORD, block_tokens=block_tokens, **cast("dict[str, int]", {field: value}))
     with pytest.raises(IncompatibleError, match=field):
         await land(theirs)

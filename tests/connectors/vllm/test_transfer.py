@@ -157,7 +157,7 @@ async def test_layers_are_announced_as_they_are_written(ranks: tuple[Rank, Rank]
     assert over.report.early_bytes > 0 or len(p.agent.pools) > 1
 
 
-async def test_what_is_closed_is_not_taken(ranks: tuple[Rank, Rank]) -> None:
+async def test_load_of_a_closed_prompt_fails(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     loading = d.load(load_order(0, (5, 6, 7), has_direct=False))
     await asyncio.sleep(0.05)
@@ -172,7 +172,7 @@ async def test_what_is_closed_is_not_taken(ranks: tuple[Rank, Rank]) -> None:
     await is_idle(d)
 
 
-async def test_what_is_taken_back_and_computed_again_is_asked_for_again(ranks: tuple[Rank, Rank]) -> None:
+async def test_revoked_prompt_that_is_computed_again_is_asked_for_again(ranks: tuple[Rank, Rank]) -> None:
     p, d = ranks
     loading = d.load(load_order(1, (5, 6), has_direct=False))
     await asyncio.sleep(0.05)

@@ -93,7 +93,7 @@ def bound_to_d(table: Table) -> None:
     ],
     ids=repr,
 )
-def test_what_another_engine_says_changes_nothing(message: Release | Keep | Ask | Claim) -> None:
+def test_messages_of_another_engine_change_nothing(message: Release | Keep | Ask | Claim) -> None:
     table = Table()
     bound_to_d(table)
     (send,) = table.source._sends.values()

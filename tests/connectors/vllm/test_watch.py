@@ -100,7 +100,7 @@ def test_a_sleep_that_throws_weights_away_is_told_of(
     assert bool(told) is is_told
 
 
-def test_what_an_operator_put_into_the_workers_is_taken_to_change_weights(loaded: Loaded, told: list[str]) -> None:
+def test_unknown_worker_method_counts_as_a_change_of_weights(loaded: Loaded, told: list[str]) -> None:
     worker = Worker(f"{Extension.__module__}.{Extension.__qualname__}")
     watch.watch_worker(worker, loaded)
     assert worker.receive_from_trainer() == "received"

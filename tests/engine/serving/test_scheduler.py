@@ -348,7 +348,7 @@ def test_a_prompt_for_others_does_not_wait_for_ever_for_those_that_come_later():
     assert 10 <= second <= 13
 
 
-def test_what_frees_blocks_is_what_is_answered_from_here():
+def test_only_requests_answered_here_free_blocks():
     scheduler = make()
     prefill = Sequence(legs(make_prompt(4), greedy(4))[0])
     scheduler.add(prefill)
