@@ -160,9 +160,9 @@ def test_another_cluster_token_is_refused(world: World, tmp_path: pathlib.Path) 
     token = tmp_path / "token"
     token.write_text("x" * 40)
     token.chmod(0o600)
-    stranger = world.rank("decode", environment={"KVXFER_SGLANG_TOKEN_FILE": str(token)})
-    receiver = stranger.receiver(world.room())
-    stranger.greet(receiver)
+    outsider = world.rank("decode", environment={"KVXFER_SGLANG_TOKEN_FILE": str(token)})
+    receiver = outsider.receiver(world.room())
+    outsider.greet(receiver)
     assert receiver.poll() == FAILED
     assert "another cluster token" in reason(receiver)
 

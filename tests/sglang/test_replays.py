@@ -29,7 +29,7 @@ QUIET_S = 0.4
 
 
 class Wire:
-    """What came to ranks' sockets, and a socket of a stranger's that sends it again."""
+    """What came to ranks' sockets, and a socket of another process that sends it again."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch

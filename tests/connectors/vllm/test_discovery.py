@@ -56,14 +56,14 @@ async def test_unregistered_peer_that_waits_keeps_the_prompt() -> None:
         assert (await d.load(order)).error is None
 
 
-@pytest.mark.parametrize("kind", ["no metadata", "another life"])
+@pytest.mark.parametrize("kind", ["no metadata", "another incarnation"])
 async def test_load_with_wrong_metadata_fails_at_once(kind: str) -> None:
     async with two_ranks(ALONE) as (p, d):
         p.forward(finish_order((4, 5, 6)), [4, 5, 6])
         order = discovered(
             load_order(0, (0, 1, 2), has_direct=True), p, "no metadata" if kind == "no metadata" else None
         )
-        if kind == "another life":
+        if kind == "another incarnation":
             order = dataclasses.replace(order, incarnations=(Incarnation(1, bytes(16)),))
         began_s = time.monotonic()
         done = await d.load(order)

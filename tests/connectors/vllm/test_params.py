@@ -15,7 +15,7 @@ from kvxfer.types import Incarnation, TransferId
 
 ID = TransferId(bytes(range(16)))
 ANSWERED = {"version": 1, "agents": ["p"], "tokens": 1}
-LIFE = f"{(1 << 64) - 1}.{'a' * 32}"
+INCARNATION = f"{(1 << 64) - 1}.{'a' * 32}"
 WAITING = {"transfer_id": str(ID), "source": {"agent_id": "p", "ranks": 1}}
 
 
@@ -80,8 +80,8 @@ def test_other_requests_are_none_of_ours(params: dict[str, Any] | None) -> None:
         ({"transfer_id": str(ID), "kvxfer": {"version": 2}}, "version"),
         ({"transfer_id": str(ID), "kvxfer": {"version": 1, "agents": [], "tokens": 1}}, "agents"),
         ({"transfer_id": str(ID), "kvxfer": {"version": 1, "agents": ["p"], "tokens": "1"}}, "tokens"),
-        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [LIFE, LIFE]}}, "lives"),
-        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [f"9{LIFE[1:]}"]}}, "64 bits"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [INCARNATION, INCARNATION]}}, "lives"),
+        ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [f"9{INCARNATION[1:]}"]}}, "64 bits"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "lives": [1]}}, "an incarnation of"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": ["a", "b"]}}, "cards"),
         ({"transfer_id": str(ID), "kvxfer": {**ANSWERED, "cards": ["a" * (TEXT_MAX + 1)]}}, "cards"),
