@@ -1277,9 +1277,9 @@ class Endpoint:
         The pool, and the blocks that `ready(id, blocks)` would newly announce, where the owner is to bring their CRC-32Cs.
         """
 
-    def set_guest_key(self, key: bytes) -> None: ...
+    def accept_bearer_key(self, key: bytes) -> None: ...
 
-    def set_root(self, root: bytes) -> None: ...
+    def accept_derived_keys(self, cluster_secret: bytes) -> None: ...
 
     def is_connected(self, peer: AgentRef) -> bool: ...
 
@@ -1630,16 +1630,16 @@ class Core:
         TransferFinal, and their memory until TransferDrained.
         """
 
-    def set_guest_key(self, key: bytes) -> None:
+    def accept_bearer_key(self, key: bytes) -> None:
         """
-        From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of
-        it is up, and a little longer where it has reads or writes under way.
+        From now on an unregistered agent may open a session if it proves `key` (32 bytes). It stays known while one of its sessions is up,
+        and a little longer while its reads or writes are in progress.
         """
 
-    def set_root(self, root: bytes) -> None:
+    def accept_derived_keys(self, cluster_secret: bytes) -> None:
         """
-        From now on an agent that nobody named may open a session if it proves its session key with this one under `root` (32 bytes); it is
-        known from then on.
+        From now on an unregistered agent may open a session if it proves its session key with this agent, derived from `cluster_secret`
+        (32 bytes). The agent stays known until `peer_dead`. Excludes `accept_bearer_key`.
         """
 
     def is_connected(self, peer: AgentRef) -> bool:

@@ -326,14 +326,14 @@ void bind_core_class(nb::module_& m) {
       .def("prepare_push", prepare<&Core::push>, nb::keep_alive<0, 1>(), nb::arg("peer"), nb::arg("local"), nb::arg("remote"), nb::arg("lanes"),
            "Have the peer read own pieces `local` into its `remote`; else as `prepare_fetch`. Own pieces must stay as they are until\n"
            "TransferFinal, and their memory until TransferDrained.")
-      .def("set_guest_key",
-           [](PyCore& self, const Bytes32& key) { self.act([&](Endpoint& e, Nanos, Effects&) { e.set_guest_key(key); }); }, nb::arg("key"),
-           "From now on an agent that nobody named may open a session if it proves this key (32 bytes); it is known while a session of\n"
-           "it is up, and a little longer where it has reads or writes under way.")
-      .def("set_root",
-           [](PyCore& self, const Bytes32& root) { self.act([&](Endpoint& e, Nanos, Effects&) { e.set_root(root); }); }, nb::arg("root"),
-           "From now on an agent that nobody named may open a session if it proves its session key with this one under `root` (32 bytes); it is\n"
-           "known from then on.")
+      .def("accept_bearer_key",
+           [](PyCore& self, const Bytes32& key) { self.act([&](Endpoint& e, Nanos, Effects&) { e.accept_bearer_key(key); }); }, nb::arg("key"),
+           "From now on an unregistered agent may open a session if it proves `key` (32 bytes). It stays known while one of its sessions is up,\n"
+           "and a little longer while its reads or writes are in progress.")
+      .def("accept_derived_keys",
+           [](PyCore& self, const Bytes32& secret) { self.act([&](Endpoint& e, Nanos, Effects&) { e.accept_derived_keys(secret); }); }, nb::arg("cluster_secret"),
+           "From now on an unregistered agent may open a session if it proves its session key with this agent, derived from `cluster_secret`\n"
+           "(32 bytes). The agent stays known until `peer_dead`. Excludes `accept_bearer_key`.")
       .def("is_connected",
            [](PyCore& self, const AgentRef& peer) { return self.act([&](Endpoint& e, Nanos, Effects&) { return e.is_connected(peer); }); }, nb::arg("peer"),
            "Whether a session with exactly this life is up.")

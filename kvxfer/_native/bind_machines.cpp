@@ -330,8 +330,8 @@ void bind_endpoint(nb::module_& m) {
            nb::arg("granted_ns") = 0, nb::arg("tells_granted") = false)
       .def("becoming_ready", &Endpoint::becoming_ready, nb::arg("id"), nb::arg("blocks"),
            "The pool, and the blocks that `ready(id, blocks)` would newly announce, where the owner is to bring their CRC-32Cs.")
-      .def("set_guest_key", &Endpoint::set_guest_key, nb::arg("key"))
-      .def("set_root", &Endpoint::set_root, nb::arg("root"))
+      .def("accept_bearer_key", &Endpoint::accept_bearer_key, nb::arg("key"))
+      .def("accept_derived_keys", &Endpoint::accept_derived_keys, nb::arg("cluster_secret"))
       .def("is_connected", &Endpoint::is_connected, nb::arg("peer"))
       .def("add_region", &Endpoint::add_region, nb::arg("info"))
       .def("remove_region",

@@ -1,6 +1,6 @@
 """Agents that know each other without a coordinator: each makes a card of itself, sealed with the cluster token, and
 knows whoever's card it is handed, by whatever way. Decides which cards are believed; what a seal proves is
-:mod:`kvxfer.protocol.introduction`'s, and which of those that dial are let in is the native core's (``set_root``).
+:mod:`kvxfer.protocol.introduction`'s, and which of those that dial are let in is the native core's (``accept_derived_keys``).
 
 Nothing is sent to an address that no holder of the token wrote down, and why a card was not believed stands in this
 agent's log only.
@@ -41,7 +41,7 @@ class Introductions:
         self._complaint = RateLimitedWarning(log, "agent %r was not met: %s")
         life.on_session_up = self.was_met
         self._peers.admits_strangers = True
-        transport.set_root(self._root)
+        transport.accept_derived_keys(self._root)
 
     def card(self) -> str:
         """Of this life, sealed. Raises InvalidArgumentError where it would be too long."""

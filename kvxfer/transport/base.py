@@ -158,14 +158,14 @@ class Transport(Protocol):
         """
         ...
 
-    def set_guest_key(self, key: bytes) -> None:
-        """Let in whoever proves these 32 bytes, under the name that it gives itself, until it has no session and
-        nothing under way."""
+    def accept_bearer_key(self, key: bytes) -> None:
+        """Accept unregistered peers that prove these 32 bytes, under the name that each claims. Such a peer is forgotten
+        when it has no session and no transfer in progress."""
         ...
 
-    def set_root(self, root: bytes) -> None:
-        """Let in whoever proves the pair's session key under this one (32 bytes); it is known until :meth:`peer_dead`,
-        and named by SessionUp. Not beside a guest key."""
+    def accept_derived_keys(self, cluster_secret: bytes) -> None:
+        """Accept unregistered peers that prove the pair's session key, derived from these 32 bytes. SessionUp names such
+        a peer, and it stays known until :meth:`peer_dead`. Excludes :meth:`accept_bearer_key`."""
         ...
 
     def is_connected(self, ref: AgentRef) -> bool:

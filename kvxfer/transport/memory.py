@@ -164,13 +164,13 @@ class MemoryTransport:
                 raise BlocksBusyError(f"region {region_id} may still be written to: a transfer into it has not drained")
             del self._memories.regions[region_id]
 
-    def set_guest_key(self, key: bytes) -> None:
+    def accept_bearer_key(self, key: bytes) -> None:
         with self._open() as endpoint:
-            endpoint.set_guest_key(key)
+            endpoint.accept_bearer_key(key)
 
-    def set_root(self, root: bytes) -> None:
+    def accept_derived_keys(self, cluster_secret: bytes) -> None:
         with self._open() as endpoint:
-            endpoint.set_root(root)
+            endpoint.accept_derived_keys(cluster_secret)
 
     def is_connected(self, ref: AgentRef) -> bool:
         with self._open() as endpoint:

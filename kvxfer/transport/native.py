@@ -226,11 +226,11 @@ class NativeTransport:
     def remove_region(self, region_id: int) -> None:
         self.core.remove_region(region_id)
 
-    def set_guest_key(self, key: bytes) -> None:
-        self.core.set_guest_key(key)
+    def accept_bearer_key(self, key: bytes) -> None:
+        self.core.accept_bearer_key(key)
 
-    def set_root(self, root: bytes) -> None:
-        self.core.set_root(root)
+    def accept_derived_keys(self, cluster_secret: bytes) -> None:
+        self.core.accept_derived_keys(cluster_secret)
 
     def is_connected(self, ref: AgentRef) -> bool:
         return self.core.is_connected(write_ref(ref))

@@ -288,16 +288,16 @@ def test_parts_of_all_peers_are_bounded_and_the_stalest_makes_room() -> None:
     now, piece, total = 10 * MS, bytes(256 * 1024), 16 << 20
     sessions = []
     for number in range(5):
-        there = _core.AgentRef(f"guest-{number}", 1, bytes([number] * 16))
-        guest = _core.Endpoint(there, limits)
+        there = _core.AgentRef(f"bearer-{number}", 1, bytes([number] * 16))
+        bearer = _core.Endpoint(there, limits)
         kind = _core.SessionKind.MEMORY
-        guest.set_peer(here, KEY, kind)
+        bearer.set_peer(here, KEY, kind)
         host.set_peer(there, KEY, kind)
-        mine, effects = guest.dialed(here, kind, b"1" * 32, now)
+        mine, effects = bearer.dialed(here, kind, b"1" * 32, now)
         session, others = host.accepted(kind, b"2" * 32, now)
         for _ in range(3):
             effects, others = (
-                [e for o in others if isinstance(o, _core.SendFrame) for e in guest.on_frame(mine, o.frame, now)],
+                [e for o in others if isinstance(o, _core.SendFrame) for e in bearer.on_frame(mine, o.frame, now)],
                 [e for o in effects if isinstance(o, _core.SendFrame) for e in host.on_frame(session, o.frame, now)],
             )
         sessions.append(session)

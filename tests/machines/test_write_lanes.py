@@ -396,19 +396,19 @@ def test_the_end_of_a_write_that_went_with_its_session_is_said_again() -> None:
     assert not pair.ends["b"].is_landing(read.id, read.token)
 
 
-class GuestLanes(LanePair):
-    """``b`` knows ``a`` as a guest, by whatever name it comes."""
+class BearerLanes(LanePair):
+    """``b`` knows ``a`` as a bearer peer, by any name that it claims."""
 
     def introduce(self, name: str) -> None:
         if name == "a":
             self.ends["a"].set_peer(self.refs["b"], b"g" * 32, SessionKind.TCP)
         else:
-            self.ends["b"].set_guest_key(b"g" * 32)
+            self.ends["b"].accept_bearer_key(b"g" * 32)
 
 
-def test_a_guest_goes_on_by_another_lane() -> None:
+def test_a_bearer_peer_goes_on_by_another_lane() -> None:
     """Flaw: it was forgotten with its only session, and what it had begun to write with it."""
-    pair = pushing([Lane.CMA, Lane.STREAM], kind=GuestLanes)
+    pair = pushing([Lane.CMA, Lane.STREAM], kind=BearerLanes)
     pair.land_one()
     lose(pair, "unreachable", Lane.CMA)
     pair.run()
@@ -417,9 +417,9 @@ def test_a_guest_goes_on_by_another_lane() -> None:
     assert pair.filled == len(DATA)
 
 
-def test_a_guest_whose_last_read_is_slow_goes_on_where_it_asked() -> None:
+def test_a_bearer_peer_whose_last_read_is_slow_goes_on_where_it_asked() -> None:
     """Flaw: its next PUSH had come while that read was under way, and the session that it came by was forgotten."""
-    pair = pushing([Lane.CMA, Lane.STREAM], kind=GuestLanes)
+    pair = pushing([Lane.CMA, Lane.STREAM], kind=BearerLanes)
     pair.pump()
     (read,) = pair.take("b", _core.ReadBlocks)
     pair.closed.add(SessionKind.UNIX)

@@ -29,7 +29,7 @@ EndpointLimits small_limits(Input& in) {
 
 class World : public Shell {
  public:
-  World(Input& in, const EndpointLimits& limits, const PoolInfo& pool, bool has_guests) : Shell(limits, pool, has_guests), in_(in) {}
+  World(Input& in, const EndpointLimits& limits, const PoolInfo& pool, bool has_bearers) : Shell(limits, pool, has_bearers), in_(in) {}
 
   void play() {
     while (!in_.is_empty()) {
@@ -67,7 +67,7 @@ class World : public Shell {
     Effects out;
     const Bytes32& key = kKeys[in_.below(4)];
     const SessionId session = endpoint_.accepted(kind(in_), filled<32>(1), now_, out);
-    add(Line{session, peer, Handshake(peer, kSelf, filled<32>(2)), &key, key == (has_guests_ ? kKeys[2] : key_of(peer))}, out);
+    add(Line{session, peer, Handshake(peer, kSelf, filled<32>(2)), &key, key == (has_bearers_ ? kKeys[2] : key_of(peer))}, out);
     Line* line = find(session);
     if (line == nullptr || in_.below(8) == 0) return;
     deliver(*line, encode(line->handshake.dial_hello()));

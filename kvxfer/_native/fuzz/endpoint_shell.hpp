@@ -14,17 +14,17 @@ namespace kvxfer::fuzz {
 
 inline const AgentRef kSelf{"self", 1, filled<16>(9)};
 inline const Bytes32 kKeys[] = {filled<32>('a'), filled<32>('b'), filled<32>('g'), filled<32>('x')};
-inline const AgentRef kAgents[] = {{"a", 1, filled<16>(1)}, {"a", 2, filled<16>(2)}, {"guest", 1, filled<16>(3)}};  // the last one is not named
+inline const AgentRef kAgents[] = {{"a", 1, filled<16>(1)}, {"a", 2, filled<16>(2)}, {"c", 1, filled<16>(3)}};  // the last one is a bearer peer
 
 constexpr int kTicksMax = 4;  // at one moment
 
 class Shell {
  public:
-  Shell(const EndpointLimits& limits, const PoolInfo& pool, bool has_guests) : endpoint_(kSelf, limits), has_guests_(has_guests) {
+  Shell(const EndpointLimits& limits, const PoolInfo& pool, bool has_bearers) : endpoint_(kSelf, limits), has_bearers_(has_bearers) {
     endpoint_.add_pool(pool);
     for (uint32_t i = 0; i < kRegionCount; ++i) add_region(i);
     for (int i = 0; i < 2; ++i) endpoint_.set_peer(kAgents[i], kKeys[i], SessionKind::Unix);
-    if (has_guests) endpoint_.set_guest_key(kKeys[2]);
+    if (has_bearers) endpoint_.accept_bearer_key(kKeys[2]);
   }
 
   // Everybody leaves, and after the longest that anything may last nothing is there any more.
@@ -298,7 +298,7 @@ class Shell {
   std::deque<TransferId> over_;   // final: what still fills their blocks is to be stopped
   std::deque<Incoming> cut_;      // payloads of lines that are gone
   std::set<uint32_t> regions_, regions_ever_;
-  bool has_guests_ = false, is_asked_ = false;
+  bool has_bearers_ = false, is_asked_ = false;
   OwnerBook book_;
   std::set<std::pair<TransferId, uint64_t>> confirmed_;
   std::map<TransferId, AgentRef> peers_;  // of the owner's posts

@@ -8,7 +8,7 @@ namespace kvxfer {
 
 void Endpoint::set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control) {
   if (peer == self_) return;
-  keep_guest(peer);
+  keep_bearer(peer);
   notifier_.peer_lives(peer);
   peers_[peer] = Peer{key, control, false};
 }
@@ -25,7 +25,7 @@ void Endpoint::peer_dead(const AgentRef& peer, Nanos now, Effects& out) {
 void Endpoint::forget(const AgentRef& peer, Nanos now, Effects& out) {
   const bool has_other_life = has_bug(Bug::mix_two_sources) &&
                               std::any_of(peers_.begin(), peers_.end(), [&](const auto& p) { return p.first != peer && p.first.agent_id == peer.agent_id; });
-  keep_guest(peer);
+  keep_bearer(peer);
   peers_.erase(peer);
   if (!has_other_life) end_posts(peer, true, now, out);
   owed_.erase(peer);
@@ -233,7 +233,7 @@ void Endpoint::connect(Post& post, Nanos now, Effects& out) {
   }
   if (!knows(peer)) return post.end(TransferState::Failed, Code::peer_gone, "the peer is gone", now, out);
   if (const SessionId session = find_session(peer, post, out)) return attach(post, session, now, out);
-  if (is_guest(peer) && !post.is_offered()) return post.lane_closed("a guest is reached over the session it opened only", now, out);
+  if (is_bearer(peer) && !post.is_offered()) return post.lane_closed("a bearer is reached over the session it opened only", now, out);
   post.dialing();
   if (!post.is_offered()) dial(peer, session_kind(post.lane()), out);
 }

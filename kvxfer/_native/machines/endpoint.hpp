@@ -94,19 +94,18 @@ class Endpoint {
   // --- what the directory says ---
   // `control` is the kind of session dialed for notifications where none is up.
   void set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control);
-  // From now on a peer that nobody named may open a session if it proves this key: it holds our metadata. It is known while
-  // a session of it is up, reached over that session only, and forgotten (peer_dead) after the last one: as soon as it would
-  // have given us up itself, where it reads or writes, else at once; what is ours for it ends with that session. Peers that
-  // were named prove it too where they dial; their own key is what we prove where we dial them.
-  // Whoever holds our metadata can come under any name. So on a session that was opened with this key, PULL and RELEASE reach
-  // only grants of regions that were made to that very name by a FETCH or an own push, and what we have for a peer that was
-  // named (posts, notifications) never goes over it: for that we dial, and the peer proves its own key. What a peer's PUSH
-  // asks for runs where that PUSH came.
-  void set_guest_key(const Bytes32& key);
-  // From now on a peer that nobody named may open a session if it proves the session_key of its life and ours under `root`,
-  // and is known from then on, until its peer_dead: there is nobody who could name it. Each throws Error(invalid_argument) beside
-  // the other: a guest's name is only what it says of itself, and would be taken for a proven one.
-  void set_root(const Bytes32& root);
+  // From now on an unregistered peer may open a session if it proves this key, which our metadata contains: a bearer peer. The
+  // endpoint reaches it only over sessions that it opened, and forgets it (peer_dead) after the last one: at once, or, while it
+  // reads or writes, when it would itself have given this agent up. Our own posts to it end with its last session. Registered
+  // peers prove this key too when they dial us; when we dial a registered peer, we prove that peer's own key.
+  // A bearer peer can use any name. So on a session opened with this key, PULL and RELEASE reach only grants of regions that a
+  // FETCH or an own push made for that very name, and our posts and notifications for a registered peer never use it: for those
+  // we dial, and the peer proves its own key. A transfer that a peer's PUSH asks for runs on the session that the PUSH came by.
+  void accept_bearer_key(const Bytes32& key);
+  // From now on an unregistered peer may open a session if it proves the session_key of both incarnations, derived from
+  // `cluster_secret`. It stays known until its peer_dead. The two accept_ functions exclude each other and throw
+  // Error(invalid_argument): a bearer peer claims its name, and that claim must not pass for a proven name.
+  void accept_derived_keys(const Bytes32& cluster_secret);
   // The known death of exactly this life.
   void peer_dead(const AgentRef& peer, Nanos now, Effects& out);
   bool knows(const AgentRef& peer) const { return peers_.count(peer) != 0; }
@@ -192,8 +191,8 @@ class Endpoint {
   struct Peer {
     Bytes32 key{};
     SessionKind control = SessionKind::Tcp;
-    bool is_guest = false;
-    Nanos leaves_at = kNever;  // a guest without a session: when it is forgotten
+    bool is_bearer = false;
+    Nanos leaves_at = kNever;  // of a bearer peer without a session: when it is forgotten
   };
   struct Session {
     SessionKind kind = SessionKind::Tcp;
@@ -206,9 +205,9 @@ class Endpoint {
     bool is_suspect = false;                       // the probe was not answered in time
     std::set<TransferId> posts;                    // attached
     std::set<std::pair<uint32_t, Lane>> maps;      // what the peer let us read by it
-    bool is_by_guest_key = false;                  // its name is only what it says of itself
+    bool is_by_bearer_key = false;                  // the peer claims its name and does not prove it
     LastWords last_words{};                       // over it
-    Bytes32 derived_key{};                         // of a peer that nobody named, under the root
+    Bytes32 derived_key{};                         // of an unregistered peer, from the cluster secret
     uint64_t refusals = 0;                         // of what it asked for
     bool is_up() const { return handshake.state() == SessionState::Up; }
   };
@@ -225,15 +224,15 @@ class Endpoint {
 
   // sessions (endpoint_sessions.cpp)
   const Bytes32* key_of(const AgentRef& peer, Session& session) const;
-  bool is_guest(const AgentRef& peer) const;
-  void on_guest_gone(const AgentRef& guest, Nanos now, Effects& out);
-  void keep_guest(const AgentRef& guest);
+  bool is_bearer(const AgentRef& peer) const;
+  void on_bearer_gone(const AgentRef& bearer, Nanos now, Effects& out);
+  void keep_bearer(const AgentRef& bearer);
   void forget_leaving(Nanos now, Effects& out);
-  bool is_away(const AgentRef& peer) const { return is_guest(peer) && !is_connected(peer); }
+  bool is_away(const AgentRef& peer) const { return is_bearer(peer) && !is_connected(peer); }
   bool carries_ours(const Session& session) const;
   bool carries(const Session& session, const Post& post) const;
-  // Guests choose their names: all together are one peer where something is shared out.
-  AgentRef share_of(const AgentRef& peer) const { return is_guest(peer) ? AgentRef{} : peer; }
+  // Bearer peers choose their own names, so all of them together have the quota of one peer.
+  AgentRef share_of(const AgentRef& peer) const { return is_bearer(peer) ? AgentRef{} : peer; }
   SessionId open(Session session);
   SessionId find_up(const AgentRef& peer) const;  // that carries what is ours
   SessionId find_session(const AgentRef& peer, const Post& post, Effects& out);
@@ -300,7 +299,7 @@ class Endpoint {
   GrantTable grants_;
   Notifier notifier_;
   std::map<AgentRef, Peer> peers_;
-  std::optional<Bytes32> guest_key_, root_;
+  std::optional<Bytes32> bearer_key_, cluster_secret_;
   std::set<std::pair<Nanos, AgentRef>> leaving_;  // Peer::leaves_at of those in peers_
 
   Sessions sessions_;

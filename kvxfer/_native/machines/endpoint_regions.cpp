@@ -117,7 +117,7 @@ PushPost* Endpoint::push_of(const AgentRef& peer, const TransferId& id) {
 
 // Whether a PULL or a RELEASE on this session may be of that grant.
 bool Endpoint::may_read(SessionId session, const AgentRef& peer, const TransferId& id) const {
-  return !sessions_.at(session).is_by_guest_key || (grants_.is_of_pieces(id) && grants_.is_bound_to(id, peer));
+  return !sessions_.at(session).is_by_bearer_key || (grants_.is_of_pieces(id) && grants_.is_bound_to(id, peer));
 }
 
 // Why a read by that lane is not for this agent, or not for this session.
@@ -129,7 +129,7 @@ std::optional<Error> Endpoint::refusal_of(Lane lane, SessionId session) const {
 
 void Endpoint::on_pull(SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
   std::optional<Error> refusal = refusal_of(pull.lane, session);
-  if (!refusal && !may_read(session, peer, pull.id)) refusal = Error(Code::refused, "a guest reads only what was granted to itself");
+  if (!refusal && !may_read(session, peer, pull.id)) refusal = Error(Code::refused, "a bearer peer reads only what was granted to itself");
   if (refusal) {
     if (refusal->code() != Code::no_lane) grants_.count_refusal();
     out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, refusal->code(), refusal->what()}});
@@ -268,13 +268,14 @@ void Endpoint::end_offer(const Transfer& transfer, Effects& out) {
   offers_.give_back(share.of, share.weight);
   const Done done{id, outcome.code, outcome.text, transfer.turn(), outcome.blocks_checked};
   remember(id, share.of, EndedOffer{peer, done});
-  // Where it cannot be said now, it is when the peer asks again. Not to whoever came since under a guest's name: the id is its secret.
+  // If DONE cannot be sent now, it is sent when the peer asks again. It never goes to another peer that took a bearer peer's name
+  // since: the id is the bearer peer's secret.
   SessionId session = transfer.session();
   if (sessions_.count(session) == 0) session = transfer.asked_on;
   if (sessions_.count(session) == 0) {
     const auto up = up_.find(peer);
     if (up == up_.end()) return;
-    const auto proven = std::find_if(up->second.begin(), up->second.end(), [this](SessionId each) { return !sessions_.at(each).is_by_guest_key; });
+    const auto proven = std::find_if(up->second.begin(), up->second.end(), [this](SessionId each) { return !sessions_.at(each).is_by_bearer_key; });
     session = proven != up->second.end() ? *proven : 0;
   }
   if (session != 0) out.push_back(SendFrame{session, done});

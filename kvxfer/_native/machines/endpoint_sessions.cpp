@@ -7,83 +7,83 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kMapsMax = 16384;  // of what one session let us read
-constexpr size_t kForgottenAtOnce = 16;  // guests
+constexpr size_t kForgottenAtOnce = 16;  // bearer peers
 constexpr Nanos kProbeRoundTrips = 4;
 
 }  // namespace
 
-void Endpoint::set_guest_key(const Bytes32& key) {
-  if (root_) throw Error(Code::invalid_argument, "a core that lets in whoever proves a key under its root has no guests");
-  guest_key_ = key;
+void Endpoint::accept_bearer_key(const Bytes32& key) {
+  if (cluster_secret_) throw Error(Code::invalid_argument, "accept_bearer_key and accept_derived_keys exclude each other");
+  bearer_key_ = key;
 }
 
-void Endpoint::set_root(const Bytes32& root) {
-  if (guest_key_) throw Error(Code::invalid_argument, "a core that has guests lets in nobody else who was not named");
-  root_ = root;
+void Endpoint::accept_derived_keys(const Bytes32& cluster_secret) {
+  if (bearer_key_) throw Error(Code::invalid_argument, "accept_derived_keys and accept_bearer_key exclude each other");
+  cluster_secret_ = cluster_secret;
 }
 
-// Where a guest key is set, whoever dials us proves that one, named or not: it is what our metadata gave him. The key that a
-// peer was named with came from its own metadata, and is what we prove when we dial it.
+// Where a bearer key is set, every peer that dials us proves that key, registered or not: our metadata gave it to the peer. The
+// key that a peer was registered with came from the peer's own metadata; we prove that key when we dial it.
 const Bytes32* Endpoint::key_of(const AgentRef& peer, Session& session) const {
   if (peer == self_) return nullptr;
-  session.is_by_guest_key = guest_key_ && !session.is_dialed;
-  if (session.is_by_guest_key) return &*guest_key_;
+  session.is_by_bearer_key = bearer_key_ && !session.is_dialed;
+  if (session.is_by_bearer_key) return &*bearer_key_;
   if (const auto it = peers_.find(peer); it != peers_.end()) return &it->second.key;
-  if (!root_ || session.is_dialed) return nullptr;
-  session.derived_key = session_key(*root_, self_, peer);
+  if (!cluster_secret_ || session.is_dialed) return nullptr;
+  session.derived_key = session_key(*cluster_secret_, self_, peer);
   return &session.derived_key;
 }
 
-bool Endpoint::is_guest(const AgentRef& peer) const {
+bool Endpoint::is_bearer(const AgentRef& peer) const {
   const auto it = peers_.find(peer);
-  return it != peers_.end() && it->second.is_guest;
+  return it != peers_.end() && it->second.is_bearer;
 }
 
-// Of a guest whose last session ended. A lost session alone ends no grant and no offer: it may come back, and shows by the id that
-// it is the same. What our owner had for it ends, because whoever came next under that name would get it.
-void Endpoint::on_guest_gone(const AgentRef& guest, Nanos now, Effects& out) {
-  end_posts(guest, false, now, out);
-  owed_.erase(guest);
-  notifier_.peer_dead(guest, out);
-  const bool writes = std::any_of(posts_.begin(), posts_.end(), [&](const auto& post) { return post.second->peer() == guest; });
-  if (!writes && !grants_.has_reader(guest)) return forget(guest, now, out);
+// The last session of a bearer peer ended. A lost session alone ends no grant and no offer: the peer may come back and prove by the
+// transfer id that it is the same peer. Our own posts to it end, because the next peer to use its name would receive them.
+void Endpoint::on_bearer_gone(const AgentRef& bearer, Nanos now, Effects& out) {
+  end_posts(bearer, false, now, out);
+  owed_.erase(bearer);
+  notifier_.peer_dead(bearer, out);
+  const bool writes = std::any_of(posts_.begin(), posts_.end(), [&](const auto& post) { return post.second->peer() == bearer; });
+  if (!writes && !grants_.has_reader(bearer)) return forget(bearer, now, out);
   const TransferLimits& limits = limits_.transfers;
   const Nanos leaves_at = now + std::max(2 * limits.stall_ns + limits.reconnect_ns, limits_.grants.ttl_ns);
-  peers_.at(guest).leaves_at = leaves_at;
-  leaving_.emplace(leaves_at, guest);
-  // Who makes up names by the thousand, each with something under way, pushes out those that left before.
+  peers_.at(bearer).leaves_at = leaves_at;
+  leaving_.emplace(leaves_at, bearer);
+  // A peer that invents thousands of names, each with a transfer in progress, evicts the names that left first.
   if (leaving_.size() > share_of_one(limits_.sessions_max)) forget(AgentRef(leaving_.begin()->second), now, out);
 }
 
-// It came back, or is known otherwise, or not at all.
-void Endpoint::keep_guest(const AgentRef& guest) {
-  const auto known = peers_.find(guest);
+// Cancels the removal of a bearer peer: it came back, was registered, or is forgotten by other means.
+void Endpoint::keep_bearer(const AgentRef& bearer) {
+  const auto known = peers_.find(bearer);
   if (known == peers_.end() || known->second.leaves_at == kNever) return;
-  leaving_.erase({known->second.leaves_at, guest});
+  leaving_.erase({known->second.leaves_at, bearer});
   known->second.leaves_at = kNever;
 }
 
-// Each costs a look at everything that is under way: not many at once.
+// Each forget() scans all transfers and grants, so one tick forgets only a few.
 void Endpoint::forget_leaving(Nanos now, Effects& out) {
   for (size_t n = 0; !leaving_.empty() && leaving_.begin()->first <= now; ++n) {
-    const AgentRef guest = leaving_.begin()->second;
+    const AgentRef bearer = leaving_.begin()->second;
     if (n < kForgottenAtOnce) {
-      forget(guest, now, out);
+      forget(bearer, now, out);
       continue;
     }
-    keep_guest(guest);
-    peers_.at(guest).leaves_at = now + kMillisecond;
-    leaving_.emplace(now + kMillisecond, guest);
+    keep_bearer(bearer);
+    peers_.at(bearer).leaves_at = now + kMillisecond;
+    leaving_.emplace(now + kMillisecond, bearer);
   }
 }
 
-// Whether what this agent's owner has for the session's peer may go over it: to a named peer only where that peer's own key
-// was proven, to a guest over what there is.
-bool Endpoint::carries_ours(const Session& session) const { return !session.is_by_guest_key || is_guest(session.handshake.peer()); }
+// Whether posts and notifications of this agent's owner may use the session: for a registered peer only a session on which it proved
+// its own key, for a bearer peer any session.
+bool Endpoint::carries_ours(const Session& session) const { return !session.is_by_bearer_key || is_bearer(session.handshake.peer()); }
 
 // A peer's push runs on a session that its PUSH came by: the id is what shows that it is the same peer that came again.
 bool Endpoint::carries(const Session& session, const Post& post) const {
-  return post.is_offered() ? !session.is_by_guest_key : carries_ours(session);
+  return post.is_offered() ? !session.is_by_bearer_key : carries_ours(session);
 }
 
 SessionId Endpoint::find_up(const AgentRef& peer) const {
@@ -119,7 +119,7 @@ SessionId Endpoint::find_session(const AgentRef& peer, const Post& post, Effects
 }
 
 void Endpoint::dial(const AgentRef& peer, SessionKind kind, Effects& out) {
-  if (!is_guest(peer) && dialing_.insert({peer, kind}).second) out.push_back(Dial{peer, kind});
+  if (!is_bearer(peer) && dialing_.insert({peer, kind}).second) out.push_back(Dial{peer, kind});
 }
 
 // When the probe of this session is late.
@@ -250,7 +250,7 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
     const auto it = posts_.find(post);
     if (it != posts_.end() && it->second->session() == id) it->second->session_lost(now);
   }
-  if (is_guest(peer) && up_.count(peer) == 0) on_guest_gone(peer, now, out);
+  if (is_bearer(peer) && up_.count(peer) == 0) on_bearer_gone(peer, now, out);
   for (const LastWord& again : last_words.take()) say_last(peer, again, now, out);
   for (const TransferId& post : posts) {
     const auto it = posts_.find(post);
@@ -287,9 +287,9 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
       throw Error(Code::overloaded, "this peer has its share of sessions_max");
     }
   }
-  keep_guest(peer);
+  keep_bearer(peer);
   notifier_.peer_lives(peer);
-  if (!knows(peer)) peers_[peer] = session.is_by_guest_key ? Peer{*guest_key_, kind, true} : Peer{session.derived_key, kind, false};
+  if (!knows(peer)) peers_[peer] = session.is_by_bearer_key ? Peer{*bearer_key_, kind, true} : Peer{session.derived_key, kind, false};
   up_[peer].push_back(id);
   watched_.erase(id);
   out.push_back(SessionUp{id, peer, kind});

@@ -25,9 +25,9 @@ std::string canonical(const AgentRef& ref) {
 }  // namespace
 
 // kvxfer.protocol.handshake has the same in Python.
-Bytes32 session_key(const Bytes32& root, const AgentRef& one, const AgentRef& other) {
+Bytes32 session_key(const Bytes32& cluster_secret, const AgentRef& one, const AgentRef& other) {
   const std::string a = canonical(one), b = canonical(other);
-  return hmac_sha256(as_text(root), "kvxfer session key v1" + std::min(a, b) + std::max(a, b));
+  return hmac_sha256(as_text(cluster_secret), "kvxfer session key v1" + std::min(a, b) + std::max(a, b));
 }
 
 Handshake::Handshake(AgentRef self, AgentRef peer, const Bytes32& nonce)

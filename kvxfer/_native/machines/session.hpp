@@ -9,7 +9,7 @@
 // Both MACs are HMAC-SHA256 under the key of the pair (from the coordinator, over its authenticated channel), over a label
 // of the sender's part, both nonces and both lives: a proof cannot be replayed, reflected, or used by another life. A peer
 // whose life is not known here is refused: it may be older or newer than what the coordinator last told. Where there is no
-// coordinator, whoever holds the secret under all keys is let in: see Endpoint::set_root.
+// coordinator, whoever holds the secret under all keys is let in: see Endpoint::accept_derived_keys.
 #pragma once
 
 #include <functional>
@@ -22,7 +22,7 @@ namespace kvxfer {
 enum class SessionState : uint8_t { AwaitHello, AwaitAccept, AwaitProof, Up };
 
 // The key of one pair of lives, derived from the secret under all session keys; the same whichever way round they are given.
-Bytes32 session_key(const Bytes32& root, const AgentRef& one, const AgentRef& other);
+Bytes32 session_key(const Bytes32& cluster_secret, const AgentRef& one, const AgentRef& other);
 
 using KeyOf = std::function<const Bytes32*(const AgentRef&)>;  // nullptr: no such peer
 

@@ -52,7 +52,7 @@ class Link:
             except BaseException:
                 binding.close()
                 raise
-            self.transport.set_guest_key(self.capability)
+            self.transport.accept_bearer_key(self.capability)
             inbox.on_held = self.transport.hold_notifications
             self.poster = TransferEngine(self.transport, config=config, on_event=inbox.take_event)
             self.registry = Registry(self.poster)

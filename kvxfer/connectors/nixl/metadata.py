@@ -2,7 +2,7 @@
 accepted; must never know how the blob travels, nor dial anybody.
 
 One line ``kvxfer-nixl-metadata/1``, then JSON. Whoever holds a blob with connection info may read and write all that
-its agent registers: the blob carries a capability, 32 random bytes that the agent's core lets guests in by. Partial
+its agent registers: the blob carries a capability, 32 random bytes by which the agent accepts bearer peers. Partial
 blobs without connection info carry none, and mean something only to those who have one with it.
 """
 
