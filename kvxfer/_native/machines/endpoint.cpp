@@ -28,7 +28,7 @@ void Endpoint::forget(const AgentRef& peer, Nanos now, Effects& out) {
   keep_bearer(peer);
   peers_.erase(peer);
   if (!has_other_life) end_posts(peer, true, now, out);
-  owed_.erase(peer);
+  unsent_ends_.erase(peer);
   grants_.reader_dead(peer, now, out);
   notifier_.peer_dead(peer, out);
 }
@@ -137,23 +137,23 @@ void Endpoint::cancel(const TransferId& id, Nanos now, Effects& out) {
 void Endpoint::give_up(const TransferId& id, const AgentRef& source, Nanos now, Effects& out) {
   if (posts_.count(id) != 0 || finished_.count(id) != 0) throw Error(Code::invalid_argument, "this transfer has begun: cancel it");
   if (const auto peer = peers_.find(source); peer != peers_.end() && find_up(source) == 0) dial(source, peer->second.control, out);
-  say_last(source, last_word(id, now), now, out);
+  send_end(source, unacked_end(id, now), now, out);
 }
 
-// By a session that is up, or as soon as one is.
-void Endpoint::say_last(const AgentRef& source, const LastWord& owed, Nanos now, Effects& out) {
+// Sends it over a session that is up, or as soon as one is.
+void Endpoint::send_end(const AgentRef& source, const UnackedEnd& end, Nanos now, Effects& out) {
   if (!knows(source) || is_away(source)) return;
   if (const SessionId session = find_up(source)) {
-    say_last_over(session, sessions_.at(session), owed, now, out);
+    send_end_over(session, sessions_.at(session), end, now, out);
   } else {
-    owed_[source].add(owed);
+    unsent_ends_[source].add(end);
   }
 }
 
-void Endpoint::say_last_over(SessionId id, Session& session, const LastWord& owed, Nanos now, Effects& out) {
-  if (now >= owed.until) return;
-  out.push_back(SendFrame{id, owed.is_of_push ? Frame(Revoke{owed.id, Code::grant_revoked}) : Frame(Release{owed.id})});
-  session.last_words.add(owed);
+void Endpoint::send_end_over(SessionId id, Session& session, const UnackedEnd& end, Nanos now, Effects& out) {
+  if (now >= end.until) return;
+  out.push_back(SendFrame{id, end.is_of_push ? Frame(Revoke{end.id, Code::grant_revoked}) : Frame(Release{end.id})});
+  session.unacked_ends.add(end);
 }
 
 std::optional<TransferState> Endpoint::transfer_state(const TransferId& id) const {
@@ -315,9 +315,9 @@ void Endpoint::finish(const Post& post, Nanos now, Effects& out) {
     return notify_ended(post, push.own_notification(), now, out);
   }
   if (const auto session = sessions_.find(post.session()); session != sessions_.end()) {
-    session->second.last_words.add(last_word(id, now));  // it said so itself
+    session->second.unacked_ends.add(unacked_end(id, now));  // the transfer sent RELEASE
   } else {
-    say_last(post.peer(), last_word(id, now), now, out);
+    send_end(post.peer(), unacked_end(id, now), now, out);
   }
   notify_ended(post, transfer->spec().notification, now, out);
 }

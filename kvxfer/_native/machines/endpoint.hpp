@@ -22,9 +22,9 @@
 #include "grant.hpp"
 #include "notifier.hpp"
 #include "push.hpp"
-#include "last_words.hpp"
 #include "session.hpp"
 #include "transfer.hpp"
+#include "unacked_ends.hpp"
 
 namespace kvxfer {
 
@@ -206,7 +206,7 @@ class Endpoint {
     std::set<TransferId> posts;                    // attached
     std::set<std::pair<uint32_t, Lane>> maps;      // what the peer let us read by it
     bool is_by_bearer_key = false;                  // the peer claims its name and does not prove it
-    LastWords last_words{};                       // over it
+    UnackedEnds unacked_ends{};                    // sent over it
     Bytes32 derived_key{};                         // of an unregistered peer, from the cluster secret
     uint64_t refusals = 0;                         // of what it asked for
     bool is_up() const { return handshake.state() == SessionState::Up; }
@@ -287,9 +287,9 @@ class Endpoint {
   void wake(Post& post, Nanos at);
   void settle(Posts::iterator it, Nanos now, Effects& out);
   void finish(const Post& post, Nanos now, Effects& out);
-  LastWord last_word(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns, false}; }
-  void say_last(const AgentRef& source, const LastWord& owed, Nanos now, Effects& out);
-  void say_last_over(SessionId id, Session& session, const LastWord& owed, Nanos now, Effects& out);
+  UnackedEnd unacked_end(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns, false}; }
+  void send_end(const AgentRef& source, const UnackedEnd& end, Nanos now, Effects& out);
+  void send_end_over(SessionId id, Session& session, const UnackedEnd& end, Nanos now, Effects& out);
   bool is_peer(const AgentRef& peer, const Post& post) const;
 
   AgentRef self_;
@@ -308,7 +308,7 @@ class Endpoint {
   std::set<SessionId> watched_;                    // opening, or with posts attached: those whose silence says something
   size_t unproven_ = 0;                            // accepted
   std::set<std::pair<AgentRef, SessionKind>> dialing_;
-  std::map<AgentRef, LastWords> owed_;  // to be said when a session is up
+  std::map<AgentRef, UnackedEnds> unsent_ends_;  // to be sent when a session is up
 
   Posts posts_;
   std::set<std::pair<Nanos, TransferId>> wakes_;  // Post::woken_at of those in posts_

@@ -316,23 +316,23 @@ void Endpoint::on_revoke(SessionId session, const AgentRef& peer, const Revoke& 
   settle(posts_.find(revoke.id), now, out);
 }
 
-// Of an own push that ended here. Whoever reads for it is to stop before it hears of the next write, which may be of the same memory
-// and come by any session: so it is told over each, and once more where that goes, or as soon as there is one.
+// An own push ended here. Its reader must stop before it hears of the next write, which may use the same memory and come by any
+// session: so REVOKE goes over each session that is up, or, where none is, over the next one.
 void Endpoint::stop_reader(const PushPost& push, Nanos now, Effects& out) {
   if (!push.may_be_read()) return;
-  LastWord word = last_word(push.id(), now);
-  word.is_of_push = true;
+  UnackedEnd end = unacked_end(push.id(), now);
+  end.is_of_push = true;
   const auto up = up_.find(push.peer());
-  bool is_said = false;
+  bool is_sent = false;
   if (up != up_.end()) {
     for (const SessionId id : up->second) {
       Session& session = sessions_.at(id);
       if (!carries_ours(session)) continue;
-      say_last_over(id, session, word, now, out);
-      is_said = true;
+      send_end_over(id, session, end, now, out);
+      is_sent = true;
     }
   }
-  if (!is_said) say_last(push.peer(), word, now, out);
+  if (!is_sent) send_end(push.peer(), end, now, out);
 }
 
 // A fetch says that it is done by a notification of its own, and so does a push whose notification is too long to go with it; one that

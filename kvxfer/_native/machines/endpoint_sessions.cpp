@@ -43,7 +43,7 @@ bool Endpoint::is_bearer(const AgentRef& peer) const {
 // transfer id that it is the same peer. Our own posts to it end, because the next peer to use its name would receive them.
 void Endpoint::on_bearer_gone(const AgentRef& bearer, Nanos now, Effects& out) {
   end_posts(bearer, false, now, out);
-  owed_.erase(bearer);
+  unsent_ends_.erase(bearer);
   notifier_.peer_dead(bearer, out);
   const bool writes = std::any_of(posts_.begin(), posts_.end(), [&](const auto& post) { return post.second->peer() == bearer; });
   if (!writes && !grants_.has_reader(bearer)) return forget(bearer, now, out);
@@ -239,7 +239,7 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
   const AgentRef peer = found->second.handshake.peer();
   const SessionKind kind = found->second.kind;
   const std::set<TransferId> posts = std::move(found->second.posts);
-  LastWords last_words = std::move(found->second.last_words);
+  UnackedEnds unacked_ends = std::move(found->second.unacked_ends);
   remove(found);
   if (!is_up) {
     if (is_dialed) dial_failed(peer, kind, Code::transport, "the connection closed in the handshake", now, out);
@@ -251,7 +251,7 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
     if (it != posts_.end() && it->second->session() == id) it->second->session_lost(now);
   }
   if (is_bearer(peer) && up_.count(peer) == 0) on_bearer_gone(peer, now, out);
-  for (const LastWord& again : last_words.take()) say_last(peer, again, now, out);
+  for (const UnackedEnd& again : unacked_ends.take()) send_end(peer, again, now, out);
   for (const TransferId& post : posts) {
     const auto it = posts_.find(post);
     if (it != posts_.end() && it->second->session() == 0) settle(it, now, out);
@@ -293,9 +293,9 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
   up_[peer].push_back(id);
   watched_.erase(id);
   out.push_back(SessionUp{id, peer, kind});
-  if (const auto owed = owed_.find(peer); owed != owed_.end() && carries_ours(session)) {
-    for (const LastWord& again : owed->second.take()) say_last_over(id, session, again, now, out);
-    owed_.erase(owed);
+  if (const auto ends = unsent_ends_.find(peer); ends != unsent_ends_.end() && carries_ours(session)) {
+    for (const UnackedEnd& again : ends->second.take()) send_end_over(id, session, again, now, out);
+    unsent_ends_.erase(ends);
   }
   for (auto it = posts_.begin(); it != posts_.end();) {
     const auto current = it++;

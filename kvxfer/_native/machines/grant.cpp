@@ -209,7 +209,7 @@ void GrantTable::decline(const TransferId& id, Effects& out) {
   }
   add(id).state = GrantState::Revoked;
   for (const WaitingPull& waited : waiting_.take(id)) refuse(waited.session, waited.pull, Code::grant_revoked, "the source will not make this grant", out);
-  bury(tombstones_, limits_.tombstones_max, id);
+  add_tombstone(tombstones_, limits_.tombstones_max, id);
 }
 
 void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
@@ -375,7 +375,7 @@ void GrantTable::on_release(const AgentRef& peer, const TransferId& id, Nanos no
   grant.state = GrantState::Released;
   grant.is_given_up = true;
   grant.reader = peer;
-  bury(given_up_, graves_of_peers_max(), id);
+  add_tombstone(given_up_, peer_tombstones_max(), id);
 }
 
 void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {
@@ -453,16 +453,16 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
     out.push_back(SendFrame{grant.reading->session, Revoke{grant.id, code_of(grant.state), grant.why}});
   }
   grant.reading.reset();
-  if (grant.is_of_pieces) return bury(ended_of_pieces_, graves_of_peers_max(), grant.id);
+  if (grant.is_of_pieces) return add_tombstone(ended_of_pieces_, peer_tombstones_max(), grant.id);
   out.push_back(GrantEnded{grant.id, grant.state});
-  bury(tombstones_, limits_.tombstones_max, grant.id);
+  add_tombstone(tombstones_, limits_.tombstones_max, grant.id);
 }
 
-void GrantTable::bury(std::deque<TransferId>& graves, size_t max, const TransferId& id) {
-  graves.push_back(id);
-  while (graves.size() > max) {
-    grants_.erase(graves.front());
-    graves.pop_front();
+void GrantTable::add_tombstone(std::deque<TransferId>& tombstones, size_t max, const TransferId& id) {
+  tombstones.push_back(id);
+  while (tombstones.size() > max) {
+    grants_.erase(tombstones.front());
+    tombstones.pop_front();
   }
 }
 

@@ -197,8 +197,8 @@ class GrantTable {
   void check_new(const TransferId& id, const std::string& reader, Nanos ttl_ns) const;
   Grant& add(const TransferId& id);
   void check_count() const;
-  void bury(std::deque<TransferId>& graves, size_t max, const TransferId& id);
-  size_t graves_of_peers_max() const { return std::max<size_t>(limits_.tombstones_max / 4, 1); }
+  void add_tombstone(std::deque<TransferId>& tombstones, size_t max, const TransferId& id);
+  size_t peer_tombstones_max() const { return std::max<size_t>(limits_.tombstones_max / 4, 1); }
   void set_expiry(Grant& grant, Nanos expiry);
   void refuse(SessionId session, const Pull& pull, Code code, const std::string& text, Effects& out);
   void tell(WaitingPull& waiting, Nanos now, Effects& out);
