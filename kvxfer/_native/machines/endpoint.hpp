@@ -211,9 +211,9 @@ class Endpoint {
     uint64_t refusals = 0;                         // of what it asked for
     bool is_up() const { return handshake.state() == SessionState::Up; }
   };
-  struct OfferShare {
-    AgentRef of;
-    uint64_t weight = 0;
+  struct OfferCharge {
+    AgentRef to;
+    uint64_t cost = 0;
   };
   struct EndedOffer {
     AgentRef from;
@@ -232,7 +232,7 @@ class Endpoint {
   bool carries_ours(const Session& session) const;
   bool carries(const Session& session, const Post& post) const;
   // Bearer peers choose their own names, so all of them together have the quota of one peer.
-  AgentRef share_of(const AgentRef& peer) const { return is_bearer(peer) ? AgentRef{} : peer; }
+  AgentRef charged_peer(const AgentRef& peer) const { return is_bearer(peer) ? AgentRef{} : peer; }
   SessionId open(Session session);
   SessionId find_up(const AgentRef& peer) const;  // that carries what is ours
   SessionId find_session(const AgentRef& peer, const Post& post, Effects& out);
@@ -266,7 +266,7 @@ class Endpoint {
   void take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
   bool is_draining_into(const Hold& into, const AgentRef& peer) const;
   void end_offer(const Transfer& transfer, Effects& out);
-  void remember(const TransferId& id, const AgentRef& share, EndedOffer ended);
+  void remember(const TransferId& id, const AgentRef& charged, EndedOffer ended);
   std::optional<Error> refusal_of(Lane lane, SessionId session) const;
   bool may_read(SessionId session, const AgentRef& peer, const TransferId& id) const;
   void notify_ended(const Post& post, const std::optional<std::string>& notification, Nanos now, Effects& out);
@@ -315,11 +315,11 @@ class Endpoint {
   std::map<TransferId, TransferState> finished_;
   std::deque<TransferId> finished_order_;
 
-  Shares offers_;
-  std::map<TransferId, OfferShare> offer_shares_;  // live
+  PeerQuota offers_;
+  std::map<TransferId, OfferCharge> offer_charges_;  // live
   std::set<TransferId> offers_draining_;           // final, and a read may still land
   std::map<TransferId, EndedOffer> offers_ended_;
-  std::map<AgentRef, std::deque<TransferId>> offers_ended_order_;  // by share, oldest first
+  std::map<AgentRef, std::deque<TransferId>> offers_ended_order_;  // by the peer that is charged, oldest first
 };
 
 }  // namespace kvxfer

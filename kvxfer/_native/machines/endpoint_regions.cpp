@@ -17,7 +17,7 @@ Code told(Code code) {
 }
 
 // What a list takes here once it is kept.
-uint64_t weight_of(const WireList& list) { return list.grids.size() * sizeof(Grid) + piece_count(list) * sizeof(uint32_t); }
+uint64_t cost_of(const WireList& list) { return list.grids.size() * sizeof(Grid) + piece_count(list) * sizeof(uint32_t); }
 
 }  // namespace
 
@@ -151,11 +151,11 @@ void Endpoint::on_fetch(SessionId session, const AgentRef& peer, const Fetch& fe
   if (const auto refusal = refusal_of(pull.lane, session)) return refuse(refusal->code(), refusal->what());
   try {
     if (!grants_.knows(pull.id) || grants_.is_given_up_by_another(pull.id, peer)) {
-      const AgentRef share = share_of(peer);
-      const uint64_t weight = weight_of(fetch.pieces);
-      grants_.check_room(share, weight);
+      const AgentRef charged = charged_peer(peer);
+      const uint64_t cost = cost_of(fetch.pieces);
+      grants_.check_room(charged, cost);
       auto hold = std::make_unique<PiecesHold>(regions_, from_wire(fetch.pieces), RegionUse::PeerReads, false);
-      grants_.grant_pieces(pull.id, std::move(hold), peer, share, limits_.grants.ttl_ns, weight, now);
+      grants_.grant_pieces(pull.id, std::move(hold), peer, charged, limits_.grants.ttl_ns, cost, now);
     } else if (!grants_.is_of_pieces(pull.id) && grants_.state(pull.id, now) == GrantState::Alive) {
       return refuse(Code::refused, "this id is of a grant of blocks");
     }
@@ -207,8 +207,8 @@ void Endpoint::go_on_with(Posts::iterator offered, SessionId session, const Push
 // Everything that can be refused is, before anything is kept.
 void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
   if (finished_.count(push.id) != 0) throw Error(Code::refused, "this id was used by another");
-  const OfferShare share{share_of(peer), weight_of(push.from) + weight_of(push.to) + push.notification.size()};
-  if (posts_.size() >= limits_.transfers_max || !offers_.has_room(share.of, share.weight)) {
+  const OfferCharge charge{charged_peer(peer), cost_of(push.from) + cost_of(push.to) + push.notification.size()};
+  if (posts_.size() >= limits_.transfers_max || !offers_.has_room(charge.to, charge.cost)) {
     throw Error(Code::overloaded, "too many pushes of this peer are under way");
   }
   PieceList from = from_wire(push.from), to = from_wire(push.to);
@@ -232,8 +232,8 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   spec.is_last = push.is_last;
   if (push.has_notification) spec.notification = push.notification;
   auto transfer = std::make_unique<Transfer>(std::move(spec), limits_.transfers, std::move(hold), now);
-  offers_.take(share.of, share.weight);
-  offer_shares_[push.id] = share;
+  offers_.take(charge.to, charge.cost);
+  offer_charges_[push.id] = charge;
   if (has_bug(Bug::notify_before_commit) && push.has_notification) out.push_back(NotifReceived{peer, 0, push.notification});
   transfer->asked_on = session;
   const auto it = posts_.emplace(push.id, std::move(transfer)).first;
@@ -262,12 +262,12 @@ void Endpoint::end_offer(const Transfer& transfer, Effects& out) {
   const std::optional<std::string>& notification = transfer.spec().notification;
   if (is_committed && notification && !has_bug(Bug::notify_before_commit)) out.push_back(NotifReceived{peer, 0, *notification});
   out.push_back(OfferEnded{id, peer, outcome.state, outcome.code, outcome.lane, transfer.into().bytes(0, transfer.done())});
-  const OfferShare share = offer_shares_.at(id);
-  offer_shares_.erase(id);
+  const OfferCharge charge = offer_charges_.at(id);
+  offer_charges_.erase(id);
   offers_draining_.erase(id);
-  offers_.give_back(share.of, share.weight);
+  offers_.give_back(charge.to, charge.cost);
   const Done done{id, outcome.code, outcome.text, transfer.turn(), outcome.blocks_checked};
-  remember(id, share.of, EndedOffer{peer, done});
+  remember(id, charge.to, EndedOffer{peer, done});
   // If DONE cannot be sent now, it is sent when the peer asks again. It never goes to another peer that took a bearer peer's name
   // since: the id is the bearer peer's secret.
   SessionId session = transfer.session();
@@ -283,11 +283,11 @@ void Endpoint::end_offer(const Transfer& transfer, Effects& out) {
 
 // A push that comes again after it was forgotten here would be taken for a new one: so a peer whose pushes end by the thousand
 // pushes out its own, and of all together those of whoever has the most.
-void Endpoint::remember(const TransferId& id, const AgentRef& share, EndedOffer ended) {
+void Endpoint::remember(const TransferId& id, const AgentRef& charged, EndedOffer ended) {
   offers_ended_[id] = std::move(ended);
-  auto most = offers_ended_order_.try_emplace(share).first;
+  auto most = offers_ended_order_.try_emplace(charged).first;
   most->second.push_back(id);
-  if (most->second.size() <= share_of_one(limits_.finished_max)) {
+  if (most->second.size() <= quota_of_one(limits_.finished_max)) {
     if (offers_ended_.size() <= limits_.finished_max) return;
     most = std::max_element(offers_ended_order_.begin(), offers_ended_order_.end(),
                             [](const auto& a, const auto& b) { return a.second.size() < b.second.size(); });
@@ -309,7 +309,7 @@ void Endpoint::on_done(SessionId session, const AgentRef& peer, const Done& done
 void Endpoint::on_revoke(SessionId session, const AgentRef& peer, const Revoke& revoke, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(revoke.id);
   const bool is_heard = transfer != nullptr || finished_.count(revoke.id) != 0 || has_met(revoke.id);
-  if (!is_heard) return remember(revoke.id, share_of(peer), EndedOffer{peer, Done{revoke.id, revoke.code, "ended before it was heard"}});
+  if (!is_heard) return remember(revoke.id, charged_peer(peer), EndedOffer{peer, Done{revoke.id, revoke.code, "ended before it was heard"}});
   if (transfer == nullptr || transfer->peer() != peer) return;
   if (!transfer->is_offered() && transfer->session() != session) return;
   transfer->on_revoke(revoke, now, out);

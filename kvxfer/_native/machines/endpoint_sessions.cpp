@@ -52,7 +52,7 @@ void Endpoint::on_bearer_gone(const AgentRef& bearer, Nanos now, Effects& out) {
   peers_.at(bearer).leaves_at = leaves_at;
   leaving_.emplace(leaves_at, bearer);
   // A peer that invents thousands of names, each with a transfer in progress, evicts the names that left first.
-  if (leaving_.size() > share_of_one(limits_.sessions_max)) forget(AgentRef(leaving_.begin()->second), now, out);
+  if (leaving_.size() > quota_of_one(limits_.sessions_max)) forget(AgentRef(leaving_.begin()->second), now, out);
 }
 
 // Cancels the removal of a bearer peer: it came back, was registered, or is forgotten by other means.
@@ -197,7 +197,7 @@ SessionId Endpoint::dialed(const AgentRef& peer, SessionKind kind, const Bytes32
 
 SessionId Endpoint::accepted(SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out) {
   const SessionId id = open(Session{kind, false, Handshake(self_, nonce), now + limits_.handshake_ns, now, 0, now});
-  if (sessions_.size() > limits_.sessions_max || unproven_ > share_of_one(limits_.sessions_max)) {
+  if (sessions_.size() > limits_.sessions_max || unproven_ > quota_of_one(limits_.sessions_max)) {
     // The oldest that proved nothing yet, perhaps this one: who only holds connections open keeps nobody out.
     const auto oldest = std::find_if(watched_.begin(), watched_.end(), [this](SessionId each) {
       const Session& session = sessions_.at(each);
@@ -283,8 +283,8 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
   } else {
     --unproven_;
     const auto up = up_.find(peer);
-    if (up != up_.end() && up->second.size() >= share_of_one(limits_.sessions_max)) {
-      throw Error(Code::overloaded, "this peer has its share of sessions_max");
+    if (up != up_.end() && up->second.size() >= quota_of_one(limits_.sessions_max)) {
+      throw Error(Code::overloaded, "this peer has used its quota of sessions_max");
     }
   }
   keep_bearer(peer);

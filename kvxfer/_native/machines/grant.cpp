@@ -106,9 +106,9 @@ void GrantTable::check_count() const {
   if (counts_.alive >= limits_.grants_max) throw Error(Code::limit_exceeded, "grants_max (" + std::to_string(limits_.grants_max) + ") is reached");
 }
 
-void GrantTable::check_room(const AgentRef& share, uint64_t weight) const {
+void GrantTable::check_room(const AgentRef& charged, uint64_t cost) const {
   check_count();
-  if (!fetches_.has_room(share, weight)) throw Error(Code::overloaded, "too many fetches of this peer are under way");
+  if (!fetches_.has_room(charged, cost)) throw Error(Code::overloaded, "too many fetches of this peer are under way");
 }
 
 void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
@@ -132,18 +132,18 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
   for (const WaitingPull& waited : waiting_.take(id)) accept(grant, waited.session, waited.peer, waited.pull, now, out);
 }
 
-Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold, const AgentRef& reader, const AgentRef& share, Nanos ttl_ns,
-                               uint64_t weight, Nanos now) {
+Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns,
+                               uint64_t cost, Nanos now) {
   ttl_ns = std::min(ttl_ns, limits_.life_max_ns);
   check_new(id, reader.agent_id, ttl_ns);
-  if (weight != 0) check_room(share, weight);
+  if (cost != 0) check_room(charged, cost);
   hold->take();
-  if (weight != 0) fetches_.take(share, weight);
+  if (cost != 0) fetches_.take(charged, cost);
 
   Grant& grant = add(id);
   grant.is_of_pieces = true;
-  grant.share = share;
-  grant.weight = weight;
+  grant.charged = charged;
+  grant.cost = cost;
   grant.reader = reader;
   grant.seq = 1;
   grant.ready_blocks = hold->count();
@@ -440,7 +440,7 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
   grant.hold->give_back();
   grant.hold.reset();
   grant.sums.clear();
-  if (grant.weight != 0) fetches_.give_back(grant.share, std::exchange(grant.weight, 0));
+  if (grant.cost != 0) fetches_.give_back(grant.charged, std::exchange(grant.cost, 0));
   --counts_.alive;
   switch (grant.state) {
     case GrantState::Released: ++counts_.released; break;

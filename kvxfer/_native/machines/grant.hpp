@@ -110,13 +110,13 @@ class GrantTable {
   bool is_alive(const TransferId& id, uint64_t serial, Nanos now) const;
 
   // --- registered memory ---
-  // A grant to exactly `reader`, all of it ready; returns when it ends whoever renews it. `weight`: bytes of memory that the
-  // list of a peer's FETCH takes, counted against what the peers of `share` may make us keep; 0: our own push. Throws
+  // A grant to exactly `reader`, all of it ready; returns when it ends in spite of all renewals. `cost`: bytes of memory that the
+  // list of a peer's FETCH takes, counted against the quota of `charged`; 0: our own push. Throws
   // Error(invalid_argument, limit_exceeded, overloaded).
-  Nanos grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold, const AgentRef& reader, const AgentRef& share, Nanos ttl_ns, uint64_t weight,
+  Nanos grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns, uint64_t cost,
                      Nanos now);
   // Whether grant_pieces would find room, before a list is made: throws as it.
-  void check_room(const AgentRef& share, uint64_t weight) const;
+  void check_room(const AgentRef& charged, uint64_t cost) const;
   bool knows(const TransferId& id) const { return grants_.count(id) != 0; }  // live, or ended not long ago
   bool is_of_pieces(const TransferId& id) const;
   bool has_reader(const AgentRef& reader) const;  // of a grant that is alive
@@ -169,8 +169,8 @@ class GrantTable {
     std::unique_ptr<Hold> hold;          // while alive
     std::vector<std::optional<uint32_t>> sums;  // of the ready blocks, where the owner gave them
     bool is_of_pieces = false;           // of registered memory: the owner knows nothing of it
-    AgentRef share;                      // whose share it takes up, where it has a weight
-    uint64_t weight = 0;
+    AgentRef charged;                    // the peer whose quota it uses, where it has a cost
+    uint64_t cost = 0;
     std::string reader_id;               // empty: the first to come
     bool is_open = false;                // made for the first to come
     Bytes32 content{};                   // zero: the owner does not say
@@ -214,7 +214,7 @@ class GrantTable {
   std::set<std::pair<Nanos, TransferId>> expiries_;
   WaitingPulls waiting_;
   Intake intake_;
-  Shares fetches_;
+  PeerQuota fetches_;
   GrantCounts counts_;
 };
 

@@ -13,7 +13,7 @@ constexpr size_t kWindowPieces = 16;        // sent to one peer, and not heard o
 constexpr size_t kPartsBytesMax = 64 << 20;  // of notifications that are not whole yet, of all peers
 constexpr Nanos kPartPatience = 2000 * kMillisecond;  // one of which nothing came for so long makes room
 
-size_t weight_of(const std::string& payload) { return payload.size() + kEachBytes; }
+size_t cost_of(const std::string& payload) { return payload.size() + kEachBytes; }
 
 }  // namespace
 
@@ -31,7 +31,7 @@ uint64_t Notifier::post(const AgentRef& to, std::string payload, Nanos now) {
   Peer& box = alive(to);
   check_room(box, to, payload.size());
   if (box.pending.empty()) box.sent_at = now;
-  box.queued += weight_of(payload);
+  box.queued += cost_of(payload);
   box.pending.emplace_back(box.next_seq, std::move(payload));
   return box.next_seq++;
 }
@@ -113,11 +113,11 @@ void Notifier::on_notif(SessionId session, const AgentRef& from, const Notif& no
 void Notifier::on_ack(Peer& box, const AgentRef& from, const Notif& ack, Nanos now, Effects& out) {
   while (!box.pending.empty() && box.pending.front().first <= ack.seq) {
     const auto& [seq, payload] = box.pending.front();
-    const size_t weight = weight_of(payload);
-    box.queued -= weight;
+    const size_t cost = cost_of(payload);
+    box.queued -= cost;
     box.taken = 0;
     if (seq < box.unsent_seq) {
-      box.sent -= weight;
+      box.sent -= cost;
     } else {  // it has it from before
       box.sent = box.unsent_at = 0;
       box.unsent_seq = seq + 1;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "frames.hpp"
-#include "shares.hpp"
+#include "peer_quota.hpp"
 
 namespace kvxfer {
 
@@ -27,7 +27,7 @@ struct WaitingPull {
 
 class WaitingPulls {
  public:
-  explicit WaitingPulls(size_t max) : max_(max), shares_(max) {}
+  explicit WaitingPulls(size_t max) : max_(max), quota_(max) {}
 
   size_t size() const { return pulls_.size(); }
   bool has(const TransferId& id) const { return pulls_.count(id) != 0; }
@@ -44,9 +44,9 @@ class WaitingPulls {
       return &it->second;
     }
     if (pulls_.size() >= max_) drop_away(nullptr);
-    if (!shares_.has_room(peer)) drop_away(&peer);
-    if (pulls_.size() >= max_ || !shares_.has_room(peer)) return nullptr;
-    shares_.take(peer);
+    if (!quota_.has_room(peer)) drop_away(&peer);
+    if (pulls_.size() >= max_ || !quota_.has_room(peer)) return nullptr;
+    quota_.take(peer);
     return &pulls_.emplace(pull.id, WaitingPull{session, peer, pull, deadline, unasked_until, now, rounds})->second;
   }
   template <class F>
@@ -93,7 +93,7 @@ class WaitingPulls {
     while (begin != end) {
       const auto current = begin++;
       if (!is_taken(current->second)) continue;
-      shares_.give_back(current->second.peer);
+      quota_.give_back(current->second.peer);
       if (!current->second.is_away()) taken.push_back(std::move(current->second));
       pulls_.erase(current);
     }
@@ -101,7 +101,7 @@ class WaitingPulls {
   }
 
   size_t max_;
-  Shares shares_;
+  PeerQuota quota_;
   Pulls pulls_;
 };
 

@@ -1,4 +1,4 @@
-"""What one peer can take of what all share, and how transfers spread over the sessions with one peer."""
+"""The quota of one peer in limits that all peers share, and how transfers spread over the sessions with one peer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_all_bearer_peers_share_one_quota() -> None:
         fetch = _core.Fetch(pull, _core.WireList([(9, 0, 16, 16, 1)]))
         codes["fetch"].append(code_of(end.on_frame(session, fetch, 1)))
     assert codes == {what: ["taken"] * 16 + ["overloaded"] * 4 for what in ("push", "fetch")}
-    # a peer that was named has a share of its own
+    # a peer that was named has a quota of its own
     named = _core.AgentRef("named", 1, b"n" * 16)
     end.set_peer(named, KEY, SessionKind.TCP)
     assert code_of(end.on_frame(visit(end, "named", 1), push(b"n" * 16), 1)) == "taken"
