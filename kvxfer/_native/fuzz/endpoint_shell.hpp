@@ -43,7 +43,7 @@ class Shell {
     check(counts.sessions_up == 0 && counts.sessions_opening == 0, "a session outlived its connection");
     check(counts.notifications_pending == 0 && counts.peers == 0, "something of a dead peer is left");
     for (const PoolCounts& pool : counts.pools) check(pool.granted + pool.reserved + pool.quarantined == 0, "a block was not given back");
-    for (const RegionCounts& region : counts.regions) check(region.grants + region.transfers == 0, "a hold of a region was not given back");
+    for (const RegionCounts& region : counts.regions) check(region.grants + region.transfers == 0, "a claim on a region was not given back");
     book_.check_over();
     endpoint_.remove_pool(kPool);
     for (const uint32_t region : regions_) call([&](Effects& out) { endpoint_.remove_region(region, now_, out); });

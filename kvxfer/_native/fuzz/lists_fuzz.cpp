@@ -4,7 +4,7 @@
 
 #include "input.hpp"
 #include "machines/frames.hpp"
-#include "machines/hold.hpp"
+#include "machines/memory_claim.hpp"
 
 using namespace kvxfer;
 using namespace kvxfer::fuzz;
@@ -122,14 +122,14 @@ void try_regions(const WireList& wire, const PieceList& list) {
       is_inside = is_inside && is_allowed && Wide{grid.offset} + Wide{grid.count - 1} * grid.stride + grid.length <= kRegionBytes * (grid.region + 1);
     }
     const bool was_accepted = is_accepted(use == RegionUse::Own ? Code::invalid_argument : Code::refused, [&] {
-      PiecesHold hold(regions, list, use, true);
-      hold.take();
-      check(hold.fitting(0, hold.count(), 100) >= 1, "nothing fits");
-      hold.give_back();
+      PiecesClaim claim(regions, list, use, true);
+      claim.take();
+      check(claim.fitting(0, claim.count(), 100) >= 1, "nothing fits");
+      claim.give_back();
     });
     check(was_accepted == is_inside, "a piece outside of what there is was accepted, or one inside refused");
   }
-  for (const auto& [_, region] : regions.all()) check(region.landings == 0, "a hold was not given back");
+  for (const auto& [_, region] : regions.all()) check(region.landings == 0, "a claim was not given back");
 }
 
 }  // namespace

@@ -101,21 +101,21 @@ void Endpoint::pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out) {
   Ledger& into = ledger(pool);
   check_room(spec.id, spec.source);
   drop_unserved(spec.lanes);
-  std::unique_ptr<Hold> hold;
+  std::unique_ptr<MemoryClaim> claim;
   if (spec.blocks.empty()) {
-    hold = std::make_unique<NoBlocks>(into, spec.count);
+    claim = std::make_unique<NoBlocks>(into, spec.count);
   } else {
-    hold = std::make_unique<ReservedBlocks>(into, std::move(spec.blocks));
+    claim = std::make_unique<ReservedBlocks>(into, std::move(spec.blocks));
   }
-  post(std::make_unique<Transfer>(std::move(spec), limits_.transfers, std::move(hold), now), now, out);
+  post(std::make_unique<Transfer>(std::move(spec), limits_.transfers, std::move(claim), now), now, out);
 }
 
 void Endpoint::reserve(const TransferId& id, std::vector<uint32_t> blocks, uint32_t first, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(id);
   if (transfer == nullptr || !transfer->is_pull()) throw Error(Code::invalid_argument, "no pull of this id is under way");
   if (blocks.empty()) throw Error(Code::invalid_argument, "a transfer needs at least one block");
-  auto hold = std::make_unique<ReservedBlocks>(ledger(transfer->into().pool()->id), std::move(blocks));
-  transfer->reserve(std::move(hold), first, now, out);
+  auto claim = std::make_unique<ReservedBlocks>(ledger(transfer->into().pool()->id), std::move(blocks));
+  transfer->reserve(std::move(claim), first, now, out);
   settle(posts_.find(id), now, out);
 }
 

@@ -264,7 +264,7 @@ class Endpoint {
   void stop_reader(const PushPost& push, Nanos now, Effects& out);
   void go_on_with(Posts::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out);
   void take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
-  bool is_draining_into(const Hold& into, const AgentRef& peer) const;
+  bool is_draining_into(const MemoryClaim& into, const AgentRef& peer) const;
   void end_offer(const Transfer& transfer, Effects& out);
   void remember(const TransferId& id, const AgentRef& charged, EndedOffer ended);
   std::optional<Error> refusal_of(Lane lane, SessionId session) const;

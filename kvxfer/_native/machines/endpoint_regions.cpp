@@ -74,7 +74,7 @@ void Endpoint::fetch(PostSpec spec, Nanos now, Effects& out) {
   drop_unserved(spec.lanes);
   // Everything that can be refused is, before the transfer takes hold of its memory.
   if (spec.notification) notifier_.check_room(spec.peer, spec.notification->size());
-  auto hold = std::make_unique<PiecesHold>(regions_, std::move(spec.local), RegionUse::Own, true);
+  auto claim = std::make_unique<PiecesClaim>(regions_, std::move(spec.local), RegionUse::Own, true);
   TransferSpec transfer;
   transfer.id = spec.id;
   transfer.source = std::move(spec.peer);
@@ -87,7 +87,7 @@ void Endpoint::fetch(PostSpec spec, Nanos now, Effects& out) {
   const AgentRef peer = transfer.source;
   const bool is_told = transfer.notification.has_value();
   const size_t bytes = is_told ? transfer.notification->size() : 0;
-  auto fetch = std::make_unique<Transfer>(std::move(transfer), limits_.transfers, std::move(hold), now);
+  auto fetch = std::make_unique<Transfer>(std::move(transfer), limits_.transfers, std::move(claim), now);
   if (is_told) notifier_.promise(peer, bytes);
   post(std::move(fetch), now, out);
 }
@@ -95,7 +95,7 @@ void Endpoint::fetch(PostSpec spec, Nanos now, Effects& out) {
 void Endpoint::push(PostSpec spec, Nanos now, Effects& out) {
   check_post(spec);
   drop_unserved(spec.lanes);
-  auto hold = std::make_unique<PiecesHold>(regions_, spec.local, RegionUse::Own, false);
+  auto claim = std::make_unique<PiecesClaim>(regions_, spec.local, RegionUse::Own, false);
   const size_t lists = wire_bytes(spec.local) + wire_bytes(spec.remote);
   const size_t bytes = spec.notification ? spec.notification->size() : 0;
   const bool is_own = bytes > kPushNotificationMax || (bytes != 0 && lists + bytes + kPushOverhead > kBodyMax);
@@ -103,7 +103,7 @@ void Endpoint::push(PostSpec spec, Nanos now, Effects& out) {
   PushSpec push{{spec.id, std::move(spec.peer), std::move(spec.lanes), spec.deadline, false}, std::move(spec.local), std::move(spec.remote),
                 spec.wants_sums, std::nullopt, std::nullopt};
   (is_own ? push.own_notification : push.notification) = std::move(spec.notification);
-  auto pushed = std::make_unique<PushPost>(std::move(push), limits_.transfers, grants_, std::move(hold), now);
+  auto pushed = std::make_unique<PushPost>(std::move(push), limits_.transfers, grants_, std::move(claim), now);
   if (is_own) notifier_.promise(peer, bytes);
   post(std::move(pushed), now, out);
 }
@@ -154,8 +154,8 @@ void Endpoint::on_fetch(SessionId session, const AgentRef& peer, const Fetch& fe
       const AgentRef charged = charged_peer(peer);
       const uint64_t cost = cost_of(fetch.pieces);
       grants_.check_room(charged, cost);
-      auto hold = std::make_unique<PiecesHold>(regions_, from_wire(fetch.pieces), RegionUse::PeerReads, false);
-      grants_.grant_pieces(pull.id, std::move(hold), peer, charged, limits_.grants.ttl_ns, cost, now);
+      auto claim = std::make_unique<PiecesClaim>(regions_, from_wire(fetch.pieces), RegionUse::PeerReads, false);
+      grants_.grant_pieces(pull.id, std::move(claim), peer, charged, limits_.grants.ttl_ns, cost, now);
     } else if (!grants_.is_of_pieces(pull.id) && grants_.state(pull.id, now) == GrantState::Alive) {
       return refuse(Code::refused, "this id is of a grant of blocks");
     }
@@ -213,8 +213,8 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   }
   PieceList from = from_wire(push.from), to = from_wire(push.to);
   check_alike(to, from);
-  auto hold = std::make_unique<PiecesHold>(regions_, std::move(to), RegionUse::PeerWrites, true);
-  if (is_draining_into(*hold, peer)) return;
+  auto claim = std::make_unique<PiecesClaim>(regions_, std::move(to), RegionUse::PeerWrites, true);
+  if (is_draining_into(*claim, peer)) return;
 
   TransferSpec spec;
   spec.id = push.id;
@@ -231,7 +231,7 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   spec.turn = push.turn;
   spec.is_last = push.is_last;
   if (push.has_notification) spec.notification = push.notification;
-  auto transfer = std::make_unique<Transfer>(std::move(spec), limits_.transfers, std::move(hold), now);
+  auto transfer = std::make_unique<Transfer>(std::move(spec), limits_.transfers, std::move(claim), now);
   offers_.take(charge.to, charge.cost);
   offer_charges_[push.id] = charge;
   if (has_bug(Bug::notify_before_commit) && push.has_notification) out.push_back(NotifReceived{peer, 0, push.notification});
@@ -243,7 +243,7 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
 
 // Whether a write of this peer that is over there may still land beside one that it makes now: that one is not heard yet, and
 // comes again.
-bool Endpoint::is_draining_into(const Hold& into, const AgentRef& peer) const {
+bool Endpoint::is_draining_into(const MemoryClaim& into, const AgentRef& peer) const {
   if (offers_draining_.empty()) return false;
   const std::vector<uint32_t> regions = into.maps();
   return std::any_of(offers_draining_.begin(), offers_draining_.end(), [&](const TransferId& id) {

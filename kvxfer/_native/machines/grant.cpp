@@ -10,7 +10,7 @@ constexpr size_t kVerdictsMax = 16;
 constexpr uint64_t kListsBytesMax = 256ull << 20;  // of the lists of one peer's fetches
 
 // Of a grant that a seeded bug brought back to life.
-class NoHold final : public Hold {
+class NoClaim final : public MemoryClaim {
  public:
   uint32_t count() const override { return 0; }
   Extent part(uint32_t, uint32_t) const override { return {}; }
@@ -89,7 +89,7 @@ GrantCounts GrantTable::counts() const {
 void GrantTable::count_unread(const Grant& grant, bool is_unread) {
   if (grant.is_of_pieces || grant.has_begun) return;
   counts_.unread += is_unread ? 1 : -1;
-  counts_.unread_blocks += is_unread ? grant.hold->count() : -static_cast<size_t>(grant.hold->count());
+  counts_.unread_blocks += is_unread ? grant.claim->count() : -static_cast<size_t>(grant.claim->count());
 }
 
 // A peer that gave up what is not its own has said nothing about it: a grant that is made, or declined, takes the tombstone's place.
@@ -115,11 +115,11 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
                        Nanos now, Effects& out, const Bytes32& content) {
   if (blocks.empty()) throw Error(Code::invalid_argument, "a grant needs at least one block");
   check_new(id, reader, ttl_ns);
-  auto hold = std::make_unique<PromisedBlocks>(ledger, std::move(blocks));
-  hold->take();
+  auto claim = std::make_unique<PromisedBlocks>(ledger, std::move(blocks));
+  claim->take();
 
   Grant& grant = add(id);
-  grant.hold = std::move(hold);
+  grant.claim = std::move(claim);
   grant.reader_id = reader;
   grant.is_open = reader.empty();
   grant.content = content;
@@ -132,12 +132,12 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
   for (const WaitingPull& waited : waiting_.take(id)) accept(grant, waited.session, waited.peer, waited.pull, now, out);
 }
 
-Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns,
+Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<MemoryClaim> claim, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns,
                                uint64_t cost, Nanos now) {
   ttl_ns = std::min(ttl_ns, limits_.life_max_ns);
   check_new(id, reader.agent_id, ttl_ns);
   if (cost != 0) check_room(charged, cost);
-  hold->take();
+  claim->take();
   if (cost != 0) fetches_.take(charged, cost);
 
   Grant& grant = add(id);
@@ -146,9 +146,9 @@ Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold,
   grant.cost = cost;
   grant.reader = reader;
   grant.seq = 1;
-  grant.ready_blocks = hold->count();
+  grant.ready_blocks = claim->count();
   grant.is_complete = true;
-  grant.hold = std::move(hold);
+  grant.claim = std::move(claim);
   grant.life_end = now + limits_.life_max_ns;
   ++counts_.alive;
   set_expiry(grant, now + ttl_ns);
@@ -195,8 +195,8 @@ bool GrantTable::has_confirmed(const TransferId& id) const {
 void GrantTable::revoke_over(uint32_t region, Nanos now, Effects& out) {
   std::vector<TransferId> over;
   for (const auto& [id, grant] : grants_) {
-    if (!grant.is_of_pieces || !grant.hold) continue;
-    const std::vector<uint32_t> regions = grant.hold->maps();
+    if (!grant.is_of_pieces || !grant.claim) continue;
+    const std::vector<uint32_t> regions = grant.claim->maps();
     if (std::binary_search(regions.begin(), regions.end(), region)) over.push_back(id);
   }
   std::sort(over.begin(), over.end());
@@ -219,7 +219,7 @@ void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, b
   Grant& grant = found->second;
   // An error drops the effects of its call, so this must not be the call that ends the grant: tick will.
   if (!is_alive(grant, now)) throw Error(code_of(grant.state == GrantState::Alive ? GrantState::Expired : grant.state), "the grant has ended");
-  const uint32_t total = grant.hold->count();
+  const uint32_t total = grant.claim->count();
   if (blocks > total) throw Error(Code::invalid_argument, "more blocks are ready than the grant has");
   if (complete && blocks != total) throw Error(Code::invalid_argument, "complete, but not all blocks are ready");
   if (blocks < grant.ready_blocks || (grant.is_complete && !complete)) throw Error(Code::invalid_argument, "ready never takes back");
@@ -237,9 +237,9 @@ std::pair<uint32_t, std::vector<uint32_t>> GrantTable::becoming_ready(const Tran
   const auto found = grants_.find(id);
   if (found == grants_.end() || found->second.is_of_pieces || found->second.state != GrantState::Alive) return {};
   const Grant& grant = found->second;
-  const PoolInfo& pool = *grant.hold->pool();
-  if (!pool.checks || blocks <= grant.ready_blocks || blocks > grant.hold->count()) return {pool.id, {}};
-  const Extent extent = grant.hold->part(grant.ready_blocks, blocks - grant.ready_blocks);
+  const PoolInfo& pool = *grant.claim->pool();
+  if (!pool.checks || blocks <= grant.ready_blocks || blocks > grant.claim->count()) return {pool.id, {}};
+  const Extent extent = grant.claim->part(grant.ready_blocks, blocks - grant.ready_blocks);
   const auto begin = extent.ids->begin() + extent.first;
   return {pool.id, std::vector<uint32_t>(begin, begin + extent.count)};
 }
@@ -305,20 +305,20 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
   if (!is_alive(grant, now)) {
     return refuse(session, pull, code_of(grant.state), grant.why.empty() ? "the grant has ended" : "the grant has ended: " + grant.why, out);
   }
-  const Hold& hold = *grant.hold;
-  if (hold.pool() != nullptr && (pull.digest != hold.pool()->digest || pull.block_bytes != hold.pool()->block_bytes)) {
+  const MemoryClaim& claim = *grant.claim;
+  if (claim.pool() != nullptr && (pull.digest != claim.pool()->digest || pull.block_bytes != claim.pool()->block_bytes)) {
     return refuse(session, pull, Code::incompatible, "compatibility records of the two pools differ", out);
   }
   if (pull.content != grant.content && pull.content != Bytes32{} && grant.content != Bytes32{}) {
     return refuse(session, pull, Code::incompatible, "content differs: the two sides do not mean the same tokens", out);
   }
-  if ((pull.count == 0 && grant.is_of_pieces) || uint64_t{pull.first} + pull.count > hold.count()) {
+  if ((pull.count == 0 && grant.is_of_pieces) || uint64_t{pull.first} + pull.count > claim.count()) {
     return refuse(session, pull, Code::refused,
                   "blocks " + std::to_string(pull.first) + " to " + std::to_string(uint64_t{pull.first} + pull.count) + " asked of a grant of " +
-                      std::to_string(hold.count()),
+                      std::to_string(claim.count()),
                   out);
   }
-  if (const char* why = hold.obstacle(pull.lane)) return refuse(session, pull, Code::no_lane, why, out);
+  if (const char* why = claim.obstacle(pull.lane)) return refuse(session, pull, Code::no_lane, why, out);
   if (pull.attempt <= grant.attempt) return;  // a repeat, or of an attempt that was given up
   grant.attempt = pull.attempt;
   count_unread(grant, false);
@@ -330,7 +330,7 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
   grant.reading->session = session;
   grant.reading->pull = pull;
   if (needs_map(pull.lane)) {
-    for (const uint32_t id : hold.maps()) out.push_back(SendMap{session, id, pull.lane});
+    for (const uint32_t id : claim.maps()) out.push_back(SendMap{session, id, pull.lane});
   }
   serve(grant, now, out);
 }
@@ -386,7 +386,7 @@ void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {
   if (has_bug(Bug::renew_revives) && !is_alive(grant, now)) {
     if (grant.state != GrantState::Alive) {
       ++counts_.alive;
-      grant.hold = std::make_unique<NoHold>();
+      grant.claim = std::make_unique<NoClaim>();
       count_unread(grant, true);
     }
     grant.state = GrantState::Alive;
@@ -437,8 +437,8 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
   grant.state = next_state(grant.state, event);
   expiries_.erase({grant.expiry, grant.id});
   count_unread(grant, false);
-  grant.hold->give_back();
-  grant.hold.reset();
+  grant.claim->give_back();
+  grant.claim.reset();
   grant.sums.clear();
   if (grant.cost != 0) fetches_.give_back(grant.charged, std::exchange(grant.cost, 0));
   --counts_.alive;

@@ -38,8 +38,8 @@
 
 #include "bugs.hpp"
 #include "effects.hpp"
-#include "hold.hpp"
 #include "intake.hpp"
+#include "memory_claim.hpp"
 #include "waiting.hpp"
 
 namespace kvxfer {
@@ -113,7 +113,7 @@ class GrantTable {
   // A grant to exactly `reader`, all of it ready; returns when it ends in spite of all renewals. `cost`: bytes of memory that the
   // list of a peer's FETCH takes, counted against the quota of `charged`; 0: our own push. Throws
   // Error(invalid_argument, limit_exceeded, overloaded).
-  Nanos grant_pieces(const TransferId& id, std::unique_ptr<Hold> hold, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns, uint64_t cost,
+  Nanos grant_pieces(const TransferId& id, std::unique_ptr<MemoryClaim> claim, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns, uint64_t cost,
                      Nanos now);
   // Whether grant_pieces would find room, before a list is made: throws as it.
   void check_room(const AgentRef& charged, uint64_t cost) const;
@@ -166,7 +166,7 @@ class GrantTable {
     TransferId id;
     uint64_t serial = 0;                 // no other grant has it, ever
     GrantState state = GrantState::Alive;
-    std::unique_ptr<Hold> hold;          // while alive
+    std::unique_ptr<MemoryClaim> claim;  // while alive
     std::vector<std::optional<uint32_t>> sums;  // of the ready blocks, where the owner gave them
     bool is_of_pieces = false;           // of registered memory: the owner knows nothing of it
     AgentRef charged;                    // the peer whose quota it uses, where it has a cost

@@ -14,8 +14,8 @@ uint32_t to_ms(Nanos ns) { return static_cast<uint32_t>(std::clamp<Nanos>(ns / k
 // has the list.
 Ready GrantTable::announcement(const Grant& grant, Reading& reading, uint32_t can_read, Nanos now) {
   const Pull& pull = reading.pull;
-  const PoolInfo* pool = grant.hold->pool();
-  Ready ready{pull.id, pull.attempt, grant.seq, grant.ready_blocks, grant.layers, grant.hold->count(), grant.is_complete,
+  const PoolInfo* pool = grant.claim->pool();
+  Ready ready{pull.id, pull.attempt, grant.seq, grant.ready_blocks, grant.layers, grant.claim->count(), grant.is_complete,
               to_ms(grant.expiry - now), pool != nullptr ? pool->id : 0, pull.first + reading.ids_told, {}, {}};
   if (!is_one_sided(pull.lane)) return ready;
   if (pool == nullptr) {
@@ -23,7 +23,7 @@ Ready GrantTable::announcement(const Grant& grant, Reading& reading, uint32_t ca
     return ready;
   }
   const uint32_t count = std::min<uint32_t>(can_read - reading.ids_told, kIdsMax);
-  const Extent told = grant.hold->part(pull.first + reading.ids_told, count);
+  const Extent told = grant.claim->part(pull.first + reading.ids_told, count);
   const auto from = told.ids->begin() + told.first;
   ready.ids.assign(from, from + count);
   if (pull.wants_sums || pool->checks) ready.sums = sums_of(grant, pull.first + reading.ids_told, count);
@@ -41,13 +41,13 @@ std::vector<uint32_t> GrantTable::sums_of(const Grant& grant, uint32_t first, ui
 
 void GrantTable::send_next(Grant& grant, Reading& reading, uint32_t can_read, Effects& out) {
   const Pull& pull = reading.pull;
-  const Hold& hold = *grant.hold;
+  const MemoryClaim& claim = *grant.claim;
   const uint32_t first = pull.first + reading.sent;
-  const uint32_t count = hold.fitting(first, can_read - reading.sent, limits_.data_bytes_max);
+  const uint32_t count = claim.fitting(first, can_read - reading.sent, limits_.data_bytes_max);
   reading.sending = count;
-  const bool has_sums = pull.wants_sums || (hold.pool() != nullptr && hold.pool()->checks);
-  const uint64_t bytes = hold.bytes(first, count) + (has_sums ? uint64_t{count} * 4 : 0);
-  out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, has_sums, false, bytes}, hold.part(first, count),
+  const bool has_sums = pull.wants_sums || (claim.pool() != nullptr && claim.pool()->checks);
+  const uint64_t bytes = claim.bytes(first, count) + (has_sums ? uint64_t{count} * 4 : 0);
+  out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, has_sums, false, bytes}, claim.part(first, count),
                          has_sums ? sums_of(grant, first, count) : std::vector<uint32_t>{}, grant.serial});
 }
 

@@ -24,15 +24,15 @@ TransferState next_state(TransferState state, PushEvent event) {
   throw Error(Code::internal, "impossible push event " + std::to_string(static_cast<int>(event)) + " in state " + std::to_string(static_cast<int>(state)));
 }
 
-PushPost::PushPost(PushSpec spec, TransferLimits limits, GrantTable& grants, std::unique_ptr<Hold> hold, Nanos now)
-    : Post(spec.way, limits, now), spec_(std::move(spec)), grants_(&grants), hold_(std::move(hold)) {
-  for (const Lane lane : way_.lanes) obstacles_.push_back(hold_->obstacle(lane));
+PushPost::PushPost(PushSpec spec, TransferLimits limits, GrantTable& grants, std::unique_ptr<MemoryClaim> claim, Nanos now)
+    : Post(spec.way, limits, now), spec_(std::move(spec)), grants_(&grants), claim_(std::move(claim)) {
+  for (const Lane lane : way_.lanes) obstacles_.push_back(claim_->obstacle(lane));
 }
 
 void PushPost::on_session(Nanos now, Effects& out) {
   try {
     if (!has_grant_) {
-      grant_end_ = grants_->grant_pieces(way_.id, std::move(hold_), way_.peer, way_.peer, kNever, 0, now);
+      grant_end_ = grants_->grant_pieces(way_.id, std::move(claim_), way_.peer, way_.peer, kNever, 0, now);
       has_grant_ = true;
     }
     if (now >= grant_end_) return keep(now, out);

@@ -43,9 +43,9 @@ struct PushSpec {
 
 class PushPost final : public Post {
  public:
-  // `hold` of the local pieces is taken by the grant, which is made once the destination was reached. Throws
+  // `claim` of the local pieces is taken by the grant, which is made once the destination was reached. Throws
   // Error(no_lane, invalid_argument).
-  PushPost(PushSpec spec, TransferLimits limits, GrantTable& grants, std::unique_ptr<Hold> hold, Nanos now);
+  PushPost(PushSpec spec, TransferLimits limits, GrantTable& grants, std::unique_ptr<MemoryClaim> claim, Nanos now);
 
   PushPost* as_push() override { return this; }
   void on_done(const Done& done, Nanos now, Effects& out);
@@ -79,7 +79,7 @@ class PushPost final : public Post {
 
   PushSpec spec_;
   GrantTable* grants_;
-  std::unique_ptr<Hold> hold_;  // until there is a grant
+  std::unique_ptr<MemoryClaim> claim_;  // until there is a grant
   std::vector<const char*> obstacles_;  // why a lane cannot read it, or null: of each lane
   bool has_grant_ = false;
   bool is_told_ = false;  // by the destination, that it failed there

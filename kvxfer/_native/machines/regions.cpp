@@ -70,7 +70,7 @@ const char* Regions::obstacle(const std::vector<uint32_t>& regions, bool is_mapp
   return nullptr;
 }
 
-void Regions::hold(const std::vector<uint32_t>& regions, bool is_landing) {
+void Regions::claim(const std::vector<uint32_t>& regions, bool is_landing) {
   for (const uint32_t id : regions) {
     if (has_bug(Bug::push_without_offer) && !has(id)) continue;
     Region& region = regions_.at(id);
@@ -84,7 +84,7 @@ void Regions::give_back(const std::vector<uint32_t>& regions, bool is_landing) {
     if (has_bug(Bug::push_without_offer) && found == regions_.end()) continue;
     if (found == regions_.end()) throw Error(Code::internal, "a region went before what held it");
     size_t& count = is_landing ? found->second.landings : found->second.grants;
-    if (count == 0) throw Error(Code::internal, "a hold of a region was given back twice");
+    if (count == 0) throw Error(Code::internal, "a claim on a region was given back twice");
     --count;
   }
 }

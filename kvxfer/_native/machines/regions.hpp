@@ -4,7 +4,7 @@
 // it (can_write), without a word of its owner. Each read is a grant of its own all the same, made where the FETCH comes and
 // judged like every other; each write is a transfer of this agent's own, which holds the region while it may still land.
 //
-//              add     withdraw      a hold is given back, the last one that lands here
+//              add     withdraw      a claim is given back, the last one that lands here
 //   unknown    LIVE    (error)
 //   LIVE       (error) WITHDRAWN     LIVE
 //   WITHDRAWN  (error) WITHDRAWN     GONE     gone for good: its id is never taken again in this life
@@ -41,8 +41,8 @@ class Regions {
   // push out of a region that is not offered to readers goes by a lane whose bytes this agent sends.
   const char* obstacle(const std::vector<uint32_t>& regions, bool is_mapping) const;
 
-  // Counted holds. What is held was checked, and is given back as it was taken.
-  void hold(const std::vector<uint32_t>& regions, bool is_landing);
+  // Counted claims. The caller has checked the regions, and gives each claim back as it took it.
+  void claim(const std::vector<uint32_t>& regions, bool is_landing);
   void give_back(const std::vector<uint32_t>& regions, bool is_landing);
   bool is_landing(uint32_t region) const;
 

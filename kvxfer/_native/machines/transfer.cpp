@@ -57,7 +57,7 @@ TransferState next_state(TransferState state, TransferEvent event) {
                                   std::to_string(static_cast<int>(state)));
 }
 
-Transfer::Transfer(TransferSpec spec, TransferLimits limits, std::unique_ptr<Hold> into, Nanos now)
+Transfer::Transfer(TransferSpec spec, TransferLimits limits, std::unique_ptr<MemoryClaim> into, Nanos now)
     : Post(way_of(spec), limits, now), spec_(std::move(spec)), into_(std::move(into)), nonce_state_(spec_.nonce_seed) {
   if (total() == 0) throw Error(Code::invalid_argument, "a transfer needs at least one block");
   if (needs_sums()) spec_.wants_sums = true;
@@ -180,7 +180,7 @@ const char* Transfer::deadline_word() const {
   return "no grant came in the time that the request allows";
 }
 
-void Transfer::reserve(std::unique_ptr<Hold> blocks, uint32_t first, Nanos now, Effects& out) {
+void Transfer::reserve(std::unique_ptr<MemoryClaim> blocks, uint32_t first, Nanos now, Effects& out) {
   if (is_final(state_) || into_->has_memory()) throw Error(Code::invalid_argument, "this transfer is over, or has blocks");
   blocks->take();
   into_ = std::move(blocks);
@@ -194,7 +194,7 @@ bool Transfer::can_unreserve() const {
   return is_early && !is_granted_ && !knows_pieces() && into_->has_memory() && reading_ == 0 && done_ == 0;
 }
 
-void Transfer::unreserve(std::unique_ptr<Hold> none, Nanos now, Effects& out) {
+void Transfer::unreserve(std::unique_ptr<MemoryClaim> none, Nanos now, Effects& out) {
   into_->quarantine();
   into_->give_back();
   into_ = std::move(none);

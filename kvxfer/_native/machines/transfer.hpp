@@ -1,5 +1,5 @@
 // One transfer: the destination's side of one pull, fetch or offered push, from the wish to the moment its memory is the
-// owner's again. Where its bytes go, blocks or pieces of regions, is its Hold's business; where they come from is either
+// owner's again. Where its bytes go, blocks or pieces of regions, is its MemoryClaim's business; where they come from is either
 // positions of a grant, which the source names as it announces them, or a list of pieces that is known from the start.
 //
 // Five things can happen to a transfer, and the table below is about those; the sixth, that its last read ends after it was
@@ -46,7 +46,7 @@
 
 #include <memory>
 
-#include "hold.hpp"
+#include "memory_claim.hpp"
 #include "post.hpp"
 
 namespace kvxfer {
@@ -79,24 +79,24 @@ struct TransferSpec {
 class Transfer final : public Post {
  public:
   // Takes `into`; throws Error(invalid_argument, no_lane, blocks_busy).
-  Transfer(TransferSpec spec, TransferLimits limits, std::unique_ptr<Hold> into, Nanos now);
+  Transfer(TransferSpec spec, TransferLimits limits, std::unique_ptr<MemoryClaim> into, Nanos now);
 
   Transfer* as_transfer() override { return this; }
   const TransferSpec& spec() const { return spec_; }
   uint32_t done() const { return done_; }
   uint32_t total() const { return into_->count(); }
   uint64_t bytes() const { return into_->bytes(0, total()); }
-  const Hold& into() const { return *into_; }
+  const MemoryClaim& into() const { return *into_; }
   std::vector<uint32_t> remote_regions() const override { return spec_.remote.ranges ? regions_of(spec_.remote) : std::vector<uint32_t>{}; }
 
   void on_ready(const Ready& ready, Nanos now, Effects& out);
   void on_queued(const Queued& queued, Nanos now, Effects& out);
   // See Endpoint; throws Error(invalid_argument) where it has blocks or is over, and what taking them throws.
-  void reserve(std::unique_ptr<Hold> blocks, uint32_t first, Nanos now, Effects& out);
+  void reserve(std::unique_ptr<MemoryClaim> blocks, uint32_t first, Nanos now, Effects& out);
   // Of blocks under a grant: not of registered memory, and not what a peer's push asked for.
   bool is_pull() const { return !knows_pieces() && !is_offered(); }
   bool can_unreserve() const;
-  void unreserve(std::unique_ptr<Hold> none, Nanos now, Effects& out);
+  void unreserve(std::unique_ptr<MemoryClaim> none, Nanos now, Effects& out);
   // Of a pull: nothing of it was read, and it reads nothing.
   bool is_waiting() const { return !knows_pieces() && (state_ == TransferState::Connecting || state_ == TransferState::Waiting || state_ == TransferState::Granted) && done_ == 0; }
   bool is_granted() const { return is_granted_; }
@@ -153,7 +153,7 @@ class Transfer final : public Post {
   uint64_t draw_nonce();
 
   TransferSpec spec_;
-  std::unique_ptr<Hold> into_;
+  std::unique_ptr<MemoryClaim> into_;
   bool has_turn_ = false;           // to be taken after the read under way: by turn_lane_
   std::optional<Lane> turn_lane_;
   std::string no_lane_text_;        // why there is no lane in this turn

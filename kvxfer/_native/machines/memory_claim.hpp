@@ -11,9 +11,9 @@
 
 namespace kvxfer {
 
-class Hold {
+class MemoryClaim {
  public:
-  virtual ~Hold() = default;
+  virtual ~MemoryClaim() = default;
   virtual uint32_t count() const = 0;
   virtual Extent part(uint32_t first, uint32_t count) const = 0;
   virtual uint64_t bytes(uint32_t first, uint32_t count) const = 0;
@@ -36,9 +36,9 @@ class Hold {
   virtual void give_back() = 0;
 };
 
-class BlocksHold : public Hold {
+class BlocksClaim : public MemoryClaim {
  public:
-  BlocksHold(Ledger& ledger, std::vector<uint32_t> blocks) : ledger_(&ledger), blocks_(std::make_shared<const std::vector<uint32_t>>(std::move(blocks))) {}
+  BlocksClaim(Ledger& ledger, std::vector<uint32_t> blocks) : ledger_(&ledger), blocks_(std::make_shared<const std::vector<uint32_t>>(std::move(blocks))) {}
   uint32_t count() const override { return static_cast<uint32_t>(blocks_->size()); }
   Extent part(uint32_t first, uint32_t count) const override { return Extent{ledger_->info().id, nullptr, blocks_, first, count}; }
   uint64_t bytes(uint32_t, uint32_t count) const override { return ledger_->info().block_bytes * count; }
@@ -58,24 +58,24 @@ class BlocksHold : public Hold {
 };
 
 // Counted: several readers may be promised the same block.
-class PromisedBlocks final : public BlocksHold {
+class PromisedBlocks final : public BlocksClaim {
  public:
-  using BlocksHold::BlocksHold;
+  using BlocksClaim::BlocksClaim;
   void take() override { ledger_->grant(*blocks_); }
   void give_back() override { ledger_->end_grant(*blocks_); }
 };
 
 // Exclusive, and quarantined between final and drained.
-class ReservedBlocks final : public BlocksHold {
+class ReservedBlocks final : public BlocksClaim {
  public:
-  using BlocksHold::BlocksHold;
+  using BlocksClaim::BlocksClaim;
   void take() override { ledger_->reserve(*blocks_); }
   void quarantine() override { ledger_->quarantine(*blocks_); }
   void give_back() override { ledger_->give_back(*blocks_); }
 };
 
 // Of a pull that waits for its grant: it knows how many blocks it will need, and has none of them.
-class NoBlocks final : public Hold {
+class NoBlocks final : public MemoryClaim {
  public:
   NoBlocks(const Ledger& ledger, uint32_t count) : ledger_(&ledger), count_(count) {}
   uint32_t count() const override { return count_; }
@@ -95,9 +95,9 @@ class NoBlocks final : public Hold {
 };
 
 // Counted in each region that it touches. Checked when it is made; throws what Regions::check throws.
-class PiecesHold final : public Hold {
+class PiecesClaim final : public MemoryClaim {
  public:
-  PiecesHold(Regions& regions, PieceList list, RegionUse use, bool is_landing)
+  PiecesClaim(Regions& regions, PieceList list, RegionUse use, bool is_landing)
       : regions_(&regions), list_(std::move(list)), touched_(regions.check(list_, use)), is_landing_(is_landing) {}
   uint32_t count() const override { return list_.count(); }
   Extent part(uint32_t first, uint32_t count) const override { return list_.part(first, count); }
@@ -108,7 +108,7 @@ class PiecesHold final : public Hold {
     if (lane != Lane::Mapped && lane != Lane::Cma && lane != Lane::Ucx) return nullptr;
     return regions_->obstacle(touched_, lane == Lane::Mapped);
   }
-  void take() override { regions_->hold(touched_, is_landing_); }
+  void take() override { regions_->claim(touched_, is_landing_); }
   void give_back() override { regions_->give_back(touched_, is_landing_); }
 
  private:
