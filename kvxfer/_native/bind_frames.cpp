@@ -119,14 +119,14 @@ void bind_frames(nb::module_& m) {
       .def_ro("sums", &Ready::sums);
   nb::class_<Data>(m, "Data")
       .def("__init__",
-           [](Data* f, TransferId id, uint32_t attempt, uint32_t first, uint32_t count, bool complete, uint64_t payload_bytes, bool has_sums, bool is_lent) {
-             new (f) Data{id, attempt, first, count, complete, has_sums, is_lent, payload_bytes};
+           [](Data* f, TransferId id, uint32_t attempt, uint32_t first, uint32_t count, bool complete, uint64_t payload_bytes, bool has_sums, bool is_zero_copy) {
+             new (f) Data{id, attempt, first, count, complete, has_sums, is_zero_copy, payload_bytes};
            },
            nb::arg("id"), nb::arg("attempt"), nb::arg("first"), nb::arg("count"), nb::arg("complete"), nb::arg("payload_bytes"),
-           nb::arg("has_sums") = false, nb::arg("is_lent") = false)
+           nb::arg("has_sums") = false, nb::arg("is_zero_copy") = false)
       .def_ro("id", &Data::id).def_ro("attempt", &Data::attempt).def_ro("first", &Data::first).def_ro("count", &Data::count)
       .def_ro("complete", &Data::complete).def_ro("payload_bytes", &Data::payload_bytes).def_ro("has_sums", &Data::has_sums)
-      .def_ro("is_lent", &Data::is_lent);
+      .def_ro("is_zero_copy", &Data::is_zero_copy);
   nb::class_<Confirm>(m, "Confirm")
       .def("__init__", [](Confirm* f, TransferId id, uint64_t nonce) { new (f) Confirm{id, nonce}; }, nb::arg("id"), nb::arg("nonce"))
       .def_ro("id", &Confirm::id).def_ro("nonce", &Confirm::nonce);

@@ -231,10 +231,10 @@ void bind_tables(nb::module_& m) {
       .def("on_renew", &GrantTable::on_renew, nb::arg("peer"), nb::arg("renew"), nb::arg("now_ns"))
       .def("on_cancel", &GrantTable::on_cancel, nb::arg("session"), nb::arg("cancel"))
       .def("data_sent",
-           [](GrantTable& t, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns, bool is_lent) {
-             return effects_of([&](Effects& out) { t.data_sent(session, id, attempt, count, is_lent, now_ns, out); });
+           [](GrantTable& t, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns, bool is_zero_copy) {
+             return effects_of([&](Effects& out) { t.data_sent(session, id, attempt, count, is_zero_copy, now_ns, out); });
            },
-           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_lent") = false)
+           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_zero_copy") = false)
       .def("data_failed",
            [](GrantTable& t, TransferId id, Code code, const std::string& text, Nanos now_ns, uint64_t serial) {
              return effects_of([&](Effects& out) { t.data_failed(id, serial, code, text, now_ns, out); });
@@ -383,10 +383,10 @@ void bind_endpoint(nb::module_& m) {
            },
            nb::arg("session"), nb::arg("frame"), nb::arg("now_ns"))
       .def("data_sent",
-           [](Endpoint& e, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns, bool is_lent, uint64_t serial) {
-             return effects_of([&](Effects& out) { e.data_sent(session, id, attempt, count, is_lent, now_ns, out, serial); });
+           [](Endpoint& e, SessionId session, TransferId id, uint32_t attempt, uint32_t count, Nanos now_ns, bool is_zero_copy, uint64_t serial) {
+             return effects_of([&](Effects& out) { e.data_sent(session, id, attempt, count, is_zero_copy, now_ns, out, serial); });
            },
-           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_lent") = false,
+           nb::arg("session"), nb::arg("id"), nb::arg("attempt"), nb::arg("count"), nb::arg("now_ns"), nb::arg("is_zero_copy") = false,
            nb::arg("serial") = 0)
       .def("data_failed",
            [](Endpoint& e, TransferId id, Code code, const std::string& text, Nanos now_ns, uint64_t serial) {
@@ -439,7 +439,7 @@ NB_MODULE(KVXFER_MODULE_NAME, m) {
       .value("NONE", Bug::none)
       .value("SKIP_CONFIRM", Bug::skip_confirm)
       .value("VERDICT_BEFORE_LAST_BYTE", Bug::verdict_before_last_byte)
-      .value("VERDICT_OF_LENT", Bug::verdict_of_lent)
+      .value("VERDICT_OF_ZERO_COPY", Bug::verdict_of_zero_copy)
       .value("FREE_BEFORE_DRAIN", Bug::free_before_drain)
       .value("COMMIT_TWICE", Bug::commit_twice)
       .value("RENEW_REVIVES", Bug::renew_revives)

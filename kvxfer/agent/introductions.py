@@ -1,6 +1,7 @@
 """Agents that know each other without a coordinator: each makes a card of itself, sealed with the cluster token, and
 knows whoever's card it is handed, by whatever way. Decides which cards are believed; what a seal proves is
-:mod:`kvxfer.protocol.introduction`'s, and which of those that dial are let in is the native core's (``accept_derived_keys``).
+:mod:`kvxfer.protocol.introduction`'s, and the native core decides which dialing peers it
+accepts (``accept_derived_keys``).
 
 Nothing is sent to an address that no holder of the token wrote down, and why a card was not believed stands in this
 agent's log only.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.faults.lanes import LANES, LENDING, ONE_SIDED, at_once
+from tests.support.faults.lanes import LANES, ONE_SIDED, ZERO_COPY_LANES, at_once
 from tests.support.faults.parties import POISON
 from tests.support.faults.phase_fixture import MARGIN_S, PAINT, PATIENT_S, RECONNECT_S, SILENCE_S, STALL_S
 from tests.support.faults.remote import Remote
@@ -67,8 +67,8 @@ class Copy:
             self.begun_s = time.monotonic()
             self.reader.stop()
             if (self.memory[-PIECE:] == POISON).all():
-                if self.lane in LENDING:
-                    assert self.owner.statistics()["bytes_spliced_out"] > 0, "its blocks are not lent"
+                if self.lane in ZERO_COPY_LANES:
+                    assert self.owner.statistics()["bytes_spliced_out"] > 0, "its blocks are not sent zero-copy"
                 return
             self.reader.go_on()
             assert self.poster.outcome(self.name) == "committed"

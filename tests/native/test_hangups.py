@@ -19,7 +19,7 @@ BLOCK, BLOCKS = 1 << 20, 16
 
 
 @pytest.mark.parametrize("lane", [native.Lane.STREAM, native.Lane.UNIX])
-@pytest.mark.parametrize("is_exposed", [False, True], ids=["copied", "lent"])
+@pytest.mark.parametrize("is_exposed", [False, True], ids=["copied", "zero-copy"])
 def test_the_rest_of_a_payload_is_no_zeros(nodes: Any, new_id: NewId, is_exposed: bool, lane: Any) -> None:
     """Flaw: the rest went out as zeros. A reader that had the frame whole could ask over the next session whether the
     grant was alive. It was, and zeros were committed.

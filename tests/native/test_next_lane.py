@@ -92,8 +92,8 @@ Between = Callable[..., UnixProxy]
 
 @pytest.fixture
 def between(nodes: Any) -> Iterator[Between]:
-    """Makes ``dialer`` know ``peer`` by a proxy before its Unix socket, and by TCP; ``peer`` then knows ``dialer`` too, but
-    for ``is_bearer``."""
+    """Makes ``dialer`` know ``peer`` by a proxy before its Unix socket, and by TCP; ``peer`` then knows ``dialer``
+    too, but for ``is_bearer``."""
     made: list[UnixProxy] = []
 
     def make(dialer: Any, peer: Any, limit: int | None = None, *, is_bearer: bool = False) -> UnixProxy:

@@ -104,7 +104,7 @@ class FrameMaker {
       case 4:
       case 5: {
         Data data{id(in), 0, in.u32(), in.u32(), in.flag(), in.flag(), false, 0};
-        data.is_lent = !data.has_sums && data.count % 4 == 3;
+        data.is_zero_copy = !data.has_sums && data.count % 4 == 3;
         data.attempt = attempt(in, data.id);
         const uint64_t piece = in.flag() ? in.any() : kBlockBytes;
         data.payload_bytes = std::min(uint64_t{data.count} * (piece + (data.has_sums ? 4 : 0)), kPayloadMax);
@@ -217,9 +217,9 @@ class FrameMaker {
     if (question.done == pull.count) return Verdict{pull.id, pull.nonce, Code::ok};
     const uint32_t first = question.done, count = 1 + static_cast<uint32_t>(in.below(std::min(pull.count - first, 255u)));
     question.done += count;
-    const bool is_lent = !pull.wants_sums && pull.nonce % 2 == 0;
+    const bool is_zero_copy = !pull.wants_sums && pull.nonce % 2 == 0;
     const uint64_t bytes = bytes_of(pull.id, pull.first + first, count) + (pull.wants_sums ? 4 * count : 0);
-    return Data{pull.id, pull.attempt, pull.first + first, count, true, pull.wants_sums, is_lent, bytes};
+    return Data{pull.id, pull.attempt, pull.first + first, count, true, pull.wants_sums, is_zero_copy, bytes};
   }
   // The destination pulls what it was asked to, and says that it is done.
   Frame answer(const Push& push, uint32_t step) {

@@ -303,7 +303,7 @@ void Connection::stop_landing(Code code, const std::string& text, const Transfer
 // Whether these blocks go out without a copy: the kernel then reads them when the peer does. The peer asks for its verdict
 // afterwards, and may see what is written there once the grant has ended. So this is for memory that one-sided lanes may read
 // too, and where asking takes little of the time.
-bool Connection::may_lend(const SendData& data, const OwnMemory& memory) const {
+bool Connection::may_send_zero_copy(const SendData& data, const OwnMemory& memory) const {
   if (!is_near_ || !memory.is_exposed || memory.device || data.frame.has_sums || data.frame.payload_bytes < kLentMin) return false;
   if (kind_ == SessionKind::Unix && !SplicePipe::serves_unix()) return false;
   iovec runs[kLentRuns];
@@ -313,7 +313,7 @@ bool Connection::may_lend(const SendData& data, const OwnMemory& memory) const {
 }
 
 void Connection::send_data(SendData data, OwnMemory memory) {
-  data.frame.is_lent = may_lend(data, memory);
+  data.frame.is_zero_copy = may_send_zero_copy(data, memory);
   outbox_.push_data(std::move(data), std::move(memory), *tools_.staging);
 }
 
@@ -332,7 +332,7 @@ void Connection::flush(size_t budget) {
     }
     if (!finished.empty() && session != 0) {
       shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) {
-        for (const auto& [data, serial] : finished) endpoint.data_sent(session, data.id, data.attempt, data.count, data.is_lent, now, out, serial);
+        for (const auto& [data, serial] : finished) endpoint.data_sent(session, data.id, data.attempt, data.count, data.is_zero_copy, now, out, serial);
       });
       finished.clear();
     }

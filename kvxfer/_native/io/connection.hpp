@@ -76,7 +76,7 @@ class Connection {
   bool refuses(const Frame& frame);
   std::shared_ptr<RemoteMemory> open_remote(const Map& map, Fd descriptor);
   Map describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region, uint64_t& serial) const;
-  bool may_lend(const SendData& data, const OwnMemory& memory) const;
+  bool may_send_zero_copy(const SendData& data, const OwnMemory& memory) const;
   bool may_land();
   bool must_wait();
   void finish_payload();

@@ -60,7 +60,7 @@ void Outbox::withdraw(SharedEndpoint& shared) {
   }
 }
 
-bool Outbox::is_spliced(const OutgoingBlocks& payload) const { return payload.is_lent && payload.left != 0; }
+bool Outbox::is_spliced(const OutgoingBlocks& payload) const { return payload.is_zero_copy && payload.left != 0; }
 
 // Puts the next part of the payload into the pipe. False where it cannot go that way.
 bool Outbox::fill_pipe(const OutgoingBlocks& payload) {
@@ -130,7 +130,7 @@ bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& fin
   Sending sending(shared);
   const bool is_looking = sending.begin(payload.frame.id, payload.serial);
   if (!is_looking || !(pipe_ || fill_pipe(payload))) {
-    payload.is_lent = false;
+    payload.is_zero_copy = false;
     pipe_.reset();  // with the references that it holds
     sending.end();
     return send(fd, shared, finished, may_cork);
@@ -197,7 +197,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
     std::memcpy(CMSG_DATA(header), &passed_fd, sizeof passed_fd);
   }
   const OutgoingBlocks* const last = items_.back().payload.get();
-  may_cork = may_cork && last != nullptr && !last->frame.is_lent && bytes == frame_bytes_ + last->left + last->trailer_left;
+  may_cork = may_cork && last != nullptr && !last->frame.is_zero_copy && bytes == frame_bytes_ + last->left + last->trailer_left;
   const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_cork || is_more ? MSG_MORE : 0));
   const int error = errno;
   // The kernel takes the bytes before an unreadable one first: this one is where the payload goes on.

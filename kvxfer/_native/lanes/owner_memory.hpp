@@ -1,4 +1,4 @@
-// Memory that the owner lent to us and may have unmapped since, read and written without trusting that it is there: the kernel
+// Memory of the owner, which may have unmapped it since, read and written without trusting that it is there: the kernel
 // copies, and says where it found nothing. A load or a store of our own would end the process, which is the owner's.
 //
 // The kernel's way is process_vm_readv (and writev) on ourselves, which costs one copy and a look at each page. What that cannot

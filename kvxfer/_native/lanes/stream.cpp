@@ -86,7 +86,7 @@ void RunningSums::add(const uint8_t* data, size_t bytes, const uint8_t* ahead) {
 OutgoingBlocks::OutgoingBlocks(SendData send, OwnMemory from, Staging& staging)
     : frame(send.frame), serial(send.serial), extent(std::move(send.from)), memory(std::move(from)), left(frame.payload_bytes - trailer_bytes(frame)),
       trailer_left(trailer_bytes(frame)), walk(*memory.layout, extent), is_staged(memory.device != nullptr),
-      is_lent(frame.is_lent), known_(std::move(send.sums)) {
+      is_zero_copy(frame.is_zero_copy), known_(std::move(send.sums)) {
   if (frame.payload_bytes < trailer_bytes(frame) || frame.count != extent.count) {
     throw Error(Code::internal, "a DATA frame of other blocks than it has");
   }
@@ -125,7 +125,7 @@ void OutgoingBlocks::end() {
   } else if (trailer_left != 0) {
     trailer();  // of what went out as it was
   }
-  is_lent = false;
+  is_zero_copy = false;
   gather.reset();
   running_.reset();
   walk = {};

@@ -170,9 +170,9 @@ Frame read_body(uint8_t kind, Reader& r) {
       f.count = r.number<uint32_t>();
       f.complete = r.flag();
       const auto kind = r.number<uint8_t>();
-      if (kind > kDataIsLent) Reader::fail("no such kind of payload");
+      if (kind > kDataIsZeroCopy) Reader::fail("no such kind of payload");
       f.has_sums = kind == kDataHasSums;
-      f.is_lent = kind == kDataIsLent;
+      f.is_zero_copy = kind == kDataIsZeroCopy;
       f.payload_bytes = r.number<uint64_t>();
       if (f.payload_bytes > kPayloadMax) Reader::fail("payload is over its bound");
       return f;

@@ -29,7 +29,7 @@ struct SendMap {  // send, once a session, the MAP frame that lets the peer read
   Lane lane;
 };
 // Send `frame` and the bytes of `from`, followed by their CRC-32Cs where frame.has_sums; answer with Endpoint::data_sent once
-// the kernel took the last byte. Where it took references alone the shell says so, in `frame` (is_lent) and in its answer. Where
+// the kernel took the last byte. Where it took references alone the shell says so, in `frame` (is_zero_copy) and in its answer. Where
 // the bytes cannot be read it says Endpoint::data_failed first, and what is left of them goes out as zeros. `sums`: of exactly
 // these blocks where the owner's `ready` brought them, else empty: compute.
 struct SendData {

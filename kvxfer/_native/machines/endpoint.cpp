@@ -187,9 +187,9 @@ Transfer* Endpoint::transfer_of(SessionId session, const TransferId& id) {
   return transfer != nullptr && transfer->session() == session ? transfer : nullptr;
 }
 
-void Endpoint::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
+void Endpoint::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_zero_copy, Nanos now, Effects& out,
                          uint64_t serial) {
-  grants_.data_sent(session, id, attempt, count, is_lent, now, out, serial);
+  grants_.data_sent(session, id, attempt, count, is_zero_copy, now, out, serial);
 }
 
 Landing Endpoint::data_arrives(SessionId session, const Data& data, Nanos now) {

@@ -168,7 +168,7 @@ class Endpoint {
   void heard(SessionId session, Nanos now);  // bytes came, a whole frame perhaps not yet
   void on_frame(SessionId session, const Frame& frame, Nanos now, Effects& out);
 
-  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
+  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_zero_copy, Nanos now, Effects& out,
                  uint64_t serial = 0);
   // The shell's, also after the session ended; see GrantTable.
   void data_failed(const TransferId& id, uint64_t serial, Code code, const std::string& text, Nanos now, Effects& out) {

@@ -125,8 +125,8 @@ struct BodyWriter {
     w.number(f.first);
     w.number(f.count);
     w.flag(f.complete);
-    if (f.has_sums && f.is_lent) throw Error(Code::invalid_argument, "DATA is lent, or has checksums");
-    w.number(f.has_sums ? kDataHasSums : f.is_lent ? kDataIsLent : kDataPlain);
+    if (f.has_sums && f.is_zero_copy) throw Error(Code::invalid_argument, "zero-copy DATA has no checksums");
+    w.number(f.has_sums ? kDataHasSums : f.is_zero_copy ? kDataIsZeroCopy : kDataPlain);
     if (f.payload_bytes > kPayloadMax) throw Error(Code::invalid_argument, "DATA payload is over its bound");
     w.number(f.payload_bytes);
   }

@@ -6,7 +6,7 @@
 // reads past its input, and allocates no more than the body it was given. After the first error a decoder stays broken:
 // there is no way to find the next frame in a stream that went wrong.
 //
-// Version history. 1: first. 2: registered regions (FETCH, PUSH, DONE), checksums, MAP for every one-sided lane, lent payloads,
+// Version history. 1: first. 2: registered regions (FETCH, PUSH, DONE), checksums, MAP for every one-sided lane, zero-copy payloads,
 // notifications in parts. 3: QUEUED, a PULL of no blocks, the reason in REVOKE.
 #pragma once
 
@@ -32,7 +32,7 @@ constexpr size_t kIdsMax = 65536;            // block ids in one READY
 constexpr size_t kSegmentsMax = 4096;        // segments in one MAP
 constexpr size_t kMapKeyMax = 16 * 1024;     // what a lane needs beside addresses in one MAP
 constexpr uint64_t kPayloadMax = 1ull << 31;
-constexpr uint8_t kDataPlain = 0, kDataHasSums = 1, kDataIsLent = 2;  // what DATA says of its payload
+constexpr uint8_t kDataPlain = 0, kDataHasSums = 1, kDataIsZeroCopy = 2;  // what DATA says of its payload
 
 enum class HelloStep : uint8_t { Dial = 1, Accept = 2, Prove = 3 };
 
@@ -124,7 +124,7 @@ struct Data {
   bool has_sums = false;
   // The kernel has no copy of these bytes, it reads the source's memory when the reader does: no verdict comes by itself, the
   // reader asks for one after its last read. Never with checksums.
-  bool is_lent = false;
+  bool is_zero_copy = false;
   uint64_t payload_bytes = 0;
 };
 struct Confirm {

@@ -10,7 +10,7 @@
 //
 // The owner may overwrite blocks only after the state left ALIVE. That, with the verdict, is the whole safety argument:
 // a verdict `ok` is given only while ALIVE, at a moment after the reader's last byte was read (one-sided lanes, and
-// whatever was lent to stream or unix: the reader asks after its last read; else the source judges once the kernel has a copy of the
+// bytes that `stream` or `unix` sent zero-copy: the reader asks after its last read; else the source judges once the kernel has a copy of the
 // last byte), so whatever the reader read was read before the owner could have touched it.
 //
 // A verdict is remembered by its nonce: asked again (the reply was lost) it is the same, also after the grant ended,
@@ -136,9 +136,9 @@ class GrantTable {
   void on_release(const AgentRef& peer, const TransferId& id, Nanos now, Effects& out);
   void on_renew(const AgentRef& peer, const Renew& renew, Nanos now);
   void on_cancel(SessionId session, const Cancel& cancel);
-  // The kernel accepted the whole of the last SendData of this attempt. `is_lent`: it will read the blocks when the reader does.
+  // The kernel accepted the whole of the last SendData of this attempt. `is_zero_copy`: it will read the blocks when the reader does.
   // `serial`: of that SendData; 0: of whichever grant has the id.
-  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
+  void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_zero_copy, Nanos now, Effects& out,
                  uint64_t serial = 0);
   // The bytes of a SendData of this grant cannot be read: its memory is gone, and what goes out in their place must never be
   // confirmed, over this session or another. So the grant ends (revoked), and its reader is told `code`.
@@ -160,7 +160,7 @@ class GrantTable {
     uint32_t sent = 0;         // blocks that the kernel accepted (stream)
     uint32_t sending = 0;      // blocks of the SendData under way
     bool is_judged = false;
-    bool has_lent = false;     // the kernel may not have read what was sent: the reader asks for the verdict
+    bool has_zero_copy = false;     // the kernel may not have read what was sent: the reader asks for the verdict
   };
   struct Grant {
     TransferId id;

@@ -71,7 +71,7 @@ void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
 
   if (reading.sending == 0 && reading.sent < can_read) send_next(grant, reading, can_read, out);
   const uint32_t out_of_hands = has_bug(Bug::verdict_before_last_byte) ? reading.sent + reading.sending : reading.sent;
-  if (out_of_hands == pull.count && !reading.is_judged && (!reading.has_lent || has_bug(Bug::verdict_of_lent))) {
+  if (out_of_hands == pull.count && !reading.is_judged && (!reading.has_zero_copy || has_bug(Bug::verdict_of_zero_copy))) {
     reading.is_judged = true;
     const SessionId session = reading.session;
     const uint64_t nonce = pull.nonce;
@@ -80,7 +80,7 @@ void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
   }
 }
 
-void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_lent, Nanos now, Effects& out,
+void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_zero_copy, Nanos now, Effects& out,
                            uint64_t serial) {
   const auto found = grants_.find(id);
   if (found == grants_.end() || !found->second.reading || (serial != 0 && serial != found->second.serial)) return;
@@ -90,7 +90,7 @@ void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t att
   if (reading.sending != count) throw Error(Code::internal, "data_sent does not match what was to be sent");
   reading.sending = 0;
   reading.sent += count;
-  reading.has_lent |= is_lent;
+  reading.has_zero_copy |= is_zero_copy;
   lapse(grant, now, out);
   if (grant.reading) serve(grant, now, out);
 }

@@ -67,7 +67,7 @@ inline SessionKind session_kind(Lane lane) {
 }
 
 // On a one-sided lane the reader reads by itself and then asks for the verdict; otherwise (`stream`, and `unix`, which is
-// the same over a Unix socket) the source sends and the verdict is a trailer, of what was not lent.
+// the same over a Unix socket) the source sends and the verdict is a trailer, of bytes that were not sent zero-copy.
 inline bool is_one_sided(Lane lane) { return lane != Lane::Stream && lane != Lane::Unix; }
 
 // Lanes whose reader needs a MAP of the source's memory first.

@@ -91,7 +91,7 @@ void Transfer::on_session(Nanos now, Effects& out) {
 void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
   ++attempt_;
   attempt_nonce_ = draw_nonce();
-  has_lent_ = false;
+  has_zero_copy_ = false;
   known_base_ = done_;
   known_.clear();
   known_sums_.clear();
@@ -251,7 +251,7 @@ Extent Transfer::on_data(const Data& data, Nanos now, uint64_t& token) {
   heard_at_ = now;
   silences_ = 0;
   reading_is_complete_ = data.complete;
-  reading_is_lent_ = data.is_lent;
+  reading_is_zero_copy_ = data.is_zero_copy;
   const Extent to = begin_read(data.count, data.has_sums, now);
   token = token_;
   return to;
@@ -267,7 +267,7 @@ void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
   reasked_ = 0;
   progressed();
   last_landed_at_ = now;
-  has_lent_ |= !is_one_sided(lane()) && reading_is_lent_;
+  has_zero_copy_ |= !is_one_sided(lane()) && reading_is_zero_copy_;
   const bool is_after = is_one_sided(lane()) ? is_complete_ : reading_is_complete_;
   if (!is_after) before_complete_ += count;
   if (reading_is_checked_) checked_ += count;
@@ -279,7 +279,7 @@ void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
     return finish(TransferState::Committed, Code::ok, "", now, out);
   }
   if (has_turn_) return change_turn(now, out);
-  if (state_ == TransferState::Confirming && (is_one_sided(lane()) || has_lent_)) return ask_verdict(true, now, out);
+  if (state_ == TransferState::Confirming && (is_one_sided(lane()) || has_zero_copy_)) return ask_verdict(true, now, out);
   read_on(now, out);
 }
 
@@ -339,7 +339,7 @@ void Transfer::ask_verdict(bool is_fresh, Nanos now, Effects& out) {
 
 void Transfer::on_verdict(const Verdict& verdict, Nanos now, Effects& out) {
   if (is_final(state_)) return;
-  const bool is_trailer = !is_one_sided(lane()) && verdict.nonce == attempt_nonce_ && (!has_lent_ || has_bug(Bug::verdict_of_lent));
+  const bool is_trailer = !is_one_sided(lane()) && verdict.nonce == attempt_nonce_ && (!has_zero_copy_ || has_bug(Bug::verdict_of_zero_copy));
   const bool is_asked = std::find(asked_.begin(), asked_.end(), verdict.nonce) != asked_.end();
   if (!is_trailer && !is_asked) return;  // of an attempt that was given up
   heard_at_ = now;

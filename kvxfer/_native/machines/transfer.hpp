@@ -165,8 +165,8 @@ class Transfer final : public Post {
   uint32_t reasked_ = 0;            // how often the source knew nothing of the question since the last bytes landed
   uint32_t done_ = 0;               // landed, always a prefix
   uint32_t reading_ = 0;            // blocks of the read under way
-  bool reading_is_complete_ = false, reading_is_checked_ = false, reading_is_lent_ = false;
-  bool has_lent_ = false;  // of this attempt, or landed in it: what its source says by itself was said before they were read
+  bool reading_is_complete_ = false, reading_is_checked_ = false, reading_is_zero_copy_ = false;
+  bool has_zero_copy_ = false;  // of this attempt, or landed in it: what its source says by itself was said before they were read
   uint64_t token_ = 0;
   uint32_t known_base_ = 0;         // position of known_[0], relative to spec_.first
   std::vector<uint32_t> known_;     // source block ids (one-sided lanes)

@@ -52,7 +52,7 @@ class ConnectionEnd:
 
     def send_data(self, effect: Any) -> None:
         if self.is_open:
-            frame = self._lent(effect.frame)
+            frame = self._zero_copy(effect.frame)
             unit = self.process.world.unit(self, frame)
             self._outbox.append((unit, frame, effect))
             self._pump()
@@ -74,17 +74,17 @@ class ConnectionEnd:
     def _pause(self, slow: int) -> int:
         return self.process.rng.randrange(20 * US, 500 * US) * slow
 
-    def _lent(self, frame: Any) -> Any:
+    def _zero_copy(self, frame: Any) -> Any:
         """Under one kernel it depends on the blocks whether it takes them, or references to them."""
         is_odd = (frame.id[0] + frame.attempt + frame.first) % 2
         if frame.has_sums or self.kind == self.process.machines.SessionKind.MEMORY or is_odd:
             return frame
         data = self.process.machines.Data
         said = frame.id, frame.attempt, frame.first, frame.count, frame.complete, frame.payload_bytes
-        return data(*said, is_lent=True)
+        return data(*said, is_zero_copy=True)
 
     def _take(self, payload: _Payload) -> None:
-        """The kernel takes the bytes of one block: this is the moment in which they are read, unless they are lent."""
+        """The kernel takes the bytes of one block, and reads them at this moment, unless they are sent zero-copy."""
         if not self.is_open:
             return
         process, memory, frame = self.process, self.process.memory, payload.frame
@@ -97,7 +97,7 @@ class ConnectionEnd:
             process.perform(process.endpoint.data_failed(frame.id, code, "unmapped", process.clock.now, serial))
         is_lost = 0 <= payload.lost <= len(payload.sums)
         data = bytes(BLOCK_BYTES) if is_lost else memory.read(cell)
-        is_read_later = frame.is_lent and not is_lost
+        is_read_later = frame.is_zero_copy and not is_lost
         sample = Sample(process.clock.now, memory.life, cell, data, memory if is_read_later else None)
         is_corrupted = payload.corrupted == len(payload.sums)
         payload.sums.append(checksum(data))
@@ -116,7 +116,7 @@ class ConnectionEnd:
         self._is_sending = False
         process.perform(
             process.endpoint.data_sent(
-                self.session, frame.id, frame.attempt, len(payload.cells), process.clock.now, frame.is_lent
+                self.session, frame.id, frame.attempt, len(payload.cells), process.clock.now, frame.is_zero_copy
             )
         )
         self._pump()
@@ -222,8 +222,8 @@ class ConnectionEnd:
 
     def _land(self, landing: _Landing, data: bytes, sample: Sample) -> None:
         self._is_landing = False
-        if sample.lent is not None:  # read now, out of the source's memory
-            data = sample.lent.read(sample.cell)
+        if sample.memory is not None:  # read now, out of the source's memory
+            data = sample.memory.read(sample.cell)
             sample = Sample(self.process.clock.now, sample.life, sample.cell, data)
         if data != sample.data:
             self.process.world.corruption_landed(landing.id)

@@ -30,14 +30,14 @@ class FrameFate(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Where and when the bytes of one payload block were read, and what they were; ``lent``: in which memory they are
-    read when they land."""
+    """Where and when the bytes of one payload block were read, and what they were; ``memory``: sent zero-copy, and read
+    in this memory when they land."""
 
     at: int
     life: int
     cell: Any
     data: bytes
-    lent: Any = None
+    memory: Any = None
 
 
 @dataclasses.dataclass(slots=True)
