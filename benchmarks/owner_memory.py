@@ -57,7 +57,7 @@ def measure(lane: str, piece: int, is_summed: bool, is_source_foreign: bool, is_
             to, of = (native.Ranges(np.array([[r, 0, piece, piece, TOTAL // piece]], np.uint64)) for r in (2, 1))
             post = reader.prepare_fetch(one, native.Pieces(to, order), native.Pieces(of, order), lanes=[LANES[lane]])
             begun = time.process_time()
-            post.start(next(_ids).to_bytes(16, "big"), 60 * 10**9, wants_sums=is_summed)
+            post.start(next(_ids).to_bytes(16, "big"), 60 * 10**9, wants_checksums=is_summed)
             ends: list[native.TransferFinal] = []
             while not ends:
                 ends = [event for event in reader.take(10**9) if isinstance(event, native.TransferFinal)]

@@ -222,11 +222,11 @@ struct PyPreparedPost {
   void (Core::*method)(PostSpec);
   PostSpec common;
 
-  void start(const TransferId& id, Nanos timeout_ns, const std::optional<nb::bytes>& notification, bool wants_sums) const {
+  void start(const TransferId& id, Nanos timeout_ns, const std::optional<nb::bytes>& notification, bool wants_checksums) const {
     PostSpec spec = common;
     spec.id = id;
     spec.deadline = monotonic_now() + std::min(timeout_ns, kNever / 2);
-    spec.wants_sums = wants_sums;
+    spec.wants_checksums = wants_checksums;
     if (notification) spec.notification = std::string(view(*notification));
     core.ask(common.local.count(), [&] { (core.core().*method)(std::move(spec)); });
   }
@@ -244,9 +244,9 @@ PyPreparedPost prepare(PyCore& self, const AgentRef& peer, const PyPieces& local
 
 void bind_prepared_post(nb::module_& m) {
   nb::class_<PyPreparedPost>(m, "PreparedPost", "A read or write of a peer's pieces that can be started again and again, by any thread: see Core.")
-      .def("start", &PyPreparedPost::start, nb::arg("id"), nb::arg("timeout_ns"), nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false,
+      .def("start", &PyPreparedPost::start, nb::arg("id"), nb::arg("timeout_ns"), nb::arg("notification") = nb::none(), nb::arg("wants_checksums") = false,
            "Start one transfer, called `id`, 16 bytes never used before; it ends in TransferFinal and TransferDrained, at the latest when\n"
-           "`timeout_ns` have passed. `notification` goes to the peer once it is committed; `wants_sums`: its bytes go with CRC-32Cs. Raises\n"
+           "`timeout_ns` have passed. `notification` goes to the peer once it is committed; `wants_checksums`: its bytes go with CRC-32Cs. Raises\n"
            "InvalidArgumentError, PeerGoneError, LimitExceededError, LaneUnavailableError.");
 }
 
@@ -376,7 +376,7 @@ void bind_core_class(nb::module_& m) {
              without_gil([&] { self.core().ready(id, blocks, layers, complete); });
            },
            nb::arg("id"), nb::arg("blocks"), nb::kw_only(), nb::arg("layers") = 0, nb::arg("complete") = false,
-           "The first `blocks` blocks are written and stay as they are. Where their pool checks, takes the checksums of the new ones.")
+           "The first `blocks` blocks are written and stay as they are. Where their pool has checksums, takes the checksums of the new ones.")
       .def("end_grant",
            [](PyCore& self, const TransferId& id, GrantEvent event, const std::string& why) {
              return without_gil([&] { return self.core().shared().end_grant(id, event, why); });
@@ -397,7 +397,7 @@ void bind_core_class(nb::module_& m) {
            nb::arg("id"))
       .def("pull",
            [](PyCore& self, const TransferId& id, const AgentRef& source, uint32_t pool, const BlockArray& blocks, uint32_t first, std::vector<Lane> lanes,
-              Nanos deadline_ns, const Bytes32& content, bool wants_sums, uint32_t count, Nanos granted_ns, bool tells_granted) {
+              Nanos deadline_ns, const Bytes32& content, bool wants_checksums, uint32_t count, Nanos granted_ns, bool tells_granted) {
              TransferSpec spec;
              spec.tells_granted = tells_granted;
              spec.id = id;
@@ -409,11 +409,11 @@ void bind_core_class(nb::module_& m) {
              spec.deadline = deadline_ns;
              spec.granted_ns = granted_ns;
              spec.content = content;
-             spec.wants_sums = wants_sums;
+             spec.wants_checksums = wants_checksums;
              self.ask(blocks.size(), [&] { self.core().pull(pool, std::move(spec)); });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0, nb::arg("lanes"),
-           nb::arg("deadline_ns") = kNever, nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false, nb::arg("count") = 0, nb::arg("granted_ns") = 0,
+           nb::arg("deadline_ns") = kNever, nb::arg("content") = Bytes32{}, nb::arg("wants_checksums") = false, nb::arg("count") = 0, nb::arg("granted_ns") = 0,
            nb::arg("tells_granted") = false,
            "Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The blocks are the core's until\n"
            "TransferDrained is told. No blocks, and a `count`: wait for `reserve`. `deadline_ns`: by then the grant exists; `granted_ns`, where\n"

@@ -77,26 +77,26 @@ void bind_frames(nb::module_& m) {
   nb::class_<Pull>(m, "Pull")
       .def("__init__",
            [](Pull* f, TransferId id, uint32_t attempt, uint64_t nonce, Lane lane, uint32_t first, uint32_t count, uint64_t block_bytes, Bytes32 digest,
-              uint32_t wait_ms, Bytes32 content, bool wants_sums) {
-             new (f) Pull{id, attempt, nonce, lane, first, count, block_bytes, digest, wait_ms, content, wants_sums};
+              uint32_t wait_ms, Bytes32 content, bool wants_checksums) {
+             new (f) Pull{id, attempt, nonce, lane, first, count, block_bytes, digest, wait_ms, content, wants_checksums};
            },
            nb::arg("id"), nb::arg("attempt"), nb::arg("nonce"), nb::arg("lane"), nb::arg("first"), nb::arg("count"), nb::arg("block_bytes"),
-           nb::arg("digest"), nb::arg("wait_ms"), nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false)
-      .def_ro("wants_sums", &Pull::wants_sums).def_ro("id", &Pull::id).def_ro("attempt", &Pull::attempt).def_ro("nonce", &Pull::nonce).def_ro("lane", &Pull::lane).def_ro("first", &Pull::first)
+           nb::arg("digest"), nb::arg("wait_ms"), nb::arg("content") = Bytes32{}, nb::arg("wants_checksums") = false)
+      .def_ro("wants_checksums", &Pull::wants_checksums).def_ro("id", &Pull::id).def_ro("attempt", &Pull::attempt).def_ro("nonce", &Pull::nonce).def_ro("lane", &Pull::lane).def_ro("first", &Pull::first)
       .def_ro("count", &Pull::count).def_ro("block_bytes", &Pull::block_bytes).def_ro("digest", &Pull::digest).def_ro("wait_ms", &Pull::wait_ms).def_ro("content", &Pull::content);
   nb::class_<Fetch>(m, "Fetch").def("__init__", [](Fetch* f, Pull pull, WireList pieces) { new (f) Fetch{std::move(pull), std::move(pieces)}; }, nb::arg("pull"), nb::arg("pieces"))
       .def_ro("pull", &Fetch::pull).def_ro("pieces", &Fetch::pieces);
   nb::class_<Push>(m, "Push")
       .def("__init__",
-           [](Push* f, TransferId id, Lane lane, WireList from, WireList to, uint32_t deadline_ms, bool wants_sums, std::optional<nb::bytes> notification, uint8_t turn,
+           [](Push* f, TransferId id, Lane lane, WireList from, WireList to, uint32_t deadline_ms, bool wants_checksums, std::optional<nb::bytes> notification, uint8_t turn,
               bool is_last) {
-             new (f) Push{id, lane, wants_sums, deadline_ms, std::move(from), std::move(to), notification.has_value(),
+             new (f) Push{id, lane, wants_checksums, deadline_ms, std::move(from), std::move(to), notification.has_value(),
                           notification ? std::string(view(*notification)) : std::string(), turn, is_last};
            },
-           nb::arg("id"), nb::arg("lane"), nb::arg("source"), nb::arg("to"), nb::arg("deadline_ms") = 0, nb::arg("wants_sums") = false,
+           nb::arg("id"), nb::arg("lane"), nb::arg("source"), nb::arg("to"), nb::arg("deadline_ms") = 0, nb::arg("wants_checksums") = false,
            nb::arg("notification") = nb::none(), nb::arg("turn") = 0, nb::arg("is_last") = true)
       .def_ro("id", &Push::id).def_ro("lane", &Push::lane).def_ro("source", &Push::from).def_ro("to", &Push::to)
-      .def_ro("deadline_ms", &Push::deadline_ms).def_ro("wants_sums", &Push::wants_sums).def_ro("turn", &Push::turn)
+      .def_ro("deadline_ms", &Push::deadline_ms).def_ro("wants_checksums", &Push::wants_checksums).def_ro("turn", &Push::turn)
       .def_ro("is_last", &Push::is_last)
       .def_prop_ro("notification", [](const Push& f) { return f.has_notification ? std::optional(to_bytes(f.notification)) : std::nullopt; });
   nb::class_<Done>(m, "Done")
@@ -108,24 +108,24 @@ void bind_frames(nb::module_& m) {
   nb::class_<Ready>(m, "Ready")
       .def("__init__",
            [](Ready* f, TransferId id, uint32_t attempt, uint32_t seq, uint32_t blocks, uint32_t layers, uint32_t total, bool complete, uint32_t ttl_ms,
-              uint32_t pool, uint32_t ids_first, std::vector<uint32_t> ids, std::vector<uint32_t> sums) {
-             new (f) Ready{id, attempt, seq, blocks, layers, total, complete, ttl_ms, pool, ids_first, std::move(ids), std::move(sums)};
+              uint32_t pool, uint32_t ids_first, std::vector<uint32_t> ids, std::vector<uint32_t> checksums) {
+             new (f) Ready{id, attempt, seq, blocks, layers, total, complete, ttl_ms, pool, ids_first, std::move(ids), std::move(checksums)};
            },
            nb::arg("id"), nb::arg("attempt"), nb::arg("seq"), nb::arg("blocks"), nb::arg("layers"), nb::arg("total"), nb::arg("complete"),
-           nb::arg("ttl_ms"), nb::arg("pool"), nb::arg("ids_first"), nb::arg("ids"), nb::arg("sums") = std::vector<uint32_t>{})
+           nb::arg("ttl_ms"), nb::arg("pool"), nb::arg("ids_first"), nb::arg("ids"), nb::arg("checksums") = std::vector<uint32_t>{})
       .def_ro("id", &Ready::id).def_ro("attempt", &Ready::attempt).def_ro("seq", &Ready::seq).def_ro("blocks", &Ready::blocks)
       .def_ro("layers", &Ready::layers).def_ro("total", &Ready::total).def_ro("complete", &Ready::complete).def_ro("ttl_ms", &Ready::ttl_ms)
       .def_ro("pool", &Ready::pool).def_ro("ids_first", &Ready::ids_first).def_ro("ids", &Ready::ids)
-      .def_ro("sums", &Ready::sums);
+      .def_ro("checksums", &Ready::checksums);
   nb::class_<Data>(m, "Data")
       .def("__init__",
-           [](Data* f, TransferId id, uint32_t attempt, uint32_t first, uint32_t count, bool complete, uint64_t payload_bytes, bool has_sums, bool is_zero_copy) {
-             new (f) Data{id, attempt, first, count, complete, has_sums, is_zero_copy, payload_bytes};
+           [](Data* f, TransferId id, uint32_t attempt, uint32_t first, uint32_t count, bool complete, uint64_t payload_bytes, bool has_checksums, bool is_zero_copy) {
+             new (f) Data{id, attempt, first, count, complete, has_checksums, is_zero_copy, payload_bytes};
            },
            nb::arg("id"), nb::arg("attempt"), nb::arg("first"), nb::arg("count"), nb::arg("complete"), nb::arg("payload_bytes"),
-           nb::arg("has_sums") = false, nb::arg("is_zero_copy") = false)
+           nb::arg("has_checksums") = false, nb::arg("is_zero_copy") = false)
       .def_ro("id", &Data::id).def_ro("attempt", &Data::attempt).def_ro("first", &Data::first).def_ro("count", &Data::count)
-      .def_ro("complete", &Data::complete).def_ro("payload_bytes", &Data::payload_bytes).def_ro("has_sums", &Data::has_sums)
+      .def_ro("complete", &Data::complete).def_ro("payload_bytes", &Data::payload_bytes).def_ro("has_checksums", &Data::has_checksums)
       .def_ro("is_zero_copy", &Data::is_zero_copy);
   nb::class_<Confirm>(m, "Confirm")
       .def("__init__", [](Confirm* f, TransferId id, uint64_t nonce) { new (f) Confirm{id, nonce}; }, nb::arg("id"), nb::arg("nonce"))

@@ -93,11 +93,11 @@ void bind_effects(nb::module_& m) {
   nb::class_<SendFrame>(m, "SendFrame").def_ro("session", &SendFrame::session).def_ro("frame", &SendFrame::frame);
   nb::class_<SendMap>(m, "SendMap").def_ro("session", &SendMap::session).def_ro("pool", &SendMap::pool).def_ro("lane", &SendMap::lane);
   nb::class_<SendData>(m, "SendData").def_ro("session", &SendData::session).def_ro("frame", &SendData::frame).def_ro("source", &SendData::from)
-      .def_ro("sums", &SendData::sums).def_ro("serial", &SendData::serial)
+      .def_ro("checksums", &SendData::checksums).def_ro("serial", &SendData::serial)
       .def_prop_ro("pool", [](const SendData& e) { return e.from.pool; })
       .def_prop_ro("blocks", [](const SendData& e) { return ids_of(e.from); });
   nb::class_<ReadBlocks>(m, "ReadBlocks").def_ro("id", &ReadBlocks::id).def_ro("token", &ReadBlocks::token).def_ro("session", &ReadBlocks::session)
-      .def_ro("lane", &ReadBlocks::lane).def_ro("source", &ReadBlocks::from).def_ro("to", &ReadBlocks::to).def_ro("sums", &ReadBlocks::sums)
+      .def_ro("lane", &ReadBlocks::lane).def_ro("source", &ReadBlocks::from).def_ro("to", &ReadBlocks::to).def_ro("checksums", &ReadBlocks::checksums)
       .def_prop_ro("remote_pool", [](const ReadBlocks& e) { return e.from.pool; })
       .def_prop_ro("from_blocks", [](const ReadBlocks& e) { return ids_of(e.from); })
       .def_prop_ro("pool", [](const ReadBlocks& e) { return e.to.pool; })
@@ -142,11 +142,11 @@ std::vector<std::tuple<State, Event, std::optional<State>>> transitions(State la
 void bind_tables(nb::module_& m) {
   nb::class_<PoolInfo>(m, "PoolInfo")
       .def("__init__",
-           [](PoolInfo* p, uint32_t id, uint32_t block_count, uint64_t block_bytes, Bytes32 digest, bool is_shareable, bool is_exposed, bool checks) {
-             new (p) PoolInfo{id, block_count, block_bytes, digest, is_shareable, is_exposed, checks};
+           [](PoolInfo* p, uint32_t id, uint32_t block_count, uint64_t block_bytes, Bytes32 digest, bool is_shareable, bool is_exposed, bool has_checksums) {
+             new (p) PoolInfo{id, block_count, block_bytes, digest, is_shareable, is_exposed, has_checksums};
            },
            nb::arg("id"), nb::arg("block_count"), nb::arg("block_bytes"), nb::arg("digest"), nb::arg("is_shareable"),
-           nb::arg("is_exposed") = false, nb::arg("checks") = false);
+           nb::arg("is_exposed") = false, nb::arg("has_checksums") = false);
   nb::class_<Ledger>(m, "Ledger").def(nb::init<PoolInfo>(), nb::arg("info"))
       .def("grant", &Ledger::grant, nb::arg("blocks")).def("end_grant", &Ledger::end_grant, nb::arg("blocks"))
       .def("reserve", &Ledger::reserve, nb::arg("blocks")).def("quarantine", &Ledger::quarantine, nb::arg("blocks"))
@@ -204,10 +204,10 @@ void bind_tables(nb::module_& m) {
       .def("has_begun", &GrantTable::has_begun, nb::arg("id"))
       .def("decline", [](GrantTable& t, TransferId id) { return effects_of([&](Effects& out) { t.decline(id, out); }); }, nb::arg("id"))
       .def("ready",
-           [](GrantTable& t, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& sums) {
-             return effects_of([&](Effects& out) { t.ready(id, blocks, layers, complete, now_ns, out, sums); });
+           [](GrantTable& t, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& checksums) {
+             return effects_of([&](Effects& out) { t.ready(id, blocks, layers, complete, now_ns, out, checksums); });
            },
-           nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"), nb::arg("sums") = std::vector<uint32_t>{})
+           nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"), nb::arg("checksums") = std::vector<uint32_t>{})
       .def("end",
            [](GrantTable& t, TransferId id, GrantEvent event, Nanos now_ns, const std::string& why) {
              return effects_of([&](Effects& out) { return t.end(id, event, now_ns, out, why); });
@@ -257,11 +257,11 @@ void bind_tables(nb::module_& m) {
 template <void (Endpoint::*Act)(PostSpec, Nanos, Effects&)>
 Effects post(Endpoint& e, TransferId id, const AgentRef& peer, const PyRanges& local, std::vector<uint32_t> local_ids, const PyRanges& remote,
              std::vector<uint32_t> remote_ids, std::vector<Lane> lanes, Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns,
-             const std::optional<nb::bytes>& notification, bool wants_sums) {
+             const std::optional<nb::bytes>& notification, bool wants_checksums) {
   const auto list = [](const PyRanges& ranges, std::vector<uint32_t> ids) {
     return PieceList{ranges.ranges, std::make_shared<const std::vector<uint32_t>>(std::move(ids))};
   };
-  PostSpec spec{id, peer, list(local, std::move(local_ids)), list(remote, std::move(remote_ids)), std::move(lanes), deadline_ns, nonce_seed, wants_sums, {}};
+  PostSpec spec{id, peer, list(local, std::move(local_ids)), list(remote, std::move(remote_ids)), std::move(lanes), deadline_ns, nonce_seed, wants_checksums, {}};
   if (notification) spec.notification = std::string(view(*notification));
   return effects_of([&](Effects& out) { (e.*Act)(std::move(spec), now_ns, out); });
 }
@@ -304,10 +304,10 @@ void bind_endpoint(nb::module_& m) {
            },
            nb::arg("id"), nb::arg("source"), nb::arg("now_ns"))
       .def("ready",
-           [](Endpoint& e, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& sums) {
-             return effects_of([&](Effects& out) { e.ready(id, blocks, layers, complete, now_ns, out, sums); });
+           [](Endpoint& e, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& checksums) {
+             return effects_of([&](Effects& out) { e.ready(id, blocks, layers, complete, now_ns, out, checksums); });
            },
-           nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"), nb::arg("sums") = std::vector<uint32_t>{})
+           nb::arg("id"), nb::arg("blocks"), nb::arg("layers"), nb::arg("complete"), nb::arg("now_ns"), nb::arg("checksums") = std::vector<uint32_t>{})
       .def("end_grant",
            [](Endpoint& e, TransferId id, GrantEvent event, Nanos now_ns, const std::string& why) {
              return effects_of([&](Effects& out) { return e.end_grant(id, event, now_ns, out, why); });
@@ -318,15 +318,15 @@ void bind_endpoint(nb::module_& m) {
       .def("is_granted", &Endpoint::is_granted, nb::arg("id"), nb::arg("serial"), nb::arg("now_ns"))
       .def("pull",
            [](Endpoint& e, TransferId id, const AgentRef& source, uint32_t pool, std::vector<uint32_t> blocks, uint32_t first, std::vector<Lane> lanes,
-              Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content, bool wants_sums, uint32_t count, Nanos granted_ns,
+              Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content, bool wants_checksums, uint32_t count, Nanos granted_ns,
               bool tells_granted) {
              return effects_of([&](Effects& out) {
-               TransferSpec spec{id, source, std::move(blocks), count, first, std::move(lanes), deadline_ns, tells_granted, granted_ns, nonce_seed, content, wants_sums, {}};
+               TransferSpec spec{id, source, std::move(blocks), count, first, std::move(lanes), deadline_ns, tells_granted, granted_ns, nonce_seed, content, wants_checksums, {}};
                e.pull(pool, std::move(spec), now_ns, out);
              });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::arg("first"), nb::arg("lanes"), nb::arg("deadline_ns"),
-           nb::arg("nonce_seed"), nb::arg("now_ns"), nb::arg("content") = Bytes32{}, nb::arg("wants_sums") = false, nb::arg("count") = 0,
+           nb::arg("nonce_seed"), nb::arg("now_ns"), nb::arg("content") = Bytes32{}, nb::arg("wants_checksums") = false, nb::arg("count") = 0,
            nb::arg("granted_ns") = 0, nb::arg("tells_granted") = false)
       .def("becoming_ready", &Endpoint::becoming_ready, nb::arg("id"), nb::arg("blocks"),
            "The pool, and the blocks that `ready(id, blocks)` would newly announce, where the owner is to bring their CRC-32Cs.")
@@ -349,10 +349,10 @@ void bind_endpoint(nb::module_& m) {
            nb::arg("region"), nb::arg("now_ns"), "True: it is gone. False: busy; call again once what lands there has drained.")
       .def("fetch", &post<&Endpoint::fetch>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("local_ids"), nb::arg("remote"),
            nb::arg("remote_ids"), nb::arg("lanes"), nb::arg("deadline_ns"), nb::arg("nonce_seed"), nb::arg("now_ns"),
-           nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false)
+           nb::arg("notification") = nb::none(), nb::arg("wants_checksums") = false)
       .def("push", &post<&Endpoint::push>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("local_ids"), nb::arg("remote"),
            nb::arg("remote_ids"), nb::arg("lanes"), nb::arg("deadline_ns"), nb::arg("nonce_seed"), nb::arg("now_ns"),
-           nb::arg("notification") = nb::none(), nb::arg("wants_sums") = false)
+           nb::arg("notification") = nb::none(), nb::arg("wants_checksums") = false)
       .def("cancel", [](Endpoint& e, TransferId id, Nanos now_ns) { return effects_of([&](Effects& out) { e.cancel(id, now_ns, out); }); },
            nb::arg("id"), nb::arg("now_ns"))
       .def("transfer_state", &Endpoint::transfer_state, nb::arg("id"))

@@ -54,7 +54,7 @@ class Pools:
     def open(self, transport: Transport, publish: Callable[[list[PoolRecord]], None] | None) -> None:
         """From now on the transport has them, and ``publish`` is told whenever there are others."""
         for pool in self:
-            transport.add_pool(pool.published, pool.region, pool.segments, checks=pool.checks == "on")
+            transport.add_pool(pool.published, pool.region, pool.segments, has_checksums=pool.checks == "on")
         self._transport = transport
         if publish is not None:
             self._publish = publish
@@ -90,7 +90,7 @@ class Pools:
         )
         pool = Pool(published, region, segments, spec.checks, spec.is_published, self._described)
         if self._transport is not None:
-            self._transport.add_pool(published, region, pool.segments, checks=spec.checks == "on")
+            self._transport.add_pool(published, region, pool.segments, has_checksums=spec.checks == "on")
         self._pools[pool_id] = pool
         if spec.is_published:
             try:

@@ -6,10 +6,10 @@ import zlib
 from typing import Final
 
 SAMPLE: Final = 16
-"""One transfer of so many is checked where checks are sampled."""
+"""One transfer of so many is checked where checksums are sampled."""
 
 
-def wants_checksums(policy: str, identity: bytes, *, is_same_host: bool) -> bool:
+def carries_checksums(policy: str, identity: bytes, *, is_same_host: bool) -> bool:
     """Whether the transfer of that id asks for checksums. Of sampled transfers one in SAMPLE does, and it is the same
     one for every agent that asks."""
     is_sampled = policy == "sampled" and zlib.crc32(identity) % SAMPLE == 0

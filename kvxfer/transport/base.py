@@ -95,10 +95,10 @@ class PostOrder(NamedTuple):
 class StartPost(Protocol):
     """Starts one transfer of a :class:`PostOrder`. TransferFinal and TransferDrained follow."""
 
-    def __call__(self, identity: bytes, timeout_ns: int, notification: bytes | None, wants_sums: bool, /) -> None:
+    def __call__(self, identity: bytes, timeout_ns: int, notification: bytes | None, wants_checksums: bool, /) -> None:
         """``identity``: the 16 bytes of a :class:`~kvxfer.types.TransferId`; ``timeout_ns``: from now, see
-        :func:`as_nanoseconds`. ``notification`` is told to the peer once the bytes are committed; ``wants_sums``: they
-        go with CRC-32Cs.
+        :func:`as_nanoseconds`. ``notification`` goes to the peer once the bytes are committed; ``wants_checksums``:
+        they go with CRC-32Cs.
 
         Raises InvalidArgumentError (lists that do not match, a local piece outside its region), LimitExceededError,
         PeerGoneError, LaneUnavailableError, ClosedError.
@@ -132,9 +132,11 @@ class Transport(Protocol):
         thread may have taken it by then. A signal may end it early."""
         ...
 
-    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
-        """Register memory. The segments' lengths add up to ``block_bytes``. ``checks``: blocks read from it always go
-        with CRC-32Cs. Raises InvalidArgumentError."""
+    def add_pool(
+        self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, has_checksums: bool = False
+    ) -> None:
+        """Register memory. The segments' lengths add up to ``block_bytes``. ``has_checksums``: blocks read from it
+        always go with CRC-32Cs. Raises InvalidArgumentError."""
         ...
 
     def describe_pool(self, pool: PoolRecord) -> None:
@@ -263,10 +265,10 @@ class Transport(Protocol):
         tells_granted: bool = False,
         count: int = 0,
         content: bytes = NO_CONTENT,
-        wants_sums: bool = False,
+        wants_checksums: bool = False,
     ) -> None:
         """Start to fill ``blocks`` from the grant's positions ``first...``; they are the transport's until
-        TransferDrained. ``content`` as in :meth:`grant`. ``wants_sums``: CRC-32Cs are checked where the source can
+        TransferDrained. ``content`` as in :meth:`grant`. ``wants_checksums``: CRC-32Cs are checked where the source can
         give them.
 
         No blocks and a ``count``: ask whether the grant exists. TransferGranted says so (with ``tells_granted`` of a

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvxfer.config import AgentConfig
 from kvxfer.errors import BlocksBusyError, InvalidArgumentError, KvxferError, TransportError
-from kvxfer.policy.checksums import wants_checksums
+from kvxfer.policy.checksums import carries_checksums
 from kvxfer.transport.base import Event, PostOrder, Region, StartPost, Transport, allocate_region, as_nanoseconds
 from kvxfer.transport.batch import TransferBatch
 from kvxfer.transport.descriptors import Descriptors, MemoryTable, Prepared, RemotePeer
@@ -168,27 +168,27 @@ class TransferEngine:
         lanes: Sequence[Lane] | None = None,
         notification: bytes | None = None,
         deadline_s: float | None = None,
-        wants_sums: bool | None = None,
+        wants_checksums: bool | None = None,
         on_final: Callable[[TransferBatch], None] | None = None,
         on_drained: Callable[[TransferBatch], None] | None = None,
     ) -> TransferBatch:
-        """Begin to move the bytes. ``lanes``: allowed, best first; ``wants_sums``: whether all bytes go with CRC-32Cs,
-        on the lanes that have them alone (not given: as configured). Until the batch drained, the memory that it fills
-        (a read) or reads (a write) is the transport's. The callbacks are made by the thread that handles the event, in
-        the order of the events, and must not block.
+        """Begin to move the bytes. ``lanes``: allowed, best first; ``wants_checksums``: whether all bytes go with
+        CRC-32Cs, which excludes lanes that have none (not given: as configured). Until the batch drained, the memory
+        that it fills (a read) or reads (a write) is the transport's. The callbacks are made by the thread that handles
+        the event, in the order of the events, and must not block.
 
         Raises InvalidArgumentError, LimitExceededError, PeerGoneError, LaneUnavailableError (names each lane's
         obstacle).
         """
         begun_ns = time.monotonic_ns()
-        route = self._route(plan, None if lanes is None else tuple(lanes), wants_sums)
+        route = self._route(plan, None if lanes is None else tuple(lanes), wants_checksums)
         order = self.lanes.order(plan.peer.ref, plan.peer.address, route.choice.lanes, plan.nbytes)
         starts = self._starts(plan, route, order.lanes)
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
         timeout_ns = as_nanoseconds("deadline_s", deadline_s)
         is_near = self.lanes.is_near(plan.peer.address)
         ids = tuple(os.urandom(TRANSFER_ID_BYTES) for _ in plan.parts)
-        checks = [wants_checksums(route.checks, identity, is_same_host=is_near) for identity in ids]
+        checks = [carries_checksums(route.checks, identity, is_same_host=is_near) for identity in ids]
         batch = TransferBatch(
             self.transfers,
             self.lanes,
@@ -225,19 +225,19 @@ class TransferEngine:
             found = route.starts[lanes] = tuple(prepare(order) for order in orders)
         return found
 
-    def _route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
+    def _route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_checksums: bool | None) -> Route:
         """Found once for each way of asking, and kept with the plan. Raises LaneUnavailableError."""
-        key: RouteKey = (self.transport, lanes, wants_sums)
+        key: RouteKey = (self.transport, lanes, wants_checksums)
         route = plan.routes.get(key)
         if route is None:
-            route = self._find_route(plan, lanes, wants_sums)
+            route = self._find_route(plan, lanes, wants_checksums)
             if len(plan.routes) >= ROUTES_MAX:
                 plan.routes.clear()
             plan.routes[key] = route
         return route
 
-    def _find_route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_sums: bool | None) -> Route:
-        checks = self.config.stream_checks if wants_sums is None else "on" if wants_sums else "off"
+    def _find_route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_checksums: bool | None) -> Route:
+        checks = self.config.stream_checks if wants_checksums is None else "on" if wants_checksums else "off"
         choice = self.lanes.possible(
             plan.peer.ref,
             plan.peer.address,

@@ -128,12 +128,14 @@ class MemoryTransport:
     def wait(self, timeout_s: float) -> bool:
         return bool(select.select([self.fileno()], [], [], max(0.0, timeout_s))[0])
 
-    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
+    def add_pool(
+        self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, has_checksums: bool = False
+    ) -> None:
         with self._open() as endpoint:
             memory = BlockMemory(pool, region, segments)
             endpoint.add_pool(
                 _core.PoolInfo(
-                    pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), False, False, checks
+                    pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), False, False, has_checksums
                 )
             )
             self._memories.pools[pool.pool_id] = memory
@@ -218,8 +220,10 @@ class MemoryTransport:
     def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
         with self._open() as endpoint:
             pool_id, fresh = endpoint.becoming_ready(transfer_id.raw, blocks)
-            sums = [_core.crc32c(row.tobytes()) for row in self._memories.pools[pool_id].read(fresh)] if fresh else []
-            self.act(endpoint.ready(transfer_id.raw, blocks, layers, complete, self._network.now_ns, sums))
+            checksums = (
+                [_core.crc32c(row.tobytes()) for row in self._memories.pools[pool_id].read(fresh)] if fresh else []
+            )
+            self.act(endpoint.ready(transfer_id.raw, blocks, layers, complete, self._network.now_ns, checksums))
 
     def revoke_grant(self, transfer_id: TransferId, why: str = "") -> GrantState:
         return self._end_grant(transfer_id, _core.GrantEvent.REVOKE, why)
@@ -250,7 +254,7 @@ class MemoryTransport:
         tells_granted: bool = False,
         count: int = 0,
         content: bytes = NO_CONTENT,
-        wants_sums: bool = False,
+        wants_checksums: bool = False,
     ) -> None:
         with self._open() as endpoint:
             now_ns = self._network.now_ns
@@ -266,7 +270,7 @@ class MemoryTransport:
                     self._network.random.getrandbits(64),
                     now_ns,
                     content,
-                    wants_sums,
+                    wants_checksums,
                     count,
                     as_nanoseconds("granted_s", granted_s),
                     tells_granted,
@@ -296,14 +300,16 @@ class MemoryTransport:
         identity: bytes,
         timeout_ns: int,
         notification: bytes | None,
-        wants_sums: bool,
+        wants_checksums: bool,
     ) -> None:
         local, remote, lanes = order.local, order.remote, [LANES[lane] for lane in order.lanes]
         pieces = (local.ranges, local.ids.tolist(), remote.ranges, remote.ids.tolist())
         with self._open() as endpoint:
             now_ns = self._network.now_ns
             when = (now_ns + timeout_ns, self._network.random.getrandbits(64), now_ns)
-            self.act(act(endpoint, identity, write_ref(order.peer), *pieces, lanes, *when, notification, wants_sums))
+            self.act(
+                act(endpoint, identity, write_ref(order.peer), *pieces, lanes, *when, notification, wants_checksums)
+            )
 
     def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
         with self._open() as endpoint:
@@ -462,7 +468,7 @@ class MemoryTransport:
             if data is None:
                 stop("the source's memory is gone")
                 return
-            if effect.sums and list(effect.sums) != [_core.crc32c(piece) for piece in data]:
+            if effect.checksums and list(effect.checksums) != [_core.crc32c(piece) for piece in data]:
                 stop("a block has another checksum than its source said", _core.Code.checksum)
                 return
             self._memories.write(effect.to, data)

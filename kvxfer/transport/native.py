@@ -188,14 +188,16 @@ class NativeTransport:
     def wait(self, timeout_s: float) -> bool:
         return self.core.wait(max(0, round(timeout_s * NS_PER_S)))
 
-    def add_pool(self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, checks: bool = False) -> None:
+    def add_pool(
+        self, pool: PoolRecord, region: Region, segments: Sequence[Segment], *, has_checksums: bool = False
+    ) -> None:
         check_segments(
             segments, block_count=pool.block_count, block_bytes=pool.block_bytes, length_bytes=region.length_bytes
         )
         is_exposed = pool.exposure is Exposure.POOL
         is_shared = region.shared is not None and pool.is_shareable and is_exposed
         info = _core.PoolInfo(
-            pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), is_shared, is_exposed, checks
+            pool.pool_id, pool.block_count, pool.block_bytes, pool.record.digest(), is_shared, is_exposed, has_checksums
         )
         parts = [(segment.offset_bytes, segment.stride_bytes, segment.length_bytes) for segment in segments]
         if region.shared is not None:
@@ -311,7 +313,7 @@ class NativeTransport:
         tells_granted: bool = False,
         count: int = 0,
         content: bytes = NO_CONTENT,
-        wants_sums: bool = False,
+        wants_checksums: bool = False,
     ) -> None:
         self.core.pull(
             transfer_id.raw,
@@ -325,7 +327,7 @@ class NativeTransport:
             granted_ns=as_nanoseconds("granted_s", granted_s),
             count=count,
             tells_granted=tells_granted,
-            wants_sums=wants_sums,
+            wants_checksums=wants_checksums,
         )
 
     def reserve(self, transfer_id: TransferId, blocks: Blocks, *, first: int) -> None:

@@ -18,7 +18,7 @@ from kvxfer._native import _core
 from kvxfer.clock import NS_PER_S
 from kvxfer.errors import InvalidArgumentError, KvxferError, TransferCancelledError, from_code
 from kvxfer.policy.calibration import LaneOrder
-from kvxfer.policy.checksums import wants_checksums
+from kvxfer.policy.checksums import carries_checksums
 from kvxfer.policy.lanes import explain
 from kvxfer.transport.base import DURATION_MAX_S, LANES_BACK, NO_CONTENT, STATES, Blocks, as_blocks
 from kvxfer.transport.lane_choice import LaneChoice, LaneChooser
@@ -110,7 +110,7 @@ class _Begun:
     order: LaneOrder
     reasons: Mapping[Lane, str]
     plan_s: float
-    has_asked_sums: bool
+    has_asked_checksums: bool
 
 
 class Pull:
@@ -207,12 +207,14 @@ class Pull:
         nbytes = order.count * order.pool.block_bytes
         ranked = self._lanes.order(ref, source.address, choice.lanes, nbytes)
         plan_s = time.monotonic() - order.started_s
-        sums = wants_checksums(order.checks, self.transfer_id.raw, is_same_host=self._lanes.is_near(source.address))
+        checksums = carries_checksums(
+            order.checks, self.transfer_id.raw, is_same_host=self._lanes.is_near(source.address)
+        )
         with self._lock:
             if self._is_given_up:
                 return
             # Before the transport has it: another thread may hear of its end at once.
-            self._begun = _Begun(source, ranked, choice.reasons, plan_s, sums)
+            self._begun = _Begun(source, ranked, choice.reasons, plan_s, checksums)
             self._lane = ranked.lanes[0]
             self._transport.pull(
                 self.transfer_id,
@@ -226,7 +228,7 @@ class Pull:
                 tells_granted=self._on_granted is not None,
                 count=order.count,
                 content=order.content,
-                wants_sums=sums,
+                wants_checksums=checksums,
             )
 
     def reserve(self, blocks: npt.ArrayLike, *, first: int = 0) -> None:
@@ -306,7 +308,7 @@ class Pull:
         if event.blocks_before_complete == 0:  # else it waited for the source to compute
             nbytes = self._count * block_bytes
             self._lanes.measured(begun.source.ref, begun.source.address, lane, nbytes, wire_s + confirm_s)
-        is_told = begun.has_asked_sums or event.blocks_checked
+        is_told = begun.has_asked_checksums or event.blocks_checked
         return TransferResult(
             transfer_id=self.transfer_id,
             source=begun.source.ref,

@@ -111,10 +111,10 @@ def tell_early(patch: pytest.MonkeyPatch) -> None:
     prepare_push = MemoryTransport.prepare_push
 
     def notify_first(self: MemoryTransport, order: PostOrder) -> StartPost:
-        def start(identity: bytes, timeout_ns: int, notification: bytes | None, wants_sums: bool, /) -> None:
+        def start(identity: bytes, timeout_ns: int, notification: bytes | None, wants_checksums: bool, /) -> None:
             if notification is not None:
                 self.notify(order.peer, notification)
-            prepare_push(self, order)(identity, timeout_ns, None, wants_sums)
+            prepare_push(self, order)(identity, timeout_ns, None, wants_checksums)
 
         return start
 
@@ -126,8 +126,8 @@ def tell_every_part(patch: pytest.MonkeyPatch) -> None:
     prepare_push = MemoryTransport.prepare_push
 
     def with_each(self: MemoryTransport, order: PostOrder) -> StartPost:
-        def start(identity: bytes, timeout_ns: int, _: bytes | None, wants_sums: bool, /) -> None:
-            prepare_push(self, order)(identity, timeout_ns, b"all", wants_sums)
+        def start(identity: bytes, timeout_ns: int, _: bytes | None, wants_checksums: bool, /) -> None:
+            prepare_push(self, order)(identity, timeout_ns, b"all", wants_checksums)
 
         return start
 

@@ -80,7 +80,7 @@ def test_pools(ends: Ends, transfer: str, lane: str, places: tuple[str, str], bl
 def test_pools_with_checksums(ends: Ends, transfer: str, lane: str, places: tuple[str, str]) -> None:
     source, reader = ends(lane)
     blocks, half = 500, 5000
-    pools(source, reader, places, blocks, half, checks=True)
+    pools(source, reader, places, blocks, half, has_checksums=True)
     filled = np.arange(blocks)[::-1]
     source.ask("grant", transfer=transfer, blocks=list(range(blocks)))
     reader.ask("pull", transfer=transfer, blocks=filled.tolist(), lanes=[lane])
@@ -108,7 +108,7 @@ def test_ucx_leaves_to_the_next_lane_what_it_cannot_read_in_one_go(
 @needs_ucx
 def test_ucx_is_passed_over_where_checksums_are_on(ends: Ends, transfer: str) -> None:
     source, reader = ends("ucx,unix")
-    pools(source, reader, (DEVICE, DEVICE), 50, 5000, checks=True)
+    pools(source, reader, (DEVICE, DEVICE), 50, 5000, has_checksums=True)
     source.ask("grant", transfer=transfer, blocks=list(range(50)))
     reader.ask("pull", transfer=transfer, blocks=list(range(50)), lanes=["ucx", "unix"])
     final = reader.ask("wait", transfer=transfer)

@@ -224,7 +224,7 @@ def test_sessions_that_end_are_forgiven_once_something_was_read() -> None:
     for step in range(2000):
         pair.advance(20 * MS)
         for read in pair.take("b", _core.ReadBlocks):
-            pair.arrive("b", read.id, read.token, read.to, pair.bytes_of("a", read.source), read.sums)
+            pair.arrive("b", read.id, read.token, read.to, pair.bytes_of("a", read.source), read.checksums)
         if step % 3 == 0:
             pair.cut_all()
         finals += pair.finals("b")

@@ -52,8 +52,8 @@ def drop(kind: type, times: int = 1) -> Any:
 
 
 @pytest.mark.parametrize("lane", [Lane.MEMORY, Lane.STREAM, Lane.UNIX, Lane.CMA, Lane.UCX])
-@pytest.mark.parametrize("wants_sums", [False, True])
-def test_commits(lane: Any, wants_sums: bool) -> None:
+@pytest.mark.parametrize("wants_checksums", [False, True])
+def test_commits(lane: Any, wants_checksums: bool) -> None:
     pair = ready_pair()
     pair.post(
         "a",
@@ -65,7 +65,7 @@ def test_commits(lane: Any, wants_sums: bool) -> None:
         local_ids=[3, 1],
         remote_ids=[0, 7],
         notification=b"n",
-        wants_sums=wants_sums,
+        wants_checksums=wants_checksums,
     )
     assert pair.ends["a"].transfer_state(ID) == TransferState.CONNECTING
     pair.run()

@@ -305,7 +305,7 @@ def test_a_grant_that_ended_between_two_lanes_of_a_write_confirms_nothing() -> N
 
 def test_what_was_compared_is_what_the_reader_says() -> None:
     """The lane that served in the end may check, and the one before did not."""
-    pair = pushing([Lane.CMA, Lane.STREAM], wants_sums=True)
+    pair = pushing([Lane.CMA, Lane.STREAM], wants_checksums=True)
     pair.pump()
     pair.perform("b")
     lose(pair, "stopped", Lane.CMA)

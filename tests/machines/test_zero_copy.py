@@ -135,7 +135,7 @@ def test_an_attempt_after_it_that_is_copied_needs_no_question() -> None:
 
 def test_zero_copy_data_with_checksums_is_refused() -> None:
     with pytest.raises(Exception, match="zero-copy"):
-        _core.encode(_core.Data(ID, 1, 0, 1, True, 20, has_sums=True, is_zero_copy=True))
+        _core.encode(_core.Data(ID, 1, 0, 1, True, 20, has_checksums=True, is_zero_copy=True))
     whole = bytearray(_core.encode(_core.Data(ID, 1, 0, 1, True, 16, is_zero_copy=True)))
     decoder = _core.Decoder()
     decoder.feed(bytes(whole))

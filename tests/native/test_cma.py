@@ -62,8 +62,8 @@ def test_blocks_that_are_cut_differently_on_both_sides(nodes: Any, new_id: NewId
     assert d.content(range(63, -1, -1)) == p.content(range(64))
 
 
-@pytest.mark.parametrize("checks", [False, True], ids=["plain", "checked"])
-def test_memory_that_kvxfer_did_not_make(nodes: Any, new_id: NewId, checks: bool) -> None:
+@pytest.mark.parametrize("has_checksums", [False, True], ids=["plain", "checksums"])
+def test_memory_that_kvxfer_did_not_make(nodes: Any, new_id: NewId, has_checksums: bool) -> None:
     p, d = nodes("source"), nodes("reader")
     nodes.join(p, d)
     theirs, ours = p.register(1 << 20, is_foreign=True), d.register(1 << 20, is_foreign=True)
@@ -76,7 +76,7 @@ def test_memory_that_kvxfer_did_not_make(nodes: Any, new_id: NewId, checks: bool
         [(ours.id, 100, 3000, 3000, 100), (ours.id, 600_000, 3000, 3000, 1)],
         [(theirs.id, 7, 5000, 3000, 100), (theirs.id, 900_001, 3000, 3000, 1)],
         lanes=[CMA],
-        wants_sums=checks,
+        wants_checksums=has_checksums,
     )
     final = d.wait_drained(transfer)
     assert (final.state, final.lane) == (COMMITTED, CMA), final.text

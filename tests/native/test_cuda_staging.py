@@ -67,16 +67,18 @@ def driver(loaded: Driver, nodes: Any) -> Iterator[Driver]:
 
 
 @pytest.mark.parametrize("lane", [STREAM, UNIX], ids=["stream", "unix"])
-@pytest.mark.parametrize("checks", [False, True], ids=["plain", "sums"])
+@pytest.mark.parametrize("has_checksums", [False, True], ids=["plain", "checksums"])
 @pytest.mark.parametrize("has_batch", [True, False], ids=["batch", "single"])
-def test_pools(driver: Driver, nodes: Any, new_id: NewId, lane: native.Lane, checks: bool, has_batch: bool) -> None:
+def test_pools(
+    driver: Driver, nodes: Any, new_id: NewId, lane: native.Lane, has_checksums: bool, has_batch: bool
+) -> None:
     """Scattered blocks in segments that are cut differently, from one device to another, copies taking their time."""
     driver.set(delay_us=200, has_batch=has_batch)
     blocks, half = 600, 2500
     p, d = nodes.pair()
     ours, theirs = driver.alloc(blocks * 2 * half, 1), driver.alloc(blocks * 2 * half)
-    add_pool(p, ours, [(0, half, half), (blocks * half, half, half)], blocks, checks=checks)
-    add_pool(d, theirs, [(0, 2 * half, 2 * half)], blocks, checks=checks)
+    add_pool(p, ours, [(0, half, half), (blocks * half, half, half)], blocks, has_checksums=has_checksums)
+    add_pool(d, theirs, [(0, 2 * half, 2 * half)], blocks, has_checksums=has_checksums)
     rng = np.random.default_rng(3)
     granted, filled = rng.permutation(blocks)[:500], rng.permutation(blocks)[:500]
     transfer = new_id()
@@ -94,8 +96,8 @@ def test_pools(driver: Driver, nodes: Any, new_id: NewId, lane: native.Lane, che
 
 @pytest.mark.parametrize("where", ["source", "reader", "both", "other device"])
 @pytest.mark.parametrize("verb", ["fetch", "push"])
-@pytest.mark.parametrize("sums", [False, True], ids=["plain", "sums"])
-def test_regions(driver: Driver, nodes: Any, new_id: NewId, where: str, verb: str, sums: bool) -> None:
+@pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checksums"])
+def test_regions(driver: Driver, nodes: Any, new_id: NewId, where: str, verb: str, checksums: bool) -> None:
     """Pieces that are larger than a buffer, and a last one of a single byte; either side may be the host's."""
     p, d = nodes.pair()
     step, length, count = 700_001, 650_003, 4
@@ -118,9 +120,9 @@ def test_regions(driver: Driver, nodes: Any, new_id: NewId, where: str, verb: st
     near, far = [(source, *row) for row in rows], [(target, *row) for row in rows]
     actor = d if verb == "fetch" else p
     if verb == "fetch":
-        d.fetch(transfer, p, far, near, lanes=[UNIX], wants_sums=sums)
+        d.fetch(transfer, p, far, near, lanes=[UNIX], wants_checksums=checksums)
     else:
-        p.push(transfer, d, near, far, lanes=[UNIX], wants_sums=sums)
+        p.push(transfer, d, near, far, lanes=[UNIX], wants_checksums=checksums)
     assert actor.wait_drained(transfer).state == COMMITTED
     for at in range(count):
         assert read(at * step, length) == first.piece(at * step, length)

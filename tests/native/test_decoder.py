@@ -32,8 +32,8 @@ pulls = st.builds(native.Pull, ids, u32, u64, lanes, u32, u32, u64, nonces, u32,
 @st.composite
 def readies(draw: st.DrawFn) -> Any:
     blocks = draw(st.lists(u32, max_size=50))
-    sums = draw(st.lists(u32, min_size=len(blocks), max_size=len(blocks))) if draw(st.booleans()) else []
-    return native.Ready(*draw(st.tuples(ids, u32, u32, u32, u32, u32, st.booleans(), u32, u32, u32)), blocks, sums)
+    checksums = draw(st.lists(u32, min_size=len(blocks), max_size=len(blocks))) if draw(st.booleans()) else []
+    return native.Ready(*draw(st.tuples(ids, u32, u32, u32, u32, u32, st.booleans(), u32, u32, u32)), blocks, checksums)
 
 
 frames = st.one_of(

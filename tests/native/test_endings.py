@@ -258,7 +258,7 @@ def test_the_descriptor_is_not_readable_for_ever(nodes: Any, new_id: NewId) -> N
 
 def test_a_grant_revoked_in_the_middle_of_checked_blocks(nodes: Any, new_id: NewId) -> None:
     """The reader is told what ended it: that the rest went out as zeros is no broken byte."""
-    p, d = nodes.pair(block_bytes=1 << 20, blocks=64, checks=True)
+    p, d = nodes.pair(block_bytes=1 << 20, blocks=64, has_checksums=True)
     for round_ in range(12):
         transfer = new_id()
         p.grant(transfer, np.arange(64))

@@ -46,7 +46,7 @@ def stalled(nodes: Any, new_id: NewId, request: pytest.FixtureRequest) -> Iterat
         peer.dial(node.core)
         for region in regions[:2]:
             pull = native.Pull(
-                new_id(), 1, 7, native.Lane.STREAM, 0, SIZE // PIECE, 0, bytes(32), 0, wants_sums=request.param
+                new_id(), 1, 7, native.Lane.STREAM, 0, SIZE // PIECE, 0, bytes(32), 0, wants_checksums=request.param
             )
             peer.say(native.Fetch(pull, native.WireList([(region, 0, PIECE, PIECE, SIZE // PIECE)])))
         sent = [-1, 0]

@@ -130,8 +130,8 @@ def test_grids_against_tables(nodes: Any, new_id: NewId, lane: native.Lane, verb
 
 @each_lane
 @each_verb
-@pytest.mark.parametrize("wants_sums", [False, True], ids=["plain", "sums"])
-def test_sums_and_notification(nodes: Any, new_id: NewId, lane: native.Lane, verb: str, wants_sums: bool) -> None:
+@pytest.mark.parametrize("wants_checksums", [False, True], ids=["plain", "checksums"])
+def test_sums_and_notification(nodes: Any, new_id: NewId, lane: native.Lane, verb: str, wants_checksums: bool) -> None:
     """The notification comes once the bytes are committed at the peer, and never before."""
     p, d = nodes.pair()
     own, other = (p, d) if verb == "push" else (d, p)
@@ -152,7 +152,7 @@ def test_sums_and_notification(nodes: Any, new_id: NewId, lane: native.Lane, ver
             rows[remote.id],
             lanes=[lane],
             notification=note,
-            wants_sums=wants_sums,
+            wants_checksums=wants_checksums,
         )
         told = other.wait_for(native.NotifReceived, payload=note)
         assert told.sender == own.ref

@@ -93,7 +93,7 @@ def test_what_becomes_ready_later_is_read_later(nodes: Any, new_id: NewId) -> No
 
 
 def test_checksums_are_verified(nodes: Any, new_id: NewId) -> None:
-    p, d = ucx_pair(nodes, blocks=64, checks=True)
+    p, d = ucx_pair(nodes, blocks=64, has_checksums=True)
     good, bad = new_id(), new_id()
     p.grant(good, np.arange(32))
     d.pull(good, p, np.arange(32), lanes=[UCX])

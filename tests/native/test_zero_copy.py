@@ -71,7 +71,7 @@ def test_blocks_go_out_without_a_copy(nodes: Any, new_id: NewId, block_bytes: in
     "options",
     [
         pytest.param({"block_bytes": 65536, "is_exposed": False}, id="exposure-is-grant"),
-        pytest.param({"block_bytes": 65536, "is_exposed": True, "checks": True}, id="with-checksums"),
+        pytest.param({"block_bytes": 65536, "is_exposed": True, "has_checksums": True}, id="with-checksums"),
         pytest.param({"block_bytes": 1024, "is_exposed": True}, id="too-small"),
         pytest.param(
             {"block_bytes": 4096, "is_exposed": True, "segments": [(512, 4096, 4096)], "region_bytes": TOTAL + 4096},

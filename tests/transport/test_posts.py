@@ -25,7 +25,7 @@ from kvxfer.errors import (
     TransferCancelledError,
     TransportError,
 )
-from kvxfer.policy.checksums import wants_checksums
+from kvxfer.policy.checksums import carries_checksums
 from kvxfer.transport.engine import ROUTES_MAX, Op, RemotePeer, TransferBatch
 from kvxfer.types import Lane, TransferState
 from tests.support.posts_setting import ADDRESS, MANY, PEER_REF, Drained, Setting
@@ -263,7 +263,7 @@ def test_prepared_once_for_all_starts(setting: Setting) -> None:
     for _ in range(5):
         setting.poster.start(plan, lanes=[Lane.STREAM])
     assert setting.transport.prepared == 3  # parts
-    setting.poster.start(plan, lanes=[Lane.STREAM], wants_sums=True)
+    setting.poster.start(plan, lanes=[Lane.STREAM], wants_checksums=True)
     setting.poster.start(plan, lanes=[Lane.STREAM])
     assert setting.transport.prepared == 6
     assert len(plan.routes) == 2
@@ -331,12 +331,12 @@ def test_sums_are_wanted_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     for checks, wanted in (("off", False), ("on", True)):
         setting = Setting(monkeypatch, stream_checks=checks)
         setting.poster.start(setting.plan(10))
-        setting.poster.start(setting.plan(10), wants_sums=not wanted)
-        assert [asked.wants_sums for asked in setting.transport.asked] == [wanted, not wanted]
+        setting.poster.start(setting.plan(10), wants_checksums=not wanted)
+        assert [asked.wants_checksums for asked in setting.transport.asked] == [wanted, not wanted]
     ids = [number.to_bytes(16, "big") for number in range(4000)]
-    sampled = [wants_checksums("sampled", identity, is_same_host=True) for identity in ids]
+    sampled = [carries_checksums("sampled", identity, is_same_host=True) for identity in ids]
     assert 150 < sum(sampled) < 350
-    assert sampled == [wants_checksums("sampled", identity, is_same_host=False) for identity in ids]
+    assert sampled == [carries_checksums("sampled", identity, is_same_host=False) for identity in ids]
 
 
 def test_two_threads_poll(setting: Setting) -> None:

@@ -20,7 +20,7 @@ using namespace kvxfer::fuzz;
 
 namespace {
 
-static_assert(kNoSumOfWire == kNoSum);
+static_assert(kNoChecksumOfWire == kNoChecksum);
 constexpr size_t kLinesMax = 4;
 constexpr uint8_t kUntouched = 0x5a;
 constexpr uint32_t kReadOnly = kRegionFirst + 2;  // the one region that nothing is written into
@@ -284,7 +284,7 @@ class World {
     Spec spec;
     spec.id = id;
     spec.lanes = {FrameMaker::lane(in_), FrameMaker::lane(in_)};
-    spec.wants_sums = in_.flag();
+    spec.wants_checksums = in_.flag();
     return spec;
   }
   void own_act() {

@@ -128,8 +128,8 @@ class World : public Shell {
       }
       case 1: {
         const uint32_t ready = in_.u32();
-        const std::vector<uint32_t> sums(endpoint_.becoming_ready(id, ready).second.size(), 7);
-        try_call([&](Effects& out) { endpoint_.ready(id, ready, 0, in_.flag(), now_, out, sums); });
+        const std::vector<uint32_t> checksums(endpoint_.becoming_ready(id, ready).second.size(), 7);
+        try_call([&](Effects& out) { endpoint_.ready(id, ready, 0, in_.flag(), now_, out, checksums); });
         return;
       }
       case 2: try_call([&](Effects& out) { endpoint_.end_grant(id, in_.flag() ? GrantEvent::Revoke : GrantEvent::Release, now_, out); }); return;
@@ -190,7 +190,7 @@ class World : public Shell {
     spec.granted_ns = static_cast<Nanos>(in_.below(4)) * 1000 * kMillisecond;
     spec.lanes = some_lanes();
     spec.deadline = some_deadline();
-    spec.wants_sums = in_.flag();
+    spec.wants_checksums = in_.flag();
     try_call([&](Effects& out) {
       endpoint_.pull(kPool, spec, now_, out);
       posted(id, spec.source);
@@ -204,7 +204,7 @@ class World : public Shell {
     const WireList local = FrameMaker::list(in_), remote = in_.flag() ? local : FrameMaker::list(in_);
     spec.lanes = some_lanes();
     spec.deadline = some_deadline();
-    spec.wants_sums = in_.flag();
+    spec.wants_checksums = in_.flag();
     if (in_.flag()) spec.notification = in_.bytes(in_.below(80));
     try_call([&](Effects& out) {
       spec.local = from_wire(local);

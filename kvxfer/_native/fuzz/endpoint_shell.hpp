@@ -136,13 +136,13 @@ class Shell {
     check(needs_map(e.lane) && (e.pool == kPool || regions_.count(e.pool) != 0), "a MAP of memory that is not there");
   }
   void perform(SendData& e) {
-    check(e.frame.count == e.from.count && (e.sums.empty() || e.sums.size() == e.from.count), "a DATA frame of other blocks than it says");
-    check(e.frame.payload_bytes == check_own(e.from) + (e.frame.has_sums ? 4 * e.from.count : 0), "a DATA frame of other bytes than it says");
+    check(e.frame.count == e.from.count && (e.checksums.empty() || e.checksums.size() == e.from.count), "a DATA frame of other blocks than it says");
+    check(e.frame.payload_bytes == check_own(e.from) + (e.frame.has_checksums ? 4 * e.from.count : 0), "a DATA frame of other bytes than it says");
     check(endpoint_.grant_state(e.frame.id, now_) == GrantState::Alive, "blocks are sent that are not granted");
     sends_.push_back(std::move(e));
   }
   void perform(ReadBlocks& e) {
-    check(is_one_sided(e.lane) && e.from.count == e.to.count && (e.sums.empty() || e.sums.size() == e.to.count), "a read of other blocks than it fills");
+    check(is_one_sided(e.lane) && e.from.count == e.to.count && (e.checksums.empty() || e.checksums.size() == e.to.count), "a read of other blocks than it fills");
     check_own(e.to);
     book_.begin_landing(e.id);
     reads_.push_back(std::move(e));
@@ -234,7 +234,7 @@ class Shell {
         if (data == nullptr || !line.is_open) continue;
         const Landing landing = endpoint_.data_arrives(line.session, *data, now_);
         if (landing.token == 0) continue;
-        check(data->payload_bytes == check_own(landing.to) + (data->has_sums ? 4 * landing.to.count : 0), "a payload lands in other memory than it fills");
+        check(data->payload_bytes == check_own(landing.to) + (data->has_checksums ? 4 * landing.to.count : 0), "a payload lands in other memory than it fills");
         book_.begin_landing(data->id);
         line.landing = Incoming{data->id, landing.token};
       }

@@ -15,7 +15,7 @@ namespace kvxfer::fuzz {
 constexpr uint32_t kPool = 1, kRegionFirst = 10, kRegionCount = 4;
 constexpr uint32_t kBlockCount = 8;
 constexpr uint64_t kBlockBytes = 48, kRegionBytes = 512;
-constexpr uint32_t kNoSumOfWire = 0x9d1ce5a7;  // kNoSum of lanes/stream.hpp
+constexpr uint32_t kNoChecksumOfWire = 0x9d1ce5a7;  // kNoChecksum of lanes/stream.hpp
 
 class FrameMaker {
  public:
@@ -70,8 +70,8 @@ class FrameMaker {
     const auto* data = std::get_if<Data>(&frame);
     if (data == nullptr || data->payload_bytes > 2048) return wire;
     std::string payload(data->payload_bytes, 'p');
-    const size_t sums = data->has_sums ? std::min<size_t>(4 * size_t{data->count}, payload.size()) : 0;
-    for (size_t i = 0; i < sums; ++i) payload[payload.size() - sums + i] = static_cast<char>(kNoSumOfWire >> (8 * (i % 4)));
+    const size_t checksums = data->has_checksums ? std::min<size_t>(4 * size_t{data->count}, payload.size()) : 0;
+    for (size_t i = 0; i < checksums; ++i) payload[payload.size() - checksums + i] = static_cast<char>(kNoChecksumOfWire >> (8 * (i % 4)));
     if (in.below(8) == 0) payload.resize(in.below(64));
     return wire + payload;
   }
@@ -98,16 +98,16 @@ class FrameMaker {
         ready.attempt = attempt(in, ready.id);
         ready.ids.resize(in.below(10));
         for (uint32_t& block : ready.ids) block = in.u32();
-        if (!ready.ids.empty() && in.flag()) ready.sums.resize(ready.ids.size(), in.u32());
+        if (!ready.ids.empty() && in.flag()) ready.checksums.resize(ready.ids.size(), in.u32());
         return ready;
       }
       case 4:
       case 5: {
         Data data{id(in), 0, in.u32(), in.u32(), in.flag(), in.flag(), false, 0};
-        data.is_zero_copy = !data.has_sums && data.count % 4 == 3;
+        data.is_zero_copy = !data.has_checksums && data.count % 4 == 3;
         data.attempt = attempt(in, data.id);
         const uint64_t piece = in.flag() ? in.any() : kBlockBytes;
-        data.payload_bytes = std::min(uint64_t{data.count} * (piece + (data.has_sums ? 4 : 0)), kPayloadMax);
+        data.payload_bytes = std::min(uint64_t{data.count} * (piece + (data.has_checksums ? 4 : 0)), kPayloadMax);
         return data;
       }
       case 6: return Confirm{id(in), in.any()};
@@ -217,16 +217,16 @@ class FrameMaker {
     if (question.done == pull.count) return Verdict{pull.id, pull.nonce, Code::ok};
     const uint32_t first = question.done, count = 1 + static_cast<uint32_t>(in.below(std::min(pull.count - first, 255u)));
     question.done += count;
-    const bool is_zero_copy = !pull.wants_sums && pull.nonce % 2 == 0;
-    const uint64_t bytes = bytes_of(pull.id, pull.first + first, count) + (pull.wants_sums ? 4 * count : 0);
-    return Data{pull.id, pull.attempt, pull.first + first, count, true, pull.wants_sums, is_zero_copy, bytes};
+    const bool is_zero_copy = !pull.wants_checksums && pull.nonce % 2 == 0;
+    const uint64_t bytes = bytes_of(pull.id, pull.first + first, count) + (pull.wants_checksums ? 4 * count : 0);
+    return Data{pull.id, pull.attempt, pull.first + first, count, true, pull.wants_checksums, is_zero_copy, bytes};
   }
   // The destination pulls what it was asked to, and says that it is done.
   Frame answer(const Push& push, uint32_t step) {
     uint32_t count = 0;
     for (const Grid& grid : push.from.grids) count += grid.count;
     if (!push.from.picks.empty()) count = static_cast<uint32_t>(push.from.picks.size());
-    if (step == 0) return Pull{push.id, 1, 77, push.lane, 0, count, 0, {}, 0, {}, push.wants_sums};
+    if (step == 0) return Pull{push.id, 1, 77, push.lane, 0, count, 0, {}, 0, {}, push.wants_checksums};
     if (step == 1 && is_one_sided(push.lane)) return Confirm{push.id, 78};
     return Done{push.id, Code::ok, ""};
   }

@@ -152,7 +152,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         read.to = local.part(first, local.count() - first);
         to = target.pieces(local.ranges);
       }
-      if (in.below(4) == 0) read.sums.assign(read.to.count, in.u32());
+      if (in.below(4) == 0) read.checksums.assign(read.to.count, in.u32());
       const auto remote_of = [&](uint32_t id) {
         const auto found = memories.find(id);
         if (found == memories.end()) throw Error(Code::no_lane, "the source did not let its memory be read by this lane");

@@ -304,7 +304,7 @@ void Connection::stop_landing(Code code, const std::string& text, const Transfer
 // afterwards, and may see what is written there once the grant has ended. So this is for memory that one-sided lanes may read
 // too, and where asking takes little of the time.
 bool Connection::may_send_zero_copy(const SendData& data, const OwnMemory& memory) const {
-  if (!is_near_ || !memory.is_exposed || memory.device || data.frame.has_sums || data.frame.payload_bytes < kLentMin) return false;
+  if (!is_near_ || !memory.is_exposed || memory.device || data.frame.has_checksums || data.frame.payload_bytes < kLentMin) return false;
   if (kind_ == SessionKind::Unix && !SplicePipe::serves_unix()) return false;
   iovec runs[kLentRuns];
   size_t bytes = 0;

@@ -128,7 +128,7 @@ Map Connection::describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region
     ucx = pool->ucx;
     is_exposed = pool->info.is_exposed;
     is_device = pool->device != nullptr;
-    is_checked = pool->info.checks;
+    is_checked = pool->info.has_checksums;
     if (pool->info.is_shareable) shared_region = pool->region;
   }
   const auto refuse = [&](const char* why) {

@@ -168,18 +168,18 @@ void Core::add_region(const RegionInfo& info, std::shared_ptr<Region> region, ui
 void Core::grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
                  uint32_t ready_blocks, const Bytes32& content) {
   const std::shared_ptr<const Pool> own = shared_.pool(pool);
-  const bool is_summed = own && own->info.checks && ready_blocks != 0;
+  const bool is_checksummed = own && own->info.has_checksums && ready_blocks != 0;
   const auto count = static_cast<uint32_t>(blocks.size());
   shared_.act([&](Endpoint& endpoint, Nanos now, Effects& out) {
-    endpoint.grant(id, pool, std::move(blocks), reader, ttl_ns, is_summed ? 0 : ready_blocks, now, out, content);
+    endpoint.grant(id, pool, std::move(blocks), reader, ttl_ns, is_checksummed ? 0 : ready_blocks, now, out, content);
   });
-  if (is_summed) ready(id, ready_blocks, 0, ready_blocks == count);
+  if (is_checksummed) ready(id, ready_blocks, 0, ready_blocks == count);
 }
 
 void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete) {
   const auto becoming = [&](const Endpoint& endpoint) { return endpoint.becoming_ready(id, blocks); };
   auto [pool, list] = shared_.look(becoming);
-  std::vector<uint32_t> sums;
+  std::vector<uint32_t> checksums;
   // The grant may end meanwhile; its pool may not go: a thread that removes it waits.
   struct Looking {
     ~Looking() {
@@ -192,14 +192,14 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
     const auto count = static_cast<uint32_t>(list.size());
     const Extent extent{pool, nullptr, std::make_shared<const std::vector<uint32_t>>(std::move(list)), 0, count};
     if (const OwnMemory memory = shared_.find(extent); memory && !memory.device) {  // memory on a device is summed while it is sent
-      RunningSums running(memory, extent, RunningSums::Bytes::Anywhere, "source");
+      RunningChecksums running(memory, extent, RunningChecksums::Bytes::Anywhere, "source");
       running.advance(count * memory.pool->info.block_bytes);
-      sums = running.sums();
+      checksums = running.checksums();
     }
   }
   shared_.act([&](Endpoint& endpoint, Nanos now, Effects& out) {
-    if (becoming(endpoint).second.size() != sums.size()) sums.clear();  // another thread announced them too
-    endpoint.ready(id, blocks, layers, complete, now, out, sums);
+    if (becoming(endpoint).second.size() != checksums.size()) checksums.clear();  // another thread announced them too
+    endpoint.ready(id, blocks, layers, complete, now, out, checksums);
   });
 }
 

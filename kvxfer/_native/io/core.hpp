@@ -55,7 +55,7 @@ class Core {
   void fetch(PostSpec spec);
   void push(PostSpec spec);
   uint64_t notify(const AgentRef& to, std::string payload);
-  // Tells the machines how far a grant's blocks are ready, with checksums of the new ones where their pool has checks:
+  // Tells the machines how far a grant's blocks are ready, with checksums of the new ones where their pool has checksums:
   // taken here, on the caller's thread.
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete);
 

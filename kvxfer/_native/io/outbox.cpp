@@ -88,16 +88,16 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
   const bool is_looking = left != 0 && !payload.has_ended && sending.begin(payload.frame.id, payload.serial);
   if (is_looking && payload.is_staged) {
     const auto [data, size] = staged;
-    const size_t looked = payload.frame.has_sums ? std::min(size, kSummedBytesMax) : size;
-    payload.sum(data, looked);
+    const size_t looked = payload.frame.has_checksums ? std::min(size, kSummedBytesMax) : size;
+    payload.add_checksums(data, looked);
     vectors[count++] = {const_cast<uint8_t*>(data), looked};
     bytes += looked;
     left -= looked;
   } else if (is_looking) {
     size_t looked = 0;
-    const size_t bytes_max = payload.frame.has_sums ? kSummedBytesMax : kSendBytesMax;
+    const size_t bytes_max = payload.frame.has_checksums ? kSummedBytesMax : kSendBytesMax;
     const size_t used = payload.walk.gather(vectors + count, kIovecsMax - count, bytes_max, looked);
-    if (payload.frame.has_sums) payload.sum(looked);
+    if (payload.frame.has_checksums) payload.add_checksums(looked);
     count += used;
     bytes += looked;
     left -= looked;
@@ -111,8 +111,8 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
     left -= zero_bytes;
   }
   if (left == 0 && payload.trailer_left != 0 && count != kIovecsMax) {
-    const auto [sums, size] = payload.trailer();
-    vectors[count++] = {const_cast<char*>(sums), size};
+    const auto [checksums, size] = payload.trailer();
+    vectors[count++] = {const_cast<char*>(checksums), size};
     bytes += size;
   }
 }
@@ -240,9 +240,9 @@ void Outbox::consume(size_t bytes, std::vector<Sent>& finished) {
       payload.sent(part);
       bytes -= part;
       statistics_.bytes_streamed_out.add(part);
-      const size_t sums = std::min(bytes, payload.trailer_left);
-      payload.trailer_left -= sums;
-      bytes -= sums;
+      const size_t checksums = std::min(bytes, payload.trailer_left);
+      payload.trailer_left -= checksums;
+      bytes -= checksums;
       if (!payload.is_done()) return;
       finished.push_back({payload.frame, payload.serial});
     }

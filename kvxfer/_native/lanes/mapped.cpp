@@ -66,7 +66,7 @@ class MappedRead final : public ReadJob {
   MappedRead(ReadBlocks read, RemotePlace from, OwnMemory to, Copier& copier)
       : ReadJob(std::move(read), std::move(from), std::move(to)), copier_(copier), walk_(walk_source(), walk_target()), runs_(kRunsMax) {
     // What is verified is looked at right after the copy: it had better be in the cache.
-    stores_ = !has_sums() && bytes() >= kPastCacheBytes ? Stores::PastCache : Stores::InCache;
+    stores_ = !has_checksums() && bytes() >= kPastCacheBytes ? Stores::PastCache : Stores::InCache;
   }
 
   bool is_done() const override { return walk_.is_done(); }
@@ -75,7 +75,7 @@ class MappedRead final : public ReadJob {
     size_t done = 0;
     while (done < max && !walk_.is_done()) {
       size_t bytes = 0;
-      const size_t count = walk_.take(runs_.data(), runs_.size(), has_sums() ? std::min(max - done, kVerifyBytes) : max - done, bytes);
+      const size_t count = walk_.take(runs_.data(), runs_.size(), has_checksums() ? std::min(max - done, kVerifyBytes) : max - done, bytes);
       effort_.runs += count;
       copier_.copy(runs_.data(), count, stores_);
       verify(bytes);

@@ -84,16 +84,16 @@ ReadJob::ReadJob(ReadBlocks read, RemotePlace from, OwnMemory to) : read_(std::m
   const uint64_t uniform = uniform_bytes(read_.to, *to_.layout);
   for (uint32_t i = 0; uniform == 0 && i < read_.to.count; ++i) bytes_ += bytes_of(read_.to, uniform, i);
   if (uniform != 0) bytes_ = uniform * read_.to.count;
-  if (read_.sums.empty()) return;
-  if (read_.sums.size() != read_.to.count) throw Error(Code::internal, "a checksum for each block was due");
-  running_.emplace(to_, read_.to, RunningSums::Bytes::InCache, "destination");
+  if (read_.checksums.empty()) return;
+  if (read_.checksums.size() != read_.to.count) throw Error(Code::internal, "a checksum for each block was due");
+  running_.emplace(to_, read_.to, RunningChecksums::Bytes::InCache, "destination");
 }
 
 void ReadJob::verify(size_t bytes) {
   if (!running_) return;
   running_->advance(bytes);
-  for (const std::vector<uint32_t>& sums = running_->sums(); verified_ < sums.size(); ++verified_) {
-    if (sums[verified_] == read_.sums[verified_]) continue;
+  for (const std::vector<uint32_t>& checksums = running_->checksums(); verified_ < checksums.size(); ++verified_) {
+    if (checksums[verified_] == read_.checksums[verified_]) continue;
     throw Error(Code::checksum, "block " + std::to_string(verified_) + " of a read is not what its source said");
   }
 }

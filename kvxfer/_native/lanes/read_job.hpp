@@ -99,7 +99,7 @@ class ReadJob {
   const OwnMemory& target() const { return to_; }
   const Extent& filled() const { return read_.to; }
   const Extent& asked() const { return read_.from; }
-  bool has_sums() const { return running_.has_value(); }
+  bool has_checksums() const { return running_.has_value(); }
   // The next `bytes` of the target, in order, are in place. Throws Error(checksum) where the source had said otherwise of
   // a piece that they complete. Does nothing where it had said nothing.
   void verify(size_t bytes);
@@ -110,7 +110,7 @@ class ReadJob {
   const ReadBlocks read_;
   const RemotePlace from_;
   const OwnMemory to_;
-  std::optional<RunningSums> running_;
+  std::optional<RunningChecksums> running_;
   size_t verified_ = 0;  // pieces
   uint64_t bytes_ = 0;
 };

@@ -4,7 +4,7 @@
 // while it is in the cache. Memory on a device goes by pinned host memory (staging.hpp).
 //
 // What is left of a frame whose grant ended goes out as zeros, of which nobody knew the checksums: all of that frame's are
-// kNoSum then, and what has no sum is not compared. It is never committed either: its source gives no verdict ok.
+// kNoChecksum then, and a block without a checksum is not compared. It is never committed either: its source gives no verdict ok.
 #pragma once
 
 #include <optional>
@@ -15,20 +15,20 @@
 
 namespace kvxfer {
 
-constexpr uint32_t kNoSum = 0x9d1ce5a7;  // as likely to be a checksum as any other
+constexpr uint32_t kNoChecksum = 0x9d1ce5a7;  // as likely to be a checksum as any other
 
 // CRC-32C of each of some blocks or pieces, as their bytes pass in order.
-class RunningSums {
+class RunningChecksums {
  public:
   enum class Bytes { InCache, Anywhere };  // where they are when they are summed
   // Memory of others, which may be gone, is summed through a copy: see owner_memory.hpp. `whose`: as memory_gone() takes it.
-  RunningSums(const OwnMemory& memory, const Extent& extent, Bytes are, const char* whose);
+  RunningChecksums(const OwnMemory& memory, const Extent& extent, Bytes are, const char* whose);
   // The next `bytes` are what they are. Throws Error(memory_gone).
   void advance(size_t bytes);
   // As they lie at `data`, and not where the blocks do.
   void advance(const uint8_t* data, size_t bytes);
   uint64_t passed() const { return passed_; }
-  const std::vector<uint32_t>& sums() const { return sums_; }  // of those that have passed whole
+  const std::vector<uint32_t>& checksums() const { return checksums_; }  // of those that have passed whole
 
  private:
   void add(const uint8_t* data, size_t bytes, const uint8_t* ahead = nullptr);  // of one block
@@ -43,8 +43,8 @@ class RunningSums {
   uint64_t block_bytes_ = 0;  // of each; 0 where they differ
   BlockWalk walk_;
   uint64_t left_ = 0, passed_ = 0;
-  uint32_t sum_ = 0;
-  std::vector<uint32_t> sums_;
+  uint32_t checksum_ = 0;
+  std::vector<uint32_t> checksums_;
 };
 
 struct OutgoingBlocks {
@@ -54,9 +54,9 @@ struct OutgoingBlocks {
 
   // Where checksums are to be taken: takes those of the next `bytes` from the walk's position on, where they are not known.
   // Throws Error(memory_gone).
-  void sum(size_t bytes);
+  void add_checksums(size_t bytes);
   // The same of bytes that were gathered.
-  void sum(const uint8_t* data, size_t bytes);
+  void add_checksums(const uint8_t* data, size_t bytes);
   void sent(size_t bytes) {
     left -= bytes;
     if (has_ended) return;
@@ -83,10 +83,10 @@ struct OutgoingBlocks {
   bool has_ended = false;
 
  private:
-  std::optional<RunningSums> running_;
+  std::optional<RunningChecksums> running_;
   std::vector<uint32_t> known_;
   std::string trailer_;
-  bool has_no_sums_ = false;
+  bool has_no_checksums_ = false;
 };
 
 struct IncomingBlocks {
@@ -128,7 +128,7 @@ struct IncomingBlocks {
 
   const uint64_t bytes_ = left;
 
-  std::optional<RunningSums> running_;
+  std::optional<RunningChecksums> running_;
 };
 
 }  // namespace kvxfer

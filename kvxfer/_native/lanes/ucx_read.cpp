@@ -117,7 +117,7 @@ void UcxRead::post() {
     const UcxMemory* const memory = memory_at(to_span_.data);
     if (memory == nullptr) {
       refusal_ = "the memory to fill is not registered with UCX";
-    } else if (memory->is_device() && has_sums()) {
+    } else if (memory->is_device() && has_checksums()) {
       refusal_ = "checksums of device memory cannot be verified here";
     } else if (key == nullptr || from_span_.size == 0) {
       refusal_ = "the peer's memory is smaller than it says";
@@ -151,7 +151,7 @@ size_t UcxRead::read(size_t max) {
     fail();
   }
   const uint64_t landed = std::exchange(told_, flight_->landed);
-  if (!has_sums()) {
+  if (!has_checksums()) {
     checked_ = told_;
     return static_cast<size_t>(told_ - landed);
   }

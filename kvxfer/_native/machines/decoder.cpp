@@ -113,7 +113,7 @@ Pull read_pull(Reader& r) {
   f.digest = r.bytes<32>();
   f.wait_ms = r.number<uint32_t>();
   f.content = r.bytes<32>();
-  f.wants_sums = r.flag();
+  f.wants_checksums = r.flag();
   return f;
 }
 
@@ -133,7 +133,7 @@ Frame read_body(uint8_t kind, Reader& r) {
       Push f;
       f.id = r.id();
       f.lane = r.choice<Lane>(kLaneMax, "unknown lane");
-      f.wants_sums = r.flag();
+      f.wants_checksums = r.flag();
       f.deadline_ms = r.number<uint32_t>();
       f.has_notification = r.flag();
       f.notification = r.text(f.has_notification ? kNotifPieceMax : 0, "notification is too long");
@@ -156,10 +156,10 @@ Frame read_body(uint8_t kind, Reader& r) {
       f.pool = r.number<uint32_t>();
       f.ids_first = r.number<uint32_t>();
       const auto count = r.count(kIdsMax, 4, "too many block ids");
-      const bool has_sums = r.flag();
-      if (has_sums && count == 0) Reader::fail("checksums of no block");
+      const bool has_checksums = r.flag();
+      if (has_checksums && count == 0) Reader::fail("checksums of no block");
       f.ids = r.numbers(count);
-      if (has_sums) f.sums = r.numbers(count);
+      if (has_checksums) f.checksums = r.numbers(count);
       return f;
     }
     case 5: {
@@ -171,7 +171,7 @@ Frame read_body(uint8_t kind, Reader& r) {
       f.complete = r.flag();
       const auto kind = r.number<uint8_t>();
       if (kind > kDataIsZeroCopy) Reader::fail("no such kind of payload");
-      f.has_sums = kind == kDataHasSums;
+      f.has_checksums = kind == kDataHasChecksums;
       f.is_zero_copy = kind == kDataIsZeroCopy;
       f.payload_bytes = r.number<uint64_t>();
       if (f.payload_bytes > kPayloadMax) Reader::fail("payload is over its bound");

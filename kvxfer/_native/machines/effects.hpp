@@ -28,19 +28,19 @@ struct SendMap {  // send, once a session, the MAP frame that lets the peer read
   uint32_t pool;
   Lane lane;
 };
-// Send `frame` and the bytes of `from`, followed by their CRC-32Cs where frame.has_sums; answer with Endpoint::data_sent once
+// Send `frame` and the bytes of `from`, followed by their CRC-32Cs where frame.has_checksums; answer with Endpoint::data_sent once
 // the kernel took the last byte. Where it took references alone the shell says so, in `frame` (is_zero_copy) and in its answer. Where
-// the bytes cannot be read it says Endpoint::data_failed first, and what is left of them goes out as zeros. `sums`: of exactly
+// the bytes cannot be read it says Endpoint::data_failed first, and what is left of them goes out as zeros. `checksums`: of exactly
 // these blocks where the owner's `ready` brought them, else empty: compute.
 struct SendData {
   SessionId session;
   Data frame;
   Extent from;
-  std::vector<uint32_t> sums;
+  std::vector<uint32_t> checksums;
   uint64_t serial = 0;  // of its grant: a peer may give a later one the same id, once this one is forgotten
 };
 // Read the peer's `from` into own `to`, of as many bytes piece by piece; answer with Endpoint::read_landed or read_stopped.
-// `sums`, where not empty: CRC-32Cs that the bytes of each must have, else read_stopped(checksum). read_stopped(memory_gone):
+// `checksums`, where not empty: CRC-32Cs that the bytes of each must have, else read_stopped(checksum). read_stopped(memory_gone):
 // memory of the peer, or of this agent, is not there, and will not be where it is tried again.
 struct ReadBlocks {
   TransferId id;
@@ -48,7 +48,7 @@ struct ReadBlocks {
   SessionId session;
   Lane lane;
   Extent from, to;
-  std::vector<uint32_t> sums;
+  std::vector<uint32_t> checksums;
 };
 
 // The transfer that a read was begun for is over: its bytes are not wanted any more. It is answered as it would be, only sooner.

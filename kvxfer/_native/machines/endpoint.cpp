@@ -75,8 +75,8 @@ void Endpoint::grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> 
 }
 
 void Endpoint::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
-                     const std::vector<uint32_t>& sums) {
-  grants_.ready(id, blocks, layers, complete, now, out, sums);
+                     const std::vector<uint32_t>& checksums) {
+  grants_.ready(id, blocks, layers, complete, now, out, checksums);
 }
 
 GrantState Endpoint::end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out, const std::string& why) {

@@ -58,7 +58,7 @@ struct PostSpec {
   std::vector<Lane> lanes;  // allowed, best first
   Nanos deadline = kNever;
   uint64_t nonce_seed = 0;
-  bool wants_sums = false;
+  bool wants_checksums = false;
   std::optional<std::string> notification;  // to the peer's owner, once committed
 };
 
@@ -121,10 +121,10 @@ class Endpoint {
   void pulse(bool has_work, bool took_in, Nanos now) { grants_.pulse(has_work, took_in, now); }
   bool has_begun(const TransferId& id) const { return grants_.has_begun(id); }
   void decline(const TransferId& id, Effects& out) { grants_.decline(id, out); }
-  // `sums`: CRC-32C of the blocks that became ready by this call, or none.
+  // `checksums`: CRC-32C of the blocks that became ready by this call, or none.
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
-             const std::vector<uint32_t>& sums = {});
-  // The pool, and which of its blocks ready(id, blocks) would newly make ready; no blocks where the pool goes without checks.
+             const std::vector<uint32_t>& checksums = {});
+  // The pool, and which of its blocks ready(id, blocks) would newly make ready; no blocks where the pool has no checksums.
   std::pair<uint32_t, std::vector<uint32_t>> becoming_ready(const TransferId& id, uint32_t blocks) const { return grants_.becoming_ready(id, blocks); }
   GrantState end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out, const std::string& why = {});
   std::string bind_grant(const TransferId& id, const std::string& reader, Nanos now) { return grants_.bind(id, reader, now); }

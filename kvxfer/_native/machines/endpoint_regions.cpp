@@ -81,7 +81,7 @@ void Endpoint::fetch(PostSpec spec, Nanos now, Effects& out) {
   transfer.lanes = std::move(spec.lanes);
   transfer.deadline = spec.deadline;
   transfer.nonce_seed = spec.nonce_seed;
-  transfer.wants_sums = spec.wants_sums;
+  transfer.wants_checksums = spec.wants_checksums;
   transfer.remote = std::move(spec.remote);
   transfer.notification = std::move(spec.notification);
   const AgentRef peer = transfer.source;
@@ -101,7 +101,7 @@ void Endpoint::push(PostSpec spec, Nanos now, Effects& out) {
   const bool is_own = bytes > kPushNotificationMax || (bytes != 0 && lists + bytes + kPushOverhead > kBodyMax);
   const AgentRef peer = spec.peer;
   PushSpec push{{spec.id, std::move(spec.peer), std::move(spec.lanes), spec.deadline, false}, std::move(spec.local), std::move(spec.remote),
-                spec.wants_sums, std::nullopt, std::nullopt};
+                spec.wants_checksums, std::nullopt, std::nullopt};
   (is_own ? push.own_notification : push.notification) = std::move(spec.notification);
   auto pushed = std::make_unique<PushPost>(std::move(push), limits_.transfers, grants_, std::move(claim), now);
   if (is_own) notifier_.promise(peer, bytes);
@@ -225,7 +225,7 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   spec.deadline = now + (push.deadline_ms == 0 ? life : std::min(life, Nanos{push.deadline_ms} * kMillisecond));
   // The source knows this id, and with it the nonces: what it could do with that it could do by lying in its verdicts.
   std::memcpy(&spec.nonce_seed, push.id.raw.data(), sizeof spec.nonce_seed);
-  spec.wants_sums = push.wants_sums;
+  spec.wants_checksums = push.wants_checksums;
   spec.remote = std::move(from);
   spec.is_offered = true;
   spec.turn = push.turn;

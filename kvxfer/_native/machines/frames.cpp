@@ -77,7 +77,7 @@ struct BodyWriter {
     w.bytes(f.digest);
     w.number(f.wait_ms);
     w.bytes(f.content);
-    w.flag(f.wants_sums);
+    w.flag(f.wants_checksums);
   }
   void operator()(const Fetch& f) {
     (*this)(f.pull);
@@ -86,7 +86,7 @@ struct BodyWriter {
   void operator()(const Push& f) {
     w.id(f.id);
     w.number(static_cast<uint8_t>(f.lane));
-    w.flag(f.wants_sums);
+    w.flag(f.wants_checksums);
     w.number(f.deadline_ms);
     w.flag(f.has_notification);
     w.text(f.notification, f.has_notification ? kNotifPieceMax : 0, "notification");
@@ -114,10 +114,10 @@ struct BodyWriter {
     w.number(f.pool);
     w.number(f.ids_first);
     w.count(f.ids.size(), kIdsMax, "READY");
-    if (!f.sums.empty() && f.sums.size() != f.ids.size()) throw Error(Code::invalid_argument, "READY has not one checksum a block");
-    w.flag(!f.sums.empty());
+    if (!f.checksums.empty() && f.checksums.size() != f.ids.size()) throw Error(Code::invalid_argument, "READY has not one checksum a block");
+    w.flag(!f.checksums.empty());
     w.numbers(f.ids);
-    w.numbers(f.sums);
+    w.numbers(f.checksums);
   }
   void operator()(const Data& f) {
     w.id(f.id);
@@ -125,8 +125,8 @@ struct BodyWriter {
     w.number(f.first);
     w.number(f.count);
     w.flag(f.complete);
-    if (f.has_sums && f.is_zero_copy) throw Error(Code::invalid_argument, "zero-copy DATA has no checksums");
-    w.number(f.has_sums ? kDataHasSums : f.is_zero_copy ? kDataIsZeroCopy : kDataPlain);
+    if (f.has_checksums && f.is_zero_copy) throw Error(Code::invalid_argument, "zero-copy DATA has no checksums");
+    w.number(f.has_checksums ? kDataHasChecksums : f.is_zero_copy ? kDataIsZeroCopy : kDataPlain);
     if (f.payload_bytes > kPayloadMax) throw Error(Code::invalid_argument, "DATA payload is over its bound");
     w.number(f.payload_bytes);
   }

@@ -32,7 +32,7 @@ constexpr size_t kIdsMax = 65536;            // block ids in one READY
 constexpr size_t kSegmentsMax = 4096;        // segments in one MAP
 constexpr size_t kMapKeyMax = 16 * 1024;     // what a lane needs beside addresses in one MAP
 constexpr uint64_t kPayloadMax = 1ull << 31;
-constexpr uint8_t kDataPlain = 0, kDataHasSums = 1, kDataIsZeroCopy = 2;  // what DATA says of its payload
+constexpr uint8_t kDataPlain = 0, kDataHasChecksums = 1, kDataIsZeroCopy = 2;  // what DATA says of its payload
 
 enum class HelloStep : uint8_t { Dial = 1, Accept = 2, Prove = 3 };
 
@@ -55,7 +55,7 @@ struct Pull {
   Bytes32 digest{};    // of the reader's compatibility record
   uint32_t wait_ms = 0;  // how long it may wait at the source for its grant
   Bytes32 content{};   // of what the reader takes the blocks to hold; zero: it does not say
-  bool wants_sums = false;  // the reader checks CRC-32Cs where the source can give them
+  bool wants_checksums = false;  // the reader checks CRC-32Cs where the source can give them
 };
 // Pieces of registered regions on the wire: every grid, and which pieces in which order. No picks: all, as they
 // come, at most kUnpickedMax.
@@ -84,7 +84,7 @@ struct Fetch {
 struct Push {
   TransferId id;
   Lane lane = Lane::Stream;
-  bool wants_sums = false;
+  bool wants_checksums = false;
   uint32_t deadline_ms = 0;
   WireList from, to;
   bool has_notification = false;
@@ -112,16 +112,16 @@ struct Ready {
   uint32_t pool = 0;
   uint32_t ids_first = 0;
   std::vector<uint32_t> ids;
-  std::vector<uint32_t> sums;  // CRC-32C of each of `ids`, or none
+  std::vector<uint32_t> checksums;  // CRC-32C of each of `ids`, or none
 };
-// `payload_bytes` follow: blocks `first`.. of the grant, each as its segments in order; then, where has_sums, 4 bytes for
+// `payload_bytes` follow: blocks `first`.. of the grant, each as its segments in order; then, where has_checksums, 4 bytes for
 // each block (CRC-32C, little-endian), which payload_bytes counts too.
 struct Data {
   TransferId id;
   uint32_t attempt = 0;
   uint32_t first = 0, count = 0;
   bool complete = false;  // the source had announced everything before it sent this
-  bool has_sums = false;
+  bool has_checksums = false;
   // The kernel has no copy of these bytes, it reads the source's memory when the reader does: no verdict comes by itself, the
   // reader asks for one after its last read. Never with checksums.
   bool is_zero_copy = false;

@@ -213,7 +213,7 @@ void GrantTable::decline(const TransferId& id, Effects& out) {
 }
 
 void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
-                       const std::vector<uint32_t>& sums) {
+                       const std::vector<uint32_t>& checksums) {
   const auto found = grants_.find(id);
   if (found == grants_.end() || found->second.is_of_pieces) throw Error(Code::grant_unknown, "no such grant");
   Grant& grant = found->second;
@@ -223,9 +223,9 @@ void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, b
   if (blocks > total) throw Error(Code::invalid_argument, "more blocks are ready than the grant has");
   if (complete && blocks != total) throw Error(Code::invalid_argument, "complete, but not all blocks are ready");
   if (blocks < grant.ready_blocks || (grant.is_complete && !complete)) throw Error(Code::invalid_argument, "ready never takes back");
-  if (!sums.empty() && sums.size() != blocks - grant.ready_blocks) throw Error(Code::invalid_argument, "a checksum is due for each block that became ready");
+  if (!checksums.empty() && checksums.size() != blocks - grant.ready_blocks) throw Error(Code::invalid_argument, "a checksum is due for each block that became ready");
   grant.state = next_state(grant.state, GrantEvent::Ready);
-  for (uint32_t i = 0; i < blocks - grant.ready_blocks; ++i) grant.sums.push_back(sums.empty() ? std::nullopt : std::optional(sums[i]));
+  for (uint32_t i = 0; i < blocks - grant.ready_blocks; ++i) grant.checksums.push_back(checksums.empty() ? std::nullopt : std::optional(checksums[i]));
   grant.ready_blocks = blocks;
   grant.layers = layers;
   grant.is_complete = complete;
@@ -238,7 +238,7 @@ std::pair<uint32_t, std::vector<uint32_t>> GrantTable::becoming_ready(const Tran
   if (found == grants_.end() || found->second.is_of_pieces || found->second.state != GrantState::Alive) return {};
   const Grant& grant = found->second;
   const PoolInfo& pool = *grant.claim->pool();
-  if (!pool.checks || blocks <= grant.ready_blocks || blocks > grant.claim->count()) return {pool.id, {}};
+  if (!pool.has_checksums || blocks <= grant.ready_blocks || blocks > grant.claim->count()) return {pool.id, {}};
   const Extent extent = grant.claim->part(grant.ready_blocks, blocks - grant.ready_blocks);
   const auto begin = extent.ids->begin() + extent.first;
   return {pool.id, std::vector<uint32_t>(begin, begin + extent.count)};
@@ -439,7 +439,7 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
   count_unread(grant, false);
   grant.claim->give_back();
   grant.claim.reset();
-  grant.sums.clear();
+  grant.checksums.clear();
   if (grant.cost != 0) fetches_.give_back(grant.charged, std::exchange(grant.cost, 0));
   --counts_.alive;
   switch (grant.state) {

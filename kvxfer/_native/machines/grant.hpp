@@ -94,10 +94,10 @@ class GrantTable {
   void decline(const TransferId& id, Effects& out);
   // The first `blocks` blocks are written and stay as they are. Cumulative: never less than before. Throws
   // Error(grant_*) once ended, grant_unknown, invalid_argument.
-  // `sums`: CRC-32C of each block that becomes ready by this call, or none.
+  // `checksums`: CRC-32C of each block that becomes ready by this call, or none.
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
-             const std::vector<uint32_t>& sums = {});
-  // The pool and the blocks that ready(id, blocks) would newly make ready; none where that would throw or the pool has no checks.
+             const std::vector<uint32_t>& checksums = {});
+  // The pool and the blocks that ready(id, blocks) would newly make ready; none where that would throw or the pool has no checksums.
   std::pair<uint32_t, std::vector<uint32_t>> becoming_ready(const TransferId& id, uint32_t blocks) const;
   // `event` is Revoke or Release; returns the state the grant is in afterwards, which is never Alive.
   // `why` is told to its reader, now or when it asks.
@@ -167,7 +167,7 @@ class GrantTable {
     uint64_t serial = 0;                 // no other grant has it, ever
     GrantState state = GrantState::Alive;
     std::unique_ptr<MemoryClaim> claim;  // while alive
-    std::vector<std::optional<uint32_t>> sums;  // of the ready blocks, where the owner gave them
+    std::vector<std::optional<uint32_t>> checksums;  // of the ready blocks, where the owner gave them
     bool is_of_pieces = false;           // of registered memory: the owner knows nothing of it
     AgentRef charged;                    // the peer whose quota it uses, where it has a cost
     uint64_t cost = 0;
@@ -191,7 +191,7 @@ class GrantTable {
   void accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out);
   void serve(Grant& grant, Nanos now, Effects& out);
   Ready announcement(const Grant& grant, Reading& reading, uint32_t can_read, Nanos now);
-  static std::vector<uint32_t> sums_of(const Grant& grant, uint32_t first, uint32_t count);
+  static std::vector<uint32_t> checksums_of(const Grant& grant, uint32_t first, uint32_t count);
   void send_next(Grant& grant, Reading& reading, uint32_t can_read, Effects& out);
   Code judge(Grant& grant, uint64_t nonce, Nanos now, Effects& out);
   void check_new(const TransferId& id, const std::string& reader, Nanos ttl_ns) const;

@@ -26,17 +26,17 @@ Ready GrantTable::announcement(const Grant& grant, Reading& reading, uint32_t ca
   const Extent told = grant.claim->part(pull.first + reading.ids_told, count);
   const auto from = told.ids->begin() + told.first;
   ready.ids.assign(from, from + count);
-  if (pull.wants_sums || pool->checks) ready.sums = sums_of(grant, pull.first + reading.ids_told, count);
+  if (pull.wants_checksums || pool->has_checksums) ready.checksums = checksums_of(grant, pull.first + reading.ids_told, count);
   reading.ids_told += count;
   return ready;
 }
 
 // All or none.
-std::vector<uint32_t> GrantTable::sums_of(const Grant& grant, uint32_t first, uint32_t count) {
-  std::vector<uint32_t> sums;
-  for (uint32_t i = first; i < first + count && i < grant.sums.size() && grant.sums[i]; ++i) sums.push_back(*grant.sums[i]);
-  if (sums.size() != count) sums.clear();
-  return sums;
+std::vector<uint32_t> GrantTable::checksums_of(const Grant& grant, uint32_t first, uint32_t count) {
+  std::vector<uint32_t> checksums;
+  for (uint32_t i = first; i < first + count && i < grant.checksums.size() && grant.checksums[i]; ++i) checksums.push_back(*grant.checksums[i]);
+  if (checksums.size() != count) checksums.clear();
+  return checksums;
 }
 
 void GrantTable::send_next(Grant& grant, Reading& reading, uint32_t can_read, Effects& out) {
@@ -45,10 +45,10 @@ void GrantTable::send_next(Grant& grant, Reading& reading, uint32_t can_read, Ef
   const uint32_t first = pull.first + reading.sent;
   const uint32_t count = claim.fitting(first, can_read - reading.sent, limits_.data_bytes_max);
   reading.sending = count;
-  const bool has_sums = pull.wants_sums || (claim.pool() != nullptr && claim.pool()->checks);
-  const uint64_t bytes = claim.bytes(first, count) + (has_sums ? uint64_t{count} * 4 : 0);
-  out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, has_sums, false, bytes}, claim.part(first, count),
-                         has_sums ? sums_of(grant, first, count) : std::vector<uint32_t>{}, grant.serial});
+  const bool has_checksums = pull.wants_checksums || (claim.pool() != nullptr && claim.pool()->has_checksums);
+  const uint64_t bytes = claim.bytes(first, count) + (has_checksums ? uint64_t{count} * 4 : 0);
+  out.push_back(SendData{reading.session, Data{pull.id, pull.attempt, first, count, grant.is_complete, has_checksums, false, bytes}, claim.part(first, count),
+                         has_checksums ? checksums_of(grant, first, count) : std::vector<uint32_t>{}, grant.serial});
 }
 
 // Tells the reader what is new and, on stream, sends what may be sent; one SendData under way at a time keeps what lies in

@@ -20,7 +20,7 @@ struct PoolInfo {
   Bytes32 digest{};
   bool is_shareable = false;  // memory allocated by kvxfer, exposure = pool: a same-host reader may map it
   bool is_exposed = false;    // exposure = pool: one-sided lanes other than `mapped` may read it
-  bool checks = false;        // blocks go with CRC-32Cs: the owner gives them with `ready`, or the shell computes while sending
+  bool has_checksums = false; // blocks go with CRC-32Cs: the owner gives them with `ready`, or the shell computes while sending
 };
 
 class Ledger {

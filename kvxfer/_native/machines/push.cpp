@@ -55,7 +55,7 @@ void PushPost::ask(Nanos now, Effects& out) {
   heard_at_ = now;
   if (first_asked_at_ == 0) first_asked_at_ = now;
   const Nanos left = way_.deadline == kNever ? 0 : std::max<Nanos>((way_.deadline - now) / kMillisecond, 1);
-  send(Push{way_.id, lane(), spec_.wants_sums, static_cast<uint32_t>(std::min<Nanos>(left, UINT32_MAX)), to_wire(spec_.local),
+  send(Push{way_.id, lane(), spec_.wants_checksums, static_cast<uint32_t>(std::min<Nanos>(left, UINT32_MAX)), to_wire(spec_.local),
                  to_wire(spec_.remote), spec_.notification.has_value(), spec_.notification.value_or(std::string()),
                  static_cast<uint8_t>(lane_), is_last()},
        out);

@@ -36,7 +36,7 @@ TransferState next_state(TransferState state, PushEvent event);
 struct PushSpec {
   Post::Way way;
   PieceList local, remote;
-  bool wants_sums = false;
+  bool wants_checksums = false;
   std::optional<std::string> notification;      // goes with what is asked for
   std::optional<std::string> own_notification;  // too long for that: it goes when the destination said that it committed
 };

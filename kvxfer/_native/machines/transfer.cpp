@@ -60,7 +60,7 @@ TransferState next_state(TransferState state, TransferEvent event) {
 Transfer::Transfer(TransferSpec spec, TransferLimits limits, std::unique_ptr<MemoryClaim> into, Nanos now)
     : Post(way_of(spec), limits, now), spec_(std::move(spec)), into_(std::move(into)), nonce_state_(spec_.nonce_seed) {
   if (total() == 0) throw Error(Code::invalid_argument, "a transfer needs at least one block");
-  if (needs_sums()) spec_.wants_sums = true;
+  if (needs_checksums()) spec_.wants_checksums = true;
   is_complete_ = knows_pieces();
   into_->take();
 }
@@ -94,10 +94,10 @@ void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
   has_zero_copy_ = false;
   known_base_ = done_;
   known_.clear();
-  known_sums_.clear();
+  known_checksums_.clear();
   heard_at_ = now;
   const uint32_t count = into_->has_memory() ? total() - first : 0;
-  Pull pull{spec_.id, attempt_, attempt_nonce_, lane(), spec_.first + first, count, 0, {}, 0, spec_.content, spec_.wants_sums};
+  Pull pull{spec_.id, attempt_, attempt_nonce_, lane(), spec_.first + first, count, 0, {}, 0, spec_.content, spec_.wants_checksums};
   if (!knows_pieces()) {
     pull.block_bytes = into_->pool()->block_bytes;
     pull.digest = into_->pool()->digest;
@@ -148,7 +148,7 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
     if (ready.ids_first <= next) {  // a gap would mean a lost frame: the next attempt tells everything again
       for (uint64_t i = next - ready.ids_first; i < ready.ids.size() && known_base_ + known_.size() < total(); ++i) {
         known_.push_back(ready.ids[i]);
-        known_sums_.push_back(i < ready.sums.size() ? std::optional(ready.sums[i]) : std::nullopt);
+        known_checksums_.push_back(i < ready.checksums.size() ? std::optional(ready.checksums[i]) : std::nullopt);
       }
     }
   }
@@ -224,35 +224,35 @@ void Transfer::read_on(Nanos now, Effects& out) {
   const auto known_end = knows_pieces() ? total() : static_cast<uint32_t>(known_base_ + known_.size());
   if (known_end <= done_) return;
   const uint32_t count = into_->fitting(done_, known_end - done_, limits_.read_bytes_max);
-  std::vector<uint32_t> sums;
+  std::vector<uint32_t> checksums;
   Extent from;
   if (knows_pieces()) {
     from = spec_.remote.part(spec_.first + done_, count);
   } else {
     const auto ids = known_.begin() + (done_ - known_base_);
     from = Extent{remote_pool_, nullptr, std::make_shared<const std::vector<uint32_t>>(ids, ids + count), 0, count};
-    const auto known = known_sums_.begin() + (done_ - known_base_);
-    for (auto sum = known; sum != known + count && *sum; ++sum) sums.push_back(**sum);
-    if (sums.size() != count) sums.clear();
+    const auto known = known_checksums_.begin() + (done_ - known_base_);
+    for (auto sum = known; sum != known + count && *sum; ++sum) checksums.push_back(**sum);
+    if (checksums.size() != count) checksums.clear();
   }
-  if (sums.empty() && needs_sums()) return next_lane("the pool has checks, and the source no checksums of blocks that are read this way", now, out);
-  const Extent to = begin_read(count, !sums.empty(), now);
-  out.push_back(ReadBlocks{spec_.id, token_, session_, lane(), std::move(from), to, std::move(sums)});
+  if (checksums.empty() && needs_checksums()) return next_lane("the pool requires checksums, and the source has none of blocks that are read this way", now, out);
+  const Extent to = begin_read(count, !checksums.empty(), now);
+  out.push_back(ReadBlocks{spec_.id, token_, session_, lane(), std::move(from), to, std::move(checksums)});
 }
 
 Extent Transfer::on_data(const Data& data, Nanos now, uint64_t& token) {
   if (is_final(state_) || is_one_sided(lane()) || data.attempt != attempt_ || reading_ != 0 || !into_->has_memory()) return {};
   if (state_ != TransferState::Waiting && state_ != TransferState::Reading) return {};
   if (data.first != spec_.first + done_ || data.count == 0 || data.count > total() - done_) return {};
-  const uint64_t sum_bytes = data.has_sums ? uint64_t{data.count} * 4 : 0;
+  const uint64_t sum_bytes = data.has_checksums ? uint64_t{data.count} * 4 : 0;
   if (data.payload_bytes != into_->bytes(done_, data.count) + sum_bytes) return {};
-  if (spec_.wants_sums && !data.has_sums) return {};  // bytes that nobody could check are not taken
+  if (spec_.wants_checksums && !data.has_checksums) return {};  // bytes that nobody could check are not taken
   move(TransferEvent::Heard);
   heard_at_ = now;
   silences_ = 0;
   reading_is_complete_ = data.complete;
   reading_is_zero_copy_ = data.is_zero_copy;
-  const Extent to = begin_read(data.count, data.has_sums, now);
+  const Extent to = begin_read(data.count, data.has_checksums, now);
   token = token_;
   return to;
 }

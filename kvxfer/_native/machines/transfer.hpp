@@ -68,7 +68,7 @@ struct TransferSpec {
   Nanos granted_ns = 0;     // of a pull, counted from the moment it heard of its grant: its deadline then; 0: as before
   uint64_t nonce_seed = 0;  // random; nonces of this transfer are drawn from it
   Bytes32 content{};        // of what the blocks are taken to hold; zero: not said
-  bool wants_sums = false;  // where the source can give them; what lands in a pool with checks must have them
+  bool wants_checksums = false;  // where the source can give them; what lands in a pool with checksums must have them
   PieceList remote;         // what is read, where that is known: of a fetch, of a peer's push
   bool is_offered = false;  // a peer's push asked for it: the source has the grant, and knows the pieces
   uint8_t turn = 0;         // of that push: how many lanes it was asked by before
@@ -138,7 +138,7 @@ class Transfer final : public Post {
   void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) override;
 
  private:
-  bool needs_sums() const { return into_->pool() != nullptr && into_->pool()->checks; }
+  bool needs_checksums() const { return into_->pool() != nullptr && into_->pool()->has_checksums; }
   bool knows_pieces() const { return spec_.remote.ranges != nullptr; }
   bool is_fetch() const { return knows_pieces() && !is_offered(); }
   void move(TransferEvent event) { state_ = next_state(state_, event); }
@@ -170,7 +170,7 @@ class Transfer final : public Post {
   uint64_t token_ = 0;
   uint32_t known_base_ = 0;         // position of known_[0], relative to spec_.first
   std::vector<uint32_t> known_;     // source block ids (one-sided lanes)
-  std::vector<std::optional<uint32_t>> known_sums_;  // beside them
+  std::vector<std::optional<uint32_t>> known_checksums_;  // beside them
   uint32_t remote_pool_ = 0;
   bool is_complete_ = false;
   bool is_queued_ = false;          // the source's engine has accepted the prompt

@@ -98,7 +98,7 @@ class LaneParty:
         record: CompatibilityRecord,
         config: AgentConfig | None = None,
         *,
-        checks: bool = False,
+        has_checksums: bool = False,
     ) -> None:
         self.transport = transport
         self.pool = PoolRecord(
@@ -118,7 +118,7 @@ class LaneParty:
         self.delivered: list[int] = []
         self.undelivered: list[int] = []
         self.poison()
-        transport.add_pool(self.pool, region, layout.segments, checks=checks)
+        transport.add_pool(self.pool, region, layout.segments, has_checksums=has_checksums)
 
     @property
     def ref(self) -> AgentRef:
@@ -293,11 +293,13 @@ def make_party(
     config: AgentConfig | None = None,
     record: CompatibilityRecord = RECORD,
     *,
-    checks: bool = False,
+    has_checksums: bool = False,
 ) -> LaneParty:
-    """A party on a fresh life, in memory that the lane can use; ``checks``: its blocks go with checksums."""
+    """A party on a fresh life, in memory that the lane can use; ``has_checksums``: its blocks go with checksums."""
     transport = maker.open(agent_id, config or AgentConfig())
-    return LaneParty(transport, layout, allocate_region(layout.length_bytes), record, config, checks=checks)
+    return LaneParty(
+        transport, layout, allocate_region(layout.length_bytes), record, config, has_checksums=has_checksums
+    )
 
 
 def introduce(

@@ -53,7 +53,7 @@ def _pieces(memories: list[PostedMemory], rows: Rows) -> list[bytes]:
     return out
 
 
-def _has_sums(maker: LaneMaker) -> bool:
+def _has_checksums(maker: LaneMaker) -> bool:
     """Whether registered memory goes with checksums there."""
     return bool(checking_lanes([maker.lane], {})[0])
 
@@ -63,7 +63,7 @@ def check_post_bytes(maker: LaneMaker) -> None:
     random = np.random.default_rng(11)
     foreign = maker.lane is not Lane.MAPPED
     for number in range(8):
-        is_checked = _has_sums(maker) and number > 4
+        is_checked = _has_checksums(maker) and number > 4
         with two_parties(maker) as (one, other):
             mine = [PostedMemory.register(one, int(random.integers(60_000, 90_000))) for _ in range(2)]
             theirs = [PostedMemory.register(other, 70_000, is_foreign=foreign and i == 1) for i in range(3)]
@@ -81,7 +81,7 @@ def check_post_bytes(maker: LaneMaker) -> None:
                 pieces = _pieces(source, remote if op is Op.READ else local)
                 truth = _expected(destination, local if op is Op.READ else remote, pieces)
                 untouched = [memory.array.copy() for memory in source]
-                done = post(maker, op, one, local, other, remote, wants_sums=is_checked)
+                done = post(maker, op, one, local, other, remote, wants_checksums=is_checked)
                 expect_post(maker, [one, other], done, COMMITTED)
                 assert [memory.array.tobytes() for memory in destination] == truth, f"{op}: bytes differ"
                 assert all((m.array == copy).all() for m, copy in zip(source, untouched, strict=True))
@@ -275,9 +275,9 @@ def check_wrong_posts(maker: LaneMaker) -> None:
                 one.poster.post(Op.READ, prepared, ids, of_other, [0], lanes=[maker.lane])
         with raises(InvalidArgumentError):
             one.poster.post(Op.READ, of_other, None, prepared, None, lanes=[maker.lane])
-        if not _has_sums(maker):
+        if not _has_checksums(maker):
             with raises(LaneUnavailableError):
-                post(maker, Op.READ, one, mine.rows([0], 64), other, theirs.rows([0], 64), wants_sums=True)
+                post(maker, Op.READ, one, mine.rows([0], 64), other, theirs.rows([0], 64), wants_checksums=True)
         stalled = post(maker, Op.READ, one, mine.rows([0], 8192), other, theirs.rows([0], 8192))
         if not stalled.is_drained:
             with raises(BlocksBusyError):

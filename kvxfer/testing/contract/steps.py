@@ -80,7 +80,7 @@ def pull(
     *,
     first: int = 0,
     deadline_s: float = 60.0,
-    wants_sums: bool = False,
+    wants_checksums: bool = False,
 ) -> None:
     party.transport.pull(
         transfer_id,
@@ -90,7 +90,7 @@ def pull(
         first=first,
         lanes=[maker.lane],
         deadline_s=deadline_s,
-        wants_sums=wants_sums,
+        wants_checksums=wants_checksums,
     )
 
 

@@ -160,7 +160,7 @@ class Checkers:
         *,
         must_check: bool,
     ) -> None:
-        """``must_check``: into a pool with checks."""
+        """``must_check``: into a pool with checksums."""
         for block in blocks:
             if (life, block) in self._reserved:
                 raise Violation(Invariant.RESERVATION, f"block {block} of life {life} is reserved twice")
@@ -213,7 +213,7 @@ class Checkers:
         if self._transfers[life, id_].must_check and not is_checked:
             raise Violation(
                 Invariant.CONFIRMED,
-                f"{describe(data)} landed unchecked for {id_.hex()} in a pool with checks of life {life}",
+                f"{describe(data)} landed unchecked for {id_.hex()} in a pool with checksums of life {life}",
             )
         self._transfers[life, id_].landed[block] = (data, sampled_at, sampled_from)
 

@@ -64,7 +64,7 @@ class ConnectionEnd:
             if effect is not None:
                 self._is_sending = True
                 payload = _Payload(unit, frame, effect, self.process.world.slowness(frame.id))
-                if frame.has_sums and self.process.world.chaos.corrupts():
+                if frame.has_checksums and self.process.world.chaos.corrupts():
                     payload.corrupted = self.process.rng.randrange(len(payload.cells))
                 payload.is_for_good = self.process.world.is_gone(frame.id, is_one_sided=False)
                 if payload.is_for_good or self.process.world.chaos.loses_memory():
@@ -77,7 +77,7 @@ class ConnectionEnd:
     def _zero_copy(self, frame: Any) -> Any:
         """Under one kernel it depends on the blocks whether it takes them, or references to them."""
         is_odd = (frame.id[0] + frame.attempt + frame.first) % 2
-        if frame.has_sums or self.kind == self.process.machines.SessionKind.MEMORY or is_odd:
+        if frame.has_checksums or self.kind == self.process.machines.SessionKind.MEMORY or is_odd:
             return frame
         data = self.process.machines.Data
         said = frame.id, frame.attempt, frame.first, frame.count, frame.complete, frame.payload_bytes
@@ -88,31 +88,32 @@ class ConnectionEnd:
         if not self.is_open:
             return
         process, memory, frame = self.process, self.process.memory, payload.frame
-        cell = payload.cells[len(payload.sums)]
-        if payload.lost == len(payload.sums):
+        cell = payload.cells[len(payload.checksums)]
+        if payload.lost == len(payload.checksums):
             process.world.memory_lost(frame.id)
             if payload.is_for_good:
                 process.world.chaos.loses_session(self, frame.id)
             code, serial = process.machines.Code.memory_gone, payload.effect.serial
             process.perform(process.endpoint.data_failed(frame.id, code, "unmapped", process.clock.now, serial))
-        is_lost = 0 <= payload.lost <= len(payload.sums)
+        is_lost = 0 <= payload.lost <= len(payload.checksums)
         data = bytes(BLOCK_BYTES) if is_lost else memory.read(cell)
         is_read_later = frame.is_zero_copy and not is_lost
         sample = Sample(process.clock.now, memory.life, cell, data, memory if is_read_later else None)
-        is_corrupted = payload.corrupted == len(payload.sums)
-        payload.sums.append(checksum(data))
-        is_last = len(payload.sums) == len(payload.cells)
+        is_corrupted = payload.corrupted == len(payload.checksums)
+        payload.checksums.append(checksum(data))
+        is_last = len(payload.checksums) == len(payload.cells)
         self.half.send(
-            payload.unit, flipped(data) if is_corrupted else data, sample, is_last=is_last and not frame.has_sums
+            payload.unit, flipped(data) if is_corrupted else data, sample, is_last=is_last and not frame.has_checksums
         )
         if not is_last:
             process.later(self._pause(payload.slow), self._take, payload)
             return
-        if frame.has_sums:
-            sums = struct.pack(
-                f"<{len(payload.sums)}I", *(payload.sums if is_lost else payload.effect.sums or payload.sums)
+        if frame.has_checksums:
+            checksums = struct.pack(
+                f"<{len(payload.checksums)}I",
+                *(payload.checksums if is_lost else payload.effect.checksums or payload.checksums),
             )
-            self.half.send(payload.unit, sums, None, is_last=True)
+            self.half.send(payload.unit, checksums, None, is_last=True)
         self._is_sending = False
         process.perform(
             process.endpoint.data_sent(
@@ -227,8 +228,8 @@ class ConnectionEnd:
             sample = Sample(self.process.clock.now, sample.life, sample.cell, data)
         if data != sample.data:
             self.process.world.corruption_landed(landing.id)
-        self.process.landed(landing.id, landing.cells[landing.done], data, sample, is_checked=landing.has_sums)
-        landing.sums.append(checksum(data))
+        self.process.landed(landing.id, landing.cells[landing.done], data, sample, is_checked=landing.has_checksums)
+        landing.checksums.append(checksum(data))
         self._count(landing)
         if not self.is_open and self._landing is not None:
             self._stop_landing()
@@ -236,7 +237,7 @@ class ConnectionEnd:
 
     def _count(self, landing: _Landing) -> None:
         landing.done += 1
-        if landing.done == landing.count and not landing.has_sums:
+        if landing.done == landing.count and not landing.has_checksums:
             self._finish(landing)
 
     def _finish(self, landing: _Landing) -> None:
@@ -246,10 +247,10 @@ class ConnectionEnd:
             process.perform(process.endpoint.read_landed(landing.id, landing.token, process.clock.now))
 
     def _check(self, landing: _Landing) -> None:
-        """The sums of a payload that has landed came after it."""
-        sums = struct.unpack(f"<{landing.count}I", self._decoder.take_payload(4 * landing.count))
+        """The checksums of a payload that has landed came after it."""
+        checksums = struct.unpack(f"<{landing.count}I", self._decoder.take_payload(4 * landing.count))
         process = self.process
-        if not landing.token or list(sums) == landing.sums:
+        if not landing.token or list(checksums) == landing.checksums:
             return self._finish(landing)
         self._landing = None
         code = process.machines.Code.checksum
@@ -269,21 +270,21 @@ class ConnectionEnd:
 class _Payload:
     """One SendData on its way into the kernel."""
 
-    __slots__ = ("cells", "corrupted", "effect", "frame", "is_for_good", "lost", "slow", "sums", "unit")
+    __slots__ = ("cells", "checksums", "corrupted", "effect", "frame", "is_for_good", "lost", "slow", "unit")
 
     def __init__(self, unit: Unit, frame: Any, effect: Any, slow: int) -> None:
         self.unit, self.frame, self.effect, self.slow = unit, frame, effect, slow
         self.cells = cells(effect.source)
-        self.sums: list[int] = []
+        self.checksums: list[int] = []
         self.corrupted = self.lost = -1
         self.is_for_good = False
 
 
 class _Landing:
-    __slots__ = ("cells", "count", "done", "has_sums", "id", "sums", "token")
+    __slots__ = ("cells", "checksums", "count", "done", "has_checksums", "id", "token")
 
     def __init__(self, frame: Any, token: int, where: list[Cell]) -> None:
         self.id, self.token, self.cells, self.count = frame.id, token, where, frame.count
-        self.has_sums = frame.has_sums
+        self.has_checksums = frame.has_checksums
         self.done = 0
-        self.sums: list[int] = []
+        self.checksums: list[int] = []

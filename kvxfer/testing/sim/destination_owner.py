@@ -59,16 +59,16 @@ class DestinationOwner:
             order.first,
             process.memory,
             now,
-            must_check=process.has_checks,
+            must_check=process.has_checksums,
         )
         self._pulls[order.id] = (order, blocks)
         self._world.pulled(process, order)
         process.perform(effects)
 
     def _lanes(self, order: DecodeOrder) -> list[Any]:
-        """Into a pool with checks also one on which any source sends checksums."""
+        """Into a pool with checksums also one on which any source sends checksums."""
         stream = self._process.machines.Lane.STREAM
-        is_added = self._process.has_checks and stream not in order.lanes
+        is_added = self._process.has_checksums and stream not in order.lanes
         return [*order.lanes, stream] if is_added else list(order.lanes)
 
     def final(self, effect: Any) -> None:

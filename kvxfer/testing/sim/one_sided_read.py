@@ -27,9 +27,9 @@ class OneSidedRead:
         self._is_adapter = effect.lane in (lane.MEMORY, lane.UCX) and process.rng.random() < 0.5
         self._slow = process.world.slowness(effect.id)
         self._from, self._to = cells(effect.source), cells(effect.to)
-        self._sums: list[int] = []
+        self._checksums: list[int] = []
         self._corrupted = -1
-        if effect.sums and process.world.chaos.corrupts():
+        if effect.checksums and process.world.chaos.corrupts():
             self._corrupted = process.rng.randrange(len(self._to))
         self._lost = -1
         if not self._is_mapped and process.world.chaos.loses_memory():
@@ -84,15 +84,15 @@ class OneSidedRead:
         if index == self._corrupted:
             data = flipped(data)
             process.world.corruption_landed(self.effect.id)
-        process.landed(self.effect.id, self._to[index], data, sample, is_checked=bool(self.effect.sums))
-        self._sums.append(checksum(data))
+        process.landed(self.effect.id, self._to[index], data, sample, is_checked=bool(self.effect.checksums))
+        self._checksums.append(checksum(data))
         if index + 1 < len(self._to):
             return self._then(self._sample, index + 1)
         process.run(self._landed)
 
     def _landed(self) -> None:
         process, effect = self.process, self.effect
-        if effect.sums and effect.sums != self._sums:
+        if effect.checksums and effect.checksums != self._checksums:
             return self._stop(process.machines.Code.checksum, "checksum")
         process.perform(process.endpoint.read_landed(effect.id, effect.token, process.clock.now))
 

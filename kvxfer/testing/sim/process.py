@@ -33,7 +33,7 @@ class Process:
         self.clock, self.rng, self.machines = world.clock, world.rng, world.machines
         self.memory = TaggedMemory(slot.blocks, life, REGION_CELLS)
         self.registered = RegionOwner(self)
-        self.has_checks = self.rng.random() < 0.3
+        self.has_checksums = self.rng.random() < 0.3
         lane = self.machines.Lane
         self.unreadable = {one for one in (lane.CMA, lane.UCX) if self.rng.random() < 0.15}
         """Lanes whose maps this life cannot make."""
@@ -86,7 +86,7 @@ class Process:
         shareable, exposed = (self.rng.random() < 0.8 for _ in range(2))
         blocks = self.slot.blocks
         self.endpoint.add_pool(
-            self.machines.PoolInfo(POOL, blocks, BLOCK_BYTES, DIGEST, shareable, exposed, self.has_checks)
+            self.machines.PoolInfo(POOL, blocks, BLOCK_BYTES, DIGEST, shareable, exposed, self.has_checksums)
         )
         self.registered.begin()
 

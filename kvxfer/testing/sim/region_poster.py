@@ -32,7 +32,7 @@ class _PostPlan:
     count: int
     lanes: tuple[Any, ...]
     deadline_ns: int
-    has_sums: bool
+    has_checksums: bool
     has_notification: bool
 
 
@@ -148,7 +148,7 @@ class RegionPoster:
         try:
             effects = act(
                 plan.id, plan.peer_ref, *self._list(local_region, local), *self._list(remote_region, remote),
-                list(plan.lanes), now + plan.deadline_ns, rng.getrandbits(64), now, notification, plan.has_sums,
+                list(plan.lanes), now + plan.deadline_ns, rng.getrandbits(64), now, notification, plan.has_checksums,
             )  # fmt: skip
         except KvxferError as error:
             world.log(f"{process!r} cannot post {plan.id.hex()[:6]}: {error.code}")

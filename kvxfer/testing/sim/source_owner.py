@@ -121,11 +121,11 @@ class SourceOwner:
         prefill = self._by_id.get(leg.shares)
         return prefill is not None and bool(prefill.alive) and self._grant(prefill, leg.id, leg.reader, leg.ttl_ns)
 
-    def _sums(self, id_: bytes, prefill: _HeldPrefill) -> list[int]:
+    def _checksums(self, id_: bytes, prefill: _HeldPrefill) -> list[int]:
         """Of the blocks that become ready now; where the pool goes without, none."""
         told = self._told.get(id_, 0)
         self._told[id_] = len(prefill.computed)
-        if not self._process.has_checks:
+        if not self._process.has_checksums:
             return []
         return [checksum(block) for block in prefill.computed[told:]]
 
@@ -173,7 +173,7 @@ class SourceOwner:
             self._world.checkers.announced(process.life, id_, list(prefill.computed))
             try:
                 effects = process.endpoint.ready(
-                    id_, len(prefill.computed), 0, is_complete, process.clock.now, self._sums(id_, prefill)
+                    id_, len(prefill.computed), 0, is_complete, process.clock.now, self._checksums(id_, prefill)
                 )
             except KvxferError as error:
                 self._world.log(f"{process!r} cannot announce {id_.hex()[:6]}: {error.code}")

@@ -43,7 +43,7 @@ def tag_of(block: bytes) -> int:
 
 
 def checksum(block: bytes) -> int:
-    """What stands for CRC-32C here: the machines carry sums, and never compute one."""
+    """What stands for CRC-32C here: the machines carry checksums, and never compute one."""
     return zlib.crc32(block)
 
 

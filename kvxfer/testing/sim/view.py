@@ -68,7 +68,7 @@ class ProcessView(Protocol):
     rng: random.Random
     machines: Any
     memory: TaggedMemory
-    has_checks: bool
+    has_checksums: bool
     ref: Any
     endpoint: Any
     owner: Any

@@ -55,7 +55,7 @@ class Node:
         limits: native.EndpointLimits | None = None,
         digest: bytes = DIGEST,
         is_exposed: bool = False,
-        checks: bool = False,
+        has_checksums: bool = False,
         core: dict[str, Any] | None = None,
     ) -> None:
         """`core`: further arguments of its Core."""
@@ -69,7 +69,7 @@ class Node:
         self.segments = segments or [(0, block_bytes, block_bytes)]
         self.region = native.Region(region_bytes or block_bytes * blocks)
         self.memory = np.frombuffer(self.region, np.uint8)
-        info = native.PoolInfo(7, blocks, block_bytes, digest, is_shareable, is_exposed, checks)
+        info = native.PoolInfo(7, blocks, block_bytes, digest, is_shareable, is_exposed, has_checksums)
         self.core.add_pool(info, self.region, self.segments)
         self.events: list[Any] = []
 

@@ -56,10 +56,10 @@ class SimGrant:
     def ready(self, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
         process, now = self._process, self._process.clock.now
         contents = [process.memory.blocks[block] for block in self._blocks[:blocks]]
-        sums = [checksum(block) for block in contents[self._told :]] if process.has_checks else []
+        checksums = [checksum(block) for block in contents[self._told :]] if process.has_checksums else []
         self._told = max(self._told, blocks)
         process.world.checkers.announced(process.life, self._id, contents)
-        process.perform(process.endpoint.ready(self._id, blocks, layers, complete, now, sums))
+        process.perform(process.endpoint.ready(self._id, blocks, layers, complete, now, checksums))
 
     def revoke(self, reason: str = "") -> GrantState:
         process = self._process
@@ -243,7 +243,7 @@ class SimExchange:
         self._begun.add(id_)
         world.log(f"{process!r} pulls {id_.hex()[:6]} from {source!r} into {len(blocks)} blocks")
         world.checkers.pulled(
-            process.life, id_, source.life, blocks, first, process.memory, now, must_check=process.has_checks
+            process.life, id_, source.life, blocks, first, process.memory, now, must_check=process.has_checksums
         )
         process.perform(effects)
 

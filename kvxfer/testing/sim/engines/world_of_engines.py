@@ -183,10 +183,10 @@ class EngineWorld(World):
         return sequence.phase is Phase.COMPUTING and sequence.leg is not Leg.PREFILL
 
     def lanes(self, process: ProcessView) -> list[Any]:
-        """Of one pull; into a pool with checks also one on which any source sends checksums."""
+        """Of one pull; into a pool with checksums also one on which any source sends checksums."""
         lane = self.machines.Lane
         choice = self.rng.choice(((lane.MEMORY,), (lane.STREAM,), (lane.MAPPED, lane.STREAM), (lane.UNIX, lane.STREAM)))
-        is_added = process.has_checks and lane.STREAM not in choice
+        is_added = process.has_checksums and lane.STREAM not in choice
         return [*choice, lane.STREAM] if is_added else list(choice)
 
     def _profiles(self) -> dict[str, Profile]:

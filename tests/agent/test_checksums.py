@@ -12,7 +12,7 @@ import pytest
 from kvxfer import Agent, AgentConfig, Lane
 from kvxfer.agent import TransferResult
 from kvxfer.errors import LaneUnavailableError
-from kvxfer.policy.checksums import wants_checksums
+from kvxfer.policy.checksums import carries_checksums
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.batch import BatchStatistics
 from kvxfer.transport.engine import Op
@@ -74,7 +74,7 @@ async def test_a_pool_with_checks_is_checked_on_every_lane(lane: Lane) -> None:
 
 
 async def test_a_source_without_sums_sends_to_a_pool_with_checks() -> None:
-    """What a reader would copy by itself goes by a lane on which the sums go along, and the result says why."""
+    """What a reader would copy by itself goes by a lane on which the checksums go along, and the result says why."""
     async with two(pools=("off", "on")) as (source, destination):
         result = await pull(source, destination)
         assert (result.lane, result.blocks_checked) == (Lane.UNIX, BLOCKS)
@@ -117,9 +117,9 @@ async def test_nothing_is_checked_where_nobody_asked(op: Op) -> None:
 
 
 @pytest.mark.parametrize("is_chosen", [True, False])
-async def test_sampled_transfers_say_where_their_lane_has_no_sums(is_chosen: bool) -> None:
+async def test_sampled_transfers_say_where_their_lane_has_no_checksums(is_chosen: bool) -> None:
     ids = (fresh_id() for _ in range(10_000))
-    chosen = (one for one in ids if wants_checksums("sampled", one.raw, is_same_host=True) is is_chosen)
+    chosen = (one for one in ids if carries_checksums("sampled", one.raw, is_same_host=True) is is_chosen)
     async with two(pools=("sampled", "sampled")) as (source, destination):
         sent = await pull(source, destination, Lane.STREAM, transfer_id=next(chosen))
         mapped = await pull(source, destination, Lane.MAPPED, transfer_id=next(chosen))
