@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvxfer.transport.network import MemoryNetwork
     from kvxfer.types import (
         AgentRef,
+        ChecksumMode,
         CompatibilityRecord,
         DataAddress,
         Exposure,
@@ -44,6 +45,7 @@ __all__ = [
     "AgentConfig",
     "AgentPost",
     "AgentRef",
+    "ChecksumMode",
     "CompatibilityRecord",
     "DataAddress",
     "Delivery",

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kvxfer.errors import ConfigError
-from kvxfer.types import Lane, ProgressMode
+from kvxfer.types import ChecksumMode, Lane, ProgressMode
 
 
 def check_positive(name: str, value: float, *, maximum: float = math.inf) -> None:
@@ -19,15 +19,10 @@ def check_positive(name: str, value: float, *, maximum: float = math.inf) -> Non
         raise ConfigError(f"{name} must be above 0{at_most}, not {value!r}")
 
 
-CHECKS = ("off", "auto", "on", "sampled")
-"""``auto``: what another host sends (lane ``stream``) is checked; ``sampled``: one transfer in 16, where its lane has
-checksums; ``on``: every transfer, and lanes without checksums of its memory are not taken."""
-
-
-def check_checks(name: str, value: str) -> None:
-    """Raise ConfigError unless ``value`` says when checksums are used."""
-    if value not in CHECKS:
-        raise ConfigError(f"{name} must be one of {', '.join(CHECKS)}, not {value!r}")
+def check_checksum_mode(name: str, value: str) -> None:
+    """Raise ConfigError unless ``value`` is the text of a ChecksumMode."""
+    if value not in tuple(ChecksumMode):
+        raise ConfigError(f"{name} must be one of {', '.join(ChecksumMode)}, not {value!r}")
 
 
 STRIPES_MAX = 64
@@ -148,8 +143,8 @@ class AgentConfig:
     one for every four processors, and more while others are idle; four at most."""
     progress: ProgressMode = ProgressMode.THREAD
     """Which threads move the agent's bytes."""
-    stream_checks: str = "off"
-    """When posts over registered memory carry CRC-32Cs, which ``stream`` and ``unix`` alone can: one of CHECKS."""
+    post_checksum: ChecksumMode = ChecksumMode.OFF
+    """Which posts over registered memory carry CRC-32Cs; only ``stream`` and ``unix`` have them."""
     notifications_max: int = 1024
     """Unacknowledged notifications to one peer."""
     notification_bytes_max: int = 65536
@@ -198,7 +193,7 @@ class AgentConfig:
         check_copy_threads("copy_threads", self.copy_threads)
         if self.progress not in tuple(ProgressMode):
             raise ConfigError(f"progress must be one of {', '.join(ProgressMode)}, not {self.progress!r}")
-        check_checks("stream_checks", self.stream_checks)
+        check_checksum_mode("post_checksum", self.post_checksum)
         if not self.lanes:
             raise ConfigError("lanes must name at least one lane")
         if not 0 <= self.bind_port < 65536:

@@ -60,6 +60,18 @@ class Lane(enum.StrEnum):
     MEMORY = "memory"
 
 
+class ChecksumMode(enum.StrEnum):
+    """Which transfers carry CRC-32Cs."""
+
+    OFF = "off"
+    AUTO = "auto"
+    """Those from another host (lane ``stream``)."""
+    ON = "on"
+    """All; lanes without checksums of the memory are not used."""
+    SAMPLED = "sampled"
+    """One transfer in 16, where its lane has checksums."""
+
+
 class ProgressMode(enum.StrEnum):
     """Which threads move an agent's bytes and answer its peers. docs/lanes.md compares the two."""
 

@@ -334,7 +334,7 @@ class Agent(AgentMemory):
         timeout_s = self.config.grant_wait_s if timeout_s is None else timeout_s
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
         what = (transfer_id, source, pool.published, blocks, count, first, allowed, timeout_s, deadline_s)
-        return PullOrder(*what, as_content(content), pool.checks)
+        return PullOrder(*what, as_content(content), pool.checksum)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for news of any kind, at most so long and 5 ms, on a thread that is not the loop's; calls ``on_ended``

@@ -16,7 +16,7 @@ from kvxfer.agent.transfer import AgentPost
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.descriptors import Prepared
 from kvxfer.transport.engine import MemoryRegistration, Op
-from kvxfer.types import CompatibilityRecord, Exposure, Lane, RegionRecord, Segment, WorkerInfo
+from kvxfer.types import ChecksumMode, CompatibilityRecord, Exposure, Lane, RegionRecord, Segment, WorkerInfo
 
 
 class AgentMemory:
@@ -46,16 +46,16 @@ class AgentMemory:
         block_count: int,
         block_bytes: int,
         exposure: Exposure = Exposure.POOL,
-        checks: str = "off",
+        checksum: ChecksumMode = ChecksumMode.OFF,
         is_published: bool = True,
     ) -> Pool:
         """A pool in memory made by kvxfer, zeroed, block ``b`` at ``b * block_bytes``: readers on this host can map it
-        (lane ``mapped``), unless ``exposure`` is GRANT. ``checks``: when blocks travel with CRC-32Cs, from here and
-        to here: ``off``, ``auto`` (what another host sends), ``on``, or ``sampled`` (one transfer in 16). One that is
+        (lane ``mapped``), unless ``exposure`` is GRANT. ``checksum``: which transfers from
+        here and to here carry CRC-32Cs. One that is
         not ``is_published`` is for pulls of our own: no other agent knows of it. Raises InvalidArgumentError where
         there are too many published ones, LimitExceededError where the host has not so much memory.
         """
-        return self._pools.allocate(PoolSpec(record, block_count, exposure, checks, is_published), block_bytes)
+        return self._pools.allocate(PoolSpec(record, block_count, exposure, checksum, is_published), block_bytes)
 
     def register_pool(
         self,
@@ -65,7 +65,7 @@ class AgentMemory:
         block_count: int,
         segments: Sequence[Segment] | None = None,
         exposure: Exposure = Exposure.POOL,
-        checks: str = "off",
+        checksum: ChecksumMode = ChecksumMode.OFF,
         is_published: bool = True,
     ) -> Pool:
         """A pool in memory that is there already: a contiguous tensor (CPU, CUDA), array, buffer, ``(address, length)``
@@ -74,7 +74,7 @@ class AgentMemory:
         Raises InvalidArgumentError for memory with gaps or segments that do not fit, LaneUnavailableError for an
         unusable device.
         """
-        return self._pools.register(PoolSpec(record, block_count, exposure, checks, is_published), memory, segments)
+        return self._pools.register(PoolSpec(record, block_count, exposure, checksum, is_published), memory, segments)
 
     def remove_pool(self, pool: Pool) -> None:
         """Take a pool back. Raises BlocksBusyError while a block of it is granted, reserved or quarantined."""

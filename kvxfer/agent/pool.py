@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.base import Region, check_segments
-from kvxfer.types import CompatibilityRecord, PoolRecord, Segment
+from kvxfer.types import ChecksumMode, CompatibilityRecord, PoolRecord, Segment
 
 
 class Pool:
@@ -25,7 +25,7 @@ class Pool:
         published: PoolRecord,
         region: Region,
         segments: Sequence[Segment],
-        checks: str = "off",
+        checksum: ChecksumMode = ChecksumMode.OFF,
         is_published: bool = True,
         on_described: Callable[[Pool], None] = lambda _: None,
     ) -> None:
@@ -38,8 +38,8 @@ class Pool:
         self._published = published
         self.region = region
         self.segments = tuple(segments)
-        self.checks = checks
-        """When its blocks carry CRC-32Cs: one of :data:`kvxfer.config.CHECKS`."""
+        self.checksum = checksum
+        """Which of its transfers carry CRC-32Cs."""
         self.is_published = is_published
         """Whether other agents are told of it."""
         self._on_described = on_described

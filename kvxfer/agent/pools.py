@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvxfer.agent.pool import Pool, plan_segments
-from kvxfer.config import check_checks
+from kvxfer.config import check_checksum_mode
 from kvxfer.errors import ClosedError, InvalidArgumentError, KvxferError
 from kvxfer.transport.base import Region, Transport, allocate_region
 from kvxfer.transport.host_memory import region_of
-from kvxfer.types import CompatibilityRecord, Exposure, PoolRecord, Segment
+from kvxfer.types import ChecksumMode, CompatibilityRecord, Exposure, PoolRecord, Segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PoolSpec:
     record: CompatibilityRecord
     block_count: int
     exposure: Exposure
-    checks: str
+    checksum: ChecksumMode
     is_published: bool
 
 
@@ -54,7 +54,9 @@ class Pools:
     def open(self, transport: Transport, publish: Callable[[list[PoolRecord]], None] | None) -> None:
         """From now on the transport has them, and ``publish`` is told whenever there are others."""
         for pool in self:
-            transport.add_pool(pool.published, pool.region, pool.segments, has_checksums=pool.checks == "on")
+            transport.add_pool(
+                pool.published, pool.region, pool.segments, has_checksums=pool.checksum == ChecksumMode.ON
+            )
         self._transport = transport
         if publish is not None:
             self._publish = publish
@@ -83,14 +85,14 @@ class Pools:
 
     def _add(self, spec: PoolSpec, region: Region, segments: Sequence[Segment], block_bytes: int) -> Pool:
         self._check_open()
-        check_checks("checks", spec.checks)
+        check_checksum_mode("checksum", spec.checksum)
         pool_id, self._next_id = self._next_id, self._next_id + 1
         published = PoolRecord(
             pool_id, spec.record, spec.block_count, block_bytes, spec.exposure, region.shared is not None, region.memory
         )
-        pool = Pool(published, region, segments, spec.checks, spec.is_published, self._described)
+        pool = Pool(published, region, segments, spec.checksum, spec.is_published, self._described)
         if self._transport is not None:
-            self._transport.add_pool(published, region, pool.segments, has_checksums=spec.checks == "on")
+            self._transport.add_pool(published, region, pool.segments, has_checksums=spec.checksum == ChecksumMode.ON)
         self._pools[pool_id] = pool
         if spec.is_published:
             try:

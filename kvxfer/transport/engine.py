@@ -23,7 +23,7 @@ from kvxfer.transport.host_memory import region_of
 from kvxfer.transport.lane_choice import LaneChooser
 from kvxfer.transport.plan import Op, Route, RouteKey, TransferPlan, make_plan
 from kvxfer.transport.transfers import TransferTable
-from kvxfer.types import Exposure, Lane, RegionRecord
+from kvxfer.types import ChecksumMode, Exposure, Lane, RegionRecord
 
 __all__ = ["MemoryRegistration", "Op", "RemotePeer", "TransferBatch", "TransferEngine", "TransferPlan"]
 
@@ -188,7 +188,7 @@ class TransferEngine:
         timeout_ns = as_nanoseconds("deadline_s", deadline_s)
         is_near = self.lanes.is_near(plan.peer.address)
         ids = tuple(os.urandom(TRANSFER_ID_BYTES) for _ in plan.parts)
-        checks = [carries_checksums(route.checks, identity, is_same_host=is_near) for identity in ids]
+        are_checked = [carries_checksums(route.checksum, identity, is_same_host=is_near) for identity in ids]
         batch = TransferBatch(
             self.transfers,
             self.lanes,
@@ -197,7 +197,7 @@ class TransferEngine:
             route.choice.reasons,
             order,
             notification=None if len(ids) == 1 else notification,
-            has_asked_checksums=all(checks),
+            has_asked_checksums=all(are_checked),
             begun_ns=begun_ns,
         )
         rides = notification if len(ids) == 1 else None
@@ -205,7 +205,7 @@ class TransferEngine:
             with self._lock:
                 if self.transfers.failure is not None:
                     raise self.transfers.failure
-                for identity, start, is_checked in zip(ids, starts, checks, strict=True):
+                for identity, start, is_checked in zip(ids, starts, are_checked, strict=True):
                     if batch.is_final:  # a signal handler polled, and found that one had failed
                         break
                     batch.enter(identity)
@@ -237,7 +237,9 @@ class TransferEngine:
         return route
 
     def _find_route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_checksums: bool | None) -> Route:
-        checks = self.config.stream_checks if wants_checksums is None else "on" if wants_checksums else "off"
+        checksum = self.config.post_checksum
+        if wants_checksums is not None:
+            checksum = ChecksumMode.ON if wants_checksums else ChecksumMode.OFF
         choice = self.lanes.possible(
             plan.peer.ref,
             plan.peer.address,
@@ -245,9 +247,9 @@ class TransferEngine:
             plan.remote.traits,
             self.config.lanes if lanes is None else lanes,
             is_read=plan.op is Op.READ,
-            must_check=checks == "on",
+            must_check=checksum == ChecksumMode.ON,
         )
-        return Route(choice, checks)
+        return Route(choice, checksum)
 
     def post(
         self,

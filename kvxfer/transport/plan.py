@@ -16,7 +16,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.transport.base import Blocks, StartPost, Transport, as_blocks
 from kvxfer.transport.descriptors import INDEX_BYTES, RANGE_BYTES, Prepared, RemotePeer, Words
 from kvxfer.transport.lane_choice import LaneChoice
-from kvxfer.types import Lane
+from kvxfer.types import ChecksumMode, Lane
 
 LIST_BYTES_MAX = 384 * 1024
 """Of one list of ranges in one frame; the core's own bound."""
@@ -48,8 +48,7 @@ class Route:
     """What is found out at the first start of a plan and does not change until the next one."""
 
     choice: LaneChoice
-    checks: str
-    """The checksum policy, one of ``config.CHECKS``."""
+    checksum: ChecksumMode
     starts: dict[tuple[Lane, ...], tuple[StartPost, ...]] = dataclasses.field(default_factory=dict)
     """One of each part, by the order in which lanes are tried."""
 

@@ -23,7 +23,7 @@ from kvxfer.policy.lanes import explain
 from kvxfer.transport.base import DURATION_MAX_S, LANES_BACK, NO_CONTENT, STATES, Blocks, as_blocks
 from kvxfer.transport.lane_choice import LaneChoice, LaneChooser
 from kvxfer.transport.transfers import TransferTable
-from kvxfer.types import AgentRef, Lane, Member, PoolRecord, TransferId, TransferState
+from kvxfer.types import AgentRef, ChecksumMode, Lane, Member, PoolRecord, TransferId, TransferState
 
 POSITION_MAX = 0xFFFFFFFF
 NO_BLOCKS: Blocks = np.empty(0, dtype=np.uint32)
@@ -44,7 +44,7 @@ class PullOrder:
     timeout_s: float
     deadline_s: float
     content: bytes = NO_CONTENT
-    checks: str = "off"
+    checksum: ChecksumMode = ChecksumMode.OFF
     started_s: float = dataclasses.field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -208,7 +208,7 @@ class Pull:
         ranked = self._lanes.order(ref, source.address, choice.lanes, nbytes)
         plan_s = time.monotonic() - order.started_s
         checksums = carries_checksums(
-            order.checks, self.transfer_id.raw, is_same_host=self._lanes.is_near(source.address)
+            order.checksum, self.transfer_id.raw, is_same_host=self._lanes.is_near(source.address)
         )
         with self._lock:
             if self._is_given_up:

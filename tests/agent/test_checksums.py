@@ -16,7 +16,7 @@ from kvxfer.policy.checksums import carries_checksums
 from kvxfer.transport.base import allocate_region
 from kvxfer.transport.batch import BatchStatistics
 from kvxfer.transport.engine import Op
-from kvxfer.types import TransferId
+from kvxfer.types import ChecksumMode, TransferId
 from tests.support.agents import BLOCK_BYTES, RECORD, fresh_id, info, introduce
 
 SIZE = 64 << 10
@@ -25,13 +25,13 @@ ONE_SIDED = [Lane.MAPPED, Lane.CMA]
 
 
 @contextlib.asynccontextmanager
-async def two(checks: str = "off", pools: tuple[str, str] = ("off", "off")) -> AsyncIterator[tuple[Agent, Agent]]:
-    """Source and destination; ``pools``: the checks of each one's pool."""
-    config = AgentConfig(stream_checks=checks, calibrate=False)
+async def two(checksum: str = "off", pools: tuple[str, str] = ("off", "off")) -> AsyncIterator[tuple[Agent, Agent]]:
+    """Source and destination; ``pools``: the checksum mode of each one's pool."""
+    config = AgentConfig(post_checksum=ChecksumMode(checksum), calibrate=False)
     agents = Agent(info("source"), config=config), Agent(info("destination"), config=config)
     async with agents[0], agents[1]:
         for agent, policy in zip(agents, pools, strict=True):
-            agent.allocate_pool(RECORD, block_count=BLOCKS, block_bytes=BLOCK_BYTES, checks=policy)
+            agent.allocate_pool(RECORD, block_count=BLOCKS, block_bytes=BLOCK_BYTES, checksum=ChecksumMode(policy))
         agents[0].pools[0].array[:] = 7
         introduce(*agents)
         yield agents
@@ -73,7 +73,7 @@ async def test_a_pool_with_checks_is_checked_on_every_lane(lane: Lane) -> None:
     assert "checksums verified" in result.lane_reason
 
 
-async def test_a_source_without_sums_sends_to_a_pool_with_checks() -> None:
+async def test_a_source_without_checksums_sends_to_a_pool_with_them() -> None:
     """What a reader would copy by itself goes by a lane on which the checksums go along, and the result says why."""
     async with two(pools=("off", "on")) as (source, destination):
         result = await pull(source, destination)
@@ -88,9 +88,9 @@ async def test_posts_with_checks_take_a_lane_that_has_them(op: Op) -> None:
     async with two("on") as (source, destination):
         result = await post(op, source, destination)
         assert (result.lane, result.pieces_checked) == (Lane.UNIX, 16)
-        assert "checks are on" in result.lane_reason
+        assert "checksums are on" in result.lane_reason
         assert "checksums verified" in result.lane_reason
-        with pytest.raises(LaneUnavailableError, match="checks are on"):
+        with pytest.raises(LaneUnavailableError, match="checksums are on"):
             await post(op, source, destination, *ONE_SIDED)
 
 

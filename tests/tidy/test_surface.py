@@ -15,6 +15,7 @@ PUBLIC = {
     "AgentConfig",
     "AgentPost",
     "AgentRef",
+    "ChecksumMode",
     "CompatibilityRecord",
     "DataAddress",
     "Delivery",

@@ -27,7 +27,7 @@ from kvxfer.errors import (
 )
 from kvxfer.policy.checksums import carries_checksums
 from kvxfer.transport.engine import ROUTES_MAX, Op, RemotePeer, TransferBatch
-from kvxfer.types import Lane, TransferState
+from kvxfer.types import ChecksumMode, Lane, TransferState
 from tests.support.posts_setting import ADDRESS, MANY, PEER_REF, Drained, Setting
 
 
@@ -328,15 +328,15 @@ def test_why_a_lane_was_passed_over(setting: Setting) -> None:
 
 
 def test_sums_are_wanted_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for checks, wanted in (("off", False), ("on", True)):
-        setting = Setting(monkeypatch, stream_checks=checks)
+    for checksum, wanted in ((ChecksumMode.OFF, False), (ChecksumMode.ON, True)):
+        setting = Setting(monkeypatch, post_checksum=checksum)
         setting.poster.start(setting.plan(10))
         setting.poster.start(setting.plan(10), wants_checksums=not wanted)
         assert [asked.wants_checksums for asked in setting.transport.asked] == [wanted, not wanted]
     ids = [number.to_bytes(16, "big") for number in range(4000)]
-    sampled = [carries_checksums("sampled", identity, is_same_host=True) for identity in ids]
+    sampled = [carries_checksums(ChecksumMode.SAMPLED, identity, is_same_host=True) for identity in ids]
     assert 150 < sum(sampled) < 350
-    assert sampled == [carries_checksums("sampled", identity, is_same_host=False) for identity in ids]
+    assert sampled == [carries_checksums(ChecksumMode.SAMPLED, identity, is_same_host=False) for identity in ids]
 
 
 def test_two_threads_poll(setting: Setting) -> None:

@@ -235,7 +235,7 @@ void Transfer::read_on(Nanos now, Effects& out) {
     for (auto sum = known; sum != known + count && *sum; ++sum) checksums.push_back(**sum);
     if (checksums.size() != count) checksums.clear();
   }
-  if (checksums.empty() && needs_checksums()) return next_lane("the pool requires checksums, and the source has none of blocks that are read this way", now, out);
+  if (checksums.empty() && needs_checksums()) return next_lane("the pool requires checksums, and the source has no checksums of blocks that are read this way", now, out);
   const Extent to = begin_read(count, !checksums.empty(), now);
   out.push_back(ReadBlocks{spec_.id, token_, session_, lane(), std::move(from), to, std::move(checksums)});
 }

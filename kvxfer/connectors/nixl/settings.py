@@ -27,7 +27,7 @@ from collections.abc import Mapping
 
 from kvxfer.config import DEFAULT_LANES, AgentConfig, allowed_lanes
 from kvxfer.errors import ConfigError
-from kvxfer.types import ProgressMode
+from kvxfer.types import ChecksumMode, ProgressMode
 
 FILE = "/etc/nixl.cfg"
 TRUE = frozenset({"y", "yes", "on", "1", "true", "enable", "enabled"})
@@ -103,7 +103,7 @@ class Settings:
             insecure=self.insecure,
             lanes=allowed_lanes(DEFAULT_LANES, environ),
             transfer_deadline_s=self.deadline_s,
-            stream_checks=self.checks,
+            post_checksum=ChecksumMode(self.checks),
             stripes=self.stripes,
             copy_threads=self.copy_threads,
             progress=ProgressMode.CALLER,  # programs of NIXL post small transfers, and poll for their end

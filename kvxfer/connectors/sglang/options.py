@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_address, check_checks, check_positive
+from kvxfer.config import AgentConfig, check_address, check_checksum_mode, check_positive
 from kvxfer.errors import ConfigError
 from kvxfer.types import Lane
 
@@ -40,7 +40,7 @@ class Options:
     lanes: tuple[Lane, ...] = AgentConfig.lanes
     """Allowed lanes, best first."""
     checks: str = "off"
-    """CRC-32Cs over pages: one of CHECKS."""
+    """CRC-32Cs over pages: a ChecksumMode."""
     stripes: int = AgentConfig.stripes
     timeout_s: float = 600.0
     """How long decode waits for a prompt whose prefill engine has it, where the request does not say."""
@@ -53,7 +53,7 @@ class Options:
     """Of one chunk, from the moment in which it is granted."""
 
     def __post_init__(self) -> None:
-        _named("checks", check_checks, self.checks)
+        _named("checks", check_checksum_mode, self.checks)
         if self.coordinator:
             _named("coordinator", check_address, self.coordinator)
         for name in SECONDS:

@@ -15,7 +15,7 @@ from kvxfer.connectors.sglang.shape import KvShape, axes_of, packing_of
 from kvxfer.connectors.sglang.views import Cut, PageBook, Views, neutral
 from kvxfer.errors import ConfigError, IncompatibleError, InvalidArgumentError
 from kvxfer.transport.base import SEGMENTS_MAX, Blocks, Region
-from kvxfer.types import CompatibilityRecord, MemoryKind, Segment
+from kvxfer.types import ChecksumMode, CompatibilityRecord, MemoryKind, Segment
 
 NO_ROWS: Blocks = np.empty(0, dtype=np.uint32)
 
@@ -135,6 +135,8 @@ def _register(
         Segment(address - base, item, item) for address, item in zip(buffers.addresses, buffers.item_bytes, strict=True)
     ]
     try:
-        return agent.register_pool(record, region, block_count=buffers.count, segments=segments, checks=checks)
+        return agent.register_pool(
+            record, region, block_count=buffers.count, segments=segments, checksum=ChecksumMode(checks)
+        )
     except InvalidArgumentError as error:
         raise ConfigError(f"{what} cannot be registered: {error}") from None

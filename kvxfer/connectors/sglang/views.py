@@ -35,7 +35,7 @@ from kvxfer.connectors.sglang.memory import Buffers
 from kvxfer.connectors.sglang.shape import KvShape, Slice, axes_of, common, packing_of
 from kvxfer.errors import BlocksBusyError, InvalidArgumentError, LimitExceededError
 from kvxfer.transport.base import Blocks, Region
-from kvxfer.types import CompatibilityRecord, Segment
+from kvxfer.types import ChecksumMode, CompatibilityRecord, Segment
 
 VIEWS_MAX = 32
 """Views of one rank, beside its other pools: an agent may publish 64."""
@@ -132,7 +132,7 @@ class Views:
             raise InvalidArgumentError(f"{count} tokens are more than a pool's blocks can be numbered")
         record = self._record_of(slice_)
         return self._agent.register_pool(
-            record, self._region, block_count=count, segments=segments, checks=self._checks
+            record, self._region, block_count=count, segments=segments, checksum=ChecksumMode(self._checks)
         )
 
     def _record_of(self, slice_: Slice) -> CompatibilityRecord:

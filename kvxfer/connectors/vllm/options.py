@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer.config import AgentConfig, check_address, check_checks, check_copy_threads, check_positive
+from kvxfer.config import AgentConfig, check_address, check_checksum_mode, check_copy_threads, check_positive
 from kvxfer.connectors.vllm.params import CARDS_MAX
 from kvxfer.errors import ConfigError
 from kvxfer.types import Lane, Role, check_agent_id
@@ -52,7 +52,7 @@ class ConnectorOptions:
     stripes: int = AgentConfig.stripes
     copy_threads: int = AgentConfig.copy_threads
     checks: str = "off"
-    """CRC-32Cs over pages: one of CHECKS."""
+    """CRC-32Cs over pages: a ChecksumMode."""
     hold_ttl_s: float = 10.0
     """How long a computed prompt waits for a reader that gives no sign of life."""
     hold_life_max_s: float = 600.0
@@ -91,7 +91,7 @@ class ConnectorOptions:
             check_address("coordinator", self.coordinator)
         elif self.http_url:
             raise ConfigError("http_url is for kvxfer's router, which finds engines by a coordinator")
-        check_checks("checks", self.checks)
+        check_checksum_mode("checks", self.checks)
         check_copy_threads("copy_threads", self.copy_threads)
         for name in SECONDS:
             check_positive(name, getattr(self, name), maximum=86400.0)

@@ -112,7 +112,7 @@ class Staging:
                 block_count=layers * count,
                 segments=(Segment(0, theirs.block_bytes, theirs.block_bytes),),
                 exposure=Exposure.GRANT,
-                checks=self._pools[0].checks,
+                checksum=self._pools[0].checksum,
                 is_published=False,
             )
             try:

@@ -33,7 +33,7 @@ from kvxfer.connectors.vllm.waits import Waits
 from kvxfer.connectors.vllm.wire import Begun, Claimed, Part, Queued, Refuse, decode
 from kvxfer.errors import ConfigError, KvxferError, ProtocolError, WeightsUnknownError, from_code
 from kvxfer.transport.huge_pages import Collapsing
-from kvxfer.types import CompatibilityRecord, Incarnation, TransferId, WorkerInfo
+from kvxfer.types import ChecksumMode, CompatibilityRecord, Incarnation, TransferId, WorkerInfo
 
 log = logging.getLogger("kvxfer.vllm")
 
@@ -134,7 +134,9 @@ class WorkerHalf:
         )
         agent = self._new_agent(info)
         pools = tuple(
-            agent.register_pool(record, store.region, block_count=store.page_count, checks=self._options.checks)
+            agent.register_pool(
+                record, store.region, block_count=store.page_count, checksum=ChecksumMode(self._options.checks)
+            )
             for store in pages.stores
         )
         self._pools = pools

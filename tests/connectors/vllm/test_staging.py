@@ -23,6 +23,7 @@ from kvxfer.errors import IncompatibleError, LimitExceededError
 from kvxfer.transport.base import Region, allocate_region
 from kvxfer.types import (
     AgentRef,
+    ChecksumMode,
     CompatibilityRecord,
     DataAddress,
     Exposure,
@@ -161,7 +162,9 @@ def member(record: CompatibilityRecord) -> Member:
 async def staging_of(bytes_max: int = 1 << 30) -> AsyncIterator[Staging]:
     ours = cache(RECORD.block_tokens)
     agent = Agent(WorkerInfo("d", Role.DECODE, "m", ""))
-    pool = agent.register_pool(RECORD, ours.store.region, block_count=ours.store.page_count, checks="sampled")
+    pool = agent.register_pool(
+        RECORD, ours.store.region, block_count=ours.store.page_count, checksum=ChecksumMode.SAMPLED
+    )
     async with agent:
         yield Staging(agent, (pool,), (ours.store,), bytes_max)
         assert agent.pools == (pool,)
@@ -172,7 +175,7 @@ async def land(theirs: CompatibilityRecord, cut: Cut = ALONE, *, bytes_max: int 
         staging_of(bytes_max) as staging,
         staging.land(member(theirs), cut, 1, (3, 4), 40) as landing,
     ):
-        assert {pool.checks for pool in landing.pools} == {"sampled"}
+        assert {pool.checksum for pool in landing.pools} == {ChecksumMode.SAMPLED}
         assert [pool.is_published for pool in landing.pools] == [not landing.is_staged]
         return landing.is_staged
 
