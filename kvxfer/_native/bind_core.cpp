@@ -347,13 +347,13 @@ void bind_core_class(nb::module_& m) {
       .def("peer_dead", [](PyCore& self, const AgentRef& peer) { without_gil([&] { self.core().shared().peer_dead(peer); }); }, nb::arg("peer"))
       .def("grant",
            [](PyCore& self, const TransferId& id, uint32_t pool, const BlockArray& blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,
-              const Bytes32& content) {
+              const Bytes32& content_digest) {
              std::vector<uint32_t> list = to_blocks(blocks);
-             without_gil([&] { self.core().grant(id, pool, std::move(list), reader, ttl_ns, ready_blocks, content); });
+             without_gil([&] { self.core().grant(id, pool, std::move(list), reader, ttl_ns, ready_blocks, content_digest); });
            },
            nb::arg("id"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("ready_blocks") = 0,
-           nb::arg("content") = Bytes32{},
-           "`reader` is an agent id, or empty: the first authenticated reader that presents `id`. `content`: 32 bytes that say what the blocks\n"
+           nb::arg("content_digest") = Bytes32{},
+           "`reader` is an agent id, or empty: the first authenticated reader that presents `id`. `content_digest`: 32 bytes that say what the blocks\n"
            "hold; a reader that says otherwise is refused. Zero says nothing.")
       .def("expect",
            [](PyCore& self, const TransferId& id, const std::string& reader) { self.act([&](Endpoint& e, Nanos, Effects&) { e.expect(id, reader); }); },
@@ -397,7 +397,7 @@ void bind_core_class(nb::module_& m) {
            nb::arg("id"))
       .def("pull",
            [](PyCore& self, const TransferId& id, const AgentRef& source, uint32_t pool, const BlockArray& blocks, uint32_t first, std::vector<Lane> lanes,
-              Nanos deadline_ns, const Bytes32& content, bool wants_checksums, uint32_t count, Nanos granted_ns, bool tells_granted) {
+              Nanos deadline_ns, const Bytes32& content_digest, bool wants_checksums, uint32_t count, Nanos granted_ns, bool tells_granted) {
              TransferSpec spec;
              spec.tells_granted = tells_granted;
              spec.id = id;
@@ -408,12 +408,12 @@ void bind_core_class(nb::module_& m) {
              spec.lanes = std::move(lanes);
              spec.deadline = deadline_ns;
              spec.granted_ns = granted_ns;
-             spec.content = content;
+             spec.content_digest = content_digest;
              spec.wants_checksums = wants_checksums;
              self.ask(blocks.size(), [&] { self.core().pull(pool, std::move(spec)); });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::kw_only(), nb::arg("first") = 0, nb::arg("lanes"),
-           nb::arg("deadline_ns") = kNever, nb::arg("content") = Bytes32{}, nb::arg("wants_checksums") = false, nb::arg("count") = 0, nb::arg("granted_ns") = 0,
+           nb::arg("deadline_ns") = kNever, nb::arg("content_digest") = Bytes32{}, nb::arg("wants_checksums") = false, nb::arg("count") = 0, nb::arg("granted_ns") = 0,
            nb::arg("tells_granted") = false,
            "Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The blocks are the core's until\n"
            "TransferDrained is told. No blocks, and a `count`: wait for `reserve`. `deadline_ns`: by then the grant exists; `granted_ns`, where\n"

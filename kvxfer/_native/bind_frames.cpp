@@ -77,13 +77,13 @@ void bind_frames(nb::module_& m) {
   nb::class_<Pull>(m, "Pull")
       .def("__init__",
            [](Pull* f, TransferId id, uint32_t attempt, uint64_t nonce, Lane lane, uint32_t first, uint32_t count, uint64_t block_bytes, Bytes32 digest,
-              uint32_t wait_ms, Bytes32 content, bool wants_checksums) {
-             new (f) Pull{id, attempt, nonce, lane, first, count, block_bytes, digest, wait_ms, content, wants_checksums};
+              uint32_t wait_ms, Bytes32 content_digest, bool wants_checksums) {
+             new (f) Pull{id, attempt, nonce, lane, first, count, block_bytes, digest, wait_ms, content_digest, wants_checksums};
            },
            nb::arg("id"), nb::arg("attempt"), nb::arg("nonce"), nb::arg("lane"), nb::arg("first"), nb::arg("count"), nb::arg("block_bytes"),
-           nb::arg("digest"), nb::arg("wait_ms"), nb::arg("content") = Bytes32{}, nb::arg("wants_checksums") = false)
+           nb::arg("digest"), nb::arg("wait_ms"), nb::arg("content_digest") = Bytes32{}, nb::arg("wants_checksums") = false)
       .def_ro("wants_checksums", &Pull::wants_checksums).def_ro("id", &Pull::id).def_ro("attempt", &Pull::attempt).def_ro("nonce", &Pull::nonce).def_ro("lane", &Pull::lane).def_ro("first", &Pull::first)
-      .def_ro("count", &Pull::count).def_ro("block_bytes", &Pull::block_bytes).def_ro("digest", &Pull::digest).def_ro("wait_ms", &Pull::wait_ms).def_ro("content", &Pull::content);
+      .def_ro("count", &Pull::count).def_ro("block_bytes", &Pull::block_bytes).def_ro("digest", &Pull::digest).def_ro("wait_ms", &Pull::wait_ms).def_ro("content_digest", &Pull::content_digest);
   nb::class_<Fetch>(m, "Fetch").def("__init__", [](Fetch* f, Pull pull, WireList pieces) { new (f) Fetch{std::move(pull), std::move(pieces)}; }, nb::arg("pull"), nb::arg("pieces"))
       .def_ro("pull", &Fetch::pull).def_ro("pieces", &Fetch::pieces);
   nb::class_<Push>(m, "Push")

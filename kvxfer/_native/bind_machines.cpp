@@ -194,11 +194,11 @@ void bind_tables(nb::module_& m) {
       .def(nb::init<GrantLimits>(), nb::arg("limits"))
       .def("grant",
            [](GrantTable& t, TransferId id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, Nanos now_ns,
-              const Bytes32& content) {
-             return effects_of([&](Effects& out) { t.grant(id, ledger, std::move(blocks), reader, ttl_ns, now_ns, out, content); });
+              const Bytes32& content_digest) {
+             return effects_of([&](Effects& out) { t.grant(id, ledger, std::move(blocks), reader, ttl_ns, now_ns, out, content_digest); });
            },
            nb::arg("id"), nb::arg("ledger"), nb::arg("blocks"), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("now_ns"),
-           nb::arg("content") = Bytes32{}, nb::keep_alive<1, 3>())
+           nb::arg("content_digest") = Bytes32{}, nb::keep_alive<1, 3>())
       .def("expect", &GrantTable::expect, nb::arg("id"), nb::arg("reader"))
       .def("pulse", &GrantTable::pulse, nb::arg("has_work"), nb::arg("took_in"), nb::arg("now_ns"))
       .def("has_begun", &GrantTable::has_begun, nb::arg("id"))
@@ -282,11 +282,11 @@ void bind_endpoint(nb::module_& m) {
       .def("remove_pool", &Endpoint::remove_pool, nb::arg("pool"))
       .def("grant",
            [](Endpoint& e, TransferId id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,
-              Nanos now_ns, const Bytes32& content) {
-             return effects_of([&](Effects& out) { e.grant(id, pool, std::move(blocks), reader, ttl_ns, ready_blocks, now_ns, out, content); });
+              Nanos now_ns, const Bytes32& content_digest) {
+             return effects_of([&](Effects& out) { e.grant(id, pool, std::move(blocks), reader, ttl_ns, ready_blocks, now_ns, out, content_digest); });
            },
            nb::arg("id"), nb::arg("pool"), nb::arg("blocks"), nb::arg("reader"), nb::arg("ttl_ns"), nb::arg("ready_blocks"), nb::arg("now_ns"),
-           nb::arg("content") = Bytes32{})
+           nb::arg("content_digest") = Bytes32{})
       .def("expect", &Endpoint::expect, nb::arg("id"), nb::arg("reader"))
       .def("pulse", &Endpoint::pulse, nb::arg("has_work"), nb::arg("took_in"), nb::arg("now_ns"))
       .def("has_begun", &Endpoint::has_begun, nb::arg("id"))
@@ -318,15 +318,15 @@ void bind_endpoint(nb::module_& m) {
       .def("is_granted", &Endpoint::is_granted, nb::arg("id"), nb::arg("serial"), nb::arg("now_ns"))
       .def("pull",
            [](Endpoint& e, TransferId id, const AgentRef& source, uint32_t pool, std::vector<uint32_t> blocks, uint32_t first, std::vector<Lane> lanes,
-              Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content, bool wants_checksums, uint32_t count, Nanos granted_ns,
+              Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns, const Bytes32& content_digest, bool wants_checksums, uint32_t count, Nanos granted_ns,
               bool tells_granted) {
              return effects_of([&](Effects& out) {
-               TransferSpec spec{id, source, std::move(blocks), count, first, std::move(lanes), deadline_ns, tells_granted, granted_ns, nonce_seed, content, wants_checksums, {}};
+               TransferSpec spec{id, source, std::move(blocks), count, first, std::move(lanes), deadline_ns, tells_granted, granted_ns, nonce_seed, content_digest, wants_checksums, {}};
                e.pull(pool, std::move(spec), now_ns, out);
              });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("pool"), nb::arg("blocks"), nb::arg("first"), nb::arg("lanes"), nb::arg("deadline_ns"),
-           nb::arg("nonce_seed"), nb::arg("now_ns"), nb::arg("content") = Bytes32{}, nb::arg("wants_checksums") = false, nb::arg("count") = 0,
+           nb::arg("nonce_seed"), nb::arg("now_ns"), nb::arg("content_digest") = Bytes32{}, nb::arg("wants_checksums") = false, nb::arg("count") = 0,
            nb::arg("granted_ns") = 0, nb::arg("tells_granted") = false)
       .def("becoming_ready", &Endpoint::becoming_ready, nb::arg("id"), nb::arg("blocks"),
            "The pool, and the blocks that `ready(id, blocks)` would newly announce, where the owner is to bring their CRC-32Cs.")

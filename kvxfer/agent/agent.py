@@ -26,7 +26,7 @@ from kvxfer.agent.statistics import AgentStatistics
 from kvxfer.agent.transfer import Transfer
 from kvxfer.config import AgentConfig, check_positive
 from kvxfer.errors import ClosedError, ConfigError, InvalidArgumentError, KvxferError
-from kvxfer.transport.base import Binding, Blocks, as_blocks, as_content
+from kvxfer.transport.base import Binding, Blocks, as_blocks, as_content_digest
 from kvxfer.transport.memory import MemoryBinding
 from kvxfer.transport.native import NativeBinding
 from kvxfer.transport.network import MemoryNetwork
@@ -220,10 +220,10 @@ class Agent(AgentMemory):
         reader: str | None = None,
         ready_blocks: int = 0,
         ttl_s: float | None = None,
-        content: bytes | None = None,
+        content_digest: bytes | None = None,
     ) -> Grant:
         """Promise ``blocks`` of ``pool`` (uint32, shape [n]) to the agent ``reader`` (``None``: the first that presents
-        the transfer id), the first ``ready_blocks`` of them readable at once. ``content`` (32 bytes, a
+        the transfer id), the first ``ready_blocks`` of them readable at once. ``content_digest`` (32 bytes, a
         digest of the tokens, say): a reader that takes the blocks for something else is refused. From any thread.
 
         Raises InvalidArgumentError (an id used before, a block out of range), BlocksBusyError, LimitExceededError, and
@@ -237,7 +237,7 @@ class Agent(AgentMemory):
             reader=reader or "",
             ready_blocks=ready_blocks,
             ttl_s=self.config.grant_ttl_s if ttl_s is None else ttl_s,
-            content=as_content(content),
+            content_digest=as_content_digest(content_digest),
         )
 
     def expect(self, transfer_id: TransferId, *, reader: str | None = None) -> None:
@@ -272,15 +272,15 @@ class Agent(AgentMemory):
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         lanes: Sequence[Lane] | None = None,
-        content: bytes | None = None,
+        content_digest: bytes | None = None,
         on_granted: Callable[[Transfer], None] | None = None,
         on_ended: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         """Fill ``blocks`` of ``pool``, in order, from positions ``first...`` of the grant ``transfer_id`` of the agent
         ``source``; the grant may come later, within ``timeout_s``, and ``deadline_s`` counts from when it is there.
-        ``content`` is what the blocks are taken to hold; a source that says otherwise refuses. The blocks belong to the
-        agent from now until the transfer drained, or :meth:`Transfer.unreserve` gave them back: from then on it is as
-        :meth:`ask` made it. ``on_granted(transfer)`` is called when the grant exists.
+        ``content_digest`` is what the blocks are taken to hold; a source that says otherwise refuses. The blocks belong
+        to the agent from now until the transfer drained, or :meth:`Transfer.unreserve` gave them back: from then on it
+        is as :meth:`ask` made it. ``on_granted(transfer)`` is called when the grant exists.
 
         A wrong call raises here: InvalidArgumentError, BlocksBusyError, LimitExceededError. What goes wrong with the
         peer is raised by awaiting: IncompatibleError (names the field; not a byte moved), LaneUnavailableError,
@@ -290,7 +290,7 @@ class Agent(AgentMemory):
         that is not known. ``on_ended(transfer)`` is called once it drained, on the thread that hears of it first (see
         :meth:`wait`), and must not block."""
         index = as_blocks(blocks)
-        what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content)
+        what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content_digest)
         return self._open().transfers.pull(self._order(pool, index, len(index), *what), on_ended, on_granted)
 
     def ask(
@@ -304,14 +304,14 @@ class Agent(AgentMemory):
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         lanes: Sequence[Lane] | None = None,
-        content: bytes | None = None,
+        content_digest: bytes | None = None,
         on_granted: Callable[[Transfer], None] | None = None,
         on_ended: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         """As :meth:`pull` of ``count`` blocks that are not there yet: ``on_granted(transfer)`` is called when the grant
         exists, on the thread that hears of it first (again after a lost session), and :meth:`Transfer.reserve` gives it
         its blocks. Until then it waits, and keeps its grant alive, for ``deadline_s`` at most."""
-        what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content)
+        what = (transfer_id, source, first, timeout_s, deadline_s, lanes, content_digest)
         return self._open().transfers.pull(self._order(pool, None, count, *what), on_ended, on_granted)
 
     def _order(
@@ -325,7 +325,7 @@ class Agent(AgentMemory):
         timeout_s: float | None,
         deadline_s: float | None,
         lanes: Sequence[Lane] | None,
-        content: bytes | None,
+        content_digest: bytes | None,
     ) -> PullOrder:
         self._check_own(pool)
         if source == self.info.agent_id:
@@ -334,7 +334,7 @@ class Agent(AgentMemory):
         timeout_s = self.config.grant_wait_s if timeout_s is None else timeout_s
         deadline_s = self.config.transfer_deadline_s if deadline_s is None else deadline_s
         what = (transfer_id, source, pool.published, blocks, count, first, allowed, timeout_s, deadline_s)
-        return PullOrder(*what, as_content(content), pool.checksum)
+        return PullOrder(*what, as_content_digest(content_digest), pool.checksum)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for news of any kind, at most so long and 5 ms, on a thread that is not the loop's; calls ``on_ended``

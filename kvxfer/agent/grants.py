@@ -34,7 +34,7 @@ class Grants:
         reader: str,
         ready_blocks: int,
         ttl_s: float,
-        content: bytes,
+        content_digest: bytes,
     ) -> Grant:
         """Raises what :meth:`Transport.grant` raises."""
         grant = Grant(self._transport, self._loop, transfer_id, len(blocks), reader)
@@ -48,7 +48,7 @@ class Grants:
                 reader=reader,
                 ttl_s=ttl_s,
                 ready_blocks=ready_blocks,
-                content=content,
+                content_digest=content_digest,
             )
         except BaseException:
             self._alive.pop(transfer_id.raw, None)  # unless the end of the transport has settled it already

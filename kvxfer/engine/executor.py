@@ -302,7 +302,7 @@ class Executor:
         self._pulls[sequence] = pull
         blocks = self._remote_blocks(sequence) if self.scheduler.allocate_early(sequence) else []
         count = blocks_for(sequence.prompt_tokens - 1, self.pool.block_tokens)
-        exchange.start(pull, blocks, remote, content=sequence.content, first=sequence.matched, count=count)
+        exchange.start(pull, blocks, remote, content_digest=sequence.content, first=sequence.matched, count=count)
 
     def _begin(self, sequence: Sequence) -> None:
         """A sequence got its blocks: grant them, or have them filled."""
@@ -316,7 +316,7 @@ class Executor:
                 sequence.grant = exchange.grant(
                     sequence.blocks,
                     remote,
-                    content=sequence.content,
+                    content_digest=sequence.content,
                     ready_blocks=sequence.matched,
                     on_ended=functools.partial(self._grant_ended, sequence),
                 )

@@ -88,7 +88,7 @@ class AgentLike(Protocol):
         reader: str | None = None,
         ready_blocks: int = 0,
         ttl_s: float | None = None,
-        content: bytes | None = None,
+        content_digest: bytes | None = None,
     ) -> GrantLike: ...
     def decline(self, transfer_id: TransferId) -> None: ...
     def pull(
@@ -100,7 +100,7 @@ class AgentLike(Protocol):
         source: str,
         first: int = 0,
         timeout_s: float | None = None,
-        content: bytes | None = None,
+        content_digest: bytes | None = None,
         on_granted: Callable[[Any], None] | None = None,
     ) -> TransferLike: ...
     def ask(
@@ -111,7 +111,7 @@ class AgentLike(Protocol):
         transfer_id: TransferId,
         source: str,
         timeout_s: float | None = None,
-        content: bytes | None = None,
+        content_digest: bytes | None = None,
         on_granted: Callable[[Any], None] | None = None,
     ) -> TransferLike: ...
     def give_up(self, transfer_id: TransferId, source: str) -> None: ...
@@ -194,11 +194,11 @@ class BlockExchange:
         blocks: list[int],
         remote: Remote,
         *,
-        content: bytes,
+        content_digest: bytes,
         ready_blocks: int,
         on_ended: Callable[[GrantState], None],
     ) -> GrantLike:
-        """Promise ``blocks``, which will hold ``content``, to the remote's agent.
+        """Promise ``blocks``, which will hold ``content_digest``, to the remote's agent.
 
         ``on_ended`` runs on the engine thread once the promise is over.
         """
@@ -208,7 +208,7 @@ class BlockExchange:
             transfer_id=remote.transfer_id,
             reader=remote.agent_id,
             ready_blocks=ready_blocks,
-            content=content,
+            content_digest=content_digest,
         )
         self._on_loop(lambda: grant.on_ended(lambda state: self._post(lambda: on_ended(state))))
         return grant
@@ -232,17 +232,24 @@ class BlockExchange:
         self._on_loop(give_up)
 
     def start(
-        self, pull: EnginePull, blocks: list[int], remote: Remote, *, content: bytes, first: int = 0, count: int = 0
+        self,
+        pull: EnginePull,
+        blocks: list[int],
+        remote: Remote,
+        *,
+        content_digest: bytes,
+        first: int = 0,
+        count: int = 0,
     ) -> None:
         """Pull grant positions ``first...`` into ``blocks``, which are the agent's until a callback says otherwise, or
         :meth:`unreserve`. No blocks: ask whether the grant of ``count`` blocks exists, and wait for :meth:`reserve`.
 
-        ``content`` is what they are taken to hold.
+        ``content_digest`` is what they are taken to hold.
         """
         destination = np.asarray(blocks, dtype=np.uint32)
 
         def spawn() -> None:
-            task = self._loop.create_task(self._run(pull, destination, remote, content, first, count))
+            task = self._loop.create_task(self._run(pull, destination, remote, content_digest, first, count))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -280,7 +287,7 @@ class BlockExchange:
         self._on_loop(cancel)
 
     def _begin(
-        self, pull: EnginePull, blocks: Blocks, remote: Remote, content: bytes, first: int, count: int
+        self, pull: EnginePull, blocks: Blocks, remote: Remote, content_digest: bytes, first: int, count: int
     ) -> TransferLike:
         say_granted = functools.partial(self._post, pull.on_granted)
         if pull.is_unreserved or not len(blocks):
@@ -290,7 +297,7 @@ class BlockExchange:
                 transfer_id=remote.transfer_id,
                 source=remote.agent_id,
                 timeout_s=remote.timeout_s,
-                content=content,
+                content_digest=content_digest,
                 on_granted=lambda _: say_granted(),
             )
         return self._agent.pull(
@@ -300,19 +307,19 @@ class BlockExchange:
             source=remote.agent_id,
             first=first,
             timeout_s=remote.timeout_s,
-            content=content,
+            content_digest=content_digest,
             on_granted=lambda _: say_granted(),
         )
 
     async def _run(
-        self, pull: EnginePull, blocks: Blocks, remote: Remote, content: bytes, first: int, count: int
+        self, pull: EnginePull, blocks: Blocks, remote: Remote, content_digest: bytes, first: int, count: int
     ) -> None:
         try:
             if pull.is_cancelled:
                 self.give_up(remote)
                 raise TransferCancelledError("cancelled before the pull began")
             with pull.lock:
-                pull.transfer = self._begin(pull, blocks, remote, content, first, count)
+                pull.transfer = self._begin(pull, blocks, remote, content_digest, first, count)
             result = await pull.transfer
         except Exception as error:
             failure = error if isinstance(error, KvxferError) else KvxferError(f"the pull failed: {error!r}")

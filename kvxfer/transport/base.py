@@ -37,7 +37,7 @@ from kvxfer.types import (
 
 Blocks: TypeAlias = npt.NDArray[np.uint32]
 
-NO_CONTENT = bytes(32)
+NO_CONTENT_DIGEST = bytes(32)
 """A content digest that says nothing."""
 
 Event: TypeAlias = (
@@ -191,11 +191,11 @@ class Transport(Protocol):
         reader: str,
         ttl_s: float,
         ready_blocks: int,
-        content: bytes = NO_CONTENT,
+        content_digest: bytes = NO_CONTENT_DIGEST,
     ) -> None:
         """Promise ``blocks`` to the agent ``reader`` (empty: the first to ask).
 
-        ``content``: 32 bytes that say what the blocks hold; a reader that says otherwise is refused.
+        ``content_digest``: 32 bytes that say what the blocks hold; a reader that says otherwise is refused.
 
         Raises InvalidArgumentError, BlocksBusyError, LimitExceededError, GrantReleasedError (the reader gave up
         before).
@@ -264,12 +264,12 @@ class Transport(Protocol):
         granted_s: float = 0.0,
         tells_granted: bool = False,
         count: int = 0,
-        content: bytes = NO_CONTENT,
+        content_digest: bytes = NO_CONTENT_DIGEST,
         wants_checksums: bool = False,
     ) -> None:
         """Start to fill ``blocks`` from the grant's positions ``first...``; they are the transport's until
-        TransferDrained. ``content`` as in :meth:`grant`. ``wants_checksums``: CRC-32Cs are checked where the source can
-        give them.
+        TransferDrained. ``content_digest`` as in :meth:`grant`. ``wants_checksums``: CRC-32Cs are checked where the
+        source can give them.
 
         No blocks and a ``count``: ask whether the grant exists. TransferGranted says so (with ``tells_granted`` of a
         pull that has blocks too), and :meth:`reserve` gives it its blocks. ``deadline_s`` bounds everything; with
@@ -342,13 +342,13 @@ class Binding(Protocol):
         ...
 
 
-def as_content(content: bytes | None) -> bytes:
+def as_content_digest(content_digest: bytes | None) -> bytes:
     """32 bytes that say what blocks hold; ``None`` says nothing. Raises InvalidArgumentError for another length."""
-    if content is None:
-        return NO_CONTENT
-    if not isinstance(content, bytes) or len(content) != len(NO_CONTENT):
-        raise InvalidArgumentError(f"content must be {len(NO_CONTENT)} bytes")
-    return content
+    if content_digest is None:
+        return NO_CONTENT_DIGEST
+    if not isinstance(content_digest, bytes) or len(content_digest) != len(NO_CONTENT_DIGEST):
+        raise InvalidArgumentError(f"content_digest must be {len(NO_CONTENT_DIGEST)} bytes")
+    return content_digest
 
 
 def as_nanoseconds(name: str, duration_s: float) -> int:

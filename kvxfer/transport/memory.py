@@ -20,7 +20,7 @@ from kvxfer.config import AgentConfig, allowed_lanes
 from kvxfer.errors import BlocksBusyError, ClosedError, KvxferError
 from kvxfer.transport.base import (
     LANES,
-    NO_CONTENT,
+    NO_CONTENT_DIGEST,
     Blocks,
     Event,
     PostOrder,
@@ -195,11 +195,11 @@ class MemoryTransport:
         reader: str,
         ttl_s: float,
         ready_blocks: int,
-        content: bytes = NO_CONTENT,
+        content_digest: bytes = NO_CONTENT_DIGEST,
     ) -> None:
         what = (transfer_id.raw, pool_id, blocks.tolist(), reader, as_nanoseconds("ttl_s", ttl_s), ready_blocks)
         with self._open() as endpoint:
-            self.act(endpoint.grant(*what, self._network.now_ns, content))
+            self.act(endpoint.grant(*what, self._network.now_ns, content_digest))
 
     def expect(self, transfer_id: TransferId, *, reader: str) -> None:
         with self._open() as endpoint:
@@ -253,7 +253,7 @@ class MemoryTransport:
         granted_s: float = 0.0,
         tells_granted: bool = False,
         count: int = 0,
-        content: bytes = NO_CONTENT,
+        content_digest: bytes = NO_CONTENT_DIGEST,
         wants_checksums: bool = False,
     ) -> None:
         with self._open() as endpoint:
@@ -269,7 +269,7 @@ class MemoryTransport:
                     now_ns + as_nanoseconds("deadline_s", deadline_s),
                     self._network.random.getrandbits(64),
                     now_ns,
-                    content,
+                    content_digest,
                     wants_checksums,
                     count,
                     as_nanoseconds("granted_s", granted_s),

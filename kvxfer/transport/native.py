@@ -30,7 +30,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.transport import ucx
 from kvxfer.transport.base import (
     LANES,
-    NO_CONTENT,
+    NO_CONTENT_DIGEST,
     Blocks,
     Event,
     PostOrder,
@@ -259,7 +259,7 @@ class NativeTransport:
         reader: str,
         ttl_s: float,
         ready_blocks: int,
-        content: bytes = NO_CONTENT,
+        content_digest: bytes = NO_CONTENT_DIGEST,
     ) -> None:
         self.core.grant(
             transfer_id.raw,
@@ -268,7 +268,7 @@ class NativeTransport:
             reader=reader,
             ttl_ns=as_nanoseconds("ttl_s", ttl_s),
             ready_blocks=ready_blocks,
-            content=content,
+            content_digest=content_digest,
         )
 
     def expect(self, transfer_id: TransferId, *, reader: str) -> None:
@@ -312,7 +312,7 @@ class NativeTransport:
         granted_s: float = 0.0,
         tells_granted: bool = False,
         count: int = 0,
-        content: bytes = NO_CONTENT,
+        content_digest: bytes = NO_CONTENT_DIGEST,
         wants_checksums: bool = False,
     ) -> None:
         self.core.pull(
@@ -321,7 +321,7 @@ class NativeTransport:
             pool_id,
             blocks,
             first=first,
-            content=content,
+            content_digest=content_digest,
             lanes=[LANES[lane] for lane in lanes],
             deadline_ns=time.monotonic_ns() + as_nanoseconds("deadline_s", deadline_s),
             granted_ns=as_nanoseconds("granted_s", granted_s),

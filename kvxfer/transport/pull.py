@@ -20,7 +20,7 @@ from kvxfer.errors import InvalidArgumentError, KvxferError, TransferCancelledEr
 from kvxfer.policy.calibration import LaneOrder
 from kvxfer.policy.checksums import carries_checksums
 from kvxfer.policy.lanes import explain
-from kvxfer.transport.base import DURATION_MAX_S, LANES_BACK, NO_CONTENT, STATES, Blocks, as_blocks
+from kvxfer.transport.base import DURATION_MAX_S, LANES_BACK, NO_CONTENT_DIGEST, STATES, Blocks, as_blocks
 from kvxfer.transport.lane_choice import LaneChoice, LaneChooser
 from kvxfer.transport.transfers import TransferTable
 from kvxfer.types import AgentRef, ChecksumMode, Lane, Member, PoolRecord, TransferId, TransferState
@@ -43,7 +43,7 @@ class PullOrder:
     lanes: tuple[Lane, ...]
     timeout_s: float
     deadline_s: float
-    content: bytes = NO_CONTENT
+    content_digest: bytes = NO_CONTENT_DIGEST
     checksum: ChecksumMode = ChecksumMode.OFF
     started_s: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -227,7 +227,7 @@ class Pull:
                 granted_s=order.deadline_s,
                 tells_granted=self._on_granted is not None,
                 count=order.count,
-                content=order.content,
+                content_digest=order.content_digest,
                 wants_checksums=checksums,
             )
 

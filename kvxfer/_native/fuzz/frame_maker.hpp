@@ -188,7 +188,7 @@ class FrameMaker {
   Pull pull(Input& in) {
     Pull pull{id(in), in.u32(), in.any(), lane(in), in.u32(), in.u32(), in.flag() ? in.any() : kBlockBytes, {}, in.u32(), {}, in.flag()};
     if (in.below(8) == 0) pull.digest = filled<32>(in.byte());
-    if (in.below(8) == 0) pull.content = filled<32>(in.byte());
+    if (in.below(8) == 0) pull.content_digest = filled<32>(in.byte());
     return pull;
   }
   struct Question {

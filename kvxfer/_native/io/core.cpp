@@ -166,12 +166,12 @@ void Core::add_region(const RegionInfo& info, std::shared_ptr<Region> region, ui
 }
 
 void Core::grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
-                 uint32_t ready_blocks, const Bytes32& content) {
+                 uint32_t ready_blocks, const Bytes32& content_digest) {
   const std::shared_ptr<const Pool> own = shared_.pool(pool);
   const bool is_checksummed = own && own->info.has_checksums && ready_blocks != 0;
   const auto count = static_cast<uint32_t>(blocks.size());
   shared_.act([&](Endpoint& endpoint, Nanos now, Effects& out) {
-    endpoint.grant(id, pool, std::move(blocks), reader, ttl_ns, is_checksummed ? 0 : ready_blocks, now, out, content);
+    endpoint.grant(id, pool, std::move(blocks), reader, ttl_ns, is_checksummed ? 0 : ready_blocks, now, out, content_digest);
   });
   if (is_checksummed) ready(id, ready_blocks, 0, ready_blocks == count);
 }

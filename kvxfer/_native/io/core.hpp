@@ -48,7 +48,7 @@ class Core {
   // `address` and `device` are looked at only where there is no `region`.
   void add_region(const RegionInfo& info, std::shared_ptr<Region> region, uint8_t* address, int device = -1);
   void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, uint32_t ready_blocks,
-             const Bytes32& content);
+             const Bytes32& content_digest);
   // Each returns at once, and none waits for a socket or a peer. With ProgressMode::Caller this thread does a round of the event loop
   // for it, where it is small.
   void pull(uint32_t pool, TransferSpec spec);

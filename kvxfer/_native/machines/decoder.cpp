@@ -112,7 +112,7 @@ Pull read_pull(Reader& r) {
   f.block_bytes = r.number<uint64_t>();
   f.digest = r.bytes<32>();
   f.wait_ms = r.number<uint32_t>();
-  f.content = r.bytes<32>();
+  f.content_digest = r.bytes<32>();
   f.wants_checksums = r.flag();
   return f;
 }

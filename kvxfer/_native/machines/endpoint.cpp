@@ -68,9 +68,9 @@ void Endpoint::remove_pool(uint32_t pool) {
 }
 
 void Endpoint::grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
-                     uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content) {
+                     uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content_digest) {
   if (ready_blocks > blocks.size()) throw Error(Code::invalid_argument, "more blocks are ready than the grant has");
-  grants_.grant(id, ledger(pool), std::move(blocks), reader, ttl_ns, now, out, content);
+  grants_.grant(id, ledger(pool), std::move(blocks), reader, ttl_ns, now, out, content_digest);
   if (ready_blocks != 0) grants_.ready(id, ready_blocks, 0, false, now, out);
 }
 

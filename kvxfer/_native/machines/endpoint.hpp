@@ -116,7 +116,7 @@ class Endpoint {
   void set_digest(uint32_t pool, const Bytes32& digest);  // pulls that are judged from now on are judged by this one
   void remove_pool(uint32_t pool);  // blocks_busy while anything is promised, reserved or quarantined
   void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
-             uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content = {});
+             uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content_digest = {});
   void expect(const TransferId& id, const std::string& reader) { grants_.expect(id, reader); }
   void pulse(bool has_work, bool took_in, Nanos now) { grants_.pulse(has_work, took_in, now); }
   bool has_begun(const TransferId& id) const { return grants_.has_begun(id); }

@@ -76,7 +76,7 @@ struct BodyWriter {
     w.number(f.block_bytes);
     w.bytes(f.digest);
     w.number(f.wait_ms);
-    w.bytes(f.content);
+    w.bytes(f.content_digest);
     w.flag(f.wants_checksums);
   }
   void operator()(const Fetch& f) {

@@ -54,7 +54,7 @@ struct Pull {
   uint64_t block_bytes = 0;
   Bytes32 digest{};    // of the reader's compatibility record
   uint32_t wait_ms = 0;  // how long it may wait at the source for its grant
-  Bytes32 content{};   // of what the reader takes the blocks to hold; zero: it does not say
+  Bytes32 content_digest{};   // of what the reader takes the blocks to hold; zero: it does not say
   bool wants_checksums = false;  // the reader checks CRC-32Cs where the source can give them
 };
 // Pieces of registered regions on the wire: every grid, and which pieces in which order. No picks: all, as they
@@ -73,7 +73,7 @@ uint32_t piece_count(const WireList& list);
 // Throws Error(invalid_argument), as piece_count, Ranges and check_picks.
 PieceList from_wire(const WireList& list);
 // Reader to source: as PULL, under the open-ended grant of your registered regions, of these pieces. pull.first and .count
-// are positions in the whole list; block_bytes, digest, content and wait_ms are not looked at.
+// are positions in the whole list; block_bytes, digest, content_digest and wait_ms are not looked at.
 struct Fetch {
   Pull pull;
   WireList pieces;

@@ -112,7 +112,7 @@ void GrantTable::check_room(const AgentRef& charged, uint64_t cost) const {
 }
 
 void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
-                       Nanos now, Effects& out, const Bytes32& content) {
+                       Nanos now, Effects& out, const Bytes32& content_digest) {
   if (blocks.empty()) throw Error(Code::invalid_argument, "a grant needs at least one block");
   check_new(id, reader, ttl_ns);
   auto claim = std::make_unique<PromisedBlocks>(ledger, std::move(blocks));
@@ -122,7 +122,7 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
   grant.claim = std::move(claim);
   grant.reader_id = reader;
   grant.is_open = reader.empty();
-  grant.content = content;
+  grant.content_digest = content_digest;
   grant.life_end = now + limits_.life_max_ns;
   ++counts_.alive;
   count_unread(grant, true);
@@ -309,8 +309,8 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
   if (claim.pool() != nullptr && (pull.digest != claim.pool()->digest || pull.block_bytes != claim.pool()->block_bytes)) {
     return refuse(session, pull, Code::incompatible, "compatibility records of the two pools differ", out);
   }
-  if (pull.content != grant.content && pull.content != Bytes32{} && grant.content != Bytes32{}) {
-    return refuse(session, pull, Code::incompatible, "content differs: the two sides do not mean the same tokens", out);
+  if (pull.content_digest != grant.content_digest && pull.content_digest != Bytes32{} && grant.content_digest != Bytes32{}) {
+    return refuse(session, pull, Code::incompatible, "content digests differ: the two sides do not mean the same tokens", out);
   }
   if ((pull.count == 0 && grant.is_of_pieces) || uint64_t{pull.first} + pull.count > claim.count()) {
     return refuse(session, pull, Code::refused,

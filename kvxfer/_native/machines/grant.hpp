@@ -89,7 +89,7 @@ class GrantTable {
   // Throws Error: invalid_argument (id used before, ttl), limit_exceeded, blocks_busy (from the ledger), grant_released
   // (the reader that is named here gave the transfer up before this grant was made).
   void grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, Nanos now,
-             Effects& out, const Bytes32& content = {});
+             Effects& out, const Bytes32& content_digest = {});
   // The owner will never make this grant: whoever waits for it, or comes for it later, is told so (grant_revoked).
   void decline(const TransferId& id, Effects& out);
   // The first `blocks` blocks are written and stay as they are. Cumulative: never less than before. Throws
@@ -173,7 +173,7 @@ class GrantTable {
     uint64_t cost = 0;
     std::string reader_id;               // empty: the first to come
     bool is_open = false;                // made for the first to come
-    Bytes32 content{};                   // zero: the owner does not say
+    Bytes32 content_digest{};                   // zero: the owner does not say
     std::optional<AgentRef> reader;      // bound
     Nanos expiry = 0, life_end = 0;
     uint32_t seq = 0, ready_blocks = 0, layers = 0, renew_seq = 0;

@@ -97,7 +97,7 @@ void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
   known_checksums_.clear();
   heard_at_ = now;
   const uint32_t count = into_->has_memory() ? total() - first : 0;
-  Pull pull{spec_.id, attempt_, attempt_nonce_, lane(), spec_.first + first, count, 0, {}, 0, spec_.content, spec_.wants_checksums};
+  Pull pull{spec_.id, attempt_, attempt_nonce_, lane(), spec_.first + first, count, 0, {}, 0, spec_.content_digest, spec_.wants_checksums};
   if (!knows_pieces()) {
     pull.block_bytes = into_->pool()->block_bytes;
     pull.digest = into_->pool()->digest;

@@ -67,7 +67,7 @@ struct TransferSpec {
   bool tells_granted = false;  // TransferGranted also where it has blocks
   Nanos granted_ns = 0;     // of a pull, counted from the moment it heard of its grant: its deadline then; 0: as before
   uint64_t nonce_seed = 0;  // random; nonces of this transfer are drawn from it
-  Bytes32 content{};        // of what the blocks are taken to hold; zero: not said
+  Bytes32 content_digest{};        // of what the blocks are taken to hold; zero: not said
   bool wants_checksums = false;  // where the source can give them; what lands in a pool with checksums must have them
   PieceList remote;         // what is read, where that is known: of a fetch, of a peer's push
   bool is_offered = false;  // a peer's push asked for it: the source has the grant, and knows the pieces

@@ -378,7 +378,7 @@ class Loads:
                 store.ids(landing.blocks[at : at + count]),
                 transfer_id=part_id(order.transfer_id, fetch.source_rank, self._rank, part, index),
                 source=fetch.source,
-                content=order.content,
+                content_digest=order.content,
                 deadline_s=self._options.load_deadline_s,
                 on_ended=on_ended,
             )

@@ -86,7 +86,7 @@ class Granting:
                     transfer_id=transfer_id,
                     reader=reader,
                     ttl_s=self._ttl_s,
-                    content=hold.content,
+                    content_digest=hold.content,
                 )
             except KvxferError as error:
                 log.warning("blocks could not be granted: %s", error, extra={"request_id": hold.request_id})

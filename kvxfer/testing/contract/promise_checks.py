@@ -19,20 +19,28 @@ from kvxfer.testing.contract.steps import (
     raises,
     two_parties,
 )
-from kvxfer.transport.base import NO_CONTENT, as_blocks
+from kvxfer.transport.base import NO_CONTENT_DIGEST, as_blocks
 from kvxfer.types import GrantState, TransferId
 
 COMMITTED = "committed"
 THIS, THAT = b"\x01" * 32, b"\x02" * 32
 
 
-def _grant(source: LaneParty, transfer_id: TransferId, content: bytes) -> None:
+def _grant(source: LaneParty, transfer_id: TransferId, content_digest: bytes) -> None:
     source.transport.grant(
-        transfer_id, POOL_ID, as_blocks([1, 2]), reader="destination", ttl_s=10.0, ready_blocks=2, content=content
+        transfer_id,
+        POOL_ID,
+        as_blocks([1, 2]),
+        reader="destination",
+        ttl_s=10.0,
+        ready_blocks=2,
+        content_digest=content_digest,
     )
 
 
-def _pull(maker: LaneMaker, source: LaneParty, destination: LaneParty, transfer_id: TransferId, content: bytes) -> None:
+def _pull(
+    maker: LaneMaker, source: LaneParty, destination: LaneParty, transfer_id: TransferId, content_digest: bytes
+) -> None:
     destination.transport.pull(
         transfer_id,
         source.ref,
@@ -41,7 +49,7 @@ def _pull(maker: LaneMaker, source: LaneParty, destination: LaneParty, transfer_
         first=0,
         lanes=[maker.lane],
         deadline_s=60.0,
-        content=content,
+        content_digest=content_digest,
     )
 
 
@@ -50,8 +58,8 @@ def check_content(maker: LaneMaker) -> None:
     for ours, theirs, outcome in (
         (THIS, THAT, "incompatible"),
         (THIS, THIS, COMMITTED),
-        (THIS, NO_CONTENT, COMMITTED),
-        (NO_CONTENT, THAT, COMMITTED),
+        (THIS, NO_CONTENT_DIGEST, COMMITTED),
+        (NO_CONTENT_DIGEST, THAT, COMMITTED),
     ):
         for is_early in (False, True):
             with two_parties(maker) as (source, destination):

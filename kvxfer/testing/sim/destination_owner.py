@@ -43,7 +43,7 @@ class DestinationOwner:
         try:
             effects = process.endpoint.pull(
                 order.id, order.source_ref, POOL, blocks, order.first, self._lanes(order),
-                now + order.deadline_ns, process.rng.getrandbits(64), now, order.content,
+                now + order.deadline_ns, process.rng.getrandbits(64), now, order.content_digest,
             )  # fmt: skip
         except KvxferError as error:
             self._world.log(f"{process!r} cannot pull {order.id.hex()[:6]}: {error.code}")

@@ -141,8 +141,8 @@ class FakeRouter:
         lanes = self._lanes()
         is_hurried = rng.random() < world.weights[Kind.DEADLINE]
         deadline = rng.randrange(2 * MS, 500 * MS) if is_hurried else 30_000 * MS
-        content = meaning(request.prompt) if rng.random() < 0.8 else bytes(32)
-        order = DecodeOrder(id_, source, source.ref, request.first, request.blocks, lanes, deadline, content)
+        content_digest = meaning(request.prompt) if rng.random() < 0.8 else bytes(32)
+        order = DecodeOrder(id_, source, source.ref, request.first, request.blocks, lanes, deadline, content_digest)
         if rng.random() < world.weights[Kind.SLOW_READ]:
             world.slow_down(id_, rng.choice((20, 100, 400, 1000)))
         if is_late:

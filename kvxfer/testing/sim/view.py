@@ -124,7 +124,7 @@ class DecodeOrder:
     count: int
     lanes: tuple[Any, ...]
     deadline_ns: int
-    content: bytes
+    content_digest: bytes
 
 
 class CoordinatorView(Protocol):

@@ -84,9 +84,9 @@ class FakeGrant:
         blocks: list[int],
         transfer_id: TransferId,
         reader: str,
-        content: bytes | None = None,
+        content_digest: bytes | None = None,
     ) -> None:
-        self.content = content
+        self.content_digest = content_digest
         self.world = world
         self.pool = pool
         self.blocks = blocks
@@ -169,10 +169,10 @@ class FakeTransfer:
         blocks: list[int],
         transfer_id: TransferId,
         first: int,
-        content: bytes | None = None,
+        content_digest: bytes | None = None,
         on_granted: Callable[[Any], None] | None = None,
     ) -> None:
-        self.content = content
+        self.content_digest = content_digest
         self.world = world
         self.pool = pool
         self.blocks = blocks
@@ -231,8 +231,11 @@ class FakeTransfer:
                     raise TransferCancelledError("cancelled")
                 grant = world.grants.get(self.transfer_id)
                 if grant is not None:
-                    if None not in (self.content, grant.content) and self.content != grant.content:
-                        raise IncompatibleError("content differs")
+                    if (
+                        None not in (self.content_digest, grant.content_digest)
+                        and self.content_digest != grant.content_digest
+                    ):
+                        raise IncompatibleError("content digests differ")
                     if grant.state is GrantState.EXPIRED:
                         raise GrantExpiredError("the grant expired")
                     if grant.state is not GrantState.ALIVE:
@@ -337,7 +340,7 @@ class FakeAgent:
         reader: str | None = None,
         ready_blocks: int = 0,
         ttl_s: float | None = None,
-        content: bytes | None = None,
+        content_digest: bytes | None = None,
     ) -> FakeGrant:
         assert blocks.dtype == np.uint32
         assert len(blocks)
@@ -347,7 +350,7 @@ class FakeAgent:
                 self.world.breaches.append("a block was granted while it is pulled into")
                 raise BlocksBusyError("reserved")
             assert transfer_id not in self.world.grants, "a retry is a new transfer id"
-            grant = FakeGrant(self.world, pool, blocks.tolist(), transfer_id, reader, content)
+            grant = FakeGrant(self.world, pool, blocks.tolist(), transfer_id, reader, content_digest)
             self.world.grants[transfer_id] = grant
         grant.ready(ready_blocks)
         if transfer_id in self.world.expire_at_grant:
@@ -377,7 +380,7 @@ class FakeAgent:
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         lanes: Any = None,
-        content: bytes | None = None,
+        content_digest: bytes | None = None,
         on_granted: Callable[[Any], None] | None = None,
     ) -> FakeTransfer:
         assert asyncio.get_running_loop() is self.world.loop
@@ -385,7 +388,7 @@ class FakeAgent:
         if source not in self.world.agents:
             raise PeerGoneError(f"no agent {source}")
         take(self.world, pool, blocks)
-        transfer = FakeTransfer(self.world, pool, blocks.tolist(), transfer_id, first, content, on_granted)
+        transfer = FakeTransfer(self.world, pool, blocks.tolist(), transfer_id, first, content_digest, on_granted)
         transfer.timeout_s = timeout_s
         self.transfers.append(transfer)
         return transfer
@@ -398,14 +401,14 @@ class FakeAgent:
         transfer_id: TransferId,
         source: str,
         timeout_s: float | None = None,
-        content: bytes | None = None,
+        content_digest: bytes | None = None,
         on_granted: Callable[[Any], None] | None = None,
     ) -> FakeTransfer:
         assert asyncio.get_running_loop() is self.world.loop
         self.world.pulls_started += 1
         if source not in self.world.agents:
             raise PeerGoneError(f"no agent {source}")
-        transfer = FakeTransfer(self.world, pool, [], transfer_id, 0, content, on_granted)
+        transfer = FakeTransfer(self.world, pool, [], transfer_id, 0, content_digest, on_granted)
         self.transfers.append(transfer)
         return transfer
 

@@ -89,11 +89,13 @@ class TableAgent:
         transfer_id: TransferId,
         reader: str | None,
         ttl_s: float,
-        content: bytes,
+        content_digest: bytes,
     ) -> TableGrant:
         grant = self.grants[transfer_id.raw] = TableGrant(self, transfer_id)
         ledger = self.ledgers[pool]
-        self.see(self.table.grant(transfer_id.raw, ledger, blocks.tolist(), reader or "", TTL // 10**4, NOW, content))
+        self.see(
+            self.table.grant(transfer_id.raw, ledger, blocks.tolist(), reader or "", TTL // 10**4, NOW, content_digest)
+        )
         return grant
 
     def decline(self, transfer_id: TransferId) -> None:

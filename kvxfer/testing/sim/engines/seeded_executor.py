@@ -70,5 +70,5 @@ class FixedWaitExecutor(Executor):
         count = blocks_for(sequence.prompt_tokens - 1, self.pool.block_tokens)
         exchange.start(
             self._pulls[sequence], self._remote_blocks(sequence), remote,
-            content=sequence.content, first=sequence.matched, count=count,
+            content_digest=sequence.content, first=sequence.matched, count=count,
         )  # fmt: skip

@@ -108,13 +108,13 @@ class SimExchange:
         blocks: list[int],
         remote: Remote,
         *,
-        content: bytes,
+        content_digest: bytes,
         ready_blocks: int,
         on_ended: Callable[[GrantState], None],
     ) -> SimGrant:
         process, world, id_ = self._process, self._world, remote.transfer_id.raw
         now, ttl_ns = process.clock.now, world.options.grant_ttl_ns
-        effects = process.endpoint.grant(id_, POOL, blocks, remote.agent_id, ttl_ns, ready_blocks, now, content)
+        effects = process.endpoint.grant(id_, POOL, blocks, remote.agent_id, ttl_ns, ready_blocks, now, content_digest)
         world.log(f"{process!r} grants {id_.hex()[:6]} {len(blocks)} blocks, {ready_blocks} ready")
         world.checkers.granted(
             process.life, id_, list(blocks), now, ttl=ttl_ns, ttl_max=ttl_ns, life_max=world.grant_life_max_ns
@@ -136,11 +136,18 @@ class SimExchange:
         self._soon(self._give_up, remote)
 
     def start(
-        self, pull: EnginePull, blocks: list[int], remote: Remote, *, content: bytes, first: int = 0, count: int = 0
+        self,
+        pull: EnginePull,
+        blocks: list[int],
+        remote: Remote,
+        *,
+        content_digest: bytes,
+        first: int = 0,
+        count: int = 0,
     ) -> None:
         self._pulls[remote.transfer_id.raw] = pull
         self._poison(blocks)
-        self._soon(self._begin, pull, list(blocks), remote, content, first, count, self._process.clock.now)
+        self._soon(self._begin, pull, list(blocks), remote, content_digest, first, count, self._process.clock.now)
 
     def reserve(self, pull: EnginePull, blocks: list[int], *, first: int) -> None:
         process, id_ = self._process, self._id(pull)
@@ -214,7 +221,14 @@ class SimExchange:
             self._process.memory.scrub(block)
 
     def _begin(
-        self, pull: EnginePull, blocks: list[int], remote: Remote, content: bytes, first: int, count: int, asked_ns: int
+        self,
+        pull: EnginePull,
+        blocks: list[int],
+        remote: Remote,
+        content_digest: bytes,
+        first: int,
+        count: int,
+        asked_ns: int,
     ) -> None:
         process, world, id_ = self._process, self._world, remote.transfer_id.raw
         if pull.is_cancelled:
@@ -231,12 +245,14 @@ class SimExchange:
                 raise PeerGoneError("no such agent")
             effects = process.endpoint.pull(
                 id_, source.ref, POOL, blocks, first, world.lanes(process), now + timeout_ns,
-                process.rng.getrandbits(64), now, content, count=0 if blocks else count,
+                process.rng.getrandbits(64), now, content_digest, count=0 if blocks else count,
                 granted_ns=world.granted_ns, tells_granted=True,
             )  # fmt: skip
         except PeerGoneError as error:
             if now - asked_ns < _SEARCH_NS:
-                return process.later(100 * MS, self._begin, pull, blocks, remote, content, first, count, asked_ns)
+                return process.later(
+                    100 * MS, self._begin, pull, blocks, remote, content_digest, first, count, asked_ns
+                )
             return self._fail(pull, id_, error)
         except KvxferError as error:
             return self._fail(pull, id_, error)
