@@ -1169,7 +1169,7 @@ class GrantTable:
 
     def has_begun(self, id: bytes) -> bool: ...
 
-    def decline(self, id: bytes) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def abort_grant(self, id: bytes) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int, checksums: Sequence[int] = []) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
@@ -1256,9 +1256,9 @@ class Endpoint:
 
     def unreserve(self, id: bytes, now_ns: int) -> tuple[bool, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]: ...
 
-    def decline(self, id: bytes) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def abort_grant(self, id: bytes) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
-    def give_up(self, id: bytes, source: AgentRef, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
+    def abort_pull(self, id: bytes, source: AgentRef, now_ns: int) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
     def ready(self, id: bytes, blocks: int, layers: int, complete: bool, now_ns: int, checksums: Sequence[int] = []) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
 
@@ -1661,7 +1661,7 @@ class Core:
 
     def expect(self, id: bytes, *, reader: str) -> None:
         """
-        The engine here accepted the prompt of `id`: whoever pulls it early is told so. `reader` as of `grant`. Ends by `grant` or `decline`.
+        The engine here accepted the prompt of `id`: whoever pulls it early is told so. `reader` as of `grant`. Ends by `grant` or `abort_grant`.
         """
 
     def pulse(self, has_work: bool, took_in: bool) -> None:
@@ -1673,7 +1673,7 @@ class Core:
     def has_begun(self, id: bytes) -> bool:
         """Whether the reader of the grant `id` has asked for blocks of it."""
 
-    def decline(self, id: bytes) -> None:
+    def abort_grant(self, id: bytes) -> None:
         """The grant `id` will never be made here: whoever waits for it is told."""
 
     def ready(self, id: bytes, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
@@ -1714,7 +1714,7 @@ class Core:
 
     def cancel(self, id: bytes) -> None: ...
 
-    def give_up(self, id: bytes, source: AgentRef) -> None:
+    def abort_pull(self, id: bytes, source: AgentRef) -> None:
         """
         `id` will never be pulled from `source`: lets it know, where it can be reached.
         """

@@ -358,7 +358,7 @@ void bind_core_class(nb::module_& m) {
       .def("expect",
            [](PyCore& self, const TransferId& id, const std::string& reader) { self.act([&](Endpoint& e, Nanos, Effects&) { e.expect(id, reader); }); },
            nb::arg("id"), nb::kw_only(), nb::arg("reader"),
-           "The engine here accepted the prompt of `id`: whoever pulls it early is told so. `reader` as of `grant`. Ends by `grant` or `decline`.")
+           "The engine here accepted the prompt of `id`: whoever pulls it early is told so. `reader` as of `grant`. Ends by `grant` or `abort_grant`.")
       .def("pulse",
            [](PyCore& self, bool has_work, bool took_in) { self.act([&](Endpoint& e, Nanos now, Effects&) { e.pulse(has_work, took_in, now); }); },
            nb::arg("has_work"), nb::arg("took_in"),
@@ -369,7 +369,7 @@ void bind_core_class(nb::module_& m) {
              return without_gil([&] { return self.core().shared().look([&](const Endpoint& e) { return e.has_begun(id); }); });
            },
            nb::arg("id"), "Whether the reader of the grant `id` has asked for blocks of it.")
-      .def("decline", [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos, Effects& out) { e.decline(id, out); }); }, nb::arg("id"),
+      .def("abort_grant", [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos, Effects& out) { e.abort_grant(id, out); }); }, nb::arg("id"),
            "The grant `id` will never be made here: whoever waits for it is told.")
       .def("ready",
            [](PyCore& self, const TransferId& id, uint32_t blocks, uint32_t layers, bool complete) {
@@ -432,9 +432,9 @@ void bind_core_class(nb::module_& m) {
            "Take the blocks of a pull back whose grant is not known to exist; it waits on without them. False: they are in use, or it is over.")
       .def("cancel",
            [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos now, Effects& out) { e.cancel(id, now, out); }); }, nb::arg("id"))
-      .def("give_up",
+      .def("abort_pull",
            [](PyCore& self, const TransferId& id, const AgentRef& source) {
-             self.act([&](Endpoint& e, Nanos now, Effects& out) { e.give_up(id, source, now, out); });
+             self.act([&](Endpoint& e, Nanos now, Effects& out) { e.abort_pull(id, source, now, out); });
            },
            nb::arg("id"), nb::arg("source"), "`id` will never be pulled from `source`: lets it know, where it can be reached.")
       .def("transfer_state",

@@ -202,7 +202,7 @@ void bind_tables(nb::module_& m) {
       .def("expect", &GrantTable::expect, nb::arg("id"), nb::arg("reader"))
       .def("pulse", &GrantTable::pulse, nb::arg("has_work"), nb::arg("took_in"), nb::arg("now_ns"))
       .def("has_begun", &GrantTable::has_begun, nb::arg("id"))
-      .def("decline", [](GrantTable& t, TransferId id) { return effects_of([&](Effects& out) { t.decline(id, out); }); }, nb::arg("id"))
+      .def("abort_grant", [](GrantTable& t, TransferId id) { return effects_of([&](Effects& out) { t.abort_grant(id, out); }); }, nb::arg("id"))
       .def("ready",
            [](GrantTable& t, TransferId id, uint32_t blocks, uint32_t layers, bool complete, Nanos now_ns, const std::vector<uint32_t>& checksums) {
              return effects_of([&](Effects& out) { t.ready(id, blocks, layers, complete, now_ns, out, checksums); });
@@ -297,10 +297,10 @@ void bind_endpoint(nb::module_& m) {
            nb::arg("id"), nb::arg("blocks"), nb::arg("first"), nb::arg("now_ns"))
       .def("unreserve", [](Endpoint& e, TransferId id, Nanos now_ns) { return effects_of([&](Effects& out) { return e.unreserve(id, now_ns, out); }); },
            nb::arg("id"), nb::arg("now_ns"))
-      .def("decline", [](Endpoint& e, TransferId id) { return effects_of([&](Effects& out) { e.decline(id, out); }); }, nb::arg("id"))
-      .def("give_up",
+      .def("abort_grant", [](Endpoint& e, TransferId id) { return effects_of([&](Effects& out) { e.abort_grant(id, out); }); }, nb::arg("id"))
+      .def("abort_pull",
            [](Endpoint& e, TransferId id, const AgentRef& source, Nanos now_ns) {
-             return effects_of([&](Effects& out) { e.give_up(id, source, now_ns, out); });
+             return effects_of([&](Effects& out) { e.abort_pull(id, source, now_ns, out); });
            },
            nb::arg("id"), nb::arg("source"), nb::arg("now_ns"))
       .def("ready",

@@ -350,7 +350,7 @@ class Agent(AgentMemory):
         life = self._open()
         member = life.peers.find(source)
         if member is not None:
-            life.transport.give_up(transfer_id, member.ref)
+            life.transport.abort_pull(transfer_id, member.ref)
 
     # --- notifications ---
 

@@ -60,7 +60,7 @@ class Grants:
         self._transport.expect(transfer_id, reader=reader)
 
     def decline(self, transfer_id: TransferId) -> None:
-        self._transport.decline(transfer_id)
+        self._transport.abort_grant(transfer_id)
 
     def handle(self, event: _core.GrantEnded) -> None:
         grant = self._alive.pop(event.id, None)

@@ -208,7 +208,7 @@ class Transport(Protocol):
 
     def expect(self, transfer_id: TransferId, *, reader: str) -> None:
         """The engine here accepted the prompt of this id, for the agent ``reader`` (empty: the first to ask): pulls
-        that come before its grant are told so. Ends by :meth:`grant` or :meth:`decline`.
+        that come before its grant are told so. Ends by :meth:`grant` or :meth:`abort_grant`.
 
         Raises InvalidArgumentError (an id used before), LimitExceededError, GrantReleasedError (the reader gave up
         before).
@@ -224,7 +224,7 @@ class Transport(Protocol):
         """Whether the reader of that grant has asked for blocks of it; False for an unknown one."""
         ...
 
-    def decline(self, transfer_id: TransferId) -> None:
+    def abort_grant(self, transfer_id: TransferId) -> None:
         """The grant will never be made: whoever waits for it, or asks later, is told so. Raises
         InvalidArgumentError."""
         ...
@@ -304,7 +304,7 @@ class Transport(Protocol):
         """End a pull, a fetch or a push, if it is not over; TransferFinal and TransferDrained follow."""
         ...
 
-    def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
+    def abort_pull(self, transfer_id: TransferId, source: AgentRef) -> None:
         """Let ``source`` know, if it can be reached, that this id will never be pulled. Raises InvalidArgumentError."""
         ...
 

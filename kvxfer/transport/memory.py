@@ -213,9 +213,9 @@ class MemoryTransport:
         with self._open() as endpoint:
             return endpoint.has_begun(transfer_id.raw)
 
-    def decline(self, transfer_id: TransferId) -> None:
+    def abort_grant(self, transfer_id: TransferId) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.decline(transfer_id.raw))
+            self.act(endpoint.abort_grant(transfer_id.raw))
 
     def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
         with self._open() as endpoint:
@@ -311,9 +311,9 @@ class MemoryTransport:
                 act(endpoint, identity, write_ref(order.peer), *pieces, lanes, *when, notification, wants_checksums)
             )
 
-    def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
+    def abort_pull(self, transfer_id: TransferId, source: AgentRef) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.give_up(transfer_id.raw, write_ref(source), self._network.now_ns))
+            self.act(endpoint.abort_pull(transfer_id.raw, write_ref(source), self._network.now_ns))
 
     def cancel(self, transfer_id: TransferId) -> None:
         with self._open() as endpoint:

@@ -280,8 +280,8 @@ class NativeTransport:
     def has_begun(self, transfer_id: TransferId) -> bool:
         return self.core.has_begun(transfer_id.raw)
 
-    def decline(self, transfer_id: TransferId) -> None:
-        self.core.decline(transfer_id.raw)
+    def abort_grant(self, transfer_id: TransferId) -> None:
+        self.core.abort_grant(transfer_id.raw)
 
     def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
         self.core.ready(transfer_id.raw, blocks, layers=layers, complete=complete)
@@ -345,8 +345,8 @@ class NativeTransport:
     def cancel(self, transfer_id: TransferId) -> None:
         self.core.cancel(transfer_id.raw)
 
-    def give_up(self, transfer_id: TransferId, source: AgentRef) -> None:
-        self.core.give_up(transfer_id.raw, write_ref(source))
+    def abort_pull(self, transfer_id: TransferId, source: AgentRef) -> None:
+        self.core.abort_pull(transfer_id.raw, write_ref(source))
 
     def transfer_state(self, transfer_id: TransferId) -> TransferState | None:
         state = self.core.transfer_state(transfer_id.raw)

@@ -45,7 +45,7 @@ class Model:
     attempt: int = 0
     is_told: bool = False
     """GrantEnded came."""
-    is_given_up: bool = False
+    is_aborted: bool = False
     """There never was a grant: ``reader`` said that it wants none."""
     verdicts: dict[int, str] = dataclasses.field(default_factory=dict)
 
@@ -185,8 +185,8 @@ class GrantMachine(RuleBasedStateMachine):
     )
     def grant(self, id_: bytes, blocks: list[int], reader: str, ttl: int) -> None:
         model = self.grants.get(id_)
-        is_of_reader = model is not None and model.is_given_up and PEERS[model.reader].agent_id == reader
-        if model is not None and (is_of_reader or not model.is_given_up):
+        is_of_reader = model is not None and model.is_aborted and PEERS[model.reader].agent_id == reader
+        if model is not None and (is_of_reader or not model.is_aborted):
             with pytest.raises(GrantReleasedError if is_of_reader else InvalidArgumentError):
                 self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
             return
@@ -199,7 +199,7 @@ class GrantMachine(RuleBasedStateMachine):
     @rule(id_=ids, reader=st.sampled_from(["", "d0", "d1"]))
     def expect(self, id_: bytes, reader: str) -> None:
         model = self.grants.get(id_)
-        if model is not None and not model.is_given_up:
+        if model is not None and not model.is_aborted:
             with pytest.raises(InvalidArgumentError):
                 self.table.expect(id_, reader)
         elif model is not None and PEERS[model.reader].agent_id == reader:
@@ -263,7 +263,7 @@ class GrantMachine(RuleBasedStateMachine):
         frame = _core.Pull(id_, attempt, 1, _core.Lane.MEMORY, 0, 1, 16, bytes(32), wait_ms)
         session, answer = peer + 1, ""
         line = self.waiting.get(id_, [])
-        if grant is not None and not (grant.is_given_up and grant.reader != peer):
+        if grant is not None and not (grant.is_aborted and grant.reader != peer):
             answer = self.accept(id_, peer) if grant.blocks else CODES[grant.state]
             if answer == "ready":
                 answer, grant.attempt = ("ready", attempt) if attempt > grant.attempt else ("", grant.attempt)
@@ -290,7 +290,7 @@ class GrantMachine(RuleBasedStateMachine):
     @rule(id_=ids, reader=st.sampled_from(["", "d0", "d1"]))
     def bind(self, id_: bytes, reader: str) -> None:
         grant = self.grants.get(id_)
-        if grant is None or grant.is_given_up:
+        if grant is None or grant.is_aborted:
             with pytest.raises(GrantGoneError):
                 self.table.bind(id_, reader, self.now)
             return
@@ -301,14 +301,14 @@ class GrantMachine(RuleBasedStateMachine):
         assert self.table.bind(id_, reader, self.now) == bound
 
     @rule(id_=ids)
-    def decline(self, id_: bytes) -> None:
-        if id_ in self.grants and not self.grants[id_].is_given_up:
+    def abort_grant(self, id_: bytes) -> None:
+        if id_ in self.grants and not self.grants[id_].is_aborted:
             with pytest.raises(InvalidArgumentError):
-                self.table.decline(id_)
+                self.table.abort_grant(id_)
             return
         line = self.waiting.pop(id_, [])
         self.expected = [other for other in self.expected if other != id_]
-        self.see(self.table.decline(id_), sent=_told(line, "grant_revoked"))
+        self.see(self.table.abort_grant(id_), sent=_told(line, "grant_revoked"))
         self.grants[id_] = Model([], "", 0, 0, GrantState.REVOKED, is_told=True)
 
     @rule(id_=ids, peer=peers, nonce=nonces)
@@ -335,7 +335,7 @@ class GrantMachine(RuleBasedStateMachine):
         elif peer in [each.peer for each in line]:
             self.waiting[id_] = [each for each in line if each.peer != peer]
         if grant is None and not self.waiting.get(id_):
-            self.grants[id_] = Model([], "", 0, 0, GrantState.RELEASED, peer, is_told=True, is_given_up=True)
+            self.grants[id_] = Model([], "", 0, 0, GrantState.RELEASED, peer, is_told=True, is_aborted=True)
         self.see(self.table.on_release(PEERS[peer], id_, self.now), sent=[])
 
     @rule(id_=ids, peer=peers, seq=st.integers(1, 6), ttl_ms=st.integers(1, 2000))

@@ -75,7 +75,7 @@ def test_only_so_many() -> None:
     pair = Pair()
     b = pair.ends["b"]
     for number in range(3000):
-        pair.do("b", b.give_up(number.to_bytes(16, "big"), pair.refs["a"], pair.now))
+        pair.do("b", b.abort_pull(number.to_bytes(16, "big"), pair.refs["a"], pair.now))
     pair.cut_all()
     pair.do("b", b.notify(pair.refs["a"], b"", pair.now)[1])
     said: list[Any] = []
@@ -116,7 +116,7 @@ def test_no_grant_outlives_its_reader_past_the_next_session(seed: int) -> None:
             pair.do("b", b.cancel(rng.choice(ids[:posted]), pair.now))
     pair.reachable = True
     for id_ in ids[posted:]:
-        pair.do("b", b.give_up(id_, pair.refs["a"], pair.now))
+        pair.do("b", b.abort_pull(id_, pair.refs["a"], pair.now))
     for _ in range(20):
         pair.advance(500 * MS)
         land(pair)

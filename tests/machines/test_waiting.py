@@ -147,7 +147,7 @@ def test_it_is_told_whether_its_prompt_is_known_and_how_many_are_before_it() -> 
     assert [one.age_ms for one in said] == [250, 500]
     assert pair.ends["b"].counts().pulls_queued == 1
     assert pair.ends["a"].counts().grants.expected == 2
-    pair.do("a", pair.ends["a"].decline(b"1" * 16))
+    pair.do("a", pair.ends["a"].abort_grant(b"1" * 16))
     said.clear()
     pair.advance(250 * MS, hear)
     assert [one.position for one in said] == [0]

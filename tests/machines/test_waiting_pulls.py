@@ -37,13 +37,13 @@ def test_what_another_peer_gave_up_is_granted_to_its_reader() -> None:
     assert table.state(IDS[0], 1) == GrantState.ALIVE
 
 
-def test_decline_after_another_peer_gave_up_answers_the_reader_that_waits() -> None:
+def test_abort_grant_after_another_peer_aborted_answers_the_reader_that_waits() -> None:
     table = _core.GrantTable(_core.GrantLimits())
     table.on_release(PEERS[0], IDS[0], 1)
     pull = _core.Pull(IDS[0], 1, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 1000)
     [queued] = table.on_pull(1, PEERS[2], pull, 1)
     assert isinstance(queued.frame, _core.Queued)
-    [answer] = [effect.frame for effect in table.decline(IDS[0])]
+    [answer] = [effect.frame for effect in table.abort_grant(IDS[0])]
     assert answer.code == _core.Code.grant_revoked
     assert table.state(IDS[0], 1) == GrantState.REVOKED
 

@@ -133,13 +133,13 @@ class World : public Shell {
         return;
       }
       case 2: try_call([&](Effects& out) { endpoint_.end_grant(id, in_.flag() ? GrantEvent::Revoke : GrantEvent::Release, now_, out); }); return;
-      case 3: try_call([&](Effects& out) { endpoint_.decline(id, out); }); return;
+      case 3: try_call([&](Effects& out) { endpoint_.abort_grant(id, out); }); return;
       case 4:
       case 5: return pull(id);
       case 6:
       case 7: return post(id);
       case 8: try_call([&](Effects& out) { endpoint_.cancel(id, now_, out); }); return;
-      case 9: try_call([&](Effects& out) { endpoint_.give_up(id, kAgents[in_.below(3)], now_, out); }); return;
+      case 9: try_call([&](Effects& out) { endpoint_.abort_pull(id, kAgents[in_.below(3)], now_, out); }); return;
       case 10: {
         const AgentRef& to = kAgents[in_.below(3)];
         const std::string payload = in_.bytes(in_.below(80));

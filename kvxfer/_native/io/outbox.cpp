@@ -117,7 +117,7 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
   }
 }
 
-void Outbox::give_up(OutgoingBlocks& payload, const std::string& text) {
+void Outbox::abandon(OutgoingBlocks& payload, const std::string& text) {
   payload.end();
   pipe_.reset();
   unreadable_.push_back({payload.frame.id, payload.serial, text});
@@ -175,7 +175,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
       gather(item, sending, vectors, count, bytes);
     } catch (const Error& error) {
       if (error.code() != Code::memory_gone) throw;
-      give_up(*item.payload, error.what());
+      abandon(*item.payload, error.what());
       return true;
     }
     looked = item.payload.get();
@@ -206,7 +206,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
     size_t next = 0;
     const size_t there = readable_bytes(runs, looked->walk.gather(runs, kLookRuns, kSendBytesMax, next));
     const uint64_t at = looked->payload_bytes() - looked->left + there;
-    give_up(*looked, memory_gone("source", *looked->memory.layout, looked->extent, at).what());
+    abandon(*looked, memory_gone("source", *looked->memory.layout, looked->extent, at).what());
     return true;
   }
   sending.end();

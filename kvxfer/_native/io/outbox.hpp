@@ -71,7 +71,7 @@ class Outbox {
   bool send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork);
   bool took(ssize_t sent, int error, size_t bytes, bool is_corked, std::vector<Sent>& finished);
   void gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes);
-  void give_up(OutgoingBlocks& payload, const std::string& text);
+  void abandon(OutgoingBlocks& payload, const std::string& text);
   void consume(size_t bytes, std::vector<Sent>& finished);
 
   Statistics& statistics_;

@@ -134,7 +134,7 @@ void Endpoint::cancel(const TransferId& id, Nanos now, Effects& out) {
   settle(it, now, out);
 }
 
-void Endpoint::give_up(const TransferId& id, const AgentRef& source, Nanos now, Effects& out) {
+void Endpoint::abort_pull(const TransferId& id, const AgentRef& source, Nanos now, Effects& out) {
   if (posts_.count(id) != 0 || finished_.count(id) != 0) throw Error(Code::invalid_argument, "this transfer has begun: cancel it");
   if (const auto peer = peers_.find(source); peer != peers_.end() && find_up(source) == 0) dial(source, peer->second.control, out);
   send_end(source, unacked_end(id, now), now, out);

@@ -120,7 +120,7 @@ class Endpoint {
   void expect(const TransferId& id, const std::string& reader) { grants_.expect(id, reader); }
   void pulse(bool has_work, bool took_in, Nanos now) { grants_.pulse(has_work, took_in, now); }
   bool has_begun(const TransferId& id) const { return grants_.has_begun(id); }
-  void decline(const TransferId& id, Effects& out) { grants_.decline(id, out); }
+  void abort_grant(const TransferId& id, Effects& out) { grants_.abort_grant(id, out); }
   // `checksums`: CRC-32C of the blocks that became ready by this call, or none.
   void ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
              const std::vector<uint32_t>& checksums = {});
@@ -155,7 +155,7 @@ class Endpoint {
   void push(PostSpec spec, Nanos now, Effects& out);
   void cancel(const TransferId& id, Nanos now, Effects& out);  // of a pull, a fetch or a push
   // This agent will never pull `id` from `source`: lets the source know, where it can be reached.
-  void give_up(const TransferId& id, const AgentRef& source, Nanos now, Effects& out);
+  void abort_pull(const TransferId& id, const AgentRef& source, Nanos now, Effects& out);
   std::optional<TransferState> transfer_state(const TransferId& id) const;
   uint64_t notify(const AgentRef& to, std::string payload, Nanos now, Effects& out);
 

@@ -150,7 +150,7 @@ void Endpoint::on_fetch(SessionId session, const AgentRef& peer, const Fetch& fe
   };
   if (const auto refusal = refusal_of(pull.lane, session)) return refuse(refusal->code(), refusal->what());
   try {
-    if (!grants_.knows(pull.id) || grants_.is_given_up_by_another(pull.id, peer)) {
+    if (!grants_.knows(pull.id) || grants_.is_aborted_by_another(pull.id, peer)) {
       const AgentRef charged = charged_peer(peer);
       const uint64_t cost = cost_of(fetch.pieces);
       grants_.check_room(charged, cost);

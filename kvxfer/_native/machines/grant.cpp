@@ -64,8 +64,8 @@ void GrantTable::check_new(const TransferId& id, const std::string& reader, Nano
 void GrantTable::check_unused(const TransferId& id, const std::string& reader) const {
   const auto found = grants_.find(id);
   if (found == grants_.end()) return;
-  if (!found->second.is_given_up) throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
-  if (found->second.reader->agent_id == reader) throw Error(Code::grant_released, "the reader gave this transfer up before the grant was made");
+  if (!found->second.is_aborted) throw Error(Code::invalid_argument, "this transfer id was used before; a retry needs a new one");
+  if (found->second.reader->agent_id == reader) throw Error(Code::grant_released, "the reader aborted this transfer before the grant was made");
 }
 
 void GrantTable::expect(const TransferId& id, const std::string& reader) {
@@ -92,9 +92,9 @@ void GrantTable::count_unread(const Grant& grant, bool is_unread) {
   counts_.unread_blocks += is_unread ? grant.claim->count() : -static_cast<size_t>(grant.claim->count());
 }
 
-// A peer that gave up what is not its own has said nothing about it: a grant that is made, or declined, takes the tombstone's place.
+// A peer that gave up what is not its own has said nothing about it: a grant that is made or aborted takes the tombstone's place.
 GrantTable::Grant& GrantTable::add(const TransferId& id) {
-  if (grants_.erase(id) != 0) given_up_.erase(std::find(given_up_.begin(), given_up_.end(), id));
+  if (grants_.erase(id) != 0) aborted_.erase(std::find(aborted_.begin(), aborted_.end(), id));
   intake_.forget(id);
   Grant& grant = grants_[id];
   grant.id = id;
@@ -162,16 +162,16 @@ bool GrantTable::is_of_pieces(const TransferId& id) const {
 
 std::string GrantTable::bind(const TransferId& id, const std::string& reader, Nanos now) {
   const auto found = grants_.find(id);
-  if (found == grants_.end() || found->second.is_of_pieces || found->second.is_given_up) throw Error(Code::grant_unknown, "no such grant");
+  if (found == grants_.end() || found->second.is_of_pieces || found->second.is_aborted) throw Error(Code::grant_unknown, "no such grant");
   Grant& grant = found->second;
   if (grant.reader) return grant.reader->agent_id;
   if (grant.reader_id.empty() && is_alive(grant, now)) grant.reader_id = reader;
   return grant.reader_id;
 }
 
-bool GrantTable::is_given_up_by_another(const TransferId& id, const AgentRef& peer) const {
+bool GrantTable::is_aborted_by_another(const TransferId& id, const AgentRef& peer) const {
   const auto found = grants_.find(id);
-  return found != grants_.end() && found->second.is_given_up && *found->second.reader != peer;
+  return found != grants_.end() && found->second.is_aborted && *found->second.reader != peer;
 }
 
 bool GrantTable::is_bound_to(const TransferId& id, const AgentRef& peer) const {
@@ -203,8 +203,8 @@ void GrantTable::revoke_over(uint32_t region, Nanos now, Effects& out) {
   for (const TransferId& id : over) end(id, GrantEvent::Revoke, now, out);
 }
 
-void GrantTable::decline(const TransferId& id, Effects& out) {
-  if (const auto found = grants_.find(id); found != grants_.end() && !found->second.is_given_up) {
+void GrantTable::abort_grant(const TransferId& id, Effects& out) {
+  if (const auto found = grants_.find(id); found != grants_.end() && !found->second.is_aborted) {
     throw Error(Code::invalid_argument, "this transfer id has a grant, or had one");
   }
   add(id).state = GrantState::Revoked;
@@ -274,7 +274,7 @@ void GrantTable::refuse(SessionId session, const Pull& pull, Code code, const st
 }
 
 void GrantTable::on_pull(SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
-  if (const auto found = grants_.find(pull.id); found != grants_.end() && !is_given_up_by_another(pull.id, peer)) {
+  if (const auto found = grants_.find(pull.id); found != grants_.end() && !is_aborted_by_another(pull.id, peer)) {
     lapse(found->second, now, out);
     accept(found->second, session, peer, pull, now, out);
     return;
@@ -373,9 +373,9 @@ void GrantTable::on_release(const AgentRef& peer, const TransferId& id, Nanos no
   Grant& grant = grants_[id];    // no peer will read it: the owner learns that when it comes to grant
   grant.id = id;
   grant.state = GrantState::Released;
-  grant.is_given_up = true;
+  grant.is_aborted = true;
   grant.reader = peer;
-  add_tombstone(given_up_, peer_tombstones_max(), id);
+  add_tombstone(aborted_, peer_tombstones_max(), id);
 }
 
 void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {

@@ -78,7 +78,7 @@ class GrantTable {
   GrantTable& operator=(const GrantTable&) = delete;
 
   // --- the owner's acts ---
-  // Its engine accepted the prompt of this id, for the agent `reader` (empty: the first to come), and will grant or decline it.
+  // Its engine accepted the prompt of this id, for the agent `reader` (empty: the first to come), and will grant or abort it.
   // Throws Error as grant() for an id that was used before or that its reader gave up, and limit_exceeded.
   void expect(const TransferId& id, const std::string& reader);
   // A sign of life of its engine, which has work or has none. `took_in`: it has taken in what had reached it at the last such
@@ -91,7 +91,7 @@ class GrantTable {
   void grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns, Nanos now,
              Effects& out, const Bytes32& content_digest = {});
   // The owner will never make this grant: whoever waits for it, or comes for it later, is told so (grant_revoked).
-  void decline(const TransferId& id, Effects& out);
+  void abort_grant(const TransferId& id, Effects& out);
   // The first `blocks` blocks are written and stay as they are. Cumulative: never less than before. Throws
   // Error(grant_*) once ended, grant_unknown, invalid_argument.
   // `checksums`: CRC-32C of each block that becomes ready by this call, or none.
@@ -122,7 +122,7 @@ class GrantTable {
   bool has_reader(const AgentRef& reader) const;  // of a grant that is alive
   bool is_bound_to(const TransferId& id, const AgentRef& peer) const;
   // Given up before there was a grant, by a peer that may not have been meant.
-  bool is_given_up_by_another(const TransferId& id, const AgentRef& peer) const;
+  bool is_aborted_by_another(const TransferId& id, const AgentRef& peer) const;
   // False where the grant is known and never had a verdict ok.
   bool has_confirmed(const TransferId& id) const;
   // Ends every grant over the region.
@@ -178,7 +178,7 @@ class GrantTable {
     Nanos expiry = 0, life_end = 0;
     uint32_t seq = 0, ready_blocks = 0, layers = 0, renew_seq = 0;
     bool is_complete = false;
-    bool is_given_up = false;            // released by its reader before the grant was made
+    bool is_aborted = false;            // released by its reader before the grant was made
     bool has_begun = false;              // the last pull of its reader was of some blocks
     std::string why;                     // its owner's, where it ended it
     uint32_t attempt = 0;                // the last one that was served; the reader counts from 1 over all its sessions
@@ -210,7 +210,7 @@ class GrantTable {
   std::unordered_map<TransferId, Grant, TransferIdHash> grants_;  // live ones and tombstones
   std::deque<TransferId> tombstones_;  // oldest first
   // Of grants that never were, and of pieces: any peer can make those, so they push out only each other.
-  std::deque<TransferId> given_up_, ended_of_pieces_;
+  std::deque<TransferId> aborted_, ended_of_pieces_;
   std::set<std::pair<Nanos, TransferId>> expiries_;
   WaitingPulls waiting_;
   Intake intake_;

@@ -1,6 +1,6 @@
 // What the source's engine has said of prompts that have no grant yet, and of itself.
 //
-// An id is *expected* from the moment in which the engine accepted its prompt until its grant is made or declined. The engine
+// An id is *expected* from the moment in which the engine accepted its prompt until its grant is made or aborted. The engine
 // *pulses* with each step, and once more when it goes idle, and says whether all is taken in that had reached it at its last
 // such pulse. So a pull that came before its grant
 // is told what its source knows: whether the prompt is there, how many are before it, and how long ago the engine gave a sign
@@ -36,7 +36,7 @@ class Intake {
   }
   bool expects(const TransferId& id) const { return order_of_.count(id) != 0; }
   size_t size() const { return order_of_.size(); }
-  // At most so many prompts were accepted before it and wait still: those in the middle that were declined count too.
+  // At most so many prompts were accepted before it and wait still: those in the middle that were aborted count too.
   uint32_t position(const TransferId& id) const {
     return static_cast<uint32_t>(std::min<uint64_t>(order_of_.at(id) - by_order_.begin()->first, UINT32_MAX - 1));
   }

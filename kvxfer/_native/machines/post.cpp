@@ -90,7 +90,7 @@ void Post::tick(Nanos now, Effects& out) {
     }
     return;
   }
-  if (now >= give_up_at()) return give_up(now, out);
+  if (now >= engine_deadline()) return on_engine_silent(now, out);
   if (now >= keep_at()) keep(now, out);
   if (is_final(state_)) return;
   if (!is_reading() && now - heard_at_ >= patience()) {
@@ -110,7 +110,7 @@ Nanos Post::wake_at() const {
     if (!is_reading()) at = std::min({at, unreachable_since_ + limits_.reconnect_ns, dial_at_});
     return at;
   }
-  at = std::min({at, keep_at(), give_up_at()});
+  at = std::min({at, keep_at(), engine_deadline()});
   if (!is_reading()) at = std::min(at, heard_at_ + patience());
   return at;
 }

@@ -87,8 +87,8 @@ class Post {
   virtual void ask_again(Nanos now, Effects& out) = 0;          // silence
   virtual void keep(Nanos, Effects&) {}                         // connected, at keep_at()
   virtual Nanos keep_at() const { return kNever; }
-  virtual Nanos give_up_at() const { return kNever; }  // connected: give_up() then
-  virtual void give_up(Nanos, Effects&) {}
+  virtual Nanos engine_deadline() const { return kNever; }  // connected: on_engine_silent() then
+  virtual void on_engine_silent(Nanos, Effects&) {}
   virtual const char* deadline_word() const { return "the deadline passed"; }
   virtual void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) = 0;
 

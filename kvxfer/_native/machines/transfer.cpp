@@ -163,15 +163,15 @@ void Transfer::on_queued(const Queued& queued, Nanos now, Effects& out) {
   const Nanos age = queued.has_work ? Nanos{queued.age_ms} * kMillisecond : 0;
   engine_lived_at_ = has_heard_of_engine_ ? std::max(engine_lived_at_, now - age) : now - age;
   has_heard_of_engine_ = true;
-  if (now >= give_up_at()) give_up(now, out);
+  if (now >= engine_deadline()) on_engine_silent(now, out);
 }
 
-Nanos Transfer::give_up_at() const {
+Nanos Transfer::engine_deadline() const {
   const bool is_waiting = state_ == TransferState::Waiting && !is_granted_ && !knows_pieces();
   return is_waiting ? engine_lived_at_ + limits_.engine_silent_ns : kNever;
 }
 
-void Transfer::give_up(Nanos now, Effects& out) {
+void Transfer::on_engine_silent(Nanos now, Effects& out) {
   fail(Code::peer_gone, "the source's engine has work and gave no sign of life for " + std::to_string((now - engine_lived_at_) / kMillisecond) + " ms", now, out);
 }
 

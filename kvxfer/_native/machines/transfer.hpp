@@ -132,8 +132,8 @@ class Transfer final : public Post {
   void keep(Nanos now, Effects& out) override;
   void next_lane(const std::string& why, Nanos now, Effects& out) override;
   Nanos keep_at() const override { return is_granted_ ? renew_at_ : kNever; }
-  Nanos give_up_at() const override;
-  void give_up(Nanos now, Effects& out) override;
+  Nanos engine_deadline() const override;
+  void on_engine_silent(Nanos now, Effects& out) override;
   const char* deadline_word() const override;
   void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) override;
 

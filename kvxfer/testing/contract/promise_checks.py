@@ -1,4 +1,4 @@
-"""The part of the lane contract about promises that are not kept, on purpose: content that differs, a grant declined, a
+"""The part of the lane contract about promises that are not kept, on purpose: content that differs, a grant aborted, a
 transfer given up. Decides what each side learns; must never know how a lane is made.
 """
 
@@ -78,7 +78,7 @@ def check_content(maker: LaneMaker) -> None:
                 assert source.ended[transfer_id.raw] == [GrantState.RELEASED]
 
 
-def check_declined(maker: LaneMaker) -> None:
+def check_aborted_grant(maker: LaneMaker) -> None:
     """A reader that waits for a grant that will not be made, or comes for it later, does not wait in vain."""
     with two_parties(maker) as (source, destination):
         parties = [source, destination]
@@ -87,26 +87,26 @@ def check_declined(maker: LaneMaker) -> None:
             if is_early:
                 pull(maker, destination, source, transfer_id, [1])
                 maker.wait(parties, lambda: False, 0.02)
-            source.transport.decline(transfer_id)
+            source.transport.abort_grant(transfer_id)
             if not is_early:
                 pull(maker, destination, source, transfer_id, [1])
             expect_outcome(maker, parties, destination, transfer_id, "grant_revoked")
             with raises(InvalidArgumentError):
                 grant(source, transfer_id, [1])
             with raises(InvalidArgumentError):
-                source.transport.decline(transfer_id)
+                source.transport.abort_grant(transfer_id)
         expect_poison(destination)
 
 
-def check_given_up(maker: LaneMaker) -> None:
+def check_aborted_pull(maker: LaneMaker) -> None:
     """A reader that never pulled gives a grant back at once, also one that is only made afterwards."""
     with two_parties(maker) as (source, destination):
         parties, made, late = [source, destination], fresh_id(), fresh_id()
         grant(source, made, [1])
-        destination.transport.give_up(made, source.ref)
+        destination.transport.abort_pull(made, source.ref)
         expect(maker, parties, "released", has_ended(source, made), SOON_S)
         assert source.ended[made.raw] == [GrantState.RELEASED]
-        destination.transport.give_up(late, source.ref)
+        destination.transport.abort_pull(late, source.ref)
         expect(maker, parties, "heard", lambda: source.transport.grant_state(late) is GrantState.RELEASED, SOON_S)
         with raises(GrantReleasedError):
             grant(source, late, [1])
@@ -127,7 +127,7 @@ def check_cancelled_before_it_met(maker: LaneMaker) -> None:
 
 PROMISE_CHECKS: tuple[Callable[[LaneMaker], None], ...] = (
     check_content,
-    check_declined,
-    check_given_up,
+    check_aborted_grant,
+    check_aborted_pull,
     check_cancelled_before_it_met,
 )

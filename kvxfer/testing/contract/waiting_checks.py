@@ -136,7 +136,7 @@ def check_what_a_source_knows(maker: LaneMaker) -> None:
         assert destination.outcome(unknown) == "grant_unknown"
         assert destination.transport.transfer_state(known) is TransferState.WAITING
         expect(maker, parties, "queued", lambda: destination.transport.counts().pulls_queued == 1, SOON_S)
-        source.transport.decline(known)
+        source.transport.abort_grant(known)
         expect_outcome(maker, parties, destination, known, "grant_revoked")
 
 
@@ -148,7 +148,7 @@ def check_a_hung_engine(maker: LaneMaker) -> None:
         source.transport.pulse(has_work=True)
         _ask(maker, source, destination, transfer_id, 1)
         expect_outcome(maker, parties, destination, transfer_id, "peer_gone")
-        source.transport.decline(transfer_id)
+        source.transport.abort_grant(transfer_id)
 
 
 def check_the_reason_of_a_revocation(maker: LaneMaker) -> None:

@@ -28,7 +28,7 @@ class DestinationOwner:
     def stop_queue(self) -> None:
         process = self._process
         for order in self._queue:
-            process.perform(process.endpoint.give_up(order.id, order.source_ref, self._world.clock.now))
+            process.perform(process.endpoint.abort_pull(order.id, order.source_ref, self._world.clock.now))
             self._world.not_pulled(order.id)
         self._queue.clear()
 

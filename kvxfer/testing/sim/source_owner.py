@@ -58,7 +58,7 @@ class SourceOwner:
 
     def stop_queue(self) -> None:
         for leg in self._queue:
-            self._decline(leg)
+            self._abort(leg)
         self._queue.clear()
 
     def start(self, leg: PrefillOrder) -> None:
@@ -69,7 +69,7 @@ class SourceOwner:
             if len(self._queue) < _QUEUE_MAX:
                 self._queue.append(leg)
             else:
-                self._decline(leg)
+                self._abort(leg)
             return
         prefill = _HeldPrefill(leg, [self._free.pop() for _ in range(leg.blocks)])
         if self._grant(prefill, leg.id, leg.reader, leg.ttl_ns):
@@ -107,13 +107,13 @@ class SourceOwner:
         self._free += prefill.blocks
         self._process.afterwards(self._next)
 
-    def _decline(self, leg: PrefillOrder) -> None:
+    def _abort(self, leg: PrefillOrder) -> None:
         """It will never be granted: whoever waits for it is told."""
         try:
-            effects = self._process.endpoint.decline(leg.id)
+            effects = self._process.endpoint.abort_grant(leg.id)
         except KvxferError:  # its reader gave it up first, or it was granted before
             return
-        self._world.log(f"{self._process!r} declines {leg.id.hex()[:6]}")
+        self._world.log(f"{self._process!r} aborts {leg.id.hex()[:6]}")
         self._process.perform(effects)
 
     def _share(self, leg: PrefillOrder) -> bool:

@@ -126,7 +126,7 @@ class SimExchange:
 
     def decline(self, remote: Remote) -> None:
         try:
-            effects = self._process.endpoint.decline(remote.transfer_id.raw)
+            effects = self._process.endpoint.abort_grant(remote.transfer_id.raw)
         except KvxferError:
             return
         self._world.log(f"{self._process!r} declines {remote.transfer_id.raw.hex()[:6]}")
@@ -273,7 +273,7 @@ class SimExchange:
         if source is None or source.ref is None:
             return
         try:
-            process.perform(process.endpoint.give_up(remote.transfer_id.raw, source.ref, process.clock.now))
+            process.perform(process.endpoint.abort_pull(remote.transfer_id.raw, source.ref, process.clock.now))
         except KvxferError as error:
             self._world.log(f"{process!r} cannot give {remote.transfer_id.raw.hex()[:6]} up: {error.code}")
 
