@@ -9,7 +9,7 @@ namespace {
 constexpr int kEventsMax = 64;
 constexpr int kPassesMax = 4;                   // over effects before sockets are looked at again
 constexpr size_t kPortionOfCall = 128 << 10;    // of a call that does not wait
-constexpr size_t kWarmingMax = 1024;            // memory beyond it is read as well, the first time more slowly
+constexpr size_t kPrefaultingMax = 1024;            // memory beyond it is read as well, the first time more slowly
 constexpr Nanos kCopiesRest = 20 * kMillisecond;  // a driver that failed does not tell of its copies
 
 }  // namespace
@@ -33,7 +33,7 @@ void EventLoop::run() noexcept {
     while (!shared_.is_shut()) {
       Nanos until = round();
       tell_caller();
-      if (until != 0 && warm_some()) until = 0;
+      if (until != 0 && prefault_some()) until = 0;
       sleep(lock, until, Poller::Sleeper::IoThread);
     }
   } catch (const std::exception& error) {
@@ -186,7 +186,7 @@ void EventLoop::on_ready(Key key, uint32_t events) {
   try {
     found->second->receive(portion_);
     while (const std::shared_ptr<RemoteMemory> memory = found->second->take_new_remote()) {
-      if (warming_.size() < kWarmingMax) warming_.push_back(memory);
+      if (prefaulting_.size() < kPrefaultingMax) prefaulting_.push_back(memory);
     }
   } catch (const Error& error) {
     perform_now();  // its last frames may have said why it ends

@@ -90,11 +90,11 @@ void EventLoop::stop_reads(const TransferId& id) {
   reads_.stop(id);
 }
 
-bool EventLoop::warm_some() {
-  while (!warming_.empty()) {
-    const std::shared_ptr<RemoteMemory> memory = warming_.front().lock();
-    if (memory && memory->warm()) return true;
-    warming_.pop_front();
+bool EventLoop::prefault_some() {
+  while (!prefaulting_.empty()) {
+    const std::shared_ptr<RemoteMemory> memory = prefaulting_.front().lock();
+    if (memory && memory->prefault()) return true;
+    prefaulting_.pop_front();
   }
   return false;
 }

@@ -40,21 +40,21 @@ class MappedMemory final : public RemoteMemory {
   ~MappedMemory() override { ::munmap(base(), mapped_); }
 
   std::unique_ptr<ReadJob> open(ReadBlocks read, RemotePlace from, OwnMemory to) const override;
-  bool warm() override;
+  bool prefault() override;
 
  private:
-  Fd fd_;  // until all is warm
+  Fd fd_;  // until all of it is prefaulted
   const std::shared_ptr<Copier> copier_;
-  uint64_t warm_ = 0, mapped_ = 0;
+  uint64_t prefaulted_ = 0, mapped_ = 0;
 };
 
-bool MappedMemory::warm() {
-  const off_t data = fd_ ? ::lseek(fd_.get(), static_cast<off_t>(warm_), SEEK_DATA) : -1;
+bool MappedMemory::prefault() {
+  const off_t data = fd_ ? ::lseek(fd_.get(), static_cast<off_t>(prefaulted_), SEEK_DATA) : -1;
   const auto begin = static_cast<uint64_t>(data) & ~(kSmallPage - 1);
   if (data >= 0 && begin < bytes()) {
     const off_t hole = ::lseek(fd_.get(), data, SEEK_HOLE);
     const uint64_t end = std::min({hole < 0 ? bytes() : static_cast<uint64_t>(hole), begin + kWarmBytes, bytes()});
-    warm_ = std::max(end, begin + 1);
+    prefaulted_ = std::max(end, begin + 1);
     if (::madvise(base() + begin, end - begin, MADV_POPULATE_READ) == 0) return true;
   }
   fd_.reset();

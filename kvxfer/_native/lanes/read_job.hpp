@@ -26,7 +26,7 @@ struct RemotePlace {
   std::vector<std::shared_ptr<const RemoteMemory>> memories;
 };
 
-// What a MAP frame gave: a peer's pool or region, readable by one lane. Immutable but for `warm`.
+// What a MAP frame gave: a peer's pool or region, readable by one lane. Immutable except for prefault().
 class RemoteMemory {
  public:
   RemoteMemory(const RemoteMemory&) = delete;
@@ -45,7 +45,7 @@ class RemoteMemory {
   // A read out of `from`, one of whose memories this is and whose bounds have been checked. Called by open_read alone.
   virtual std::unique_ptr<ReadJob> open(ReadBlocks read, RemotePlace from, OwnMemory to) const = 0;
   // Prepares the next portion for reads to come, in idle time. False where nothing is left to prepare.
-  virtual bool warm() { return false; }
+  virtual bool prefault() { return false; }
 
  protected:
   // Throws Error(no_lane) where the map is of no memory (the text is then the peer's reason) or its segments leave it.
