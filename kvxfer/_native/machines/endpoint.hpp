@@ -4,7 +4,7 @@
 // What lives here and not in the parts is only how they meet: which session carries which transfer, who may speak of
 // which grant, what a lost session or a dead peer means to each of them, and when to look again.
 //
-// Three files: endpoint.cpp (the owner's acts, posts, time), endpoint_sessions.cpp, endpoint_regions.cpp (what FETCH, PUSH and
+// Three files: endpoint.cpp (the owner's acts, operations, time), endpoint_sessions.cpp, endpoint_regions.cpp (what FETCH, PUSH and
 // DONE mean here).
 //
 // A session that carried nothing for a while may be gone without a word: whatever keeps state on the way (NAT, a balancer) forgot
@@ -37,7 +37,7 @@ struct EndpointLimits {
   size_t refusals_max = 64;  // of what one session's peer asked for: it ends with the last of them
   size_t notifications_max = 1024;
   size_t notification_bytes_max = 65536;
-  size_t notification_queue_bytes_max = 64 << 20;  // that wait for one peer, those of posts under way among them
+  size_t notification_queue_bytes_max = 64 << 20;  // that wait for one peer, those of operations under way among them
   size_t notification_piece_bytes = kNotifPieceMax;  // what goes in one frame
   Nanos handshake_ns = 1'500 * kMillisecond;
   uint32_t lanes = ~0u;  // that this agent reads by and serves: bit 1 << lane each
@@ -99,7 +99,7 @@ class Endpoint {
   // reads or writes, when it would itself have given this agent up. Our own posts to it end with its last session. Registered
   // peers prove this key too when they dial us; when we dial a registered peer, we prove that peer's own key.
   // A bearer peer can use any name. So on a session opened with this key, PULL and RELEASE reach only grants of regions that a
-  // FETCH or an own push made for that very name, and our posts and notifications for a registered peer never use it: for those
+  // FETCH or an own push made for that very name, and our operations and notifications for a registered peer never use it: for those
   // we dial, and the peer proves its own key. A transfer that a peer's PUSH asks for runs on the session that the PUSH came by.
   void accept_bearer_key(const Bytes32& key);
   // From now on an unregistered peer may open a session if it proves the session_key of both incarnations, derived from
@@ -177,7 +177,7 @@ class Endpoint {
   Landing data_arrives(SessionId session, const Data& data, Nanos now);
   bool is_landing(const TransferId& id, uint64_t token) const;
   // Whether a PUSH of this id would be taken for one that came before.
-  bool has_met(const TransferId& id) const { return posts_.count(id) != 0 || offers_ended_.count(id) != 0; }
+  bool has_met(const TransferId& id) const { return operations_.count(id) != 0 || offers_ended_.count(id) != 0; }
   void read_landed(const TransferId& id, uint64_t token, Nanos now, Effects& out);
   void read_stopped(const TransferId& id, uint64_t token, Code code, const std::string& text, Nanos now, Effects& out);
 
@@ -203,7 +203,7 @@ class Endpoint {
     Nanos opened_at = 0, round_trip = 0;           // the handshake took no less than one
     Nanos probed_at = 0;                           // after idleness, and nothing was heard since; 0: it was not
     bool is_suspect = false;                       // the probe was not answered in time
-    std::set<TransferId> posts;                    // attached
+    std::set<TransferId> operations;                    // attached
     std::set<std::pair<uint32_t, Lane>> maps;      // what the peer let us read by it
     bool is_by_bearer_key = false;                  // the peer claims its name and does not prove it
     UnackedEnds unacked_ends{};                    // sent over it
@@ -220,7 +220,7 @@ class Endpoint {
     Done done;
   };
   using Sessions = std::map<SessionId, Session>;
-  using Posts = std::map<TransferId, std::unique_ptr<Post>>;
+  using Operations = std::map<TransferId, std::unique_ptr<Operation>>;
 
   // sessions (endpoint_sessions.cpp)
   const Bytes32* key_of(const AgentRef& peer, Session& session) const;
@@ -230,12 +230,12 @@ class Endpoint {
   void forget_leaving(Nanos now, Effects& out);
   bool is_away(const AgentRef& peer) const { return is_bearer(peer) && !is_connected(peer); }
   bool carries_ours(const Session& session) const;
-  bool carries(const Session& session, const Post& post) const;
+  bool carries(const Session& session, const Operation& operation) const;
   // Bearer peers choose their own names, so all of them together have the quota of one peer.
   AgentRef charged_peer(const AgentRef& peer) const { return is_bearer(peer) ? AgentRef{} : peer; }
   SessionId open(Session session);
   SessionId find_up(const AgentRef& peer) const;  // that carries what is ours
-  SessionId find_session(const AgentRef& peer, const Post& post, Effects& out);
+  SessionId find_session(const AgentRef& peer, const Operation& operation, Effects& out);
   void dial(const AgentRef& peer, SessionKind kind, Effects& out);
   Nanos quiet_ns() const { return limits_.transfers.stall_ns / 4; }
   Nanos probe_at(const Session& session) const;
@@ -250,7 +250,7 @@ class Endpoint {
   void on_proven(SessionId id, Session& session, const Frame& frame, Nanos now, Effects& out);
   void on_refusals(SessionId id, uint64_t count);
   void on_map(Session& session, const Map& map);
-  static bool has_maps(const Session& session, const Post& post);
+  static bool has_maps(const Session& session, const Operation& operation);
 
   // registered memory (endpoint_regions.cpp)
   bool serves(Lane lane) const { return (limits_.lanes >> static_cast<unsigned>(lane) & 1) != 0; }
@@ -261,36 +261,36 @@ class Endpoint {
   void on_push(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
   void on_done(SessionId session, const AgentRef& peer, const Done& done, Nanos now, Effects& out);
   void on_revoke(SessionId session, const AgentRef& peer, const Revoke& revoke, Nanos now, Effects& out);
-  void stop_reader(const PushPost& push, Nanos now, Effects& out);
-  void go_on_with(Posts::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out);
+  void stop_reader(const PushOperation& push, Nanos now, Effects& out);
+  void go_on_with(Operations::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out);
   void take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out);
   bool is_draining_into(const MemoryClaim& into, const AgentRef& peer) const;
   void end_offer(const Transfer& transfer, Effects& out);
   void remember(const TransferId& id, const AgentRef& charged, EndedOffer ended);
   std::optional<Error> refusal_of(Lane lane, SessionId session) const;
   bool may_read(SessionId session, const AgentRef& peer, const TransferId& id) const;
-  void notify_ended(const Post& post, const std::optional<std::string>& notification, Nanos now, Effects& out);
-  PushPost* push_of(const AgentRef& peer, const TransferId& id);
+  void notify_ended(const Operation& operation, const std::optional<std::string>& notification, Nanos now, Effects& out);
+  PushOperation* push_of(const AgentRef& peer, const TransferId& id);
 
-  // posts
+  // operations
   Ledger& ledger(uint32_t pool);
   void check_room(const TransferId& id, const AgentRef& peer) const;
   void forget(const AgentRef& peer, Nanos now, Effects& out);
-  void end_posts(const AgentRef& peer, bool is_offered_too, Nanos now, Effects& out);
-  void post(std::unique_ptr<Post> post, Nanos now, Effects& out);
+  void end_operations(const AgentRef& peer, bool is_offered_too, Nanos now, Effects& out);
+  void start(std::unique_ptr<Operation> operation, Nanos now, Effects& out);
   Transfer* transfer_of(SessionId session, const TransferId& id);
   Transfer* find_transfer(const TransferId& id) const;
-  void attach(Post& post, SessionId session, Nanos now, Effects& out);
-  void connect(Post& post, Nanos now, Effects& out);
-  void follow_session(Post& post, Nanos now, Effects& out);
-  void detach(Post& post);
-  void wake(Post& post, Nanos at);
-  void settle(Posts::iterator it, Nanos now, Effects& out);
-  void finish(const Post& post, Nanos now, Effects& out);
+  void attach(Operation& operation, SessionId session, Nanos now, Effects& out);
+  void connect(Operation& operation, Nanos now, Effects& out);
+  void follow_session(Operation& operation, Nanos now, Effects& out);
+  void detach(Operation& operation);
+  void wake(Operation& operation, Nanos at);
+  void settle(Operations::iterator it, Nanos now, Effects& out);
+  void finish(const Operation& operation, Nanos now, Effects& out);
   UnackedEnd unacked_end(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns, false}; }
   void send_end(const AgentRef& source, const UnackedEnd& end, Nanos now, Effects& out);
   void send_end_over(SessionId id, Session& session, const UnackedEnd& end, Nanos now, Effects& out);
-  bool is_peer(const AgentRef& peer, const Post& post) const;
+  bool is_peer(const AgentRef& peer, const Operation& operation) const;
 
   AgentRef self_;
   EndpointLimits limits_;
@@ -305,13 +305,13 @@ class Endpoint {
   Sessions sessions_;
   SessionId next_session_ = 1;
   std::map<AgentRef, std::vector<SessionId>> up_;  // oldest first
-  std::set<SessionId> watched_;                    // opening, or with posts attached: those whose silence says something
+  std::set<SessionId> watched_;                    // opening, or with operations attached: those whose silence says something
   size_t unproven_ = 0;                            // accepted
   std::set<std::pair<AgentRef, SessionKind>> dialing_;
   std::map<AgentRef, UnackedEnds> unsent_ends_;  // to be sent when a session is up
 
-  Posts posts_;
-  std::set<std::pair<Nanos, TransferId>> wakes_;  // Post::woken_at of those in posts_
+  Operations operations_;
+  std::set<std::pair<Nanos, TransferId>> wakes_;  // Operation::woken_at of those in operations_
   std::map<TransferId, TransferState> finished_;
   std::deque<TransferId> finished_order_;
 

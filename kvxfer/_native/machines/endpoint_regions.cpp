@@ -1,4 +1,4 @@
-// What is read and written by descriptors: posts of this agent's owner, and what peers ask of its registered memory.
+// What is read and written by descriptors: operations of this agent's owner, and what peers ask of its registered memory.
 #include <algorithm>
 
 #include "endpoint.hpp"
@@ -30,22 +30,22 @@ void Endpoint::add_region(const RegionInfo& info) {
 
 void Endpoint::remove_region(uint32_t region, Nanos now, Effects& out) {
   if (!regions_.has(region)) throw Error(Code::invalid_argument, "there is no region " + std::to_string(region));
-  const auto fills = [&](const Post& post) {
-    const Transfer* transfer = const_cast<Post&>(post).as_transfer();
+  const auto fills = [&](const Operation& operation) {
+    const Transfer* transfer = const_cast<Operation&>(operation).as_transfer();
     if (transfer == nullptr || transfer->into().pool() != nullptr) return false;
     const std::vector<uint32_t> regions = transfer->into().maps();
     return std::binary_search(regions.begin(), regions.end(), region);
   };
-  for (const auto& [_, post] : posts_) {
-    if (!post->is_offered() && fills(*post)) throw Error(Code::blocks_busy, "a fetch into region " + std::to_string(region) + " has not drained");
+  for (const auto& [_, operation] : operations_) {
+    if (!operation->is_offered() && fills(*operation)) throw Error(Code::blocks_busy, "a fetch into region " + std::to_string(region) + " has not drained");
   }
   regions_.withdraw(region);
-  for (auto it = posts_.begin(); it != posts_.end();) {
+  for (auto it = operations_.begin(); it != operations_.end();) {
     const auto current = it++;
-    Post& post = *current->second;
-    const PushPost* push = post.as_push();
-    if (push != nullptr ? !push->leans_on(region) : !fills(post)) continue;
-    post.end(TransferState::Failed, Code::grant_revoked, push != nullptr ? "the region was removed" : "the offer was withdrawn", now, out);
+    Operation& operation = *current->second;
+    const PushOperation* push = operation.as_push();
+    if (push != nullptr ? !push->leans_on(region) : !fills(operation)) continue;
+    operation.end(TransferState::Failed, Code::grant_revoked, push != nullptr ? "the region was removed" : "the offer was withdrawn", now, out);
     settle(current, now, out);
   }
   grants_.revoke_over(region, now, out);
@@ -89,7 +89,7 @@ void Endpoint::fetch(PostSpec spec, Nanos now, Effects& out) {
   const size_t bytes = is_told ? transfer.notification->size() : 0;
   auto fetch = std::make_unique<Transfer>(std::move(transfer), limits_.transfers, std::move(claim), now);
   if (is_told) notifier_.promise(peer, bytes);
-  post(std::move(fetch), now, out);
+  start(std::move(fetch), now, out);
 }
 
 void Endpoint::push(PostSpec spec, Nanos now, Effects& out) {
@@ -103,16 +103,16 @@ void Endpoint::push(PostSpec spec, Nanos now, Effects& out) {
   PushSpec push{{spec.id, std::move(spec.peer), std::move(spec.lanes), spec.deadline, false}, std::move(spec.local), std::move(spec.remote),
                 spec.wants_checksums, std::nullopt, std::nullopt};
   (is_own ? push.own_notification : push.notification) = std::move(spec.notification);
-  auto pushed = std::make_unique<PushPost>(std::move(push), limits_.transfers, grants_, std::move(claim), now);
+  auto pushed = std::make_unique<PushOperation>(std::move(push), limits_.transfers, grants_, std::move(claim), now);
   if (is_own) notifier_.promise(peer, bytes);
-  post(std::move(pushed), now, out);
+  start(std::move(pushed), now, out);
 }
 
 // --- a peer reads ---
 
-PushPost* Endpoint::push_of(const AgentRef& peer, const TransferId& id) {
-  const auto it = posts_.find(id);
-  return it != posts_.end() && it->second->peer() == peer ? it->second->as_push() : nullptr;
+PushOperation* Endpoint::push_of(const AgentRef& peer, const TransferId& id) {
+  const auto it = operations_.find(id);
+  return it != operations_.end() && it->second->peer() == peer ? it->second->as_push() : nullptr;
 }
 
 // Whether a PULL or a RELEASE on this session may be of that grant.
@@ -135,9 +135,9 @@ void Endpoint::on_pull(SessionId session, const AgentRef& peer, const Pull& pull
     out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, refusal->code(), refusal->what()}});
     return;
   }
-  if (PushPost* push = push_of(peer, pull.id)) {
+  if (PushOperation* push = push_of(peer, pull.id)) {
     push->heard(pull.first, now);
-    settle(posts_.find(push->id()), now, out);
+    settle(operations_.find(push->id()), now, out);
   }
   grants_.on_pull(session, peer, pull, now, out);
 }
@@ -176,10 +176,10 @@ void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push
     return;
   }
   try {
-    const auto live = posts_.find(push.id);
-    if (live == posts_.end() && !serves(push.lane)) return answer(Code::no_lane, "the destination does not read by this lane");
+    const auto live = operations_.find(push.id);
+    if (live == operations_.end() && !serves(push.lane)) return answer(Code::no_lane, "the destination does not read by this lane");
     if (session_kind(push.lane) != sessions_.at(session).kind) throw Error(Code::refused, kOtherKind);
-    if (live == posts_.end()) return take_offer(session, peer, push, now, out);
+    if (live == operations_.end()) return take_offer(session, peer, push, now, out);
     if (!live->second->is_offered() || live->second->peer() != peer) throw Error(Code::refused, "this id is used by another");
     go_on_with(live, session, push, now, out);
   } catch (const Error& error) {
@@ -190,7 +190,7 @@ void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push
 }
 
 // A PUSH of a transfer that is live: said again, of its next lane, or of an earlier one and late.
-void Endpoint::go_on_with(Posts::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out) {
+void Endpoint::go_on_with(Operations::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out) {
   Transfer& transfer = *offered->second->as_transfer();
   if (push.turn < transfer.turn()) return;
   transfer.asked_on = session;
@@ -208,7 +208,7 @@ void Endpoint::go_on_with(Posts::iterator offered, SessionId session, const Push
 void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
   if (finished_.count(push.id) != 0) throw Error(Code::refused, "this id was used by another");
   const OfferCharge charge{charged_peer(peer), cost_of(push.from) + cost_of(push.to) + push.notification.size()};
-  if (posts_.size() >= limits_.transfers_max || !offers_.has_room(charge.to, charge.cost)) {
+  if (operations_.size() >= limits_.transfers_max || !offers_.has_room(charge.to, charge.cost)) {
     throw Error(Code::overloaded, "too many pushes of this peer are under way");
   }
   PieceList from = from_wire(push.from), to = from_wire(push.to);
@@ -236,7 +236,7 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   offer_charges_[push.id] = charge;
   if (has_bug(Bug::notify_before_commit) && push.has_notification) out.push_back(NotifReceived{peer, 0, push.notification});
   transfer->asked_on = session;
-  const auto it = posts_.emplace(push.id, std::move(transfer)).first;
+  const auto it = operations_.emplace(push.id, std::move(transfer)).first;
   attach(*it->second, session, now, out);
   settle(it, now, out);
 }
@@ -298,10 +298,10 @@ void Endpoint::remember(const TransferId& id, const AgentRef& charged, EndedOffe
 }
 
 void Endpoint::on_done(SessionId session, const AgentRef& peer, const Done& done, Nanos now, Effects& out) {
-  PushPost* push = push_of(peer, done.id);
+  PushOperation* push = push_of(peer, done.id);
   if (push == nullptr || !carries(sessions_.at(session), *push)) return;
   push->on_done(done, now, out);
-  settle(posts_.find(push->id()), now, out);
+  settle(operations_.find(push->id()), now, out);
 }
 
 // By whoever serves the transfer; of a push by any session of its writer, which may have left the one that this is read on.
@@ -313,12 +313,12 @@ void Endpoint::on_revoke(SessionId session, const AgentRef& peer, const Revoke& 
   if (transfer == nullptr || transfer->peer() != peer) return;
   if (!transfer->is_offered() && transfer->session() != session) return;
   transfer->on_revoke(revoke, now, out);
-  settle(posts_.find(revoke.id), now, out);
+  settle(operations_.find(revoke.id), now, out);
 }
 
 // An own push ended here. Its reader must stop before it hears of the next write, which may use the same memory and come by any
 // session: so REVOKE goes over each session that is up, or, where none is, over the next one.
-void Endpoint::stop_reader(const PushPost& push, Nanos now, Effects& out) {
+void Endpoint::stop_reader(const PushOperation& push, Nanos now, Effects& out) {
   if (!push.may_be_read()) return;
   UnackedEnd end = unacked_end(push.id(), now);
   end.is_of_push = true;
@@ -337,14 +337,14 @@ void Endpoint::stop_reader(const PushPost& push, Nanos now, Effects& out) {
 
 // A fetch says that it is done by a notification of its own, and so does a push whose notification is too long to go with it; one that
 // cannot be posted is told as failed, under number 0.
-void Endpoint::notify_ended(const Post& post, const std::optional<std::string>& notification, Nanos now, Effects& out) {
+void Endpoint::notify_ended(const Operation& operation, const std::optional<std::string>& notification, Nanos now, Effects& out) {
   if (!notification) return;
-  notifier_.take_promise_back(post.peer(), notification->size());
-  if (post.state() != TransferState::Committed) return;
+  notifier_.take_promise_back(operation.peer(), notification->size());
+  if (operation.state() != TransferState::Committed) return;
   try {
-    notify(post.peer(), *notification, now, out);
+    notify(operation.peer(), *notification, now, out);
   } catch (const Error& error) {
-    out.push_back(NotifFailed{post.peer(), 0, error.code()});
+    out.push_back(NotifFailed{operation.peer(), 0, error.code()});
   }
 }
 

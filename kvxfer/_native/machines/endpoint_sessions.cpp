@@ -1,4 +1,4 @@
-// How the endpoint's sessions come, go and carry posts.
+// How the endpoint's sessions come, go and carry operations.
 #include <algorithm>
 
 #include "endpoint.hpp"
@@ -42,10 +42,10 @@ bool Endpoint::is_bearer(const AgentRef& peer) const {
 // The last session of a bearer peer ended. A lost session alone ends no grant and no offer: the peer may come back and prove by the
 // transfer id that it is the same peer. Our own posts to it end, because the next peer to use its name would receive them.
 void Endpoint::on_bearer_gone(const AgentRef& bearer, Nanos now, Effects& out) {
-  end_posts(bearer, false, now, out);
+  end_operations(bearer, false, now, out);
   unsent_ends_.erase(bearer);
   notifier_.peer_dead(bearer, out);
-  const bool writes = std::any_of(posts_.begin(), posts_.end(), [&](const auto& post) { return post.second->peer() == bearer; });
+  const bool writes = std::any_of(operations_.begin(), operations_.end(), [&](const auto& operation) { return operation.second->peer() == bearer; });
   if (!writes && !grants_.has_reader(bearer)) return forget(bearer, now, out);
   const TransferLimits& limits = limits_.transfers;
   const Nanos leaves_at = now + std::max(2 * limits.stall_ns + limits.reconnect_ns, limits_.grants.ttl_ns);
@@ -77,13 +77,13 @@ void Endpoint::forget_leaving(Nanos now, Effects& out) {
   }
 }
 
-// Whether posts and notifications of this agent's owner may use the session: for a registered peer only a session on which it proved
+// Whether operations and notifications of this agent's owner may use the session: for a registered peer only a session on which it proved
 // its own key, for a bearer peer any session.
 bool Endpoint::carries_ours(const Session& session) const { return !session.is_by_bearer_key || is_bearer(session.handshake.peer()); }
 
 // A peer's push runs on a session that its PUSH came by: the id is what shows that it is the same peer that came again.
-bool Endpoint::carries(const Session& session, const Post& post) const {
-  return post.is_offered() ? !session.is_by_bearer_key : carries_ours(session);
+bool Endpoint::carries(const Session& session, const Operation& operation) const {
+  return operation.is_offered() ? !session.is_by_bearer_key : carries_ours(session);
 }
 
 SessionId Endpoint::find_up(const AgentRef& peer) const {
@@ -95,26 +95,26 @@ SessionId Endpoint::find_up(const AgentRef& peer) const {
   return 0;
 }
 
-// The one to put a post of this lane on. Where the source sends, bytes are spread over several: the least used one, and
+// The one to put an operation of this lane on. Where the source sends, bytes are spread over several: the least used one, and
 // another is dialed where none is idle.
-SessionId Endpoint::find_session(const AgentRef& peer, const Post& post, Effects& out) {
-  const SessionKind kind = session_kind(post.lane());
-  if (const auto asked = sessions_.find(post.asked_on); asked != sessions_.end() && asked->second.kind == kind) return post.asked_on;
+SessionId Endpoint::find_session(const AgentRef& peer, const Operation& operation, Effects& out) {
+  const SessionKind kind = session_kind(operation.lane());
+  if (const auto asked = sessions_.find(operation.asked_on); asked != sessions_.end() && asked->second.kind == kind) return operation.asked_on;
   const auto found = up_.find(peer);
   if (found == up_.end()) return 0;
   SessionId best = 0;
   size_t least = 0, count = dialing_.count({peer, kind});
   for (const SessionId id : found->second) {
     const Session& session = sessions_.at(id);
-    if (session.kind != kind || !carries(session, post)) continue;
-    if (is_one_sided(post.lane())) return id;
+    if (session.kind != kind || !carries(session, operation)) continue;
+    if (is_one_sided(operation.lane())) return id;
     ++count;
-    if (best == 0 || session.posts.size() < least) {
+    if (best == 0 || session.operations.size() < least) {
       best = id;
-      least = session.posts.size();
+      least = session.operations.size();
     }
   }
-  if (best != 0 && least != 0 && count < limits_.stripes && !post.is_offered()) dial(peer, kind, out);
+  if (best != 0 && least != 0 && count < limits_.stripes && !operation.is_offered()) dial(peer, kind, out);
   return best;
 }
 
@@ -210,17 +210,17 @@ SessionId Endpoint::accepted(SessionKind kind, const Bytes32& nonce, Nanos now, 
 
 void Endpoint::dial_failed(const AgentRef& peer, SessionKind kind, Code code, const std::string& text, Nanos now, Effects& out) {
   dialing_.erase({peer, kind});
-  for (auto it = posts_.begin(); it != posts_.end();) {
+  for (auto it = operations_.begin(); it != operations_.end();) {
     const auto current = it++;
-    Post& post = *current->second;
-    if (post.is_offered() || !post.can_attach() || !is_peer(peer, post) || session_kind(post.lane()) != kind) continue;
-    post.dial_failed(code, text, now, out);
+    Operation& operation = *current->second;
+    if (operation.is_offered() || !operation.can_attach() || !is_peer(peer, operation) || session_kind(operation.lane()) != kind) continue;
+    operation.dial_failed(code, text, now, out);
     settle(current, now, out);
   }
   notifier_.postpone(peer, now);
 }
 
-// Out of every book; what was attached is still in session->second.posts.
+// Out of every book; what was attached is still in session->second.operations.
 void Endpoint::remove(Sessions::iterator found) {
   const Session& session = found->second;
   if (!session.is_dialed && !session.is_up()) --unproven_;
@@ -238,7 +238,7 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
   const bool is_up = found->second.is_up(), is_dialed = found->second.is_dialed;
   const AgentRef peer = found->second.handshake.peer();
   const SessionKind kind = found->second.kind;
-  const std::set<TransferId> posts = std::move(found->second.posts);
+  const std::set<TransferId> operations = std::move(found->second.operations);
   UnackedEnds unacked_ends = std::move(found->second.unacked_ends);
   remove(found);
   if (!is_up) {
@@ -246,15 +246,15 @@ void Endpoint::closed(SessionId id, Nanos now, Effects& out) {
     return;
   }
   grants_.session_closed(id, now);
-  for (const TransferId& post : posts) {
-    const auto it = posts_.find(post);
-    if (it != posts_.end() && it->second->session() == id) it->second->session_lost(now);
+  for (const TransferId& operation : operations) {
+    const auto it = operations_.find(operation);
+    if (it != operations_.end() && it->second->session() == id) it->second->session_lost(now);
   }
   if (is_bearer(peer) && up_.count(peer) == 0) on_bearer_gone(peer, now, out);
   for (const UnackedEnd& again : unacked_ends.take()) send_end(peer, again, now, out);
-  for (const TransferId& post : posts) {
-    const auto it = posts_.find(post);
-    if (it != posts_.end() && it->second->session() == 0) settle(it, now, out);
+  for (const TransferId& operation : operations) {
+    const auto it = operations_.find(operation);
+    if (it != operations_.end() && it->second->session() == 0) settle(it, now, out);
   }
 }
 
@@ -297,11 +297,11 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
     for (const UnackedEnd& again : ends->second.take()) send_end_over(id, session, again, now, out);
     unsent_ends_.erase(ends);
   }
-  for (auto it = posts_.begin(); it != posts_.end();) {
+  for (auto it = operations_.begin(); it != operations_.end();) {
     const auto current = it++;
-    Post& post = *current->second;
-    if (!post.can_attach() || !is_peer(peer, post) || session_kind(post.lane()) != kind || !carries(session, post)) continue;
-    attach(post, id, now, out);
+    Operation& operation = *current->second;
+    if (!operation.can_attach() || !is_peer(peer, operation) || session_kind(operation.lane()) != kind || !carries(session, operation)) continue;
+    attach(operation, id, now, out);
     settle(current, now, out);
   }
   if (!carries_ours(session)) return;
@@ -309,10 +309,10 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
   drop_suspects(id, peer, kind, now, out);
 }
 
-bool Endpoint::has_maps(const Session& session, const Post& post) {
-  if (!needs_map(post.lane())) return true;
-  const std::vector<uint32_t> regions = post.remote_regions();
-  return std::all_of(regions.begin(), regions.end(), [&](uint32_t region) { return session.maps.count({region, post.lane()}) != 0; });
+bool Endpoint::has_maps(const Session& session, const Operation& operation) {
+  if (!needs_map(operation.lane())) return true;
+  const std::vector<uint32_t> regions = operation.remote_regions();
+  return std::all_of(regions.begin(), regions.end(), [&](uint32_t region) { return session.maps.count({region, operation.lane()}) != 0; });
 }
 
 void Endpoint::on_map(Session& session, const Map& map) {
@@ -363,7 +363,7 @@ void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nan
   const auto to_transfer = [&](const TransferId& transfer_id, auto&& act) {
     if (Transfer* transfer = transfer_of(id, transfer_id)) {
       act(*transfer);
-      settle(posts_.find(transfer_id), now, out);
+      settle(operations_.find(transfer_id), now, out);
     }
   };
   if (const auto* f = std::get_if<Pull>(&frame)) return on_pull(id, peer, *f, now, out);

@@ -24,7 +24,7 @@
 #include <memory>
 
 #include "grant.hpp"
-#include "post.hpp"
+#include "operation.hpp"
 
 namespace kvxfer {
 
@@ -34,20 +34,20 @@ enum class PushEvent : uint8_t { SessionUp, SessionLost, Done, Fail, Cancel };
 TransferState next_state(TransferState state, PushEvent event);
 
 struct PushSpec {
-  Post::Way way;
+  Operation::Route route;
   PieceList local, remote;
   bool wants_checksums = false;
   std::optional<std::string> notification;      // goes with what is asked for
   std::optional<std::string> own_notification;  // too long for that: it goes when the destination said that it committed
 };
 
-class PushPost final : public Post {
+class PushOperation final : public Operation {
  public:
   // `claim` of the local pieces is taken by the grant, which is made once the destination was reached. Throws
   // Error(no_lane, invalid_argument).
-  PushPost(PushSpec spec, TransferLimits limits, GrantTable& grants, std::unique_ptr<MemoryClaim> claim, Nanos now);
+  PushOperation(PushSpec spec, TransferLimits limits, GrantTable& grants, std::unique_ptr<MemoryClaim> claim, Nanos now);
 
-  PushPost* as_push() override { return this; }
+  PushOperation* as_push() override { return this; }
   void on_done(const Done& done, Nanos now, Effects& out);
   // The destination is at it: it asks for what follows the first `landed` pieces.
   void heard(uint32_t landed, Nanos now) {
@@ -72,7 +72,7 @@ class PushPost final : public Post {
   void finish(TransferState state, Code code, const std::string& text, Nanos now, Effects& out) override;
 
  private:
-  bool may_be_committed() const { return has_grant_ && grants_->has_confirmed(way_.id); }
+  bool may_be_committed() const { return has_grant_ && grants_->has_confirmed(route_.id); }
   bool is_last() const;
   void ask(Nanos now, Effects& out);
   void end_grant(Nanos now, Effects& out);

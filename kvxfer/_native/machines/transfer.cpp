@@ -10,7 +10,7 @@ constexpr Nanos kRenewGapMin = 10 * kMillisecond;
 constexpr size_t kAskedMax = 16;
 constexpr uint32_t kReasksMax = 4;  // a source that never knows of what it was asked would have us ask for ever
 
-Post::Way way_of(const TransferSpec& spec) { return {spec.id, spec.source, spec.lanes, spec.deadline, spec.is_offered}; }
+Operation::Route route_of(const TransferSpec& spec) { return {spec.id, spec.source, spec.lanes, spec.deadline, spec.is_offered}; }
 
 }  // namespace
 
@@ -58,7 +58,7 @@ TransferState next_state(TransferState state, TransferEvent event) {
 }
 
 Transfer::Transfer(TransferSpec spec, TransferLimits limits, std::unique_ptr<MemoryClaim> into, Nanos now)
-    : Post(way_of(spec), limits, now), spec_(std::move(spec)), into_(std::move(into)), nonce_state_(spec_.nonce_seed) {
+    : Operation(route_of(spec), limits, now), spec_(std::move(spec)), into_(std::move(into)), nonce_state_(spec_.nonce_seed) {
   if (total() == 0) throw Error(Code::invalid_argument, "a transfer needs at least one block");
   if (needs_checksums()) spec_.wants_checksums = true;
   is_complete_ = knows_pieces();
@@ -102,7 +102,7 @@ void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
     pull.block_bytes = into_->pool()->block_bytes;
     pull.digest = into_->pool()->digest;
     // A little more than it will wait: the reader itself knows best when that is over.
-    const Nanos wait = way_.deadline == kNever ? kNever : way_.deadline - now + limits_.stall_ns;
+    const Nanos wait = route_.deadline == kNever ? kNever : route_.deadline - now + limits_.stall_ns;
     pull.wait_ms = static_cast<uint32_t>(std::clamp<Nanos>(wait / kMillisecond, 1, UINT32_MAX));
   }
   if (is_fetch()) {
@@ -136,7 +136,7 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
   const Nanos left = Nanos{ready.ttl_ms} * kMillisecond;
   source_ttl_ = std::max(source_ttl_, left);
   renew_at_ = std::min(is_granted_ ? renew_at_ : kNever, now + left / 3);
-  if (!is_granted_ && spec_.granted_ns != 0) way_.deadline = now + spec_.granted_ns;
+  if (!is_granted_ && spec_.granted_ns != 0) route_.deadline = now + spec_.granted_ns;
   is_granted_ = true;
   is_complete_ = is_complete_ || ready.complete;
   if (is_news) tell(TransferGranted{spec_.id}, out);
@@ -297,12 +297,12 @@ void Transfer::change_turn(Nanos now, Effects& out) {
   if (has_lane_) note_lane("the writer went on by another lane");
   leave_lane(now, out);
   if (!turn_lane_) return next_lane("the destination does not read by this lane", now, out);
-  way_.lanes[lane_] = *turn_lane_;
+  route_.lanes[lane_] = *turn_lane_;
   has_lane_ = true;
 }
 
 void Transfer::next_lane(const std::string& why, Nanos now, Effects& out) {
-  if (!is_offered()) return Post::next_lane(why, now, out);
+  if (!is_offered()) return Operation::next_lane(why, now, out);
   note_lane(why);
   if (spec_.is_last) return fail(Code::no_lane, why, now, out);
   if (session_ != 0) send(Done{spec_.id, Code::no_lane, why, spec_.turn}, out);  // else when it is asked again
@@ -360,7 +360,7 @@ void Transfer::on_verdict(const Verdict& verdict, Nanos now, Effects& out) {
 // The source did not know of it, or says nothing.
 void Transfer::on_gone(Nanos now, Effects& out) {
   const std::string text = std::exchange(gone_text_, {});
-  const bool has_next = is_offered() ? !spec_.is_last : lane_ + 1 < way_.lanes.size();
+  const bool has_next = is_offered() ? !spec_.is_last : lane_ + 1 < route_.lanes.size();
   if (has_next) return next_lane(text, now, out);
   fail(Code::memory_gone, text, now, out);
 }
@@ -393,7 +393,7 @@ void Transfer::finish(TransferState state, Code code, const std::string& text, N
   into_->quarantine();
   const Nanos first = first_read_at_ == 0 ? now : first_read_at_;
   const Nanos last = last_landed_at_ == 0 ? first : last_landed_at_;
-  outcome_ = TransferFinal{spec_.id, state_, code, text, lane(), lane_notes_, attempt_, done_, before_complete_, first - posted_at_,
+  outcome_ = TransferFinal{spec_.id, state_, code, text, lane(), lane_notes_, attempt_, done_, before_complete_, first - began_at_,
                            reading_ns_, now - last, checked_, session_};
   tell(outcome_, out);
   if (reading_ == 0 || has_bug(Bug::free_before_drain)) drain(out);

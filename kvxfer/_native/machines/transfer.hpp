@@ -47,7 +47,7 @@
 #include <memory>
 
 #include "memory_claim.hpp"
-#include "post.hpp"
+#include "operation.hpp"
 
 namespace kvxfer {
 
@@ -76,7 +76,7 @@ struct TransferSpec {
   std::optional<std::string> notification;  // after the commit: of a fetch to the source's owner, of a push to our own
 };
 
-class Transfer final : public Post {
+class Transfer final : public Operation {
  public:
   // Takes `into`; throws Error(invalid_argument, no_lane, blocks_busy).
   Transfer(TransferSpec spec, TransferLimits limits, std::unique_ptr<MemoryClaim> into, Nanos now);

@@ -1,8 +1,8 @@
-// What every post has in common, whether it pulls, fetches or pushes: a peer that must be reached by the first of some lanes
-// that serves, a deadline, and patience with a peer that says nothing. What is said to the peer, and what ends the post, is
+// What every operation has in common, a pull, a fetch or a push: a peer that must be reached by the first of some lanes
+// that serves, a deadline, and patience with a peer that says nothing. What is said to the peer, and what ends it, is
 // the business of Transfer and Push.
 //
-// A post holds at most one session and asks its owner, the endpoint, for another where it has none. One that a peer's push
+// An operation holds at most one session and asks its owner, the endpoint, for another where it has none. One that a peer's push
 // asked for (is_offered) dials nobody: the peer that wants it comes itself, and the owner is told of its end in other words.
 //
 // A peer is unreachable where it cannot be dialed, and also where session after session comes up, brings nothing and is lost at
@@ -15,19 +15,19 @@
 namespace kvxfer {
 
 class Transfer;
-class PushPost;
+class PushOperation;
 
 struct TransferLimits {
-  Nanos stall_ns = 1'000 * kMillisecond;      // heard nothing of this post for so long: ask again; then after twice that, up to 16 times
+  Nanos stall_ns = 1'000 * kMillisecond;      // heard nothing of this operation for so long: ask again; then after twice that, up to 16 times
   Nanos reconnect_ns = 3'000 * kMillisecond;  // peer unreachable for so long: peer_gone
   Nanos ttl_ns = 10'000 * kMillisecond;       // asked for with each renewal
   Nanos engine_silent_ns = 10'000 * kMillisecond;  // the source's engine has work and gave no sign of life for so long: peer_gone
   uint64_t read_bytes_max = 32 << 20;         // of one ReadBlocks, unless a single block is larger
 };
 
-class Post {
+class Operation {
  public:
-  struct Way {
+  struct Route {
     TransferId id;
     AgentRef peer;
     std::vector<Lane> lanes;  // allowed, best first
@@ -36,19 +36,19 @@ class Post {
   };
 
   // Throws Error(no_lane, invalid_argument).
-  Post(Way way, TransferLimits limits, Nanos now);
-  virtual ~Post() = default;
-  Post(const Post&) = delete;
-  Post& operator=(const Post&) = delete;
+  Operation(Route route, TransferLimits limits, Nanos now);
+  virtual ~Operation() = default;
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
 
   virtual Transfer* as_transfer() { return nullptr; }
-  virtual PushPost* as_push() { return nullptr; }
+  virtual PushOperation* as_push() { return nullptr; }
 
-  const TransferId& id() const { return way_.id; }
-  const AgentRef& peer() const { return way_.peer; }
-  bool is_offered() const { return way_.is_offered; }
+  const TransferId& id() const { return route_.id; }
+  const AgentRef& peer() const { return route_.peer; }
+  bool is_offered() const { return route_.is_offered; }
   TransferState state() const { return state_; }
-  Lane lane() const { return way_.lanes[lane_]; }
+  Lane lane() const { return route_.lanes[lane_]; }
   SessionId session() const { return session_; }
   bool is_over() const { return is_final(state_) && is_drained_; }
   // The peer's regions that a read would go to, where they are known without its word.
@@ -95,14 +95,14 @@ class Post {
   void fail(Code code, const std::string& text, Nanos now, Effects& out) { end(TransferState::Failed, code, text, now, out); }
   void send(Frame frame, Effects& out) const { out.push_back(SendFrame{session_, std::move(frame)}); }
   void tell(Effect effect, Effects& out) const {
-    if (!way_.is_offered) out.push_back(std::move(effect));
+    if (!route_.is_offered) out.push_back(std::move(effect));
   }
   virtual void next_lane(const std::string& why, Nanos now, Effects& out);
   void note_lane(const std::string& why);
   void leave_lane(Nanos now, Effects& out);
   Nanos patience() const;
 
-  Way way_;
+  Route route_;
   TransferLimits limits_;
   TransferState state_ = TransferState::Connecting;
   size_t lane_ = 0;
@@ -112,7 +112,7 @@ class Post {
   bool is_mapped_ = false;
   bool is_drained_ = false;
   uint32_t silences_ = 0;  // questions in a row that brought nothing
-  Nanos posted_at_, heard_at_, dial_at_, unreachable_since_;
+  Nanos began_at_, heard_at_, dial_at_, unreachable_since_;
   TransferFinal outcome_{};
 
   // Bytes landed: what sessions brought nothing before counts no more.
