@@ -199,10 +199,10 @@ class AgentRef:
 
 class Ranges:
     """
-    Byte ranges of regions: rows of (region, offset, stride, length, count), seen as one list of pieces.
+    Byte ranges of regions: rows of (region, offset, stride, length, count), seen as one list of elements.
     """
 
-    def __init__(self, grids: Annotated[NDArray[numpy.uint64], dict(shape=(None, 5), order='C', device='cpu', writable=False)]) -> None: ...
+    def __init__(self, rows: Annotated[NDArray[numpy.uint64], dict(shape=(None, 5), order='C', device='cpu', writable=False)]) -> None: ...
 
     @property
     def count(self) -> int: ...
@@ -211,19 +211,19 @@ class Ranges:
     def uniform_bytes(self) -> int: ...
 
     @property
-    def grid_count(self) -> int: ...
+    def row_count(self) -> int: ...
 
     @property
     def is_table(self) -> bool: ...
 
     @property
-    def grids(self) -> list[tuple[int, int, int, int, int]]: ...
+    def rows(self) -> list[tuple[int, int, int, int, int]]: ...
 
     def lengths(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
-        """Bytes of each piece."""
+        """Bytes of each element."""
 
 class Extent:
-    """Some blocks of a pool, or some pieces of ranges, in order."""
+    """Some blocks of a pool, or some elements of ranges, in order."""
 
     @property
     def pool(self) -> int: ...
@@ -236,7 +236,7 @@ class Extent:
 
     @property
     def blocks(self) -> list[int]:
-        """The block ids, or piece ids, that are meant."""
+        """The block ids, or element ids, that are meant."""
 
     @property
     def ranges(self) -> Ranges | None: ...
@@ -265,15 +265,15 @@ class RegionInfo:
     def is_exposed(self) -> bool: ...
 
 class WireList:
-    """Pieces of regions as a frame carries them; no picks: all."""
+    """Elements of regions as a frame carries them; no indices: all."""
 
-    def __init__(self, grids: Sequence[tuple[int, int, int, int, int]], picks: Sequence[int] = []) -> None: ...
-
-    @property
-    def grids(self) -> list[tuple[int, int, int, int, int]]: ...
+    def __init__(self, rows: Sequence[tuple[int, int, int, int, int]], indices: Sequence[int] = []) -> None: ...
 
     @property
-    def picks(self) -> list[int]: ...
+    def rows(self) -> list[tuple[int, int, int, int, int]]: ...
+
+    @property
+    def indices(self) -> list[int]: ...
 
 class Hello:
     def __init__(self, step: HelloStep, agent: AgentRef, peer: AgentRef, nonce: bytes, mac: bytes) -> None: ...
@@ -330,13 +330,13 @@ class Pull:
     def content_digest(self) -> bytes: ...
 
 class Fetch:
-    def __init__(self, pull: Pull, pieces: WireList) -> None: ...
+    def __init__(self, pull: Pull, elements: WireList) -> None: ...
 
     @property
     def pull(self) -> Pull: ...
 
     @property
-    def pieces(self) -> WireList: ...
+    def elements(self) -> WireList: ...
 
 class Push:
     def __init__(self, id: bytes, lane: Lane, source: WireList, to: WireList, deadline_ms: int = 0, wants_checksums: bool = False, notification: bytes | None = None, turn: int = 0, is_last: bool = True) -> None: ...
@@ -1383,7 +1383,7 @@ class CoreStatistics:
 
     @property
     def bytes_streamed_in(self) -> int:
-        """Over TCP and Unix sockets, into blocks and pieces."""
+        """Over TCP and Unix sockets, into blocks and elements."""
 
     @property
     def bytes_streamed_out(self) -> int: ...
@@ -1497,9 +1497,9 @@ class Region:
     def fileno(self) -> int:
         """The memfd, which stays the region's: for a look from another process."""
 
-class Pieces:
+class Elements:
     """
-    A list of pieces of registered memory: pieces `ids` (uint32, shape [n]) of `ranges`, in this order.
+    A list of elements of registered memory: elements `ids` (uint32, shape [n]) of `ranges`, in this order.
     """
 
     def __init__(self, ranges: Ranges, ids: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
@@ -1513,7 +1513,7 @@ class Pieces:
 
 class PreparedPost:
     """
-    A read or write of a peer's pieces that can be started again and again, by any thread: see Core.
+    A read or write of a peer's elements that can be started again and again, by any thread: see Core.
     """
 
     def start(self, id: bytes, timeout_ns: int, notification: bytes | None = None, wants_checksums: bool = False) -> None:
@@ -1618,15 +1618,15 @@ class Core:
         is not touched any more.
         """
 
-    def prepare_fetch(self, peer: AgentRef, local: Pieces, remote: Pieces, lanes: Sequence[Lane]) -> PreparedPost:
+    def prepare_fetch(self, peer: AgentRef, local: Elements, remote: Elements, lanes: Sequence[Lane]) -> PreparedPost:
         """
-        Reads of the peer's pieces `remote` into own pieces `local`, one for one, of equal lengths; nothing is checked before the start.
+        Reads of the peer's elements `remote` into own elements `local`, one for one, of equal lengths; nothing is checked before the start.
         `lanes`: allowed, best first.
         """
 
-    def prepare_push(self, peer: AgentRef, local: Pieces, remote: Pieces, lanes: Sequence[Lane]) -> PreparedPost:
+    def prepare_push(self, peer: AgentRef, local: Elements, remote: Elements, lanes: Sequence[Lane]) -> PreparedPost:
         """
-        Have the peer read own pieces `local` into its `remote`; else as `prepare_fetch`. Own pieces must stay as they are until
+        Have the peer read own elements `local` into its `remote`; else as `prepare_fetch`. Own elements must stay as they are until
         TransferFinal, and their memory until TransferDrained.
         """
 

@@ -47,12 +47,12 @@ class PyCore {
     return without_gil([&] { return core_.shared().act(std::forward<F>(call)); });
   }
 
-  // What is asked of a peer: a post or a pull of so many pieces, a notification. Where callers run the event loop, this call may
+  // What is asked of a peer: a post or a pull of so many elements, a notification. Where callers run the event loop, this call may
   // copy and send, and does it without the GIL. Otherwise a small one only enters the endpoint, which takes microseconds, and
   // keeps the GIL: to get it back from a thread that computes in Python can take 5 ms.
   template <class F>
-  auto ask(size_t pieces, F&& call) {
-    return core_.is_run_by_callers() || pieces > kSmallList ? without_gil(std::forward<F>(call)) : call();
+  auto ask(size_t elements, F&& call) {
+    return core_.is_run_by_callers() || elements > kSmallList ? without_gil(std::forward<F>(call)) : call();
   }
 
   void add_foreign_pool(const PoolInfo& info, uint64_t address, uint64_t bytes, nb::object owner, const std::vector<SegmentTuple>& segments,
@@ -93,18 +93,18 @@ class PyCore {
   std::map<uint32_t, nb::object> owners_, region_owners_;
 };
 
-// Some pieces of ranges, in order, as they are posted again and again: copied out of Python's arrays once.
-struct PyPieces {
-  PieceList list;
+// Some elements of ranges, in order, as they are posted again and again: copied out of Python's arrays once.
+struct PyElements {
+  ElementList list;
 };
 
-void bind_pieces(nb::module_& m) {
-  nb::class_<PyPieces>(m, "Pieces", "A list of pieces of registered memory: pieces `ids` (uint32, shape [n]) of `ranges`, in this order.")
+void bind_elements(nb::module_& m) {
+  nb::class_<PyElements>(m, "Elements", "A list of elements of registered memory: elements `ids` (uint32, shape [n]) of `ranges`, in this order.")
       .def("__init__",
-           [](PyPieces* self, const PyRanges& ranges, const BlockArray& ids) { new (self) PyPieces{PieceList{ranges.ranges, to_ids(ids)}}; },
+           [](PyElements* self, const PyRanges& ranges, const BlockArray& ids) { new (self) PyElements{ElementList{ranges.ranges, to_ids(ids)}}; },
            nb::arg("ranges"), nb::arg("ids"))
-      .def_prop_ro("ranges", [](const PyPieces& self) { return PyRanges{self.list.ranges}; })
-      .def_prop_ro("ids", [](const PyPieces& self) {
+      .def_prop_ro("ranges", [](const PyElements& self) { return PyRanges{self.list.ranges}; })
+      .def_prop_ro("ids", [](const PyElements& self) {
         auto* kept = new IdList(self.list.ids);
         const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<IdList*>(p); });
         return nb::ndarray<nb::numpy, const uint32_t, nb::ndim<1>>((*kept)->data(), {(*kept)->size()}, owner);
@@ -146,7 +146,7 @@ void bind_statistics(nb::module_& m) {
       .def_ro("bytes_mapped", &S::bytes_mapped, "Copied out of peers' mapped pools.")
       .def_ro("bytes_cma", &S::bytes_cma, "Copied out of peers' memory by the kernel.")
       .def_ro("bytes_ucx", &S::bytes_ucx)
-      .def_ro("bytes_streamed_in", &S::bytes_streamed_in, "Over TCP and Unix sockets, into blocks and pieces.")
+      .def_ro("bytes_streamed_in", &S::bytes_streamed_in, "Over TCP and Unix sockets, into blocks and elements.")
       .def_ro("bytes_streamed_out", &S::bytes_streamed_out)
       .def_ro("bytes_spliced_out", &S::bytes_spliced_out, "Of those, what went to peers under this kernel without a copy.")
       .def_ro("bytes_discarded", &S::bytes_discarded, "Payload that came for reads that were over.")
@@ -233,7 +233,7 @@ struct PyPreparedPost {
 };
 
 template <auto Method>
-PyPreparedPost prepare(PyCore& self, const AgentRef& peer, const PyPieces& local, const PyPieces& remote, std::vector<Lane> lanes) {
+PyPreparedPost prepare(PyCore& self, const AgentRef& peer, const PyElements& local, const PyElements& remote, std::vector<Lane> lanes) {
   PyPreparedPost prepared{self, Method, {}};
   prepared.common.peer = peer;
   prepared.common.local = local.list;
@@ -243,7 +243,7 @@ PyPreparedPost prepare(PyCore& self, const AgentRef& peer, const PyPieces& local
 }
 
 void bind_prepared_post(nb::module_& m) {
-  nb::class_<PyPreparedPost>(m, "PreparedPost", "A read or write of a peer's pieces that can be started again and again, by any thread: see Core.")
+  nb::class_<PyPreparedPost>(m, "PreparedPost", "A read or write of a peer's elements that can be started again and again, by any thread: see Core.")
       .def("start", &PyPreparedPost::start, nb::arg("id"), nb::arg("timeout_ns"), nb::arg("notification") = nb::none(), nb::arg("wants_checksums") = false,
            "Start one transfer, called `id`, 16 bytes never used before; it ends in TransferFinal and TransferDrained, at the latest when\n"
            "`timeout_ns` have passed. `notification` goes to the peer once it is committed; `wants_checksums`: its bytes go with CRC-32Cs. Raises\n"
@@ -321,10 +321,10 @@ void bind_core_class(nb::module_& m) {
            "Ends every peer's read and write of it. Raises BlocksBusy while an own fetch may still write there. When it returns, the memory\n"
            "is not touched any more.")
       .def("prepare_fetch", prepare<&Core::fetch>, nb::keep_alive<0, 1>(), nb::arg("peer"), nb::arg("local"), nb::arg("remote"), nb::arg("lanes"),
-           "Reads of the peer's pieces `remote` into own pieces `local`, one for one, of equal lengths; nothing is checked before the start.\n"
+           "Reads of the peer's elements `remote` into own elements `local`, one for one, of equal lengths; nothing is checked before the start.\n"
            "`lanes`: allowed, best first.")
       .def("prepare_push", prepare<&Core::push>, nb::keep_alive<0, 1>(), nb::arg("peer"), nb::arg("local"), nb::arg("remote"), nb::arg("lanes"),
-           "Have the peer read own pieces `local` into its `remote`; else as `prepare_fetch`. Own pieces must stay as they are until\n"
+           "Have the peer read own elements `local` into its `remote`; else as `prepare_fetch`. Own elements must stay as they are until\n"
            "TransferFinal, and their memory until TransferDrained.")
       .def("accept_bearer_key",
            [](PyCore& self, const Bytes32& key) { self.act([&](Endpoint& e, Nanos, Effects&) { e.accept_bearer_key(key); }); }, nb::arg("key"),
@@ -462,7 +462,7 @@ void bind_core(nb::module_& m) {
   bind_events(m);
   bind_statistics(m);
   bind_region(m);
-  bind_pieces(m);
+  bind_elements(m);
   bind_prepared_post(m);
   bind_core_class(m);
   bind_lanes(m);

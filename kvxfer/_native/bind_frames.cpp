@@ -4,52 +4,52 @@
 namespace kvxfer {
 namespace {
 
-using GridTuple = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, uint32_t>;
+using RangeTuple = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, uint32_t>;
 
-std::vector<Grid> to_grids(const std::vector<GridTuple>& tuples) {
-  std::vector<Grid> grids;
-  for (const auto& [region, offset, stride, length, count] : tuples) grids.push_back({region, offset, stride, length, count});
-  return grids;
+std::vector<StridedRange> to_strided(const std::vector<RangeTuple>& tuples) {
+  std::vector<StridedRange> rows;
+  for (const auto& [region, offset, stride, length, count] : tuples) rows.push_back({region, offset, stride, length, count});
+  return rows;
 }
 
-std::vector<GridTuple> to_tuples(const std::vector<Grid>& grids) {
-  std::vector<GridTuple> tuples;
-  for (const Grid& g : grids) tuples.emplace_back(g.region, g.offset, g.stride, g.length, g.count);
+std::vector<RangeTuple> to_tuples(const std::vector<StridedRange>& rows) {
+  std::vector<RangeTuple> tuples;
+  for (const StridedRange& g : rows) tuples.emplace_back(g.region, g.offset, g.stride, g.length, g.count);
   return tuples;
 }
 
-using GridArray = nb::ndarray<const uint64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
+using RowArray = nb::ndarray<const uint64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 
-PyRanges to_ranges(const GridArray& rows) {
-  std::vector<Grid> grids(rows.shape(0));
-  for (size_t i = 0; i < grids.size(); ++i) {
-    const uint64_t* row = rows.data() + 5 * i;
+PyRanges to_ranges(const RowArray& array) {
+  std::vector<StridedRange> rows(array.shape(0));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const uint64_t* row = array.data() + 5 * i;
     if (row[0] > UINT32_MAX || row[4] > UINT32_MAX) throw Error(Code::invalid_argument, "range " + std::to_string(i) + ": region and count have 32 bits");
-    grids[i] = Grid{static_cast<uint32_t>(row[0]), row[1], row[2], row[3], static_cast<uint32_t>(row[4])};
+    rows[i] = StridedRange{static_cast<uint32_t>(row[0]), row[1], row[2], row[3], static_cast<uint32_t>(row[4])};
   }
-  return PyRanges{std::make_shared<const Ranges>(std::move(grids))};
+  return PyRanges{std::make_shared<const Ranges>(std::move(rows))};
 }
 
 }  // namespace
 
 void bind_ranges(nb::module_& m) {
-  nb::class_<PyRanges>(m, "Ranges", "Byte ranges of regions: rows of (region, offset, stride, length, count), seen as one list of pieces.")
-      .def("__init__", [](PyRanges* self, const GridArray& grids) { new (self) PyRanges(to_ranges(grids)); }, nb::arg("grids"))
+  nb::class_<PyRanges>(m, "Ranges", "Byte ranges of regions: rows of (region, offset, stride, length, count), seen as one list of elements.")
+      .def("__init__", [](PyRanges* self, const RowArray& rows) { new (self) PyRanges(to_ranges(rows)); }, nb::arg("rows"))
       .def_prop_ro("count", [](const PyRanges& r) { return r.ranges->count(); })
       .def_prop_ro("uniform_bytes", [](const PyRanges& r) { return r.ranges->uniform_bytes(); })
-      .def_prop_ro("grid_count", [](const PyRanges& r) { return r.ranges->grids().size(); })
+      .def_prop_ro("row_count", [](const PyRanges& r) { return r.ranges->rows().size(); })
       .def_prop_ro("is_table", [](const PyRanges& r) { return r.ranges->is_table(); })
-      .def_prop_ro("grids", [](const PyRanges& r) { return to_tuples(r.ranges->grids()); })
+      .def_prop_ro("rows", [](const PyRanges& r) { return to_tuples(r.ranges->rows()); })
       .def("lengths", [](const PyRanges& r) {
         const uint32_t count = r.ranges->count();
         auto* lengths = new uint64_t[count];
         for (uint32_t i = 0; i < count; ++i) lengths[i] = r.ranges->bytes_of(i);
         nb::capsule owner(lengths, [](void* p) noexcept { delete[] static_cast<uint64_t*>(p); });
         return nb::ndarray<nb::numpy, uint64_t, nb::ndim<1>>(lengths, {count}, owner);
-      }, "Bytes of each piece.");
-  nb::class_<Extent>(m, "Extent", "Some blocks of a pool, or some pieces of ranges, in order.")
+      }, "Bytes of each element.");
+  nb::class_<Extent>(m, "Extent", "Some blocks of a pool, or some elements of ranges, in order.")
       .def_ro("pool", &Extent::pool).def_ro("first", &Extent::first).def_ro("count", &Extent::count)
-      .def_prop_ro("blocks", &ids_of, "The block ids, or piece ids, that are meant.")
+      .def_prop_ro("blocks", &ids_of, "The block ids, or element ids, that are meant.")
       .def_prop_ro("ranges", [](const Extent& e) { return e.ranges ? std::optional(PyRanges{e.ranges}) : std::nullopt; });
   nb::class_<RegionInfo>(m, "RegionInfo", "An open-ended grant and offer of one registered region.")
       .def("__init__",
@@ -60,12 +60,12 @@ void bind_ranges(nb::module_& m) {
            nb::arg("is_exposed") = true)
       .def_ro("id", &RegionInfo::id).def_ro("bytes", &RegionInfo::bytes).def_ro("can_read", &RegionInfo::can_read)
       .def_ro("can_write", &RegionInfo::can_write).def_ro("is_shareable", &RegionInfo::is_shareable).def_ro("is_exposed", &RegionInfo::is_exposed);
-  nb::class_<WireList>(m, "WireList", "Pieces of regions as a frame carries them; no picks: all.")
+  nb::class_<WireList>(m, "WireList", "Elements of regions as a frame carries them; no indices: all.")
       .def("__init__",
-           [](WireList* w, const std::vector<GridTuple>& grids, std::vector<uint32_t> picks) { new (w) WireList{to_grids(grids), std::move(picks)}; },
-           nb::arg("grids"), nb::arg("picks") = std::vector<uint32_t>{})
-      .def_prop_ro("grids", [](const WireList& w) { return to_tuples(w.grids); })
-      .def_ro("picks", &WireList::picks);
+           [](WireList* w, const std::vector<RangeTuple>& rows, std::vector<uint32_t> indices) { new (w) WireList{to_strided(rows), std::move(indices)}; },
+           nb::arg("rows"), nb::arg("indices") = std::vector<uint32_t>{})
+      .def_prop_ro("rows", [](const WireList& w) { return to_tuples(w.rows); })
+      .def_ro("indices", &WireList::indices);
 }
 
 void bind_frames(nb::module_& m) {
@@ -84,8 +84,8 @@ void bind_frames(nb::module_& m) {
            nb::arg("digest"), nb::arg("wait_ms"), nb::arg("content_digest") = Bytes32{}, nb::arg("wants_checksums") = false)
       .def_ro("wants_checksums", &Pull::wants_checksums).def_ro("id", &Pull::id).def_ro("attempt", &Pull::attempt).def_ro("nonce", &Pull::nonce).def_ro("lane", &Pull::lane).def_ro("first", &Pull::first)
       .def_ro("count", &Pull::count).def_ro("block_bytes", &Pull::block_bytes).def_ro("digest", &Pull::digest).def_ro("wait_ms", &Pull::wait_ms).def_ro("content_digest", &Pull::content_digest);
-  nb::class_<Fetch>(m, "Fetch").def("__init__", [](Fetch* f, Pull pull, WireList pieces) { new (f) Fetch{std::move(pull), std::move(pieces)}; }, nb::arg("pull"), nb::arg("pieces"))
-      .def_ro("pull", &Fetch::pull).def_ro("pieces", &Fetch::pieces);
+  nb::class_<Fetch>(m, "Fetch").def("__init__", [](Fetch* f, Pull pull, WireList elements) { new (f) Fetch{std::move(pull), std::move(elements)}; }, nb::arg("pull"), nb::arg("elements"))
+      .def_ro("pull", &Fetch::pull).def_ro("elements", &Fetch::elements);
   nb::class_<Push>(m, "Push")
       .def("__init__",
            [](Push* f, TransferId id, Lane lane, WireList from, WireList to, uint32_t deadline_ms, bool wants_checksums, std::optional<nb::bytes> notification, uint8_t turn,

@@ -259,7 +259,7 @@ Effects post(Endpoint& e, TransferId id, const AgentRef& peer, const PyRanges& l
              std::vector<uint32_t> remote_ids, std::vector<Lane> lanes, Nanos deadline_ns, uint64_t nonce_seed, Nanos now_ns,
              const std::optional<nb::bytes>& notification, bool wants_checksums) {
   const auto list = [](const PyRanges& ranges, std::vector<uint32_t> ids) {
-    return PieceList{ranges.ranges, std::make_shared<const std::vector<uint32_t>>(std::move(ids))};
+    return ElementList{ranges.ranges, std::make_shared<const std::vector<uint32_t>>(std::move(ids))};
   };
   PostSpec spec{id, peer, list(local, std::move(local_ids)), list(remote, std::move(remote_ids)), std::move(lanes), deadline_ns, nonce_seed, wants_checksums, {}};
   if (notification) spec.notification = std::string(view(*notification));

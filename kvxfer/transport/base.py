@@ -67,7 +67,7 @@ SEGMENTS_MAX = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """One piece of the host's or of a device's memory, and what keeps it there."""
+    """One element of the host's or of a device's memory, and what keeps it there."""
 
     address: int
     length_bytes: int
@@ -86,8 +86,8 @@ class PostOrder(NamedTuple):
     """What the transfers of one part of a post have in common, however often it is started."""
 
     peer: AgentRef
-    local: _core.Pieces
-    remote: _core.Pieces
+    local: _core.Elements
+    remote: _core.Elements
     lanes: Sequence[Lane]
     """Allowed, best first."""
 
@@ -100,7 +100,7 @@ class StartPost(Protocol):
         :func:`as_nanoseconds`. ``notification`` goes to the peer once the bytes are committed; ``wants_checksums``:
         they go with CRC-32Cs.
 
-        Raises InvalidArgumentError (lists that do not match, a local piece outside its region), LimitExceededError,
+        Raises InvalidArgumentError (lists that do not match, a local element outside its region), LimitExceededError,
         PeerGoneError, LaneUnavailableError, ClosedError.
         """
         ...
@@ -291,11 +291,11 @@ class Transport(Protocol):
         ...
 
     def prepare_fetch(self, order: PostOrder) -> StartPost:
-        """How the peer's pieces are read into ours, one by one of equal length. Checks nothing: its start does."""
+        """How the peer's elements are read into ours, one by one of equal length. Checks nothing: its start does."""
         ...
 
     def prepare_push(self, order: PostOrder) -> StartPost:
-        """How the peer's core is made to read our pieces into its own; otherwise as :meth:`prepare_fetch`.
+        """How the peer's core is made to read our elements into its own; otherwise as :meth:`prepare_fetch`.
         TransferDrained comes once nothing of our memory can be under way any more.
         """
         ...

@@ -38,13 +38,13 @@ class BatchStatistics:
     final here (until now, while it is not). ``seconds``: of its slowest transfer, by phase as in TransferResult."""
 
     bytes: int
-    pieces: int
+    elements: int
     parts: int
     post_us: float
     transfer_us: float
     lane: Lane | None
     attempts: int
-    pieces_checked: int
+    elements_checked: int
     """Whose CRC-32C was verified before the commit, here or by the peer that is written to."""
     is_checked: bool | None
     """Whether that is all of them; ``None``: checksums were not asked for, or it is not committed."""
@@ -106,7 +106,7 @@ class TransferBatch:
     def __repr__(self) -> str:
         drained = "" if self.is_drained or not self.is_final else ", draining"
         return (
-            f"<TransferBatch {self.plan.op} {self.plan.nbytes} bytes in {self.plan.pieces} pieces, "
+            f"<TransferBatch {self.plan.op} {self.plan.nbytes} bytes in {self.plan.elements} elements, "
             f"peer {self.plan.peer.ref}: {self._state.name.lower()}{drained}>"
         )
 
@@ -173,14 +173,14 @@ class TransferBatch:
         end_ns = self._final_ns or time.monotonic_ns()
         return BatchStatistics(
             bytes=plan.nbytes,
-            pieces=plan.pieces,
+            elements=plan.elements,
             parts=len(plan.parts),
             post_us=post_ns / 1e3,
             transfer_us=(end_ns - self._begun_ns) / 1e3,
             lane=None if final is None else LANES_BACK[final.lane],
             attempts=sum(each.attempts for each in finals),
-            pieces_checked=checked,
-            is_checked=checked == plan.pieces if is_known else None,
+            elements_checked=checked,
+            is_checked=checked == plan.elements if is_known else None,
             seconds={
                 "queue": queue_ns / NS_PER_S,
                 "plan": post_ns / NS_PER_S,

@@ -303,12 +303,12 @@ class MemoryTransport:
         wants_checksums: bool,
     ) -> None:
         local, remote, lanes = order.local, order.remote, [LANES[lane] for lane in order.lanes]
-        pieces = (local.ranges, local.ids.tolist(), remote.ranges, remote.ids.tolist())
+        elements = (local.ranges, local.ids.tolist(), remote.ranges, remote.ids.tolist())
         with self._open() as endpoint:
             now_ns = self._network.now_ns
             when = (now_ns + timeout_ns, self._network.random.getrandbits(64), now_ns)
             self.act(
-                act(endpoint, identity, write_ref(order.peer), *pieces, lanes, *when, notification, wants_checksums)
+                act(endpoint, identity, write_ref(order.peer), *elements, lanes, *when, notification, wants_checksums)
             )
 
     def abort_pull(self, transfer_id: TransferId, source: AgentRef) -> None:
@@ -468,7 +468,7 @@ class MemoryTransport:
             if data is None:
                 stop("the source's memory is gone")
                 return
-            if effect.checksums and list(effect.checksums) != [_core.crc32c(piece) for piece in data]:
+            if effect.checksums and list(effect.checksums) != [_core.crc32c(element) for element in data]:
                 stop("a block has another checksum than its source said", _core.Code.checksum)
                 return
             self._memories.write(effect.to, data)

@@ -380,7 +380,7 @@ def host_id() -> str:
     return f"{boot_id}:{os.geteuid()}"
 
 
-def _written(order: PostOrder) -> tuple[_core.AgentRef, _core.Pieces, _core.Pieces, list[_core.Lane]]:
+def _written(order: PostOrder) -> tuple[_core.AgentRef, _core.Elements, _core.Elements, list[_core.Lane]]:
     return write_ref(order.peer), order.local, order.remote, [LANES[lane] for lane in order.lanes]
 
 

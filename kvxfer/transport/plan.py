@@ -33,10 +33,10 @@ class Op(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlanPart:
-    """One transfer: pieces of our memory, and as many of the peer's."""
+    """One transfer: elements of our memory, and as many of the peer's."""
 
-    local: _core.Pieces
-    remote: _core.Pieces
+    local: _core.Elements
+    remote: _core.Elements
 
 
 RouteKey: TypeAlias = tuple[Transport, tuple[Lane, ...] | None, bool | None]
@@ -62,7 +62,7 @@ class TransferPlan:
     remote: Prepared
     peer: RemotePeer
     parts: tuple[PlanPart, ...]
-    pieces: int
+    elements: int
     nbytes: int
     routes: dict[RouteKey, Route] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -89,7 +89,7 @@ def make_plan(
     count, other_count = (p.count if ids is None else len(ids) for p, ids in ((local, own), (remote, other)))
     if count != other_count:
         raise InvalidArgumentError(f"{count} local descriptors do not pair with {other_count} of the peer")
-    mine, theirs = local.pieces(own), remote.pieces(other)
+    mine, theirs = local.elements(own), remote.elements(other)
     if local.length_bytes and local.length_bytes == remote.length_bytes:
         nbytes = local.length_bytes * count
     else:
@@ -97,7 +97,7 @@ def make_plan(
     shares = max(1, min(shares, nbytes // SHARE_BYTES_MIN))
     size = -(-len(mine) // shares)
     on_wire = (remote,) if op is Op.READ else (local, remote)
-    size = min(size, *(_pieces_max(prepared) for prepared in on_wire))
+    size = min(size, *(_elements_max(prepared) for prepared in on_wire))
     parts = tuple(
         PlanPart(
             _cut(local, mine[begin : begin + size], is_sent=op is Op.WRITE),
@@ -120,8 +120,8 @@ def _compare(mine: Words, theirs: Words, count: int) -> int:
     return int(mine.sum())
 
 
-def _pieces_max(prepared: Prepared) -> int:
-    """How many pieces one frame can carry."""
+def _elements_max(prepared: Prepared) -> int:
+    """How many elements one frame can carry."""
     if prepared.is_table:
         return LIST_BYTES_MAX // RANGE_BYTES
     if _is_sent_whole(prepared):
@@ -134,12 +134,12 @@ def _is_sent_whole(prepared: Prepared) -> bool:
     return RANGE_BYTES * len(prepared.strided) <= LIST_BYTES_MAX // 2
 
 
-def _cut(prepared: Prepared, pieces: Blocks, *, is_sent: bool) -> _core.Pieces:
+def _cut(prepared: Prepared, elements: Blocks, *, is_sent: bool) -> _core.Elements:
     if not is_sent or prepared.is_table or _is_sent_whole(prepared):
-        return _core.Pieces(prepared.ranges, np.ascontiguousarray(pieces))
-    row = prepared.strided_of(pieces)
+        return _core.Elements(prepared.ranges, np.ascontiguousarray(elements))
+    row = prepared.strided_of(elements)
     used, slot = np.unique(row, return_inverse=True)
     strided = np.ascontiguousarray(prepared.strided[used])
     ends, own_ends = np.cumsum(prepared.strided[:, 4]), np.cumsum(strided[:, 4])
-    within = pieces - (ends - prepared.strided[:, 4])[row]
-    return _core.Pieces(_core.Ranges(strided), (within + (own_ends - strided[:, 4])[slot]).astype(np.uint32))
+    within = elements - (ends - prepared.strided[:, 4])[row]
+    return _core.Elements(_core.Ranges(strided), (within + (own_ends - strided[:, 4])[slot]).astype(np.uint32))

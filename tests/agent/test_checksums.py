@@ -87,7 +87,7 @@ async def test_a_source_without_checksums_sends_to_a_pool_with_them() -> None:
 async def test_posts_with_checks_take_a_lane_that_has_them(op: Op) -> None:
     async with two("on") as (source, destination):
         result = await post(op, source, destination)
-        assert (result.lane, result.pieces_checked) == (Lane.UNIX, 16)
+        assert (result.lane, result.elements_checked) == (Lane.UNIX, 16)
         assert "checksums are on" in result.lane_reason
         assert "checksums verified" in result.lane_reason
         with pytest.raises(LaneUnavailableError, match="checksums are on"):
@@ -98,12 +98,12 @@ async def test_posts_with_checks_take_a_lane_that_has_them(op: Op) -> None:
 async def test_auto_checks_what_another_host_sends(op: Op) -> None:
     async with two("auto", pools=("auto", "auto")) as (source, destination):
         near = await post(op, source, destination, Lane.STREAM)
-        assert (near.pieces_checked, (await pull(source, destination, Lane.STREAM)).blocks_checked) == (0, 0)
+        assert (near.elements_checked, (await pull(source, destination, Lane.STREAM)).blocks_checked) == (0, 0)
         move_away(destination, source)
         move_away(source, destination)
         lanes = [lane for lane in AgentConfig().lanes if lane is not Lane.UCX]  # where it is, it is tried first
         far, pulled = await post(op, source, destination, *lanes), await pull(source, destination, *lanes)
-        assert (far.lane, far.pieces_checked) == (pulled.lane, 16) == (Lane.STREAM, 16)
+        assert (far.lane, far.elements_checked) == (pulled.lane, 16) == (Lane.STREAM, 16)
         assert pulled.blocks_checked == BLOCKS
 
 
@@ -112,7 +112,7 @@ async def test_nothing_is_checked_where_nobody_asked(op: Op) -> None:
     async with two() as (source, destination):
         move_away(destination, source)
         move_away(source, destination)
-        assert (await post(op, source, destination)).pieces_checked == 0
+        assert (await post(op, source, destination)).elements_checked == 0
         assert (await pull(source, destination)).blocks_checked == 0
 
 

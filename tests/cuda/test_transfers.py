@@ -118,7 +118,7 @@ def test_ucx_is_passed_over_where_checksums_are_on(ends: Ends, transfer: str) ->
 @each_lane_and_way
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
 def test_registered_memory(ends: Ends, lane: str, places: tuple[str, str], op: str) -> None:
-    """20,000 small pieces, five of a little more than 1 MiB, and a last one of a single byte."""
+    """20,000 small elements, five of a little more than 1 MiB, and a last one of a single byte."""
     source, reader = ends(lane)
     rows = [(0, 1000, 20_000, 1500), (30_000_000, (1 << 20) + 3, 5, (1 << 20) + 501), (36_000_000, 1, 1, 1)]
     nbytes = 36_000_001

@@ -92,11 +92,11 @@ class Exchange:
         last_word = (DATA, SIZE // 2) if self.lane in STREAMS else (VERDICT, 0)
         owner.proxy(HERE, "stop_at", "from", *last_word)
         owner.proxy(THERE, "stop_at", "to", *last_word)
-        owner.post("write", "WRITE", peer, 0, 0, piece=4096)
+        owner.post("write", "WRITE", peer, 0, 0, element=4096)
         end = time.monotonic() + 20
         while not any(owner.proxy(proxy, "wait_stopped", 0.02) for proxy in (HERE, THERE)):
             assert time.monotonic() < end, f"nothing was held: {owner.state('write')}"
-        reader.post("read", "READ", name, 1, 1, piece=4096)
+        reader.post("read", "READ", name, 1, 1, element=4096)
 
     def expect_lost(self, owner: Any, by_s: float) -> None:
         """Everything is over here, by then; a grant, when its time to live is over."""

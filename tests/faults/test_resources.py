@@ -91,19 +91,19 @@ class Pair:
 
     def read(self) -> None:
         name = secrets.token_hex(4)
-        self.reader.post(name, "READ", "source", 0, 0, piece=4096)
+        self.reader.post(name, "READ", "source", 0, 0, element=4096)
         self.ended(self.reader, name)
 
     def cancelled_write(self) -> None:
         name = secrets.token_hex(4)
-        self.source.post(name, "WRITE", "reader", 0, 0, piece=4096)
+        self.source.post(name, "WRITE", "reader", 0, 0, element=4096)
         self.source.cancel(name)
         self.ended(self.source, name)
 
     def taken_back(self) -> None:
         """A region that is taken back while it is read; its successor is another."""
         name = secrets.token_hex(4)
-        self.reader.post(name, "READ", "source", 0, 0, piece=4096)
+        self.reader.post(name, "READ", "source", 0, 0, element=4096)
         self.source.deregister(0)
         self.ended(self.reader, name)
         for party in (self.source, self.reader):

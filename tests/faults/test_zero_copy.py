@@ -19,7 +19,7 @@ from tests.support.faults.posts import PATIENT, PostFixture, Rule, lose_a_writer
 
 pytestmark = pytest.mark.no_sanitizer
 
-SIZE, PIECE = 16 << 20, 64 << 10
+SIZE, ELEMENT = 16 << 20, 64 << 10
 """More than what two sockets hold, and frames of 1 MiB."""
 READ_LATER = range(256, 384)
 """Blocks of 4 KiB that a TCP socket holds when the first byte has come: not yet read by the proxy."""
@@ -36,7 +36,7 @@ def rules_of(op: str) -> dict[str, Rule]:
 
 
 def make(lane: str, op: str, limits: dict[str, float], deadline_s: float) -> PostFixture:
-    fixture = PostFixture(lane, op, limits, deadline_s, rules=rules_of(op), judged=(), size=SIZE, piece=PIECE)
+    fixture = PostFixture(lane, op, limits, deadline_s, rules=rules_of(op), judged=(), size=SIZE, element=ELEMENT)
     referenced = sum(
         zero_copy_bytes(sender) for sender in ([fixture.remote] if op == "READ" else fixture.near.values())
     )
@@ -106,6 +106,6 @@ def test_taken_back_there(fixture: PostFixture) -> None:
 def test_a_writer_that_is_gone(fault: str) -> None:
     """The receiver drops a dead or hanging zero-copy sender in bounded time, and gets its memory back."""
     at_once(
-        lambda lane: lose_a_writer(lane, fault, rules_of("WRITE"), size=SIZE, piece=PIECE),
+        lambda lane: lose_a_writer(lane, fault, rules_of("WRITE"), size=SIZE, element=ELEMENT),
         {lane: lane for lane in ZERO_COPY_LANES},
     )

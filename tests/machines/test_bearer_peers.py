@@ -86,7 +86,7 @@ def test_an_idle_bearer_peer_is_forgotten_with_its_last_session() -> None:
 
 
 def amid(op: str) -> BearerPair:
-    """The bearer peer reads or writes eight pieces; two of them are in place."""
+    """The bearer peer reads or writes eight elements; two of them are in place."""
     limits, transfers, grants = _core.EndpointLimits(), _core.TransferLimits(), _core.GrantLimits()
     transfers.read_bytes_max = grants.data_bytes_max = 32
     limits.transfers, limits.grants = transfers, grants

@@ -140,15 +140,15 @@ def test_posts_with_neighbouring_ids_are_not_taken_for_one() -> None:
 
 def test_what_was_read_before_the_source_knew_of_it_is_not_sent_again() -> None:
     """A region that is mapped is read at once, and the FETCH was lost: the next lane is told of all of it, and has to
-    send but one piece."""
+    send but one element."""
     pair = LanePair()
     pair.start("fetch", [Lane.CMA, Lane.STREAM])
     pair.run()
     assert pair.finals("b") == [("COMMITTED", "ok")]  # the map is here now
     pair.asked.clear()
     second = b"s" * 16
-    pieces = ([(TARGET, 0, 16, 16, COUNT)], [(SOURCE, 0, 16, 16, COUNT)])
-    pair.post("b", "fetch", second, *pieces, lanes=[Lane.CMA, Lane.STREAM])
+    elements = ([(TARGET, 0, 16, 16, COUNT)], [(SOURCE, 0, 16, 16, COUNT)])
+    pair.post("b", "fetch", second, *elements, lanes=[Lane.CMA, Lane.STREAM])
     while pair.perform("b"):
         pass
     pair.closed.add(SessionKind.UNIX)

@@ -379,7 +379,7 @@ def test_what_a_post_may_not_say() -> None:
 
 @pytest.mark.parametrize("lane", [Lane.MAPPED, Lane.CMA, Lane.UCX])
 def test_memory_that_readers_may_not_have_is_not_laid_open_by_a_push(lane: Any) -> None:
-    """Flaw: a one-sided lane gave the destination the whole region, and only pieces of it were pushed."""
+    """Flaw: a one-sided lane gave the destination the whole region, and only elements of it were pushed."""
     pair = RegionPair()
     pair.add_region("a", 7, DATA, can_read=False, is_shareable=True)
     pair.add_region("b", 9, ZEROS)
@@ -439,7 +439,7 @@ def test_room_is_asked_before_the_lists_of_a_push_are_looked_at() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(16, 8, 8), (8, 16, 8), (8, 8, 16)])
-def test_lists_that_go_whole_are_compared_piece_by_piece(lengths: tuple[int, int, int]) -> None:
+def test_lists_that_go_whole_are_compared_element_by_element(lengths: tuple[int, int, int]) -> None:
     pair = ready_pair()
     pair.post("a", "push", b"0" * 16, FROM, TO)
     pair.run()

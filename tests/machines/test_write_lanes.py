@@ -30,8 +30,8 @@ def pushing(lanes: list[Any], **options: Any) -> LanePair:
     pair = options.pop("kind", LanePair)(options.pop("reads_by", None))
     pair.add_region("a", SOURCE, DATA, **{"is_shareable": True, "is_exposed": True, **options.pop("source", {})})
     pair.add_region("b", TARGET, bytes(128), is_shareable=True)
-    pieces = ([(SOURCE, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)])
-    pair.post("a", "push", ID, *pieces, lanes=lanes, notification=b"n", **options)
+    elements = ([(SOURCE, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)])
+    pair.post("a", "push", ID, *elements, lanes=lanes, notification=b"n", **options)
     pair.poster, pair.into, pair.at = "a", pair.memory["b"][TARGET], 0
     return pair
 
@@ -153,7 +153,7 @@ def test_a_write_whose_last_lane_is_refused_ends_at_once() -> None:
 
 
 def without_lane() -> LanePair:
-    """A write of which two pieces are in place, and whose reader waits for a lane that is not named."""
+    """A write of which two elements are in place, and whose reader waits for a lane that is not named."""
     pair = prefix_landed("push", [Lane.CMA, Lane.STREAM])
     pair.unmappable.add(Lane.CMA)
     pair.lost.add(_core.Push)
@@ -317,8 +317,8 @@ def test_what_was_compared_is_what_the_reader_says() -> None:
 def pushing_the_next(pair: LanePair) -> None:
     """``a`` writes something else to the same place."""
     pair.add_region("a", SOURCE + 1, DATA[::-1], is_shareable=True)
-    pieces = ([(SOURCE + 1, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)])
-    pair.post("a", "push", b"u" * 16, *pieces, lanes=[Lane.CMA, Lane.STREAM], notification=b"n")
+    elements = ([(SOURCE + 1, 0, 16, 16, COUNT)], [(TARGET, 0, 16, 16, COUNT)])
+    pair.post("a", "push", b"u" * 16, *elements, lanes=[Lane.CMA, Lane.STREAM], notification=b"n")
 
 
 def test_a_write_that_was_cancelled_does_not_land_behind_the_next() -> None:

@@ -43,7 +43,7 @@ class ZeroCopyPair(RegionPair):
 
 
 def posted(*, frames: int = 1) -> ZeroCopyPair:
-    """``b`` has asked for four pieces; they go out in so many frames."""
+    """``b`` has asked for four elements; they go out in so many frames."""
     limits = _core.EndpointLimits()
     grants = _core.GrantLimits()
     grants.data_bytes_max = 256 // frames

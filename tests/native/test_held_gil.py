@@ -157,7 +157,7 @@ def pattern(seed: int) -> Any:
 
 
 def scattered(seed: int) -> tuple[Any, Any]:
-    """All pieces of one side, in an order of no use to anybody, and of the other."""
+    """All elements of one side, in an order of no use to anybody, and of the other."""
     rng = np.random.default_rng(seed)
     return rng.permutation(BLOCKS).astype(np.uint32), rng.permutation(BLOCKS).astype(np.uint32)
 

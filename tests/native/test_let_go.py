@@ -20,7 +20,7 @@ from tests.support.native.rawpeer import KEY, RawPeer
 NewId = Callable[[], bytes]
 SIZE = 64 << 20
 """More than sockets hold, and of no other region here."""
-PIECE = 64 << 10
+ELEMENT = 64 << 10
 
 
 def mappings() -> int:
@@ -46,9 +46,9 @@ def stalled(nodes: Any, new_id: NewId, request: pytest.FixtureRequest) -> Iterat
         peer.dial(node.core)
         for region in regions[:2]:
             pull = native.Pull(
-                new_id(), 1, 7, native.Lane.STREAM, 0, SIZE // PIECE, 0, bytes(32), 0, wants_checksums=request.param
+                new_id(), 1, 7, native.Lane.STREAM, 0, SIZE // ELEMENT, 0, bytes(32), 0, wants_checksums=request.param
             )
-            peer.say(native.Fetch(pull, native.WireList([(region, 0, PIECE, PIECE, SIZE // PIECE)])))
+            peer.say(native.Fetch(pull, native.WireList([(region, 0, ELEMENT, ELEMENT, SIZE // ELEMENT)])))
         sent = [-1, 0]
         while len(sent) < 200 and (sent[-1] != sent[-2] or not sent[-1]):
             time.sleep(0.1)

@@ -83,8 +83,8 @@ class Both:
         return self.own.wait_drained(transfer)
 
 
-def rows_of(piece: int, stride: int, count: int) -> tuple[Any, Any]:
-    return [(901, 0, stride, piece, count)], [(902, 0, piece, piece, count)]
+def rows_of(element: int, stride: int, count: int) -> tuple[Any, Any]:
+    return [(901, 0, stride, element, count)], [(902, 0, element, element, count)]
 
 
 def check_named(final: Any, gone: str, region: int) -> None:
@@ -98,19 +98,19 @@ def check_named(final: Any, gone: str, region: int) -> None:
 @each_side
 @each_checksums
 @pytest.mark.parametrize(
-    ("piece", "stride", "count"),
+    ("element", "stride", "count"),
     [(SIZE, SIZE, 1), (65536, 65536, 64), (3000, 5000, 800), (512, 4096, 1000)],
     ids=["whole", "64K", "odd", "small"],
 )
 def test_memory_that_vanishes_between_two_transfers_fails_the_second_by_name(
-    nodes: Any, new_id: NewId, lane: Any, verb: str, gone: str, checksums: bool, piece: int, stride: int, count: int
+    nodes: Any, new_id: NewId, lane: Any, verb: str, gone: str, checksums: bool, element: int, stride: int, count: int
 ) -> None:
     both = Both(nodes, verb, lane)
-    rows = rows_of(piece, stride, count)
+    rows = rows_of(element, stride, count)
     assert both.move(new_id(), rows, wants_checksums=checksums).state == COMMITTED
     both.target.memory[:] = POISON
     vanished = both.source if gone == "source" else both.target
-    first = PAGE * (piece * count // 2 // PAGE)
+    first = PAGE * (element * count // 2 // PAGE)
     vanished.lose(first, SIZE - first)
     begun = time.monotonic()
     final = both.move(new_id(), rows, wants_checksums=checksums)
@@ -123,7 +123,7 @@ def test_memory_that_vanishes_between_two_transfers_fails_the_second_by_name(
     assert both.move(new_id(), rows, wants_checksums=checksums).state == COMMITTED
     expected = np.full(SIZE, POISON, np.uint8)
     for i in range(count):
-        expected[i * piece : (i + 1) * piece] = both.source.memory[i * stride : i * stride + piece]
+        expected[i * element : (i + 1) * element] = both.source.memory[i * stride : i * stride + element]
     assert np.array_equal(both.target.memory, expected)
 
 

@@ -1,5 +1,5 @@
-"""How often the machine is asked: once for neighbours, however many blocks or pieces they are, and for the rest as many
-at once as a call takes, or as the bound lets be in flight.
+"""How often the machine is asked: once for neighbours, however many blocks or elements they are, and for the rest as
+many at once as a call takes, or as the bound lets be in flight.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def pull(p: Any, d: Any, transfer: bytes, blocks: tuple[list[int], list[int]], l
 
 
 def fetch(p: Any, d: Any, transfer: bytes, blocks: tuple[list[int], list[int]], lane: Any) -> None:
-    """The same of pieces of registered memory."""
+    """The same of elements of registered memory."""
     theirs, ours = (node.register(BLOCK_BYTES * BLOCKS) for node in (p, d))
     theirs.memory[:] = np.random.default_rng(5).integers(0, 256, theirs.memory.size, np.uint8)
     ours.memory[:] = POISON

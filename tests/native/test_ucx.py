@@ -123,11 +123,11 @@ def test_many_at_once(nodes: Any, new_id: NewId, tls: str) -> None:
 
 @each_tls
 @pytest.mark.parametrize("verb", ["fetch", "push"])
-def test_pieces_of_many_regions(nodes: Any, new_id: NewId, tls: str, verb: str) -> None:
-    """Pieces that touch across regions, and regions that lie side by side, each with a key of its own."""
+def test_elements_of_many_regions(nodes: Any, new_id: NewId, tls: str, verb: str) -> None:
+    """Elements that touch across regions, and regions that lie side by side, each with a key of its own."""
     p, d = nodes.pair(core=core(tls), is_shareable=False)
     size, per = 64 * 1024, 16
-    piece = size // per
+    element = size // per
     source, target = (p, d) if verb == "fetch" else (d, p)
     arena = np.random.default_rng(3).integers(0, 256, 4 * size, dtype=np.uint8)
     theirs = []
@@ -135,11 +135,13 @@ def test_pieces_of_many_regions(nodes: Any, new_id: NewId, tls: str, verb: str) 
         part = arena[index * size : (index + 1) * size]
         info = native.RegionInfo(900 + index, size)
         source.core.add_foreign_region(info, part.ctypes.data, size, arena)
-        theirs.append((900 + index, 0, piece, piece, per))
+        theirs.append((900 + index, 0, element, element, per))
     ours = [target.register(2 * size, is_foreign=True) for _ in range(2)]
     for region in ours:
         region.memory[:] = POISON
-    mine = [(region.id, 0, 2 * piece, piece, per) for region in ours] + [(ours[0].id, piece, 2 * piece, piece, per)]
+    mine = [(region.id, 0, 2 * element, element, per) for region in ours] + [
+        (ours[0].id, element, 2 * element, element, per)
+    ]
     rng = np.random.default_rng(4)
     ids = rng.permutation(4 * per)[: 3 * per], rng.permutation(3 * per)
     transfer = new_id()
@@ -154,7 +156,7 @@ def test_pieces_of_many_regions(nodes: Any, new_id: NewId, tls: str, verb: str) 
     for read, filled in zip(*ids, strict=True):
         region, offset, stride, length, _ = mine[filled // per]
         start = offset + (filled % per) * stride
-        expected[region][start : start + length] = arena[read * piece : (read + 1) * piece]
+        expected[region][start : start + length] = arena[read * element : (read + 1) * element]
     for region in ours:
         assert np.array_equal(region.memory, expected[region.id])
 

@@ -132,7 +132,7 @@ def test_a_pipe_that_is_not_to_be_had(nodes: Any, new_id: NewId, lane: Any) -> N
 
 
 def narrow(node: Any) -> None:
-    """A Unix socket takes pieces of 64 KiB: with the buffer that it has as a rule, all of what it is offered."""
+    """A Unix socket takes elements of 64 KiB: with the buffer that it has as a rule, all of what it is offered."""
     with contextlib.ExitStack() as opened:
         for end in own_sockets(opened):
             if end.family == socket.AF_UNIX and end.getsockname() == node.core.unix_path:

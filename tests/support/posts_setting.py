@@ -23,7 +23,7 @@ REF = AgentRef("a", Incarnation(1, bytes(16)))
 PEER_REF = AgentRef("b", Incarnation(2, bytes(16)))
 ADDRESS = DataAddress("127.0.0.1", 1, "/x", "host", (Lane.MAPPED, Lane.STREAM))
 MANY = 25_000
-"""Scattered pieces: three transfers."""
+"""Scattered elements: three transfers."""
 
 
 class Final(types.SimpleNamespace):

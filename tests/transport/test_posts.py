@@ -52,7 +52,7 @@ def test_committed_once_all_are(setting: Setting) -> None:
     setting.drained(post)
     assert post.is_drained
     numbers = post.result()
-    assert (numbers.bytes, numbers.pieces, numbers.parts, numbers.lane) == (MANY * 16, MANY, 3, Lane.STREAM)
+    assert (numbers.bytes, numbers.elements, numbers.parts, numbers.lane) == (MANY * 16, MANY, 3, Lane.STREAM)
     assert numbers.transfer_us >= numbers.post_us > 0
     plan_s = numbers.post_us / 1e6
     assert numbers.seconds == pytest.approx({"queue": 1e-6, "plan": plan_s, "wire": 2e-6, "confirm": 3e-6})

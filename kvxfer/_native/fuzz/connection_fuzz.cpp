@@ -315,7 +315,7 @@ class World {
         auto spec = some_spec<PostSpec>(id);
         spec.peer = peer;
         const WireList local = FrameMaker::list(in_), remote = in_.flag() ? local : FrameMaker::list(in_);
-        const bool is_fetch = std::none_of(local.grids.begin(), local.grids.end(), [](const Grid& grid) { return grid.region == kReadOnly; });
+        const bool is_fetch = std::none_of(local.rows.begin(), local.rows.end(), [](const StridedRange& range) { return range.region == kReadOnly; });
         return act([&](Endpoint& endpoint, Nanos now, Effects& out) {
           spec.local = from_wire(local);
           spec.remote = from_wire(remote);

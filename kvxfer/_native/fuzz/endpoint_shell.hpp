@@ -175,9 +175,9 @@ class Shell {
         bytes += kBlockBytes;
         continue;
       }
-      const Grid& grid = extent.ranges->grids().at(extent.ranges->grid_of(extent[i]));
-      check(regions_.count(grid.region) != 0 && grid.end() <= kRegionBytes, "a piece outside of its region");
-      bytes += grid.length;
+      const StridedRange& range = extent.ranges->rows().at(extent.ranges->row_of(extent[i]));
+      check(regions_.count(range.region) != 0 && range.end() <= kRegionBytes, "an element outside of its region");
+      bytes += range.length;
     }
     return bytes;
   }

@@ -30,7 +30,7 @@ class FrameMaker {
   void heard(const Frame& frame, uint64_t by) {
     if (const auto* pull = std::get_if<Pull>(&frame)) ask({by, *pull});
     if (const auto* fetch = std::get_if<Fetch>(&frame)) {
-      lists_[fetch->pull.id] = fetch->pieces;
+      lists_[fetch->pull.id] = fetch->elements;
       ask({by, fetch->pull});
     }
     if (const auto* confirm = std::get_if<Confirm>(&frame)) {
@@ -106,8 +106,8 @@ class FrameMaker {
         Data data{id(in), 0, in.u32(), in.u32(), in.flag(), in.flag(), false, 0};
         data.is_zero_copy = !data.has_checksums && data.count % 4 == 3;
         data.attempt = attempt(in, data.id);
-        const uint64_t piece = in.flag() ? in.any() : kBlockBytes;
-        data.payload_bytes = std::min(uint64_t{data.count} * (piece + (data.has_checksums ? 4 : 0)), kPayloadMax);
+        const uint64_t element = in.flag() ? in.any() : kBlockBytes;
+        data.payload_bytes = std::min(uint64_t{data.count} * (element + (data.has_checksums ? 4 : 0)), kPayloadMax);
         return data;
       }
       case 6: return Confirm{id(in), in.any()};
@@ -150,20 +150,20 @@ class FrameMaker {
   static Lane lane(Input& in) { return static_cast<Lane>(1 + in.below(kLaneMax)); }
   static Code code(Input& in) { return in.flag() ? Code::ok : static_cast<Code>(in.below(kCodeCount)); }
 
-  // Of the pieces that `list` names; most of it inside some region.
+  // Of the elements that `list` names; most of it inside some region.
   static WireList list(Input& in) {
     WireList wire;
-    wire.grids.resize(1 + in.below(3));
-    for (Grid& grid : wire.grids) {
+    wire.rows.resize(1 + in.below(3));
+    for (StridedRange& range : wire.rows) {
       if (in.below(8) == 0) {
-        grid = {in.u32(), in.any(), in.any(), in.any(), in.u32()};
+        range = {in.u32(), in.any(), in.any(), in.any(), in.u32()};
       } else {
         const uint64_t length = 1 + in.below(64);
-        grid = {kRegionFirst + static_cast<uint32_t>(in.below(kRegionCount)), in.below(256), length + in.below(16), length, 1 + static_cast<uint32_t>(in.below(4))};
+        range = {kRegionFirst + static_cast<uint32_t>(in.below(kRegionCount)), in.below(256), length + in.below(16), length, 1 + static_cast<uint32_t>(in.below(4))};
       }
     }
-    wire.picks.resize(in.below(2) * in.below(6));
-    for (uint32_t& pick : wire.picks) pick = static_cast<uint32_t>(in.below(8));
+    wire.indices.resize(in.below(2) * in.below(6));
+    for (uint32_t& index : wire.indices) index = static_cast<uint32_t>(in.below(8));
     return wire;
   }
 
@@ -204,7 +204,7 @@ class FrameMaker {
     nonces_[pull.id] = pull.nonce;
     questions_.push_back(std::move(question));
   }
-  // READY, the blocks or pieces, and the verdict; on one-sided lanes that is asked for.
+  // READY, the blocks or elements, and the verdict; on one-sided lanes that is asked for.
   Frame answer(Input& in, Question& question) {
     const Pull& pull = question.pull;
     const uint32_t end = pull.first + pull.count;
@@ -224,8 +224,8 @@ class FrameMaker {
   // The destination pulls what it was asked to, and says that it is done.
   Frame answer(const Push& push, uint32_t step) {
     uint32_t count = 0;
-    for (const Grid& grid : push.from.grids) count += grid.count;
-    if (!push.from.picks.empty()) count = static_cast<uint32_t>(push.from.picks.size());
+    for (const StridedRange& range : push.from.rows) count += range.count;
+    if (!push.from.indices.empty()) count = static_cast<uint32_t>(push.from.indices.size());
     if (step == 0) return Pull{push.id, 1, 77, push.lane, 0, count, 0, {}, 0, {}, push.wants_checksums};
     if (step == 1 && is_one_sided(push.lane)) return Confirm{push.id, 78};
     return Done{push.id, Code::ok, ""};
@@ -234,8 +234,8 @@ class FrameMaker {
     const auto found = lists_.find(id);
     if (found == lists_.end()) return kBlockBytes * count;
     try {
-      const PieceList pieces = from_wire(found->second);
-      return uint64_t{first} + count <= pieces.count() ? pieces.bytes(first, count) : 0;
+      const ElementList elements = from_wire(found->second);
+      return uint64_t{first} + count <= elements.count() ? elements.bytes(first, count) : 0;
     } catch (const Error&) {
       return 0;
     }

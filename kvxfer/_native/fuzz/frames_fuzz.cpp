@@ -49,7 +49,7 @@ void try_lists(const Frame& frame) {
       check(error.code() == Code::invalid_argument, error.what());
     }
   };
-  if (const auto* fetch = std::get_if<Fetch>(&frame)) try_list(fetch->pieces);
+  if (const auto* fetch = std::get_if<Fetch>(&frame)) try_list(fetch->elements);
   if (const auto* push = std::get_if<Push>(&frame)) {
     try_list(push->from);
     try_list(push->to);

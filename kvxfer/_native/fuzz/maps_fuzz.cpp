@@ -1,5 +1,5 @@
 // What a peer says of its memory (MAP), and what it then has us read there: no position of a read leaves what the MAP gave or
-// what the read fills, whatever segments, blocks and pieces the peer names; and the keys of lane `ucx`.
+// what the read fills, whatever segments, blocks and elements the peer names; and the keys of lane `ucx`.
 #include <map>
 
 #include "frame_maker.hpp"
@@ -97,7 +97,7 @@ struct Target {
     memory.pool = std::move(pool);
     return memory;
   }
-  OwnMemory pieces(const std::shared_ptr<const Ranges>& ranges) {
+  OwnMemory elements(const std::shared_ptr<const Ranges>& ranges) {
     auto bases = std::make_shared<Bases>();
     for (uint32_t i = 0; i < kRegionCount; ++i) bases->add(kRegionFirst + i, bytes.data() + kRegionBytes * i);
     OwnMemory memory;
@@ -142,7 +142,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         read.to = Extent{kPool, nullptr, some_ids(in, count, kBlockCount), 0, count};
         to = target.blocks();
       } else {
-        const PieceList from = from_wire(FrameMaker::list(in)), local = from_wire(FrameMaker::list(in));
+        const ElementList from = from_wire(FrameMaker::list(in)), local = from_wire(FrameMaker::list(in));
         check_alike(local, from);
         Regions regions;
         for (uint32_t i = 0; i < kRegionCount; ++i) regions.add(RegionInfo{kRegionFirst + i, kRegionBytes});
@@ -150,7 +150,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         const auto first = static_cast<uint32_t>(in.below(local.count()));
         read.from = from.part(first, local.count() - first);
         read.to = local.part(first, local.count() - first);
-        to = target.pieces(local.ranges);
+        to = target.elements(local.ranges);
       }
       if (in.below(4) == 0) read.checksums.assign(read.to.count, in.u32());
       const auto remote_of = [&](uint32_t id) {

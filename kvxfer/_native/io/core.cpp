@@ -11,7 +11,7 @@
 namespace kvxfer {
 namespace {
 
-constexpr uint32_t kSmallPost = 1024;  // pieces; larger posts leave the sending to the IO thread
+constexpr uint32_t kSmallPost = 1024;  // elements; larger posts leave the sending to the IO thread
 
 EndpointLimits checked(EndpointLimits limits) {
   if (limits.notification_bytes_max > kNotificationMax) {

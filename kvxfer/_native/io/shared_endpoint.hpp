@@ -132,7 +132,7 @@ class SharedEndpoint {
   bool is_backed_up() const;
   std::shared_ptr<const Pool> pool(uint32_t id) const;
   std::shared_ptr<const OwnRegion> region(uint32_t id) const;
-  // Where the blocks or pieces lie; empty where a pool or a region of them is not there any more.
+  // Where the blocks or elements lie; empty where a pool or a region of them is not there any more.
   OwnMemory find(const Extent& extent) const;
   const Bytes16& boot_nonce() const { return endpoint_.self().boot_nonce; }  // at an address that stays
   std::optional<PeerAddress> address(const AgentRef& peer) const;

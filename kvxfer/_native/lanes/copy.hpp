@@ -89,7 +89,7 @@ class Copier {
   bool is_over_ = false;
 };
 
-// Two walks over as many bytes, as the runs that both leave in one piece.
+// Two walks over as many bytes, as the runs that both leave in one element.
 class RunWalk {
  public:
   RunWalk() = default;

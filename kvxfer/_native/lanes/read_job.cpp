@@ -12,7 +12,7 @@ uint64_t block_bytes(const Layout& layout) {
   return sum;
 }
 
-// Of every block or piece; 0 where pieces differ.
+// Of every block or element; 0 where elements differ.
 uint64_t uniform_bytes(const Extent& extent, const Layout& layout) {
   return extent.ranges ? extent.ranges->uniform_bytes() : block_bytes(layout);
 }
@@ -40,18 +40,18 @@ RemotePlace find_blocks(const Extent& from, const RemoteOf& remote_of) {
   return place;
 }
 
-RemotePlace find_pieces(const Extent& from, const RemoteOf& remote_of) {
+RemotePlace find_elements(const Extent& from, const RemoteOf& remote_of) {
   const Ranges& ranges = *from.ranges;
   RemotePlace place;
   auto bases = std::make_shared<Bases>();
   std::map<uint32_t, const RemoteMemory*> found;
-  const RemoteMemory* memory = nullptr;  // of the piece before
+  const RemoteMemory* memory = nullptr;  // of the element before
   uint32_t region = 0;
   for (uint32_t i = 0; i < from.count;) {
-    const uint32_t at = ranges.grid_of(from[i]);
-    const Grid& grid = ranges.grids()[at];
-    if (memory == nullptr || grid.region != region) {
-      region = grid.region;
+    const uint32_t at = ranges.row_of(from[i]);
+    const StridedRange& range = ranges.rows()[at];
+    if (memory == nullptr || range.region != region) {
+      region = range.region;
       const RemoteMemory*& known = found[region];
       if (known == nullptr) {
         place.memories.push_back(remote_of(region));
@@ -60,11 +60,11 @@ RemotePlace find_pieces(const Extent& from, const RemoteOf& remote_of) {
       }
       memory = known;
     }
-    if (!memory->is_region() || grid.end() > memory->bytes()) {
-      throw Error(Code::no_lane, "a piece lies outside of the region that the source lets be read");
+    if (!memory->is_region() || range.end() > memory->bytes()) {
+      throw Error(Code::no_lane, "an element lies outside of the region that the source lets be read");
     }
-    // The grid was looked at as a whole: pieces of it that follow need no second look.
-    for (const uint32_t first = ranges.first_of(at); i < from.count && from[i] >= first && from[i] - first < grid.count;) ++i;
+    // The whole range was checked: the next elements in it need no second check.
+    for (const uint32_t first = ranges.first_of(at); i < from.count && from[i] >= first && from[i] - first < range.count;) ++i;
   }
   place.layout.ranges = from.ranges;
   place.layout.bases = std::move(bases);
@@ -100,7 +100,7 @@ void ReadJob::verify(size_t bytes) {
 
 std::unique_ptr<ReadJob> open_read(ReadBlocks read, const RemoteOf& remote_of, OwnMemory to) {
   if (!to) throw Error(Code::internal, "a read into memory that is not there");
-  RemotePlace from = read.from.ranges ? find_pieces(read.from, remote_of) : find_blocks(read.from, remote_of);
+  RemotePlace from = read.from.ranges ? find_elements(read.from, remote_of) : find_blocks(read.from, remote_of);
   check_lengths(read, from.layout, *to.layout);
   if (from.memories.empty()) throw Error(Code::internal, "a read of nothing");
   const RemoteMemory& first = *from.memories.front();

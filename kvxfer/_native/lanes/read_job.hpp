@@ -19,7 +19,7 @@ namespace kvxfer {
 class ReadJob;
 class RemoteMemory;
 
-// The source side of one read: where its blocks or pieces lie in the address space that they are read from, and the memory
+// The source side of one read: where its blocks or elements lie in the address space that they are read from, and the memory
 // that they are in: one for a pool, one a region for ranges.
 struct RemotePlace {
   Layout layout;
@@ -101,7 +101,7 @@ class ReadJob {
   const Extent& asked() const { return read_.from; }
   bool has_checksums() const { return running_.has_value(); }
   // The next `bytes` of the target, in order, are in place. Throws Error(checksum) where the source had said otherwise of
-  // a piece that they complete. Does nothing where it had said nothing.
+  // an element that they complete. Does nothing where it had said nothing.
   void verify(size_t bytes);
 
   Effort effort_;
@@ -111,7 +111,7 @@ class ReadJob {
   const RemotePlace from_;
   const OwnMemory to_;
   std::optional<RunningChecksums> running_;
-  size_t verified_ = 0;  // pieces
+  size_t verified_ = 0;  // elements
   uint64_t bytes_ = 0;
 };
 
@@ -119,8 +119,8 @@ class ReadJob {
 // is none.
 using RemoteOf = std::function<std::shared_ptr<const RemoteMemory>(uint32_t id)>;
 
-// Finds the source of a read (read.from.pool, or the region of each grid) and checks every position of it, and that each
-// piece is as long as the one it fills. Throws Error(no_lane) where the memory cannot serve it.
+// Finds the source of a read (read.from.pool, or the region of each strided range) and checks every position of it, and that each
+// element is as long as the one it fills. Throws Error(no_lane) where the memory cannot serve it.
 std::unique_ptr<ReadJob> open_read(ReadBlocks read, const RemoteOf& remote_of, OwnMemory to);
 
 }  // namespace kvxfer

@@ -24,7 +24,7 @@ namespace kvxfer {
 struct IncomingBlocks;
 class StagingDevice;
 
-// One piece of pinned memory, with the event of its last copy.
+// One element of pinned memory, with the event of its last copy.
 struct StagingBuffer {
   uint8_t* data = nullptr;
   cuda::Event event = nullptr;

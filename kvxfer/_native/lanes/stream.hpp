@@ -1,4 +1,4 @@
-// The `stream` lane, and `unix`, which is the same over a Unix socket: the blocks or pieces of one DATA frame on their way
+// The `stream` lane, and `unix`, which is the same over a Unix socket: the blocks or elements of one DATA frame on their way
 // out of, or into, our memory. Vectored writes straight from them, vectored reads straight into them; no byte is copied in
 // between. Where the frame has checksums they are taken of each chunk just before it goes out, and just after it came in,
 // while it is in the cache. Memory on a device goes by pinned host memory (staging.hpp).
@@ -17,7 +17,7 @@ namespace kvxfer {
 
 constexpr uint32_t kNoChecksum = 0x9d1ce5a7;  // as likely to be a checksum as any other
 
-// CRC-32C of each of some blocks or pieces, as their bytes pass in order.
+// CRC-32C of each of some blocks or elements, as their bytes pass in order.
 class RunningChecksums {
  public:
   enum class Bytes { InCache, Anywhere };  // where they are when they are summed

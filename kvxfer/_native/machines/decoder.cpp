@@ -72,18 +72,18 @@ class Reader {
   }
   WireList list() {
     WireList value;
-    const uint64_t grids = number<uint32_t>(), picks = number<uint32_t>();
-    const uint64_t size = grids * kGridBytes + picks * 4;
+    const uint64_t rows = number<uint32_t>(), indices = number<uint32_t>();
+    const uint64_t size = rows * kRangeBytes + indices * 4;
     if (size > kListBytesMax || size > in_.size()) fail("list of ranges is too long");
-    value.grids.resize(grids);
-    for (Grid& grid : value.grids) {
-      grid.region = number<uint32_t>();
-      grid.offset = number<uint64_t>();
-      grid.stride = number<uint64_t>();
-      grid.length = number<uint64_t>();
-      grid.count = number<uint32_t>();
+    value.rows.resize(rows);
+    for (StridedRange& range : value.rows) {
+      range.region = number<uint32_t>();
+      range.offset = number<uint64_t>();
+      range.stride = number<uint64_t>();
+      range.length = number<uint64_t>();
+      range.count = number<uint32_t>();
     }
-    value.picks = numbers(picks);
+    value.indices = numbers(indices);
     return value;
   }
   void end() const {
@@ -258,7 +258,7 @@ Frame read_body(uint8_t kind, Reader& r) {
     case 16: {
       Fetch f;
       f.pull = read_pull(r);
-      f.pieces = r.list();
+      f.elements = r.list();
       return f;
     }
     case 17: {

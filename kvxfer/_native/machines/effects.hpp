@@ -39,7 +39,7 @@ struct SendData {
   std::vector<uint32_t> checksums;
   uint64_t serial = 0;  // of its grant: a peer may give a later one the same id, once this one is forgotten
 };
-// Read the peer's `from` into own `to`, of as many bytes piece by piece; answer with Endpoint::read_landed or read_stopped.
+// Read the peer's `from` into own `to`, of as many bytes element by element; answer with Endpoint::read_landed or read_stopped.
 // `checksums`, where not empty: CRC-32Cs that the bytes of each must have, else read_stopped(checksum). read_stopped(memory_gone):
 // memory of the peer, or of this agent, is not there, and will not be where it is tried again.
 struct ReadBlocks {

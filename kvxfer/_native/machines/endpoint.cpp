@@ -52,8 +52,8 @@ Ledger& Endpoint::ledger(uint32_t pool) {
 }
 
 void Endpoint::add_pool(const PoolInfo& info) {
-  if (info.block_count == 0 || info.block_bytes == 0 || info.block_bytes > kPieceBytesMax) {
-    throw Error(Code::invalid_argument, "a pool needs blocks of 1 to " + std::to_string(kPieceBytesMax) + " bytes, and at least one");
+  if (info.block_count == 0 || info.block_bytes == 0 || info.block_bytes > kElementBytesMax) {
+    throw Error(Code::invalid_argument, "a pool needs blocks of 1 to " + std::to_string(kElementBytesMax) + " bytes, and at least one");
   }
   if (regions_.has(info.id) || !pools_.emplace(info.id, std::make_unique<Ledger>(info)).second) {
     throw Error(Code::invalid_argument, "pool id is taken");
@@ -80,7 +80,7 @@ void Endpoint::ready(const TransferId& id, uint32_t blocks, uint32_t layers, boo
 }
 
 GrantState Endpoint::end_grant(const TransferId& id, GrantEvent event, Nanos now, Effects& out, const std::string& why) {
-  if (grants_.is_of_pieces(id)) throw Error(Code::grant_unknown, "no such grant");
+  if (grants_.is_of_elements(id)) throw Error(Code::grant_unknown, "no such grant");
   return grants_.end(id, event, now, out, why);
 }
 

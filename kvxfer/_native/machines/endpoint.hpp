@@ -50,11 +50,11 @@ struct Landing {
   Extent to;
 };
 
-// A read or a write of registered memory. Piece i of `remote` and of `local` have the same length.
+// A read or a write of registered memory. Element i of `remote` and of `local` have the same length.
 struct PostSpec {
   TransferId id;
   AgentRef peer;
-  PieceList local, remote;
+  ElementList local, remote;
   std::vector<Lane> lanes;  // allowed, best first
   Nanos deadline = kNever;
   uint64_t nonce_seed = 0;
@@ -149,8 +149,8 @@ class Endpoint {
     const auto found = regions_.all().find(region);
     return found != regions_.all().end() && found->second.is_withdrawn;
   }
-  // Read the peer's pieces into ours, or have the peer pull ours into its own; each is told by TransferFinal and TransferDrained.
-  // Throws invalid_argument (lists of unequal length, a piece outside its own region), peer_gone, limit_exceeded, no_lane.
+  // Read the peer's elements into ours, or have the peer pull ours into its own; each is told by TransferFinal and TransferDrained.
+  // Throws invalid_argument (lists of unequal length, an element outside its own region), peer_gone, limit_exceeded, no_lane.
   void fetch(PostSpec spec, Nanos now, Effects& out);
   void push(PostSpec spec, Nanos now, Effects& out);
   void cancel(const TransferId& id, Nanos now, Effects& out);  // of a pull, a fetch or a push

@@ -17,7 +17,7 @@ Code told(Code code) {
 }
 
 // What a list takes here once it is kept.
-uint64_t cost_of(const WireList& list) { return list.grids.size() * sizeof(Grid) + piece_count(list) * sizeof(uint32_t); }
+uint64_t cost_of(const WireList& list) { return list.rows.size() * sizeof(StridedRange) + element_count(list) * sizeof(uint32_t); }
 
 }  // namespace
 
@@ -74,7 +74,7 @@ void Endpoint::fetch(PostSpec spec, Nanos now, Effects& out) {
   drop_unserved(spec.lanes);
   // Everything that can be refused is, before the transfer takes hold of its memory.
   if (spec.notification) notifier_.check_room(spec.peer, spec.notification->size());
-  auto claim = std::make_unique<PiecesClaim>(regions_, std::move(spec.local), RegionUse::Own, true);
+  auto claim = std::make_unique<ElementsClaim>(regions_, std::move(spec.local), RegionUse::Own, true);
   TransferSpec transfer;
   transfer.id = spec.id;
   transfer.source = std::move(spec.peer);
@@ -95,7 +95,7 @@ void Endpoint::fetch(PostSpec spec, Nanos now, Effects& out) {
 void Endpoint::push(PostSpec spec, Nanos now, Effects& out) {
   check_post(spec);
   drop_unserved(spec.lanes);
-  auto claim = std::make_unique<PiecesClaim>(regions_, spec.local, RegionUse::Own, false);
+  auto claim = std::make_unique<ElementsClaim>(regions_, spec.local, RegionUse::Own, false);
   const size_t lists = wire_bytes(spec.local) + wire_bytes(spec.remote);
   const size_t bytes = spec.notification ? spec.notification->size() : 0;
   const bool is_own = bytes > kPushNotificationMax || (bytes != 0 && lists + bytes + kPushOverhead > kBodyMax);
@@ -117,7 +117,7 @@ PushOperation* Endpoint::push_of(const AgentRef& peer, const TransferId& id) {
 
 // Whether a PULL or a RELEASE on this session may be of that grant.
 bool Endpoint::may_read(SessionId session, const AgentRef& peer, const TransferId& id) const {
-  return !sessions_.at(session).is_by_bearer_key || (grants_.is_of_pieces(id) && grants_.is_bound_to(id, peer));
+  return !sessions_.at(session).is_by_bearer_key || (grants_.is_of_elements(id) && grants_.is_bound_to(id, peer));
 }
 
 // Why a read by that lane is not for this agent, or not for this session.
@@ -152,11 +152,11 @@ void Endpoint::on_fetch(SessionId session, const AgentRef& peer, const Fetch& fe
   try {
     if (!grants_.knows(pull.id) || grants_.is_aborted_by_another(pull.id, peer)) {
       const AgentRef charged = charged_peer(peer);
-      const uint64_t cost = cost_of(fetch.pieces);
+      const uint64_t cost = cost_of(fetch.elements);
       grants_.check_room(charged, cost);
-      auto claim = std::make_unique<PiecesClaim>(regions_, from_wire(fetch.pieces), RegionUse::PeerReads, false);
-      grants_.grant_pieces(pull.id, std::move(claim), peer, charged, limits_.grants.ttl_ns, cost, now);
-    } else if (!grants_.is_of_pieces(pull.id) && grants_.state(pull.id, now) == GrantState::Alive) {
+      auto claim = std::make_unique<ElementsClaim>(regions_, from_wire(fetch.elements), RegionUse::PeerReads, false);
+      grants_.grant_elements(pull.id, std::move(claim), peer, charged, limits_.grants.ttl_ns, cost, now);
+    } else if (!grants_.is_of_elements(pull.id) && grants_.state(pull.id, now) == GrantState::Alive) {
       return refuse(Code::refused, "this id is of a grant of blocks");
     }
   } catch (const Error& error) {
@@ -211,9 +211,9 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   if (operations_.size() >= limits_.transfers_max || !offers_.has_room(charge.to, charge.cost)) {
     throw Error(Code::overloaded, "too many pushes of this peer are under way");
   }
-  PieceList from = from_wire(push.from), to = from_wire(push.to);
+  ElementList from = from_wire(push.from), to = from_wire(push.to);
   check_alike(to, from);
-  auto claim = std::make_unique<PiecesClaim>(regions_, std::move(to), RegionUse::PeerWrites, true);
+  auto claim = std::make_unique<ElementsClaim>(regions_, std::move(to), RegionUse::PeerWrites, true);
   if (is_draining_into(*claim, peer)) return;
 
   TransferSpec spec;

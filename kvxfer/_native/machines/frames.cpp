@@ -19,16 +19,16 @@ class Writer {
   void list(const WireList& value) {
     if (value.bytes() > kListBytesMax) throw Error(Code::invalid_argument, "a list of ranges is over its bound");
     out_.reserve(out_.size() + value.bytes() + 8);
-    number(static_cast<uint32_t>(value.grids.size()));
-    number(static_cast<uint32_t>(value.picks.size()));
-    for (const Grid& grid : value.grids) {
-      number(grid.region);
-      number(grid.offset);
-      number(grid.stride);
-      number(grid.length);
-      number(grid.count);
+    number(static_cast<uint32_t>(value.rows.size()));
+    number(static_cast<uint32_t>(value.indices.size()));
+    for (const StridedRange& range : value.rows) {
+      number(range.region);
+      number(range.offset);
+      number(range.stride);
+      number(range.length);
+      number(range.count);
     }
-    numbers(value.picks);
+    numbers(value.indices);
   }
   void flag(bool value) { number<uint8_t>(value ? 1 : 0); }
   template <size_t N>
@@ -81,7 +81,7 @@ struct BodyWriter {
   }
   void operator()(const Fetch& f) {
     (*this)(f.pull);
-    w.list(f.pieces);
+    w.list(f.elements);
   }
   void operator()(const Push& f) {
     w.id(f.id);

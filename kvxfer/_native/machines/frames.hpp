@@ -57,28 +57,28 @@ struct Pull {
   Bytes32 content_digest{};   // of what the reader takes the blocks to hold; zero: it does not say
   bool wants_checksums = false;  // the reader checks CRC-32Cs where the source can give them
 };
-// Pieces of registered regions on the wire: every grid, and which pieces in which order. No picks: all, as they
-// come, at most kUnpickedMax.
+// Elements of registered regions on the wire: every strided range, and the index of each element, in order. No indices: all
+// elements in the order of the ranges, at most kUnindexedMax.
 struct WireList {
-  std::vector<Grid> grids;
-  std::vector<uint32_t> picks;
-  size_t bytes() const { return grids.size() * kGridBytes + picks.size() * 4; }  // on the wire, at most kListBytesMax
+  std::vector<StridedRange> rows;
+  std::vector<uint32_t> indices;
+  size_t bytes() const { return rows.size() * kRangeBytes + indices.size() * 4; }  // on the wire, at most kListBytesMax
 };
-// A list of which only some pieces are named goes without the others where it is a table. Throws Error(limit_exceeded) past
+// A list of which only some elements are named goes without the others where it is a table. Throws Error(limit_exceeded) past
 // kListBytesMax.
-WireList to_wire(const PieceList& list);
-size_t wire_bytes(const PieceList& list);  // throws as to_wire
-// Of what a peer sent, before anything is made of it: how many pieces it names. Throws Error(invalid_argument) past kUnpickedMax.
-uint32_t piece_count(const WireList& list);
-// Throws Error(invalid_argument), as piece_count, Ranges and check_picks.
-PieceList from_wire(const WireList& list);
-// Reader to source: as PULL, under the open-ended grant of your registered regions, of these pieces. pull.first and .count
+WireList to_wire(const ElementList& list);
+size_t wire_bytes(const ElementList& list);  // throws as to_wire
+// Of what a peer sent, before anything is made of it: how many elements it names. Throws Error(invalid_argument) past kUnindexedMax.
+uint32_t element_count(const WireList& list);
+// Throws Error(invalid_argument), as element_count, Ranges and check_indices.
+ElementList from_wire(const WireList& list);
+// Reader to source: as PULL, under the open-ended grant of your registered regions, of these elements. pull.first and .count
 // are positions in the whole list; block_bytes, digest, content_digest and wait_ms are not looked at.
 struct Fetch {
   Pull pull;
-  WireList pieces;
+  WireList elements;
 };
-// Source to destination: please pull my pieces `from` into your pieces `to`, under the open-ended offer of your registered
+// Source to destination: please pull my elements `from` into your elements `to`, under the open-ended offer of your registered
 // regions, by `lane`, on this session. Sent again where the answer did not come, and of each lane that it goes on by; answered by
 // DONE once final, or where the lane does not serve.
 struct Push {
@@ -99,7 +99,7 @@ struct Done {
   Code code = Code::ok;  // ok: committed
   std::string text;
   uint8_t turn = 0;      // of no_lane: which lane that is; else the latest that was taken
-  uint32_t checked = 0;  // pieces that were compared with checksums of the source
+  uint32_t checked = 0;  // elements that were compared with checksums of the source
 };
 // The grant's cumulative state, told whole at each new attempt. `ids` are the source's block ids of the positions from
 // `ids_first` on (one-sided lanes only; positions are never told twice in one attempt).

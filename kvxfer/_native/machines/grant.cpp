@@ -15,7 +15,7 @@ class NoClaim final : public MemoryClaim {
   uint32_t count() const override { return 0; }
   Extent part(uint32_t, uint32_t) const override { return {}; }
   uint64_t bytes(uint32_t, uint32_t) const override { return 0; }
-  uint64_t piece_bytes(uint32_t) const override { return 0; }
+  uint64_t element_bytes(uint32_t) const override { return 0; }
   std::vector<uint32_t> maps() const override { return {}; }
   const char* obstacle(Lane) const override { return nullptr; }
   void take() override {}
@@ -75,7 +75,7 @@ void GrantTable::expect(const TransferId& id, const std::string& reader) {
 
 bool GrantTable::has_begun(const TransferId& id) const {
   const auto found = grants_.find(id);
-  return found != grants_.end() && !found->second.is_of_pieces && found->second.has_begun;
+  return found != grants_.end() && !found->second.is_of_elements && found->second.has_begun;
 }
 
 GrantCounts GrantTable::counts() const {
@@ -87,7 +87,7 @@ GrantCounts GrantTable::counts() const {
 
 // What is counted as unread is: a grant of blocks that is alive and whose reader has not begun.
 void GrantTable::count_unread(const Grant& grant, bool is_unread) {
-  if (grant.is_of_pieces || grant.has_begun) return;
+  if (grant.is_of_elements || grant.has_begun) return;
   counts_.unread += is_unread ? 1 : -1;
   counts_.unread_blocks += is_unread ? grant.claim->count() : -static_cast<size_t>(grant.claim->count());
 }
@@ -132,7 +132,7 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
   for (const WaitingPull& waited : waiting_.take(id)) accept(grant, waited.session, waited.peer, waited.pull, now, out);
 }
 
-Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<MemoryClaim> claim, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns,
+Nanos GrantTable::grant_elements(const TransferId& id, std::unique_ptr<MemoryClaim> claim, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns,
                                uint64_t cost, Nanos now) {
   ttl_ns = std::min(ttl_ns, limits_.life_max_ns);
   check_new(id, reader.agent_id, ttl_ns);
@@ -141,7 +141,7 @@ Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<MemoryClaim
   if (cost != 0) fetches_.take(charged, cost);
 
   Grant& grant = add(id);
-  grant.is_of_pieces = true;
+  grant.is_of_elements = true;
   grant.charged = charged;
   grant.cost = cost;
   grant.reader = reader;
@@ -155,14 +155,14 @@ Nanos GrantTable::grant_pieces(const TransferId& id, std::unique_ptr<MemoryClaim
   return grant.life_end;
 }
 
-bool GrantTable::is_of_pieces(const TransferId& id) const {
+bool GrantTable::is_of_elements(const TransferId& id) const {
   const auto found = grants_.find(id);
-  return found != grants_.end() && found->second.is_of_pieces;
+  return found != grants_.end() && found->second.is_of_elements;
 }
 
 std::string GrantTable::bind(const TransferId& id, const std::string& reader, Nanos now) {
   const auto found = grants_.find(id);
-  if (found == grants_.end() || found->second.is_of_pieces || found->second.is_aborted) throw Error(Code::grant_unknown, "no such grant");
+  if (found == grants_.end() || found->second.is_of_elements || found->second.is_aborted) throw Error(Code::grant_unknown, "no such grant");
   Grant& grant = found->second;
   if (grant.reader) return grant.reader->agent_id;
   if (grant.reader_id.empty() && is_alive(grant, now)) grant.reader_id = reader;
@@ -195,7 +195,7 @@ bool GrantTable::has_confirmed(const TransferId& id) const {
 void GrantTable::revoke_over(uint32_t region, Nanos now, Effects& out) {
   std::vector<TransferId> over;
   for (const auto& [id, grant] : grants_) {
-    if (!grant.is_of_pieces || !grant.claim) continue;
+    if (!grant.is_of_elements || !grant.claim) continue;
     const std::vector<uint32_t> regions = grant.claim->maps();
     if (std::binary_search(regions.begin(), regions.end(), region)) over.push_back(id);
   }
@@ -215,7 +215,7 @@ void GrantTable::abort_grant(const TransferId& id, Effects& out) {
 void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool complete, Nanos now, Effects& out,
                        const std::vector<uint32_t>& checksums) {
   const auto found = grants_.find(id);
-  if (found == grants_.end() || found->second.is_of_pieces) throw Error(Code::grant_unknown, "no such grant");
+  if (found == grants_.end() || found->second.is_of_elements) throw Error(Code::grant_unknown, "no such grant");
   Grant& grant = found->second;
   // An error drops the effects of its call, so this must not be the call that ends the grant: tick will.
   if (!is_alive(grant, now)) throw Error(code_of(grant.state == GrantState::Alive ? GrantState::Expired : grant.state), "the grant has ended");
@@ -235,7 +235,7 @@ void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, b
 
 std::pair<uint32_t, std::vector<uint32_t>> GrantTable::becoming_ready(const TransferId& id, uint32_t blocks) const {
   const auto found = grants_.find(id);
-  if (found == grants_.end() || found->second.is_of_pieces || found->second.state != GrantState::Alive) return {};
+  if (found == grants_.end() || found->second.is_of_elements || found->second.state != GrantState::Alive) return {};
   const Grant& grant = found->second;
   const PoolInfo& pool = *grant.claim->pool();
   if (!pool.has_checksums || blocks <= grant.ready_blocks || blocks > grant.claim->count()) return {pool.id, {}};
@@ -312,7 +312,7 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
   if (pull.content_digest != grant.content_digest && pull.content_digest != Bytes32{} && grant.content_digest != Bytes32{}) {
     return refuse(session, pull, Code::incompatible, "content digests differ: the two sides do not mean the same tokens", out);
   }
-  if ((pull.count == 0 && grant.is_of_pieces) || uint64_t{pull.first} + pull.count > claim.count()) {
+  if ((pull.count == 0 && grant.is_of_elements) || uint64_t{pull.first} + pull.count > claim.count()) {
     return refuse(session, pull, Code::refused,
                   "blocks " + std::to_string(pull.first) + " to " + std::to_string(uint64_t{pull.first} + pull.count) + " asked of a grant of " +
                       std::to_string(claim.count()),
@@ -453,7 +453,7 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
     out.push_back(SendFrame{grant.reading->session, Revoke{grant.id, code_of(grant.state), grant.why}});
   }
   grant.reading.reset();
-  if (grant.is_of_pieces) return add_tombstone(ended_of_pieces_, peer_tombstones_max(), grant.id);
+  if (grant.is_of_elements) return add_tombstone(ended_of_elements_, peer_tombstones_max(), grant.id);
   out.push_back(GrantEnded{grant.id, grant.state});
   add_tombstone(tombstones_, limits_.tombstones_max, grant.id);
 }

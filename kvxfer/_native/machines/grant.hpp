@@ -84,7 +84,7 @@ class GrantTable {
   // A sign of life of its engine, which has work or has none. `took_in`: it has taken in what had reached it at the last such
   // pulse. A table whose owner never says so lets early pulls wait as long as their readers want.
   void pulse(bool has_work, bool took_in, Nanos now) { intake_.pulse(has_work, took_in, now); }
-  // Whether the reader of a grant has asked for blocks of it. False for one that is unknown or of pieces.
+  // Whether the reader of a grant has asked for blocks of it. False for one that is unknown or of elements.
   bool has_begun(const TransferId& id) const;
   // Throws Error: invalid_argument (id used before, ttl), limit_exceeded, blocks_busy (from the ledger), grant_released
   // (the reader that is named here gave the transfer up before this grant was made).
@@ -113,12 +113,12 @@ class GrantTable {
   // A grant to exactly `reader`, all of it ready; returns when it ends in spite of all renewals. `cost`: bytes of memory that the
   // list of a peer's FETCH takes, counted against the quota of `charged`; 0: our own push. Throws
   // Error(invalid_argument, limit_exceeded, overloaded).
-  Nanos grant_pieces(const TransferId& id, std::unique_ptr<MemoryClaim> claim, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns, uint64_t cost,
+  Nanos grant_elements(const TransferId& id, std::unique_ptr<MemoryClaim> claim, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns, uint64_t cost,
                      Nanos now);
-  // Whether grant_pieces would find room, before a list is made: throws as it.
+  // Whether grant_elements would find room, before a list is made: throws as it.
   void check_room(const AgentRef& charged, uint64_t cost) const;
   bool knows(const TransferId& id) const { return grants_.count(id) != 0; }  // live, or ended not long ago
-  bool is_of_pieces(const TransferId& id) const;
+  bool is_of_elements(const TransferId& id) const;
   bool has_reader(const AgentRef& reader) const;  // of a grant that is alive
   bool is_bound_to(const TransferId& id, const AgentRef& peer) const;
   // Given up before there was a grant, by a peer that may not have been meant.
@@ -168,7 +168,7 @@ class GrantTable {
     GrantState state = GrantState::Alive;
     std::unique_ptr<MemoryClaim> claim;  // while alive
     std::vector<std::optional<uint32_t>> checksums;  // of the ready blocks, where the owner gave them
-    bool is_of_pieces = false;           // of registered memory: the owner knows nothing of it
+    bool is_of_elements = false;           // of registered memory: the owner knows nothing of it
     AgentRef charged;                    // the peer whose quota it uses, where it has a cost
     uint64_t cost = 0;
     std::string reader_id;               // empty: the first to come
@@ -209,8 +209,8 @@ class GrantTable {
   uint64_t next_serial_ = 1;
   std::unordered_map<TransferId, Grant, TransferIdHash> grants_;  // live ones and tombstones
   std::deque<TransferId> tombstones_;  // oldest first
-  // Of grants that never were, and of pieces: any peer can make those, so they push out only each other.
-  std::deque<TransferId> aborted_, ended_of_pieces_;
+  // Of grants that never were, and of elements: any peer can make those, so they push out only each other.
+  std::deque<TransferId> aborted_, ended_of_elements_;
   std::set<std::pair<Nanos, TransferId>> expiries_;
   WaitingPulls waiting_;
   Intake intake_;

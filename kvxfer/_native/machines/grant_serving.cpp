@@ -10,7 +10,7 @@ uint32_t to_ms(Nanos ns) { return static_cast<uint32_t>(std::clamp<Nanos>(ns / k
 
 }  // namespace
 
-// One READY; on one-sided lanes with as many of the source's block ids that were not told yet as fit. Of pieces the reader
+// One READY; on one-sided lanes with as many of the source's block ids that were not told yet as fit. Of elements the reader
 // has the list.
 Ready GrantTable::announcement(const Grant& grant, Reading& reading, uint32_t can_read, Nanos now) {
   const Pull& pull = reading.pull;

@@ -1,4 +1,4 @@
-// Own memory that a grant promises or a transfer fills, whether blocks of a pool or pieces of regions: numbered from 0, in
+// Own memory that a grant promises or a transfer fills, whether blocks of a pool or elements of regions: numbered from 0, in
 // the order in which both sides speak of them. Grants and transfers know nothing else of memory.
 //
 // take() may fail and then holds nothing; what was taken is given back exactly once.
@@ -17,11 +17,11 @@ class MemoryClaim {
   virtual uint32_t count() const = 0;
   virtual Extent part(uint32_t first, uint32_t count) const = 0;
   virtual uint64_t bytes(uint32_t first, uint32_t count) const = 0;
-  virtual uint64_t piece_bytes(uint32_t i) const = 0;
+  virtual uint64_t element_bytes(uint32_t i) const = 0;
   // How many from `first` on, at most `count` and at least one, have no more than `bytes` together.
   uint32_t fitting(uint32_t first, uint32_t count, uint64_t bytes) const {
     uint32_t fits = 0;
-    for (uint64_t sum = 0; fits < count && (sum += piece_bytes(first + fits)) <= bytes;) ++fits;
+    for (uint64_t sum = 0; fits < count && (sum += element_bytes(first + fits)) <= bytes;) ++fits;
     return std::max(fits, 1u);
   }
   virtual const PoolInfo* pool() const { return nullptr; }  // of blocks
@@ -42,7 +42,7 @@ class BlocksClaim : public MemoryClaim {
   uint32_t count() const override { return static_cast<uint32_t>(blocks_->size()); }
   Extent part(uint32_t first, uint32_t count) const override { return Extent{ledger_->info().id, nullptr, blocks_, first, count}; }
   uint64_t bytes(uint32_t, uint32_t count) const override { return ledger_->info().block_bytes * count; }
-  uint64_t piece_bytes(uint32_t) const override { return ledger_->info().block_bytes; }
+  uint64_t element_bytes(uint32_t) const override { return ledger_->info().block_bytes; }
   const PoolInfo* pool() const override { return &ledger_->info(); }
   std::vector<uint32_t> maps() const override { return {ledger_->info().id}; }
   const char* obstacle(Lane lane) const override {
@@ -81,7 +81,7 @@ class NoBlocks final : public MemoryClaim {
   uint32_t count() const override { return count_; }
   Extent part(uint32_t, uint32_t) const override { throw Error(Code::internal, "a pull without blocks reads none"); }
   uint64_t bytes(uint32_t, uint32_t count) const override { return ledger_->info().block_bytes * count; }
-  uint64_t piece_bytes(uint32_t) const override { return ledger_->info().block_bytes; }
+  uint64_t element_bytes(uint32_t) const override { return ledger_->info().block_bytes; }
   const PoolInfo* pool() const override { return &ledger_->info(); }
   std::vector<uint32_t> maps() const override { return {}; }
   const char* obstacle(Lane) const override { return nullptr; }
@@ -95,14 +95,14 @@ class NoBlocks final : public MemoryClaim {
 };
 
 // Counted in each region that it touches. Checked when it is made; throws what Regions::check throws.
-class PiecesClaim final : public MemoryClaim {
+class ElementsClaim final : public MemoryClaim {
  public:
-  PiecesClaim(Regions& regions, PieceList list, RegionUse use, bool is_landing)
+  ElementsClaim(Regions& regions, ElementList list, RegionUse use, bool is_landing)
       : regions_(&regions), list_(std::move(list)), touched_(regions.check(list_, use)), is_landing_(is_landing) {}
   uint32_t count() const override { return list_.count(); }
   Extent part(uint32_t first, uint32_t count) const override { return list_.part(first, count); }
   uint64_t bytes(uint32_t first, uint32_t count) const override { return list_.bytes(first, count); }
-  uint64_t piece_bytes(uint32_t i) const override { return list_.ranges->bytes_of((*list_.ids)[i]); }
+  uint64_t element_bytes(uint32_t i) const override { return list_.ranges->bytes_of((*list_.ids)[i]); }
   std::vector<uint32_t> maps() const override { return touched_; }
   const char* obstacle(Lane lane) const override {
     if (lane != Lane::Mapped && lane != Lane::Cma && lane != Lane::Ucx) return nullptr;
@@ -113,7 +113,7 @@ class PiecesClaim final : public MemoryClaim {
 
  private:
   Regions* regions_;
-  PieceList list_;
+  ElementList list_;
   std::vector<uint32_t> touched_;
   bool is_landing_;
 };

@@ -32,7 +32,7 @@ PushOperation::PushOperation(PushSpec spec, TransferLimits limits, GrantTable& g
 void PushOperation::on_session(Nanos now, Effects& out) {
   try {
     if (!has_grant_) {
-      grant_end_ = grants_->grant_pieces(route_.id, std::move(claim_), route_.peer, route_.peer, kNever, 0, now);
+      grant_end_ = grants_->grant_elements(route_.id, std::move(claim_), route_.peer, route_.peer, kNever, 0, now);
       has_grant_ = true;
     }
     if (now >= grant_end_) return keep(now, out);

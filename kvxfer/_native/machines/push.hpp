@@ -1,4 +1,4 @@
-// One push: the initiator's side of a write. It owns the bytes and never sends one on its own account: it grants its pieces
+// One push: the initiator's side of a write. It owns the bytes and never sends one on its own account: it grants its elements
 // to exactly one reader, asks that reader to pull them into its registered memory, and waits to be told how that ended.
 //
 //                 session_up  session_lost  done        fail    cancel
@@ -17,7 +17,7 @@
 //
 // Whatever ends the push ends the grant first: a confirm that comes later finds it ended, so a push that was cancelled or
 // failed here is never committed there afterwards without a verdict that was given before. Where the destination neither
-// pulls nor says how it ended, the end of the grant's life ends the push. The pieces are held as every grant holds them;
+// pulls nor says how it ended, the end of the grant's life ends the push. The elements are held as every grant holds them;
 // once it has ended no send may take another byte of them.
 #pragma once
 
@@ -35,7 +35,7 @@ TransferState next_state(TransferState state, PushEvent event);
 
 struct PushSpec {
   Operation::Route route;
-  PieceList local, remote;
+  ElementList local, remote;
   bool wants_checksums = false;
   std::optional<std::string> notification;      // goes with what is asked for
   std::optional<std::string> own_notification;  // too long for that: it goes when the destination said that it committed
@@ -43,13 +43,13 @@ struct PushSpec {
 
 class PushOperation final : public Operation {
  public:
-  // `claim` of the local pieces is taken by the grant, which is made once the destination was reached. Throws
+  // `claim` of the local elements is taken by the grant, which is made once the destination was reached. Throws
   // Error(no_lane, invalid_argument).
   PushOperation(PushSpec spec, TransferLimits limits, GrantTable& grants, std::unique_ptr<MemoryClaim> claim, Nanos now);
 
   PushOperation* as_push() override { return this; }
   void on_done(const Done& done, Nanos now, Effects& out);
-  // The destination is at it: it asks for what follows the first `landed` pieces.
+  // The destination is at it: it asks for what follows the first `landed` elements.
   void heard(uint32_t landed, Nanos now) {
     heard_at_ = now;
     if (landed <= landed_) return;

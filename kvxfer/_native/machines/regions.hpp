@@ -34,9 +34,9 @@ class Regions {
   // Forgets a withdrawn region. Throws Error(blocks_busy) while something may land there.
   void remove(uint32_t region);
 
-  // The regions that the list's pieces lie in. Throws Error(invalid_argument for Own, else refused) where a piece is not
-  // inside a live region that allows the use: one comparison a grid.
-  std::vector<uint32_t> check(const PieceList& list, RegionUse use) const;
+  // The regions that the list's elements lie in. Throws Error(invalid_argument for Own, else refused) where an element is not
+  // inside a live region that allows the use: one comparison a range.
+  std::vector<uint32_t> check(const ElementList& list, RegionUse use) const;
   // Why a one-sided lane (that maps, or another) must not be given them, or null. It would give the reader all of each: a
   // push out of a region that is not offered to readers goes by a lane whose bytes this agent sends.
   const char* obstacle(const std::vector<uint32_t>& regions, bool is_mapping) const;

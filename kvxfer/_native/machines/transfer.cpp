@@ -61,7 +61,7 @@ Transfer::Transfer(TransferSpec spec, TransferLimits limits, std::unique_ptr<Mem
     : Operation(route_of(spec), limits, now), spec_(std::move(spec)), into_(std::move(into)), nonce_state_(spec_.nonce_seed) {
   if (total() == 0) throw Error(Code::invalid_argument, "a transfer needs at least one block");
   if (needs_checksums()) spec_.wants_checksums = true;
-  is_complete_ = knows_pieces();
+  is_complete_ = knows_elements();
   into_->take();
 }
 
@@ -98,7 +98,7 @@ void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
   heard_at_ = now;
   const uint32_t count = into_->has_memory() ? total() - first : 0;
   Pull pull{spec_.id, attempt_, attempt_nonce_, lane(), spec_.first + first, count, 0, {}, 0, spec_.content_digest, spec_.wants_checksums};
-  if (!knows_pieces()) {
+  if (!knows_elements()) {
     pull.block_bytes = into_->pool()->block_bytes;
     pull.digest = into_->pool()->digest;
     // A little more than it will wait: the reader itself knows best when that is over.
@@ -110,7 +110,7 @@ void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
   } else {
     send(pull, out);
   }
-  if (!knows_pieces() || !is_one_sided(lane()) || !is_mapped_ || state_ == TransferState::Confirming) return;
+  if (!knows_elements() || !is_one_sided(lane()) || !is_mapped_ || state_ == TransferState::Confirming) return;
   move(TransferEvent::Known);
   read_on(now, out);
 }
@@ -142,7 +142,7 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
   if (is_news) tell(TransferGranted{spec_.id}, out);
   if (!into_->has_memory()) return;
   if (!is_one_sided(lane())) return;
-  if (!knows_pieces()) {
+  if (!knows_elements()) {
     remote_pool_ = ready.pool;
     const uint64_t next = uint64_t{spec_.first} + known_base_ + known_.size();
     if (ready.ids_first <= next) {  // a gap would mean a lost frame: the next attempt tells everything again
@@ -156,7 +156,7 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
 }
 
 void Transfer::on_queued(const Queued& queued, Nanos now, Effects& out) {
-  if (state_ != TransferState::Waiting || queued.attempt != attempt_ || is_granted_ || knows_pieces()) return;
+  if (state_ != TransferState::Waiting || queued.attempt != attempt_ || is_granted_ || knows_elements()) return;
   heard_at_ = now;
   silences_ = 0;
   is_queued_ = queued.is_known;
@@ -167,7 +167,7 @@ void Transfer::on_queued(const Queued& queued, Nanos now, Effects& out) {
 }
 
 Nanos Transfer::engine_deadline() const {
-  const bool is_waiting = state_ == TransferState::Waiting && !is_granted_ && !knows_pieces();
+  const bool is_waiting = state_ == TransferState::Waiting && !is_granted_ && !knows_elements();
   return is_waiting ? engine_lived_at_ + limits_.engine_silent_ns : kNever;
 }
 
@@ -176,7 +176,7 @@ void Transfer::on_engine_silent(Nanos now, Effects& out) {
 }
 
 const char* Transfer::deadline_word() const {
-  if (knows_pieces() || spec_.granted_ns == 0 || is_granted_) return "the deadline passed";
+  if (knows_elements() || spec_.granted_ns == 0 || is_granted_) return "the deadline passed";
   return "no grant came in the time that the request allows";
 }
 
@@ -191,7 +191,7 @@ void Transfer::reserve(std::unique_ptr<MemoryClaim> blocks, uint32_t first, Nano
 
 bool Transfer::can_unreserve() const {
   const bool is_early = state_ == TransferState::Connecting || state_ == TransferState::Waiting;
-  return is_early && !is_granted_ && !knows_pieces() && into_->has_memory() && reading_ == 0 && done_ == 0;
+  return is_early && !is_granted_ && !knows_elements() && into_->has_memory() && reading_ == 0 && done_ == 0;
 }
 
 void Transfer::unreserve(std::unique_ptr<MemoryClaim> none, Nanos now, Effects& out) {
@@ -221,12 +221,12 @@ uint32_t Transfer::end_read(Nanos now) {
 
 void Transfer::read_on(Nanos now, Effects& out) {
   if (!is_one_sided(lane()) || state_ != TransferState::Reading || reading_ != 0 || !gone_text_.empty()) return;
-  const auto known_end = knows_pieces() ? total() : static_cast<uint32_t>(known_base_ + known_.size());
+  const auto known_end = knows_elements() ? total() : static_cast<uint32_t>(known_base_ + known_.size());
   if (known_end <= done_) return;
   const uint32_t count = into_->fitting(done_, known_end - done_, limits_.read_bytes_max);
   std::vector<uint32_t> checksums;
   Extent from;
-  if (knows_pieces()) {
+  if (knows_elements()) {
     from = spec_.remote.part(spec_.first + done_, count);
   } else {
     const auto ids = known_.begin() + (done_ - known_base_);

@@ -1,6 +1,6 @@
 // One transfer: the destination's side of one pull, fetch or offered push, from the wish to the moment its memory is the
-// owner's again. Where its bytes go, blocks or pieces of regions, is its MemoryClaim's business; where they come from is either
-// positions of a grant, which the source names as it announces them, or a list of pieces that is known from the start.
+// owner's again. Where its bytes go, blocks or elements of regions, is its MemoryClaim's business; where they come from is either
+// positions of a grant, which the source names as it announces them, or a list of elements that is known from the start.
 //
 // Five things can happen to a transfer, and the table below is about those; the sixth, that its last read ends after it was
 // already over, is not a state but a flag: a transfer that is final is *drained* once no read into its blocks can still be
@@ -27,7 +27,7 @@
 // asked after the last read, says that this life had not ended. An attempt is bound to the very incarnation of the source
 // that the transfer names; another life of it is another source, and ends the transfer.
 //
-// Pieces of a peer's region can be read before the source has said a word (known), where this session already has the
+// Elements of a peer's region can be read before the source has said a word (known), where this session already has the
 // region's map: the region is an open-ended promise and its id is never used for another, so it held from the map to the
 // verdict or the verdict is not ok. What was asked and what was read then cross on the wire, and the verdict may come before
 // the announcement, or say that nobody knows the grant because the question was lost: then it is asked anew.
@@ -69,8 +69,8 @@ struct TransferSpec {
   uint64_t nonce_seed = 0;  // random; nonces of this transfer are drawn from it
   Bytes32 content_digest{};        // of what the blocks are taken to hold; zero: not said
   bool wants_checksums = false;  // where the source can give them; what lands in a pool with checksums must have them
-  PieceList remote;         // what is read, where that is known: of a fetch, of a peer's push
-  bool is_offered = false;  // a peer's push asked for it: the source has the grant, and knows the pieces
+  ElementList remote;         // what is read, where that is known: of a fetch, of a peer's push
+  bool is_offered = false;  // a peer's push asked for it: the source has the grant, and knows the elements
   uint8_t turn = 0;         // of that push: how many lanes it was asked by before
   bool is_last = true;      // and whether it will be asked by another
   std::optional<std::string> notification;  // after the commit: of a fetch to the source's owner, of a push to our own
@@ -94,11 +94,11 @@ class Transfer final : public Operation {
   // See Endpoint; throws Error(invalid_argument) where it has blocks or is over, and what taking them throws.
   void reserve(std::unique_ptr<MemoryClaim> blocks, uint32_t first, Nanos now, Effects& out);
   // Of blocks under a grant: not of registered memory, and not what a peer's push asked for.
-  bool is_pull() const { return !knows_pieces() && !is_offered(); }
+  bool is_pull() const { return !knows_elements() && !is_offered(); }
   bool can_unreserve() const;
   void unreserve(std::unique_ptr<MemoryClaim> none, Nanos now, Effects& out);
   // Of a pull: nothing of it was read, and it reads nothing.
-  bool is_waiting() const { return !knows_pieces() && (state_ == TransferState::Connecting || state_ == TransferState::Waiting || state_ == TransferState::Granted) && done_ == 0; }
+  bool is_waiting() const { return !knows_elements() && (state_ == TransferState::Connecting || state_ == TransferState::Waiting || state_ == TransferState::Granted) && done_ == 0; }
   bool is_granted() const { return is_granted_; }
   bool is_queued() const { return is_queued_; }
   // Stream: blocks are about to arrive. Returns what to fill and sets `token`, or (token 0) nothing: throw the bytes away.
@@ -139,8 +139,8 @@ class Transfer final : public Operation {
 
  private:
   bool needs_checksums() const { return into_->pool() != nullptr && into_->pool()->has_checksums; }
-  bool knows_pieces() const { return spec_.remote.ranges != nullptr; }
-  bool is_fetch() const { return knows_pieces() && !is_offered(); }
+  bool knows_elements() const { return spec_.remote.ranges != nullptr; }
+  bool is_fetch() const { return knows_elements() && !is_offered(); }
   void move(TransferEvent event) { state_ = next_state(state_, event); }
   void ask(uint32_t first, Nanos now, Effects& out);
   void ask_verdict(bool is_fresh, Nanos now, Effects& out);

@@ -59,7 +59,7 @@ struct RegionTable {
 struct OwnMemory {
   std::shared_ptr<const Layout> layout;
   std::shared_ptr<const Pool> pool;                        // if the extent names blocks
-  std::vector<std::shared_ptr<const OwnRegion>> regions;  // if it names pieces: those that they lie in
+  std::vector<std::shared_ptr<const OwnRegion>> regions;  // if it names elements: those that they lie in
   std::shared_ptr<cuda::Context> device;       // some of it lies there: only that driver may touch it
   bool is_exposed = false;                     // one-sided lanes may read it
   bool is_ours = false;                        // kvxfer allocated all of it: it is mapped as long as this lives

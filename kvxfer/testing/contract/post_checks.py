@@ -22,7 +22,7 @@ BOTH = (Op.READ, Op.WRITE)
 
 
 def _random_rows(random: np.random.Generator, memories: list[PostedMemory], lengths: list[int], shape: str) -> Rows:
-    """As many pieces as ``lengths``, in no place twice, so that what must come out is known."""
+    """As many elements as ``lengths``, in no place twice, so that what must come out is known."""
     parts: list[Rows] = []
     size = max(lengths) + 3
     slots = [(memory, slot) for memory in memories for slot in range(len(memory.array) // size)]
@@ -36,15 +36,15 @@ def _random_rows(random: np.random.Generator, memories: list[PostedMemory], leng
 def _expected(before: list[PostedMemory], rows: Rows, data: list[bytes]) -> list[bytes]:
     """What ``before`` holds once ``data`` is in ``rows``."""
     copies = [bytearray(memory.array.tobytes()) for memory in before]
-    for (address, length, _), piece in zip(rows.tolist(), data, strict=True):
+    for (address, length, _), element in zip(rows.tolist(), data, strict=True):
         for copy, memory in zip(copies, before, strict=True):
             at = address - memory.record.address
             if at >= 0 and at + length <= len(copy):
-                copy[at : at + length] = piece
+                copy[at : at + length] = element
     return [bytes(copy) for copy in copies]
 
 
-def _pieces(memories: list[PostedMemory], rows: Rows) -> list[bytes]:
+def _elements(memories: list[PostedMemory], rows: Rows) -> list[bytes]:
     out = []
     for address, length, _ in rows.tolist():
         memory = next(m for m in memories if 0 <= address - m.record.address < len(m.array))
@@ -78,8 +78,8 @@ def check_post_bytes(maker: LaneMaker) -> None:
                 for memory in destination:
                     memory.poison()
                 local, remote = (_random_rows(random, memories, lengths, shape) for memories in (mine, theirs))
-                pieces = _pieces(source, remote if op is Op.READ else local)
-                truth = _expected(destination, local if op is Op.READ else remote, pieces)
+                elements = _elements(source, remote if op is Op.READ else local)
+                truth = _expected(destination, local if op is Op.READ else remote, elements)
                 untouched = [memory.array.copy() for memory in source]
                 done = post(maker, op, one, local, other, remote, wants_checksums=is_checked)
                 expect_post(maker, [one, other], done, COMMITTED)
@@ -87,12 +87,12 @@ def check_post_bytes(maker: LaneMaker) -> None:
                 assert all((m.array == copy).all() for m, copy in zip(source, untouched, strict=True))
                 numbers = done.result()
                 assert numbers.lane is maker.lane, f"went over {numbers.lane}"
-                assert (numbers.bytes, numbers.pieces) == (sum(lengths), count)
-                assert numbers.pieces_checked == (count if is_checked else 0)
+                assert (numbers.bytes, numbers.elements) == (sum(lengths), count)
+                assert numbers.elements_checked == (count if is_checked else 0)
 
 
 def check_post_of_indexed_and_strided(maker: LaneMaker) -> None:
-    """A prepared list is posted from again and again, by index arrays, and strided rows are as many pieces."""
+    """A prepared list is posted from again and again, by index arrays, and strided rows are as many elements."""
     with two_parties(maker) as (one, other):
         mine, theirs = PostedMemory.register(one, 64 * 1024), PostedMemory.register(other, 96 * 1024)
         truth = theirs.fill(3)
@@ -114,7 +114,7 @@ def check_post_of_indexed_and_strided(maker: LaneMaker) -> None:
 
 
 def check_post_in_several_transfers(maker: LaneMaker) -> None:
-    """More pieces than one frame can carry: still one post, one end, one notification."""
+    """More elements than one frame can carry: still one post, one end, one notification."""
     count, step = 11_500, 23
     offsets = np.arange(count) * step + np.random.default_rng(5).integers(0, 6, count)
     for op in BOTH:
@@ -209,7 +209,8 @@ def check_post_permissions(maker: LaneMaker) -> None:
 
 
 def check_post_bounds(maker: LaneMaker) -> None:
-    """A piece that leaves its region by one byte is refused by the region's owner, as is a region that is not there."""
+    """An element that leaves its region by one byte is refused by the region's owner, as is a region that is not
+    there."""
     with two_parties(maker) as (one, other):
         mine, theirs = PostedMemory.register(one, 8192), PostedMemory.register(other, 8192)
         around = PostedMemory.register(other, 8192)

@@ -20,8 +20,8 @@ from kvxfer.transport.batch import TransferBatch
 from kvxfer.transport.plan import Op
 from kvxfer.types import Lane, TransferState
 
-SIZE, PIECE = 640_000, 20_000
-OFFSETS = np.arange(0, SIZE, PIECE)
+SIZE, ELEMENT = 640_000, 20_000
+OFFSETS = np.arange(0, SIZE, ELEMENT)
 MOMENT_S = 0.0002
 """Between the moments at which a check interrupts; together they meet every phase."""
 MOMENTS = 12
@@ -41,7 +41,7 @@ def _start(
     theirs: PostedMemory,
     **options: object,
 ) -> TransferBatch:
-    return post(maker, op, one, mine.rows(OFFSETS, PIECE), other, theirs.rows(OFFSETS, PIECE), **options)
+    return post(maker, op, one, mine.rows(OFFSETS, ELEMENT), other, theirs.rows(OFFSETS, ELEMENT), **options)
 
 
 def check_post_cancel_races_the_bytes(maker: LaneMaker) -> None:

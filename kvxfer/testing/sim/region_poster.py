@@ -154,7 +154,7 @@ class RegionPoster:
             world.log(f"{process!r} cannot post {plan.id.hex()[:6]}: {error.code}")
             return
         verb = "pushes" if plan.is_push else "fetches"
-        world.log(f"{process!r} {verb} {plan.id.hex()[:6]}, {plan.count} pieces, {plan.peer!r}")
+        world.log(f"{process!r} {verb} {plan.id.hex()[:6]}, {plan.count} elements, {plan.peer!r}")
         target.registered.free -= set(to)
         world.reference.posted(post)
         self._posts[process.life, plan.id] = post
@@ -169,7 +169,7 @@ class RegionPoster:
         process.perform(effects)
 
     def _list(self, region: int, indices: list[int]) -> tuple[Any, list[int]]:
-        """The same pieces in one of the two ways to say them: a table of ranges, or picks out of one grid."""
+        """The same elements in one of the two ways to say them: a table of ranges, or indices out of one row."""
         machines, size = self._world.machines, BLOCK_BYTES
         if self._rng.random() < 0.5:
             rows = [(region, index * size, 0, size, 1) for index in indices]

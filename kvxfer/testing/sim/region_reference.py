@@ -182,16 +182,18 @@ class RegionReference:
         post, last = way.post, 0
         for index, (wanted, cell) in enumerate(zip(post.wanted, post.cells, strict=True)):
             if index not in way.landed:
-                return f"nothing landed for piece {index}"
+                return f"nothing landed for element {index}"
             data, sample = way.landed[index]
             if (sample.life, sample.cell) != (post.source, wanted):
-                return f"piece {index} was read from {sample.cell} of life {sample.life}, not {wanted} of {post.source}"
+                return (
+                    f"element {index} was read from {sample.cell} of life {sample.life}, not {wanted} of {post.source}"
+                )
             if not self.is_offered(post.source, wanted.region, sample.at):
-                return f"piece {index} was read at {sample.at / S:.6f} s, when region {wanted.region} was not offered"
+                return f"element {index} was read at {sample.at / S:.6f} s, when region {wanted.region} was not offered"
             if data != sample.data:
-                return f"piece {index} is not what was read"
+                return f"element {index} is not what was read"
             if post.memory.read(cell) != data:
-                return f"piece {index} is not in memory any more"
+                return f"element {index} is not in memory any more"
             last = max(last, sample.at)
         moments = [way.ok_at[nonce] for nonce in way.heard_ok]
         if not any(moment >= last for moment in moments):

@@ -20,7 +20,7 @@ _LAYOUT = struct.Struct("<IIII")
 
 
 class Cell(NamedTuple):
-    """One block of the pool (``region`` is :data:`POOL`), or one piece of a registered region."""
+    """One block of the pool (``region`` is :data:`POOL`), or one element of a registered region."""
 
     region: int
     slot: int

@@ -34,7 +34,7 @@ class Registered:
     id: int
     memory: Any
 
-    def piece(self, offset: int, length: int) -> bytes:
+    def element(self, offset: int, length: int) -> bytes:
         return bytes(self.memory[offset : offset + length].tobytes())
 
 
@@ -140,12 +140,12 @@ class Node:
     ) -> None:
         """`verb` is fetch or push; `local` and `remote` are rows (region, offset, stride, length, count)."""
         ours, theirs = (native.Ranges(np.array(rows, dtype=np.uint64).reshape(-1, 5)) for rows in (local, remote))
-        picked = ids or (np.arange(ours.count), np.arange(theirs.count))
-        own_ids, peer_ids = (np.asarray(part, dtype=np.uint32) for part in picked)
+        chosen = ids or (np.arange(ours.count), np.arange(theirs.count))
+        own_ids, peer_ids = (np.asarray(part, dtype=np.uint32) for part in chosen)
         prepared = getattr(self.core, f"prepare_{verb}")(
             peer.ref if isinstance(peer, Node) else peer,
-            native.Pieces(ours, own_ids),
-            native.Pieces(theirs, peer_ids),
+            native.Elements(ours, own_ids),
+            native.Elements(theirs, peer_ids),
             lanes=lanes or LANES,
         )
         prepared.start(transfer, int(deadline_s * SECOND), **options)

@@ -1,4 +1,4 @@
-"""Posts requests to engines: picks who prefills and who decodes, sends both legs, or one of them late or never, goes
+"""Posts requests to engines: indices who prefills and who decodes, sends both legs, or one of them late or never, goes
 away, and tries again under a new id; must never know what an engine does with a leg.
 """
 
