@@ -176,7 +176,7 @@ class Code(enum.Enum):
     memory_gone = 21
 
 class AgentRef:
-    """One life of one agent."""
+    """One incarnation of one agent."""
 
     def __init__(self, agent_id: str, number: int, boot_nonce: bytes) -> None: ...
 
@@ -905,10 +905,10 @@ class GrantLimits:
     def ttl_ns(self, arg: int, /) -> None: ...
 
     @property
-    def life_max_ns(self) -> int: ...
+    def lifetime_max_ns(self) -> int: ...
 
-    @life_max_ns.setter
-    def life_max_ns(self, arg: int, /) -> None: ...
+    @lifetime_max_ns.setter
+    def lifetime_max_ns(self, arg: int, /) -> None: ...
 
     @property
     def wait_max_ns(self) -> int: ...
@@ -1643,11 +1643,11 @@ class Core:
         """
 
     def is_connected(self, peer: AgentRef) -> bool:
-        """Whether a session with exactly this life is up."""
+        """Whether a session with exactly this incarnation is up."""
 
     def set_peer(self, peer: AgentRef, key: bytes, *, tcp_host: str, tcp_port: int, unix_path: str) -> None:
         """
-        How to reach and to prove one life of an agent. `key`: 32 bytes. `tcp_host` is a numeric address; `unix_path` is empty where the
+        How to reach and to prove one incarnation of an agent. `key`: 32 bytes. `tcp_host` is a numeric address; `unix_path` is empty where the
         peer is on another host. Called again, it replaces what was said.
         """
 
@@ -1666,7 +1666,7 @@ class Core:
 
     def pulse(self, has_work: bool, took_in: bool) -> None:
         """
-        A sign of life of the engine here, which is about to step, or has nothing to do. `took_in`: all is taken in that had reached it at
+        A heartbeat of the engine here, which is about to step, or has nothing to do. `took_in`: all is taken in that had reached it at
         its last such pulse.
         """
 

@@ -336,13 +336,13 @@ void bind_core_class(nb::module_& m) {
            "(32 bytes). The agent stays known until `peer_dead`. Excludes `accept_bearer_key`.")
       .def("is_connected",
            [](PyCore& self, const AgentRef& peer) { return self.act([&](Endpoint& e, Nanos, Effects&) { return e.is_connected(peer); }); }, nb::arg("peer"),
-           "Whether a session with exactly this life is up.")
+           "Whether a session with exactly this incarnation is up.")
       .def("set_peer",
            [](PyCore& self, const AgentRef& peer, const Bytes32& key, std::string tcp_host, uint16_t tcp_port, std::string unix_path) {
              without_gil([&] { self.core().shared().set_peer(peer, key, {std::move(tcp_host), tcp_port, std::move(unix_path)}); });
            },
            nb::arg("peer"), nb::arg("key"), nb::kw_only(), nb::arg("tcp_host"), nb::arg("tcp_port"), nb::arg("unix_path"),
-           "How to reach and to prove one life of an agent. `key`: 32 bytes. `tcp_host` is a numeric address; `unix_path` is empty where the\n"
+           "How to reach and to prove one incarnation of an agent. `key`: 32 bytes. `tcp_host` is a numeric address; `unix_path` is empty where the\n"
            "peer is on another host. Called again, it replaces what was said.")
       .def("peer_dead", [](PyCore& self, const AgentRef& peer) { without_gil([&] { self.core().shared().peer_dead(peer); }); }, nb::arg("peer"))
       .def("grant",
@@ -362,7 +362,7 @@ void bind_core_class(nb::module_& m) {
       .def("pulse",
            [](PyCore& self, bool has_work, bool took_in) { self.act([&](Endpoint& e, Nanos now, Effects&) { e.pulse(has_work, took_in, now); }); },
            nb::arg("has_work"), nb::arg("took_in"),
-           "A sign of life of the engine here, which is about to step, or has nothing to do. `took_in`: all is taken in that had reached it at\n"
+           "A heartbeat of the engine here, which is about to step, or has nothing to do. `took_in`: all is taken in that had reached it at\n"
            "its last such pulse.")
       .def("has_begun",
            [](PyCore& self, const TransferId& id) {

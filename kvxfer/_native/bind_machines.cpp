@@ -71,7 +71,7 @@ void bind_values(nb::module_& m) {
   nb::enum_<Code> code(m, "Code");
   for (uint16_t i = 0; i < kCodeCount; ++i) code.value(name(static_cast<Code>(i)), static_cast<Code>(i));
 
-  nb::class_<AgentRef>(m, "AgentRef", "One life of one agent.")
+  nb::class_<AgentRef>(m, "AgentRef", "One incarnation of one agent.")
       .def("__init__",
            [](AgentRef* self, std::string agent_id, uint64_t number, Bytes16 boot_nonce) {
              if (agent_id.empty() || agent_id.size() > kAgentIdMax) throw Error(Code::invalid_argument, "agent id must be 1 to 64 bytes");
@@ -157,7 +157,7 @@ void bind_tables(nb::module_& m) {
 
   nb::class_<GrantLimits>(m, "GrantLimits").def(nb::init<>())
       .def_rw("grants_max", &GrantLimits::grants_max).def_rw("tombstones_max", &GrantLimits::tombstones_max).def_rw("waiting_max", &GrantLimits::waiting_max)
-      .def_rw("ttl_ns", &GrantLimits::ttl_ns).def_rw("life_max_ns", &GrantLimits::life_max_ns).def_rw("wait_max_ns", &GrantLimits::wait_max_ns)
+      .def_rw("ttl_ns", &GrantLimits::ttl_ns).def_rw("lifetime_max_ns", &GrantLimits::lifetime_max_ns).def_rw("wait_max_ns", &GrantLimits::wait_max_ns)
       .def_rw("unknown_wait_ns", &GrantLimits::unknown_wait_ns).def_rw("queued_every_ns", &GrantLimits::queued_every_ns)
       .def_rw("away_max_ns", &GrantLimits::away_max_ns)
       .def_rw("data_bytes_max", &GrantLimits::data_bytes_max);

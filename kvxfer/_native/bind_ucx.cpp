@@ -1,4 +1,4 @@
-// What `doctor` asks of a UCX library: whether it loads, and what it can do on this host. Loading one stays for the life of
+// What `doctor` asks of a UCX library: whether it loads, and what it can do on this host. Loading one stays for the lifetime of
 // the process, so nobody asks before the operator allowed the lane.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>

@@ -107,7 +107,7 @@ class StartPost(Protocol):
 
 
 class Transport(Protocol):
-    """The machines of one life of one agent, with a wire under them. All methods may be called from any thread.
+    """The machines of one incarnation of one agent, with a wire under them. All methods may be called from any thread.
 
     After :meth:`close` every call raises ClosedError, but :meth:`close` itself, :meth:`drain` and :meth:`fileno`.
     """
@@ -171,15 +171,15 @@ class Transport(Protocol):
         ...
 
     def is_connected(self, ref: AgentRef) -> bool:
-        """Whether a session with exactly this life is up."""
+        """Whether a session with exactly this incarnation is up."""
         ...
 
     def set_peer(self, ref: AgentRef, address: DataAddress, key: bytes) -> None:
-        """Make one life of a peer known, or its address new. ``key``: the pair's 32 bytes."""
+        """Make one incarnation of a peer known, or its address new. ``key``: the pair's 32 bytes."""
         ...
 
     def peer_dead(self, ref: AgentRef) -> None:
-        """The known death of exactly this life: its grants and transfers end, it is forgotten."""
+        """The known death of exactly this incarnation: its grants and transfers end, it is forgotten."""
         ...
 
     def grant(
@@ -216,7 +216,7 @@ class Transport(Protocol):
         ...
 
     def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
-        """A sign of life of the engine here, which is about to step, or has nothing to do. ``took_in``: all is taken in
+        """A heartbeat of the engine here, which is about to step, or has nothing to do. ``took_in``: all is taken in
         that had reached it at its last such pulse."""
         ...
 
@@ -276,7 +276,7 @@ class Transport(Protocol):
         ``granted_s`` it bounds the wait for the grant, and ``granted_s`` the transfer from the moment in which it heard
         of its grant.
 
-        Raises InvalidArgumentError, BlocksBusyError, LimitExceededError, PeerGoneError (that life is not known).
+        Raises InvalidArgumentError, BlocksBusyError, LimitExceededError, PeerGoneError (that incarnation is not known).
         """
         ...
 
@@ -334,7 +334,7 @@ class Binding(Protocol):
     def address(self) -> DataAddress: ...
 
     def open(self, ref: AgentRef, config: AgentConfig) -> Transport:
-        """The transport of the life ``ref`` at this address; takes the binding over."""
+        """The transport of the incarnation ``ref`` at this address; takes the binding over."""
         ...
 
     def close(self) -> None:
@@ -403,7 +403,7 @@ def as_blocks(blocks: npt.ArrayLike) -> Blocks:
 
 
 def write_ref(ref: AgentRef) -> _core.AgentRef:
-    """The machines' own name of a life."""
+    """The machines' own name of an incarnation."""
     return _core.AgentRef(ref.agent_id, ref.incarnation.number, ref.incarnation.boot_nonce)
 
 
@@ -432,7 +432,7 @@ def limits_from(config: AgentConfig, lanes: Sequence[Lane]) -> _core.EndpointLim
     grants.grants_max = grants.tombstones_max = config.grants_max
     grants.waiting_max = config.pull_wait_count_max
     grants.ttl_ns = round(config.grant_ttl_s * NS_PER_S)
-    grants.life_max_ns = round(config.grant_life_max_s * NS_PER_S)
+    grants.lifetime_max_ns = round(config.grant_life_max_s * NS_PER_S)
     grants.wait_max_ns = round(config.grant_wait_s * NS_PER_S)
     grants.unknown_wait_ns = round(config.unknown_wait_s * NS_PER_S)
     transfers.ttl_ns = grants.ttl_ns

@@ -69,7 +69,7 @@ def find_socket_place(runtime_dir: str) -> SocketPlace:
 
 
 class OwnDirectory:
-    """A directory of this process alone. A lock on it shows that the process lives, as long as it does."""
+    """A directory of this process alone. A lock on it shows that the process runs."""
 
     def __init__(self, parent: str) -> None:
         """Removes those of processes that were killed, first. Raises OSError."""

@@ -135,7 +135,7 @@ class Exchange:
         self.begin(owner, reader)
         fault(self, owner)
 
-    def lose_a_life(self, owner: Any, is_said: bool) -> None:
+    def lose_an_incarnation(self, owner: Any, is_said: bool) -> None:
         """Another takes its place."""
         self.remote.kill()
         killed_s = time.monotonic()
@@ -145,10 +145,10 @@ class Exchange:
         self.remote = self.open_remote()
 
     def killed(self, owner: Any) -> None:
-        self.lose_a_life(owner, is_said=False)
+        self.lose_an_incarnation(owner, is_said=False)
 
     def killed_and_said(self, owner: Any) -> None:
-        self.lose_a_life(owner, is_said=True)
+        self.lose_an_incarnation(owner, is_said=True)
 
     def stopped(self, owner: Any) -> None:
         """It goes on when it was given up here."""

@@ -117,7 +117,7 @@ Make = Callable[..., Striped]
 
 @pytest.fixture
 def striped() -> Iterator[Make]:
-    """Makes pairs; ``remote``: which of ``poster`` and ``peer`` lives in a process of its own."""
+    """Makes pairs; ``remote``: which of ``poster`` and ``peer`` runs in a process of its own."""
     made: list[Striped] = []
 
     def make(lane: str, op: str, *, remote: str = "", **limits: float) -> Striped:

@@ -1,5 +1,5 @@
-"""How the machines of two endpoints meet: what a slow wire, an idle session, a lost answer or a second life mean to a
-transfer. Each test that names a flaw is the smallest history that the simulation's find came down to.
+"""How the machines of two endpoints meet: what a slow wire, an idle session, a lost answer or a second incarnation mean
+to a transfer. Each test that names a flaw is the smallest history that the simulation's find came down to.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_blocks_of_a_read_under_way_are_quarantined() -> None:
     assert b.counts().pools[0].quarantined == 0
 
 
-def test_another_life_of_the_source_ends_the_transfer() -> None:
+def test_another_incarnation_of_the_source_ends_the_transfer() -> None:
     pair = Pair()
     pull(pair)
     pair.pump()

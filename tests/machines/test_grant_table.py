@@ -17,7 +17,7 @@ from kvxfer._native._core import GrantEvent, GrantState
 from kvxfer.errors import BlocksBusyError, GrantGoneError, GrantReleasedError, InvalidArgumentError, KvxferError
 
 MS = 1_000_000
-TTL, LIFE_MAX, WAIT_MAX, WAITING_MAX = 1000 * MS, 3000 * MS, 500 * MS, 3
+TTL, LIFETIME_MAX, WAIT_MAX, WAITING_MAX = 1000 * MS, 3000 * MS, 500 * MS, 3
 UNKNOWN_WAIT, QUEUED_EVERY, AWAY_MAX = 300 * MS, 120 * MS, 900 * MS
 BLOCKS = 8
 IDS = [bytes([n]) * 16 for n in range(3)]
@@ -36,7 +36,7 @@ class Model:
     blocks: list[int]
     reader_id: str
     expiry: int
-    life_end: int
+    lifetime_end: int
     state: Any = GrantState.ALIVE
     reader: Any = None
     ready: int = 0
@@ -72,7 +72,12 @@ class GrantMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         limits = _core.GrantLimits()
-        limits.ttl_ns, limits.life_max_ns, limits.wait_max_ns, limits.waiting_max = TTL, LIFE_MAX, WAIT_MAX, WAITING_MAX
+        limits.ttl_ns, limits.lifetime_max_ns, limits.wait_max_ns, limits.waiting_max = (
+            TTL,
+            LIFETIME_MAX,
+            WAIT_MAX,
+            WAITING_MAX,
+        )
         limits.unknown_wait_ns, limits.queued_every_ns = UNKNOWN_WAIT, QUEUED_EVERY
         limits.away_max_ns = AWAY_MAX
         self.table = _core.GrantTable(limits)
@@ -181,7 +186,7 @@ class GrantMachine(RuleBasedStateMachine):
         id_=ids,
         blocks=st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=3, unique=True),
         reader=st.sampled_from(["", "d0", "d1"]),
-        ttl=st.integers(1, LIFE_MAX),
+        ttl=st.integers(1, LIFETIME_MAX),
     )
     def grant(self, id_: bytes, blocks: list[int], reader: str, ttl: int) -> None:
         model = self.grants.get(id_)
@@ -191,7 +196,7 @@ class GrantMachine(RuleBasedStateMachine):
                 self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
             return
         effects = self.table.grant(id_, self.ledger, blocks, reader, ttl, self.now)
-        self.grants[id_] = Model(blocks, reader, self.now + ttl, self.now + LIFE_MAX)
+        self.grants[id_] = Model(blocks, reader, self.now + ttl, self.now + LIFETIME_MAX)
         self.expected = [other for other in self.expected if other != id_]
         waited = self.waiting.pop(id_, [])
         self.see(effects, sent=[(each.peer + 1, self.accept(id_, each.peer)) for each in waited if not each.away_until])
@@ -345,7 +350,7 @@ class GrantMachine(RuleBasedStateMachine):
             alive = grant.state == GrantState.ALIVE and self.now < grant.expiry
             if alive:
                 grant.renew_seq = seq
-                grant.expiry = max(grant.expiry, min(self.now + min(ttl_ms * MS, TTL), grant.life_end))
+                grant.expiry = max(grant.expiry, min(self.now + min(ttl_ms * MS, TTL), grant.lifetime_end))
         assert self.table.on_renew(PEERS[peer], _core.Renew(id_, seq, ttl_ms), self.now) is None
 
     @rule(peer=peers)
@@ -384,7 +389,7 @@ class GrantMachine(RuleBasedStateMachine):
             else:
                 is_over = grant.state == GrantState.ALIVE and self.now >= grant.expiry
                 assert state == (GrantState.EXPIRED if is_over else grant.state)
-                assert grant.expiry <= grant.life_end
+                assert grant.expiry <= grant.lifetime_end
 
     @invariant()
     def the_ledger_holds_what_has_not_been_told(self) -> None:

@@ -1,4 +1,5 @@
-"""How a session comes up, and the ways in which it must not: wrong key, replayed proof, reflected hello, wrong life."""
+"""How a session comes up, and the ways in which it must not: wrong key, replayed proof, reflected hello, wrong
+incarnation."""
 
 from __future__ import annotations
 
@@ -117,15 +118,15 @@ def test_reflected_mac() -> None:
     assert hung_up(meeting.b.on_frame(meeting.acceptor, turned, NOW)) == "unauthenticated"
 
 
-def test_another_life_was_dialed() -> None:
+def test_another_incarnation_was_dialed() -> None:
     meeting = Meeting(number=2)
     effects = meeting.answer()
     assert hung_up(effects) == "peer_gone"
     (error,) = frames(effects)
-    assert b"not the life that was dialed" in error.text
+    assert b"not the incarnation that was dialed" in error.text
 
 
-def test_unknown_life_of_the_dialer() -> None:
+def test_unknown_incarnation_of_the_dialer() -> None:
     meeting = Meeting()
     meeting.b.peer_dead(ref("a"), NOW)
     assert hung_up(meeting.answer()) == "unauthenticated"
@@ -181,4 +182,4 @@ def test_what_a_peer_says_can_always_be_shown() -> None:
     decoder.feed(hello)
     meeting = Meeting()
     effects = meeting.b.on_frame(meeting.acceptor, decoder.next(), NOW)
-    assert [e.text for e in effects if isinstance(e, _core.Hangup)] == ["agent ? is not known here in that life"]
+    assert [e.text for e in effects if isinstance(e, _core.Hangup)] == ["agent ? is not known here in that incarnation"]

@@ -1,5 +1,5 @@
-"""Notifications through two endpoints on a wire that loses and doubles frames and connections, with lives that end or
-are only thought to have ended: once, in order, and never called delivered when they are not.
+"""Notifications through two endpoints on a wire that loses and doubles frames and connections, with incarnations that
+end or are only thought to have ended: once, in order, and never called delivered when they are not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_delivered_once_in_order() -> None:
     assert pair.ends["a"].counts().notifications_pending == 0
 
 
-def test_failed_when_the_life_ended() -> None:
+def test_failed_when_the_incarnation_ended() -> None:
     pair = Pair()
     pair.reachable = False
     _, effects = pair.ends["a"].notify(pair.refs["b"], b"x", pair.now)
@@ -36,7 +36,7 @@ def test_failed_when_the_life_ended() -> None:
 
 
 @pytest.mark.parametrize("mourner", ["a", "b"])
-def test_a_life_that_comes_back_is_not_answered_for_the_old(mourner: str) -> None:
+def test_an_incarnation_that_comes_back_is_not_answered_for_the_old(mourner: str) -> None:
     """Whoever thought the other dead: numbers go on, and what comes after is delivered."""
     pair = Pair()
     a, b = pair.ends["a"], pair.ends["b"]
@@ -62,12 +62,12 @@ def test_a_life_that_comes_back_is_not_answered_for_the_old(mourner: str) -> Non
 
 
 DEATHS_KEPT = 4096
-"""Of how many lives the numbers are kept that were called dead, and not dealt with since."""
+"""How many dead incarnations, not used since, keep their numbers."""
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["known", "used"])
 @pytest.mark.parametrize("mourner", ["a", "b"])
-def test_a_life_that_came_back_is_not_forgotten_for_others(mourner: str, is_used: bool) -> None:
+def test_an_incarnation_that_came_back_is_not_forgotten_for_others(mourner: str, is_used: bool) -> None:
     """Nor does what is said to it, or by it, begin at 1 again when many others have died meanwhile."""
     pair = Pair()
     a = pair.ends["a"]

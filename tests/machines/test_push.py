@@ -1,4 +1,4 @@
-"""Writing registered memory: a push is a pull by the one it is for, under an offer that lives, told once committed."""
+"""Writing registered memory: a push is a pull by the one it is for, under a live offer, told once committed."""
 
 from __future__ import annotations
 
@@ -393,7 +393,7 @@ def test_memory_that_readers_may_not_have_is_not_laid_open_by_a_push(lane: Any) 
 
 def short_lived() -> RegionPair:
     limits, grants = _core.EndpointLimits(), _core.GrantLimits()
-    grants.life_max_ns = 5 * S
+    grants.lifetime_max_ns = 5 * S
     limits.grants = grants
     return ready_pair(limits)
 
@@ -413,7 +413,7 @@ def test_an_offer_without_a_deadline_ends() -> None:
     assert told(pair) == [("FAILED deadline 0", None)]
 
 
-def test_a_push_ends_with_the_life_of_its_grant() -> None:
+def test_a_push_ends_with_the_lifetime_of_its_grant() -> None:
     """Flaw: a destination that only answers pings was asked for ever."""
     pair = short_lived()
     pair.post("a", "push", ID, FROM, TO)

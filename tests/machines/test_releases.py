@@ -59,7 +59,7 @@ def test_said_over_another_session_at_once() -> None:
 def test_not_when_the_grant_must_be_over() -> None:
     limits = _core.EndpointLimits()
     grants = limits.grants
-    grants.life_max_ns = 20 * S
+    grants.lifetime_max_ns = 20 * S
     limits.grants = grants
     pair = Pair(limits)
     commit_and_cut(pair)

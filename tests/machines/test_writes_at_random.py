@@ -1,7 +1,7 @@
 """One write over several lanes, and everything at random: what arrives when and how often, one end of a session that
 goes before the other, reads that land late, fail, or find that a lane does not serve, sockets that come and go.
-Whatever happens: bytes land only while the offer lives, never by two reads at once, and a commit has all of them; both
-ends are told once, and hold nothing in the end.
+Whatever happens: bytes land only while the offer is alive, never by two reads at once, and a commit has all of them;
+both ends are told once, and hold nothing in the end.
 """
 
 from __future__ import annotations

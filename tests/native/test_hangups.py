@@ -1,4 +1,4 @@
-"""A session that is hung up on in the middle of a payload: its grant lives on, and so what was begun is true."""
+"""A session that is hung up on in the middle of a payload: its grant stays, and so what was begun is true."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_a_notification_over_a_session_that_was_forgotten_arrives_soon(far: Far,
     far.d.wait_for(native.NotifDelivered)
 
 
-def test_a_session_that_idled_and_lives_is_kept(far: Far, new_id: NewId) -> None:
+def test_a_session_that_idled_and_is_alive_is_kept(far: Far, new_id: NewId) -> None:
     far.move("fetch", new_id())
     for _ in range(2):
         time.sleep(IDLE_S)

@@ -1,5 +1,5 @@
 """Registered memory that its owner unmapped: the transfer ends by name at once, nothing of it is committed, and the
-process that finds nothing there lives, whatever it was about to do with it."""
+process that finds nothing there goes on, whatever it was about to do with it."""
 
 from __future__ import annotations
 

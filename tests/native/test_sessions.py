@@ -112,7 +112,7 @@ def test_a_stranger_is_told_why(nodes: Any, new_id: NewId) -> None:
     assert told.peer is None
 
 
-def test_another_life_is_another_peer(nodes: Any, new_id: NewId) -> None:
+def test_another_incarnation_is_another_peer(nodes: Any, new_id: NewId) -> None:
     p, d = nodes("source"), nodes("reader", limits=nodes.limits(reconnect_ns=1_000_000_000))
     before = native.AgentRef("source", 1, b"x" * 16)
     d.core.set_peer(before, KEY, tcp_host="127.0.0.1", tcp_port=p.core.tcp_port, unix_path=p.core.unix_path)
@@ -120,7 +120,7 @@ def test_another_life_is_another_peer(nodes: Any, new_id: NewId) -> None:
     d.pull(transfer, before, [1])
     final = d.wait_drained(transfer)
     assert final.state == FAILED
-    assert "not the life that was dialed" in d.wait_for(native.SessionRefused).text
+    assert "not the incarnation that was dialed" in d.wait_for(native.SessionRefused).text
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])

@@ -304,7 +304,7 @@ def test_end_grant_waits_for_the_send_under_way(nodes: Any, new_id: NewId) -> No
     assert not np.any(d.memory == 0xAA) or p.content([0]) != d.content([0])
 
 
-def test_memory_lives_as_long_as_somebody_looks(nodes: Any) -> None:
+def test_memory_stays_mapped_while_a_view_of_it_exists(nodes: Any) -> None:
     p = nodes("source")
     region = native.Region(1 << 20)
     assert region.nbytes == 1 << 20

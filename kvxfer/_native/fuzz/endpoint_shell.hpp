@@ -160,7 +160,7 @@ class Shell {
     book_.posted(id);
     peers_[id] = peer;
   }
-  // What the owner asked of one life is asked of no other. A peer's own pushes are not the owner's.
+  // What the owner asked of one incarnation is asked of no other. A peer's own pushes are not the owner's.
   void check_peer(const Line& line, const TransferId& id) const {
     if (endpoint_.transfer_state(id)) check(peers_.at(id) == line.peer, "a transfer is taken to another peer than it names");
   }

@@ -1,7 +1,7 @@
 // The `cma` lane: a peer's memory on this host read by process_vm_readv, many runs a call, whoever allocated it.
 //
 // Which process is read is never the peer's word: the kernel names it at the other end of the session's own Unix socket,
-// and a pidfd holds on to it. Each call also reads the 16 bytes at which that process keeps the nonce of its life; bytes
+// and a pidfd holds on to it. Each call also reads the 16 bytes at which that process keeps the nonce of its incarnation; bytes
 // that came with another nonce, or from a process that has ended, are of nobody and count for nothing.
 //
 // The kernel lets one process read another where it would let it trace it. What forbids that here is told in words.

@@ -151,7 +151,7 @@ enum : uint32_t {
 };
 enum : uint32_t { kCloseForce = 1 };
 
-// A loaded libucp. Stays loaded for the life of the process: UCX starts threads and patches memory functions, and does not
+// A loaded libucp. Stays loaded for the lifetime of the process: UCX starts threads and patches memory functions, and does not
 // survive being unloaded.
 struct Library {
   std::string path;

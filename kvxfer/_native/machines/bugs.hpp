@@ -11,7 +11,7 @@ enum class Bug {
   verdict_of_zero_copy,            // source judges when the kernel has references to the last bytes, not when they are read
   free_before_drain,          // destination gives blocks back while a read may still write to them
   commit_twice,               // a repeated verdict commits again
-  renew_revives,              // a late renewal brings an expired grant back to life
+  renew_revives,              // a late renewal brings an expired grant back
   mix_two_sources,            // destination takes frames for a transfer from another source
   push_without_offer,         // destination fills a region that was removed, because a peer pushes to it
   notify_before_commit,       // a push's notification is told when the push comes, not when its bytes are committed

@@ -9,7 +9,7 @@ namespace kvxfer {
 void Endpoint::set_peer(const AgentRef& peer, const Bytes32& key, SessionKind control) {
   if (peer == self_) return;
   keep_bearer(peer);
-  notifier_.peer_lives(peer);
+  notifier_.peer_alive(peer);
   peers_[peer] = Peer{key, control, false};
 }
 
@@ -23,11 +23,11 @@ void Endpoint::peer_dead(const AgentRef& peer, Nanos now, Effects& out) {
 }
 
 void Endpoint::forget(const AgentRef& peer, Nanos now, Effects& out) {
-  const bool has_other_life = has_bug(Bug::mix_two_sources) &&
+  const bool has_other_incarnation = has_bug(Bug::mix_two_sources) &&
                               std::any_of(peers_.begin(), peers_.end(), [&](const auto& p) { return p.first != peer && p.first.agent_id == peer.agent_id; });
   keep_bearer(peer);
   peers_.erase(peer);
-  if (!has_other_life) end_operations(peer, true, now, out);
+  if (!has_other_incarnation) end_operations(peer, true, now, out);
   unsent_ends_.erase(peer);
   grants_.reader_dead(peer, now, out);
   notifier_.peer_dead(peer, out);
@@ -93,7 +93,7 @@ void Endpoint::check_room(const TransferId& id, const AgentRef& peer) const {
   }
   if (peer == self_) throw Error(Code::invalid_argument, "an agent does not pull from itself");
   if (!knows(peer) || is_away(peer)) {
-    throw Error(Code::peer_gone, "agent " + peer.agent_id + " is not known in that life");
+    throw Error(Code::peer_gone, "agent " + peer.agent_id + " is not known in that incarnation");
   }
 }
 
@@ -164,7 +164,7 @@ std::optional<TransferState> Endpoint::transfer_state(const TransferId& id) cons
 
 uint64_t Endpoint::notify(const AgentRef& to, std::string payload, Nanos now, Effects& out) {
   const auto peer = peers_.find(to);
-  if (peer == peers_.end() || is_away(to)) throw Error(Code::peer_gone, "agent " + to.agent_id + " is not known in that life");
+  if (peer == peers_.end() || is_away(to)) throw Error(Code::peer_gone, "agent " + to.agent_id + " is not known in that incarnation");
   const uint64_t seq = notifier_.post(to, std::move(payload), now);
   if (const SessionId session = find_up(to)) {
     notifier_.flush(to, session, false, now, out);
@@ -228,7 +228,7 @@ void Endpoint::connect(Operation& operation, Nanos now, Effects& out) {
   AgentRef peer = operation.peer();
   if (has_bug(Bug::mix_two_sources)) {
     for (const auto& [other, _] : peers_) {
-      if (other.agent_id == peer.agent_id) peer = other;  // the newest life comes last
+      if (other.agent_id == peer.agent_id) peer = other;  // the newest incarnation comes last
     }
   }
   if (!knows(peer)) return operation.end(TransferState::Failed, Code::peer_gone, "the peer is gone", now, out);

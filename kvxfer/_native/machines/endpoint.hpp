@@ -106,7 +106,7 @@ class Endpoint {
   // `cluster_secret`. It stays known until its peer_dead. The two accept_ functions exclude each other and throw
   // Error(invalid_argument): a bearer peer claims its name, and that claim must not pass for a proven name.
   void accept_derived_keys(const Bytes32& cluster_secret);
-  // The known death of exactly this life.
+  // The known death of exactly this incarnation.
   void peer_dead(const AgentRef& peer, Nanos now, Effects& out);
   bool knows(const AgentRef& peer) const { return peers_.count(peer) != 0; }
   bool is_connected(const AgentRef& peer) const { return up_.count(peer) != 0; }
@@ -287,7 +287,7 @@ class Endpoint {
   void wake(Operation& operation, Nanos at);
   void settle(Operations::iterator it, Nanos now, Effects& out);
   void finish(const Operation& operation, Nanos now, Effects& out);
-  UnackedEnd unacked_end(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.life_max_ns, false}; }
+  UnackedEnd unacked_end(const TransferId& id, Nanos now) const { return {id, now + limits_.grants.lifetime_max_ns, false}; }
   void send_end(const AgentRef& source, const UnackedEnd& end, Nanos now, Effects& out);
   void send_end_over(SessionId id, Session& session, const UnackedEnd& end, Nanos now, Effects& out);
   bool is_peer(const AgentRef& peer, const Operation& operation) const;

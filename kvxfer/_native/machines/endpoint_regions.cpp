@@ -220,9 +220,9 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   spec.id = push.id;
   spec.source = peer;
   spec.lanes = {push.lane};
-  // The grant under which it reads lives no longer than this agent's own would.
-  const Nanos life = limits_.grants.life_max_ns;
-  spec.deadline = now + (push.deadline_ms == 0 ? life : std::min(life, Nanos{push.deadline_ms} * kMillisecond));
+  // The grant under which it reads lasts no longer than this agent's own would.
+  const Nanos lifetime = limits_.grants.lifetime_max_ns;
+  spec.deadline = now + (push.deadline_ms == 0 ? lifetime : std::min(lifetime, Nanos{push.deadline_ms} * kMillisecond));
   // The source knows this id, and with it the nonces: what it could do with that it could do by lying in its verdicts.
   std::memcpy(&spec.nonce_seed, push.id.raw.data(), sizeof spec.nonce_seed);
   spec.wants_checksums = push.wants_checksums;

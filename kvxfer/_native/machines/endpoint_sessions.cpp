@@ -288,7 +288,7 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
     }
   }
   keep_bearer(peer);
-  notifier_.peer_lives(peer);
+  notifier_.peer_alive(peer);
   if (!knows(peer)) peers_[peer] = session.is_by_bearer_key ? Peer{*bearer_key_, kind, true} : Peer{session.derived_key, kind, false};
   up_[peer].push_back(id);
   watched_.erase(id);

@@ -9,7 +9,7 @@ namespace {
 constexpr size_t kVerdictsMax = 16;
 constexpr uint64_t kListsBytesMax = 256ull << 20;  // of the lists of one peer's fetches
 
-// Of a grant that a seeded bug brought back to life.
+// Of a grant that a seeded bug revived.
 class NoClaim final : public MemoryClaim {
  public:
   uint32_t count() const override { return 0; }
@@ -56,7 +56,7 @@ Code code_of(GrantState state) {
 GrantTable::GrantTable(GrantLimits limits) : limits_(limits), waiting_(limits.waiting_max), intake_(limits.grants_max, limits.unknown_wait_ns), fetches_(limits.grants_max, kListsBytesMax) {}
 
 void GrantTable::check_new(const TransferId& id, const std::string& reader, Nanos ttl_ns) const {
-  if (ttl_ns <= 0 || ttl_ns > limits_.life_max_ns) throw Error(Code::invalid_argument, "grant ttl must be above 0 and at most the maximum life");
+  if (ttl_ns <= 0 || ttl_ns > limits_.lifetime_max_ns) throw Error(Code::invalid_argument, "grant ttl must be above 0 and at most the maximum lifetime");
   check_unused(id, reader);
   check_count();
 }
@@ -123,7 +123,7 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
   grant.reader_id = reader;
   grant.is_open = reader.empty();
   grant.content_digest = content_digest;
-  grant.life_end = now + limits_.life_max_ns;
+  grant.lifetime_end = now + limits_.lifetime_max_ns;
   ++counts_.alive;
   count_unread(grant, true);
   set_expiry(grant, now + ttl_ns);
@@ -134,7 +134,7 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
 
 Nanos GrantTable::grant_elements(const TransferId& id, std::unique_ptr<MemoryClaim> claim, const AgentRef& reader, const AgentRef& charged, Nanos ttl_ns,
                                uint64_t cost, Nanos now) {
-  ttl_ns = std::min(ttl_ns, limits_.life_max_ns);
+  ttl_ns = std::min(ttl_ns, limits_.lifetime_max_ns);
   check_new(id, reader.agent_id, ttl_ns);
   if (cost != 0) check_room(charged, cost);
   claim->take();
@@ -149,10 +149,10 @@ Nanos GrantTable::grant_elements(const TransferId& id, std::unique_ptr<MemoryCla
   grant.ready_blocks = claim->count();
   grant.is_complete = true;
   grant.claim = std::move(claim);
-  grant.life_end = now + limits_.life_max_ns;
+  grant.lifetime_end = now + limits_.lifetime_max_ns;
   ++counts_.alive;
   set_expiry(grant, now + ttl_ns);
-  return grant.life_end;
+  return grant.lifetime_end;
 }
 
 bool GrantTable::is_of_elements(const TransferId& id) const {
@@ -397,7 +397,7 @@ void GrantTable::on_renew(const AgentRef& peer, const Renew& renew, Nanos now) {
   grant.renew_seq = renew.seq;
   const Nanos ttl = std::min<Nanos>(Nanos{renew.ttl_ms} * kMillisecond, limits_.ttl_ns);
   grant.state = next_state(grant.state, GrantEvent::Renew);
-  set_expiry(grant, std::max(grant.expiry, std::min(now + ttl, grant.life_end)));
+  set_expiry(grant, std::max(grant.expiry, std::min(now + ttl, grant.lifetime_end)));
 }
 
 void GrantTable::on_cancel(SessionId session, const Cancel& cancel) {
@@ -410,7 +410,7 @@ void GrantTable::on_cancel(SessionId session, const Cancel& cancel) {
 void GrantTable::session_closed(SessionId session, Nanos now) {
   waiting_.session_closed(session, now + limits_.away_max_ns);
   for (auto& [_, grant] : grants_) {
-    if (grant.reading && grant.reading->session == session) grant.reading.reset();  // the grant itself lives on: the reader may come back
+    if (grant.reading && grant.reading->session == session) grant.reading.reset();  // the grant itself stays: the reader may come back
   }
 }
 
@@ -468,7 +468,7 @@ void GrantTable::add_tombstone(std::deque<TransferId>& tombstones, size_t max, c
 
 void GrantTable::set_expiry(Grant& grant, Nanos expiry) {
   expiries_.erase({grant.expiry, grant.id});
-  grant.expiry = std::min(expiry, grant.life_end);
+  grant.expiry = std::min(expiry, grant.lifetime_end);
   expiries_.insert({grant.expiry, grant.id});
 }
 

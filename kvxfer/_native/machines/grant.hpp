@@ -55,7 +55,7 @@ struct GrantLimits {
   size_t tombstones_max = 65536;
   size_t waiting_max = 1024;
   Nanos ttl_ns = 10'000 * kMillisecond;
-  Nanos life_max_ns = 600'000 * kMillisecond;
+  Nanos lifetime_max_ns = 600'000 * kMillisecond;
   Nanos wait_max_ns = 600'000 * kMillisecond;     // of a pull of a prompt that the engine here does not know, whatever its reader says
   Nanos unknown_wait_ns = 2'000 * kMillisecond;   // before an id that the engine does not know counts as unknown
   Nanos queued_every_ns = 250 * kMillisecond;     // a waiting pull is told how it stands
@@ -81,7 +81,7 @@ class GrantTable {
   // Its engine accepted the prompt of this id, for the agent `reader` (empty: the first to come), and will grant or abort it.
   // Throws Error as grant() for an id that was used before or that its reader gave up, and limit_exceeded.
   void expect(const TransferId& id, const std::string& reader);
-  // A sign of life of its engine, which has work or has none. `took_in`: it has taken in what had reached it at the last such
+  // A heartbeat of its engine, which has work or has none. `took_in`: it has taken in what had reached it at the last such
   // pulse. A table whose owner never says so lets early pulls wait as long as their readers want.
   void pulse(bool has_work, bool took_in, Nanos now) { intake_.pulse(has_work, took_in, now); }
   // Whether the reader of a grant has asked for blocks of it. False for one that is unknown or of elements.
@@ -175,7 +175,7 @@ class GrantTable {
     bool is_open = false;                // made for the first to come
     Bytes32 content_digest{};                   // zero: the owner does not say
     std::optional<AgentRef> reader;      // bound
-    Nanos expiry = 0, life_end = 0;
+    Nanos expiry = 0, lifetime_end = 0;
     uint32_t seq = 0, ready_blocks = 0, layers = 0, renew_seq = 0;
     bool is_complete = false;
     bool is_aborted = false;            // released by its reader before the grant was made

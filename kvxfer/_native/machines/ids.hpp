@@ -34,7 +34,7 @@ struct TransferIdHash {
   }
 };
 
-// One life of one agent. Equality of the whole pair is the only comparison that protocols make.
+// One incarnation of one agent. Equality of the whole pair is the only comparison that protocols make.
 struct AgentRef {
   std::string agent_id;
   uint64_t number = 0;

@@ -51,7 +51,7 @@ class Intake {
   uint64_t rounds() const { return rounds_; }
   // A prompt that was accepted is work, whatever the engine said last: it may have stopped before it took it in.
   bool has_work() const { return has_work_ || (has_engine_ && !order_of_.empty()); }
-  // Since the engine's last sign of life, as a pull is told that came at `came_at`; an idle engine owes none.
+  // Since the engine's last heartbeat, as a pull is told that came at `came_at`; an idle engine owes none.
   Nanos age(Nanos came_at, Nanos now) const {
     if (!has_work()) return 0;
     return std::max<Nanos>(now - (has_work_ ? pulsed_at_ : std::max(pulsed_at_, came_at)), 0);

@@ -199,7 +199,7 @@ void Notifier::skip_to(Peer& box, const AgentRef& peer, uint64_t last, Effects& 
   box.unsent_seq = box.next_seq = last + 1;
 }
 
-void Notifier::peer_lives(const AgentRef& peer) {
+void Notifier::peer_alive(const AgentRef& peer) {
   if (const auto found = peers_.find(peer); found != peers_.end()) dead_.erase(std::exchange(found->second.death, 0));
 }
 

@@ -2,14 +2,14 @@
 //
 // On the wire a notification may go out again (no acknowledgement came); the receiver delivers each number once and in
 // order, because it takes only the number that follows the last and answers everything with that last number. When the
-// receiver's life ends, what it has not acknowledged is reported as failed: it may or may not have been delivered, and
+// receiver's incarnation ends, what it has not acknowledged is reported as failed: it may or may not have been delivered, and
 // only the sender's owner can know what that means.
 //
 // A long notification goes out in parts, and the receiver delivers it when all are there. So many bytes at most are under way
 // before it says how much came, so that neither side queues more: what waits behind them is bounded a peer, and told by name.
 //
-// A life that was called dead may come back (it was only cut off), and then neither side may begin at 1 again: the other
-// would take new messages for old ones. So the numbers of a dead life are kept, bounded, and each message says which
+// An incarnation that was reported dead may come back (it was only cut off), and then neither side may begin at 1 again: the other
+// would take new messages for old ones. So the numbers of a dead incarnation are kept, bounded, and each message says which
 // number is the oldest that its sender still holds, so that the receiver does not wait for those that failed.
 #pragma once
 
@@ -38,7 +38,7 @@ class Notifier {
   void flush(const AgentRef& to, SessionId session, bool is_again, Nanos now, Effects& out);
   void on_notif(SessionId session, const AgentRef& from, const Notif& notif, Nanos now, Effects& out);
   void peer_dead(const AgentRef& peer, Effects& out);
-  void peer_lives(const AgentRef& peer);  // it is known, or here, again: its numbers are kept, whoever else dies
+  void peer_alive(const AgentRef& peer);  // it is known, or here, again: its numbers are kept, whoever else dies
   // Peers with notifications that went unacknowledged for `patience_ns`.
   std::vector<AgentRef> overdue(Nanos now, Nanos patience_ns) const;
   void postpone(const AgentRef& to, Nanos now);  // nothing could be sent just now: look again a patience later
@@ -58,7 +58,7 @@ class Notifier {
     std::string part;        // of the next one: what came
     uint64_t part_seq = 0, part_total = 0;
     Nanos part_at = 0;
-    uint64_t death = 0;  // which in a row; 0: it lives, as far as is known
+    uint64_t death = 0;  // the number of its death; 0: it is alive, as far as is known
   };
   Peer& alive(const AgentRef& peer);
   void check_room(const Peer& box, const AgentRef& to, size_t bytes) const;

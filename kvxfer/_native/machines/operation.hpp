@@ -21,7 +21,7 @@ struct TransferLimits {
   Nanos stall_ns = 1'000 * kMillisecond;      // heard nothing of this operation for so long: ask again; then after twice that, up to 16 times
   Nanos reconnect_ns = 3'000 * kMillisecond;  // peer unreachable for so long: peer_gone
   Nanos ttl_ns = 10'000 * kMillisecond;       // asked for with each renewal
-  Nanos engine_silent_ns = 10'000 * kMillisecond;  // the source's engine has work and gave no sign of life for so long: peer_gone
+  Nanos engine_silent_ns = 10'000 * kMillisecond;  // the source's engine has work and sent no heartbeat for so long: peer_gone
   uint64_t read_bytes_max = 32 << 20;         // of one ReadBlocks, unless a single block is larger
 };
 

@@ -63,10 +63,10 @@ void PushOperation::ask(Nanos now, Effects& out) {
 
 void PushOperation::ask_again(Nanos now, Effects& out) { ask(now, out); }
 
-// Nothing is confirmed any more under a grant whose life is over, so there is nothing to ask for.
+// Nothing is confirmed any more under a grant whose lifetime is over, so there is nothing to ask for.
 void PushOperation::keep(Nanos now, Effects& out) {
   const GrantState state = grants_->state(route_.id, now).value_or(GrantState::Expired);
-  fail(code_of(state), "the life of the push's grant is over", now, out);
+  fail(code_of(state), "the lifetime of the push's grant is over", now, out);
 }
 
 void PushOperation::on_done(const Done& done, Nanos now, Effects& out) {

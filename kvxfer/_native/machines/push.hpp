@@ -17,7 +17,7 @@
 //
 // Whatever ends the push ends the grant first: a confirm that comes later finds it ended, so a push that was cancelled or
 // failed here is never committed there afterwards without a verdict that was given before. Where the destination neither
-// pulls nor says how it ended, the end of the grant's life ends the push. The elements are held as every grant holds them;
+// pulls nor says how it ended, the end of the grant's lifetime ends the push. The elements are held as every grant holds them;
 // once it has ended no send may take another byte of them.
 #pragma once
 

@@ -99,7 +99,7 @@ void check_alike(const ElementList& local, const ElementList& remote);
 void check_indices(const ElementList& list);
 
 // An open-ended grant and offer: any proven peer may read (write) any byte of it until it is removed. Its id is never used
-// for another region in the same life.
+// for another region in the same incarnation.
 struct RegionInfo {
   uint32_t id = 0;
   uint64_t bytes = 0;

@@ -7,7 +7,7 @@
 //              add     withdraw      a claim is given back, the last one that lands here
 //   unknown    LIVE    (error)
 //   LIVE       (error) WITHDRAWN     LIVE
-//   WITHDRAWN  (error) WITHDRAWN     GONE     gone for good: its id is never taken again in this life
+//   WITHDRAWN  (error) WITHDRAWN     GONE     gone for good: its id is never taken again in this incarnation
 //
 // Withdrawing ends the promise at once: every grant over the region is revoked before, nothing new is let in, and a peer
 // that reads on gets no verdict. Memory that this agent fills itself it cannot leave while a read into it is under way:

@@ -9,7 +9,7 @@ namespace {
 
 std::string_view as_text(const Bytes32& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
-// One life as bytes that no other life has.
+// An incarnation as bytes that no other incarnation has.
 std::string canonical(const AgentRef& ref) {
   std::string out;
   const auto append = [&out](uint64_t value, int bytes) {
@@ -52,11 +52,11 @@ std::optional<Hello> Handshake::on_hello(const Hello& hello, const KeyOf& key_of
   static const char* const kDialLabel = "kvxfer session dial v1\n";
   if (state_ == SessionState::Up) throw Error(Code::protocol, "HELLO in a session that is up");
   if (hello.peer != self_) {
-    throw Error(Code::peer_gone, "this is " + self_.agent_id + " incarnation " + std::to_string(self_.number) + ", not the life that was dialed");
+    throw Error(Code::peer_gone, "this is " + self_.agent_id + " incarnation " + std::to_string(self_.number) + ", not the incarnation that was dialed");
   }
   if (state_ != SessionState::AwaitHello && hello.self != peer_) throw Error(Code::unauthenticated, "HELLO of another agent");
   const Bytes32* key = key_of(hello.self);
-  if (key == nullptr) throw Error(Code::unauthenticated, "agent " + printable(hello.self.agent_id) + " is not known here in that life");
+  if (key == nullptr) throw Error(Code::unauthenticated, "agent " + printable(hello.self.agent_id) + " is not known here in that incarnation");
 
   if (state_ == SessionState::AwaitHello) {
     if (hello.step != HelloStep::Dial) throw Error(Code::protocol, "a session begins with HELLO dial");

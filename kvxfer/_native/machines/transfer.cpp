@@ -172,7 +172,7 @@ Nanos Transfer::engine_deadline() const {
 }
 
 void Transfer::on_engine_silent(Nanos now, Effects& out) {
-  fail(Code::peer_gone, "the source's engine has work and gave no sign of life for " + std::to_string((now - engine_lived_at_) / kMillisecond) + " ms", now, out);
+  fail(Code::peer_gone, "the source's engine has work and sent no heartbeat for " + std::to_string((now - engine_lived_at_) / kMillisecond) + " ms", now, out);
 }
 
 const char* Transfer::deadline_word() const {

@@ -23,9 +23,9 @@
 //
 // The reads of one transfer go in the order of the grant's positions, one at a time, so that what has landed is always a
 // prefix: a cut costs only what was under way, and an attempt that follows asks for the rest. Everything that landed under
-// one grant stays good across attempts, because the source promised those bytes for the life of the grant and the verdict,
-// asked after the last read, says that this life had not ended. An attempt is bound to the very incarnation of the source
-// that the transfer names; another life of it is another source, and ends the transfer.
+// one grant stays good across attempts, because the source promised those bytes for the lifetime of the grant and the verdict,
+// asked after the last read, says that this lifetime had not ended. An attempt is bound to the very incarnation of the source
+// that the transfer names; another incarnation is another source, and ends the transfer.
 //
 // Elements of a peer's region can be read before the source has said a word (known), where this session already has the
 // region's map: the region is an open-ended promise and its id is never used for another, so it held from the map to the
@@ -174,13 +174,13 @@ class Transfer final : public Operation {
   uint32_t remote_pool_ = 0;
   bool is_complete_ = false;
   bool is_queued_ = false;          // the source's engine has accepted the prompt
-  Nanos engine_lived_at_ = 0;       // the last sign of life of the source's engine, as far as its agent told
+  Nanos engine_lived_at_ = 0;       // the last heartbeat of the source's engine, as far as its agent told
   bool has_heard_of_engine_ = false;  // over this session
   bool is_granted_ = false;         // a READY came: the grant exists, renew it
   bool is_given_back_ = false;
   uint32_t before_complete_ = 0, checked_ = 0;
   uint32_t renew_seq_ = 0;
-  Nanos source_ttl_ = 0;            // the longest rest of the grant's life that was told: the source may grant for less than we ask
+  Nanos source_ttl_ = 0;            // the longest rest of the grant's lifetime that was told: the source may grant for less than we ask
   Nanos renew_at_ = kNever;
   Nanos first_read_at_ = 0, read_began_at_ = 0, reading_ns_ = 0, last_landed_at_ = 0;
 };

@@ -103,7 +103,7 @@ def check_expiry(maker: LaneMaker) -> None:
 
 
 def check_renewals(maker: LaneMaker) -> None:
-    """A live reader keeps a slow grant alive far past its time; its maximum life ends it all the same."""
+    """A live reader keeps a slow grant alive far past its time; its maximum lifetime ends it all the same."""
     config = AgentConfig(grant_ttl_s=1.0, grant_life_max_s=4.0, stall_s=0.5)
     with two_parties(maker, config=config) as (source, destination):
         truth, transfer_id, endless = source.fill(1), fresh_id(), fresh_id()

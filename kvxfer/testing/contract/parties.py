@@ -190,7 +190,7 @@ class LaneMaker(Protocol):
     def lane(self) -> Lane: ...
 
     def open(self, agent_id: str, config: AgentConfig) -> Transport:
-        """A fresh life of that name."""
+        """A fresh incarnation of that name."""
         ...
 
     def wait(self, parties: Sequence[LaneParty], until: Callable[[], bool], within_s: float) -> bool:
@@ -295,7 +295,8 @@ def make_party(
     *,
     has_checksums: bool = False,
 ) -> LaneParty:
-    """A party on a fresh life, in memory that the lane can use; ``has_checksums``: its blocks go with checksums."""
+    """A party on a fresh incarnation, in memory that the lane can use; ``has_checksums``: its blocks go with
+    checksums."""
     transport = maker.open(agent_id, config or AgentConfig())
     return LaneParty(
         transport, layout, allocate_region(layout.length_bytes), record, config, has_checksums=has_checksums
@@ -305,7 +306,7 @@ def make_party(
 def introduce(
     one: LaneParty, other: LaneParty, *, key: bytes = bytes(range(32)), other_key: bytes | None = None
 ) -> None:
-    """Make two lives known to each other."""
+    """Make two incarnations known to each other."""
     one.transport.set_peer(other.ref, other.transport.address, key)
     other.transport.set_peer(one.ref, one.transport.address, other_key or key)
 

@@ -166,7 +166,7 @@ def check_peer_closes_under_a_post(maker: LaneMaker) -> None:
 
 
 def check_peer_declared_dead_under_a_post(maker: LaneMaker) -> None:
-    """The announced death of exactly that life ends its posts at once; and what it was writing here ends too."""
+    """The announced death of exactly that incarnation ends its posts at once; and what it was writing here ends too."""
     for op in BOTH:
         one, other = make_party(maker, "source", PLAIN), make_party(maker, "destination", PLAIN)
         try:

@@ -208,7 +208,7 @@ class Chaos:
         process = self._rng.choice(living)
         region = process.registered.leave(self._rng.choice((OUT, IN)))
         if region is not None:
-            ids = world.poster.fetching_from(process.life, region)
+            ids = world.poster.fetching_from(process.incarnation, region)
             world.strike(kind, [world.tracks[id_] for id_ in ids])
 
     _ACTS: ClassVar[dict[Kind, Callable[[Chaos, Kind], None]]] = {

@@ -98,7 +98,7 @@ class ConnectionEnd:
         is_lost = 0 <= payload.lost <= len(payload.checksums)
         data = bytes(BLOCK_BYTES) if is_lost else memory.read(cell)
         is_read_later = frame.is_zero_copy and not is_lost
-        sample = Sample(process.clock.now, memory.life, cell, data, memory if is_read_later else None)
+        sample = Sample(process.clock.now, memory.incarnation, cell, data, memory if is_read_later else None)
         is_corrupted = payload.corrupted == len(payload.checksums)
         payload.checksums.append(checksum(data))
         is_last = len(payload.checksums) == len(payload.cells)
@@ -203,7 +203,7 @@ class ConnectionEnd:
                 self.mapped[frame.pool, frame.lane] = self.peer.process.memory
         elif name == "Renew":
             process.world.checkers.renewed(
-                process.life, frame.id, self.peer.process.life, frame.seq, frame.ttl_ms * MS, now
+                process.incarnation, frame.id, self.peer.process.incarnation, frame.seq, frame.ttl_ms * MS, now
             )
         elif name == "Verdict" and frame.code == process.machines.Code.ok:
             process.verdict_arrived(frame, self.peer.process)
@@ -225,7 +225,7 @@ class ConnectionEnd:
         self._is_landing = False
         if sample.memory is not None:  # read now, out of the source's memory
             data = sample.memory.read(sample.cell)
-            sample = Sample(self.process.clock.now, sample.life, sample.cell, data)
+            sample = Sample(self.process.clock.now, sample.incarnation, sample.cell, data)
         if data != sample.data:
             self.process.world.corruption_landed(landing.id)
         self.process.landed(landing.id, landing.cells[landing.done], data, sample, is_checked=landing.has_checksums)

@@ -2,7 +2,7 @@
 process around the real mirror, joined by streams that break; must never look into a data session.
 
 Messages are values, not bytes: the gRPC conversion has tests of its own, and what matters here is when who learns
-that a life ended, or is told so wrongly.
+that an incarnation ended, or is told so wrongly.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Coordinator:
 
 
 class Client:
-    """The agent's side: registers for ever, beats, and tells its endpoint who lives and who died."""
+    """The agent's side: registers for ever, beats, and tells its endpoint which agents run and which died."""
 
     def __init__(self, process: ProcessView) -> None:
         self.process = process

@@ -52,9 +52,9 @@ class DestinationOwner:
             return
         self._world.log(f"{process!r} pulls {order.id.hex()[:6]} from {order.source!r}")
         self._world.checkers.pulled(
-            process.life,
+            process.incarnation,
             order.id,
-            order.source.life,
+            order.source.incarnation,
             blocks,
             order.first,
             process.memory,
@@ -94,7 +94,7 @@ class DestinationOwner:
     def _give_back(self, blocks: list[int], expected: list[bytes]) -> None:
         process = self._process
         for block, what in zip(blocks, expected, strict=True):
-            self._world.checkers.reused(process.life, block, what, process.memory.blocks[block])
+            self._world.checkers.reused(process.incarnation, block, what, process.memory.blocks[block])
         self._free += blocks
         self._next()
 

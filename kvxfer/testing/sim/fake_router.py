@@ -52,7 +52,8 @@ class FakeRouter:
     # --- what happens elsewhere ---
 
     def booted(self, process: ProcessView) -> None:
-        """A life began: the last legs that its slot was asked for may be asked of it again, under the same ids."""
+        """An incarnation began: the last legs that its slot was asked for may be asked of it again, under the same
+        ids."""
         if not process.name.startswith("p") or self._rng.random() >= self._world.weights[Kind.REGRANT]:
             return
         for track in list(self._world.open.values()):
@@ -164,7 +165,8 @@ class FakeRouter:
         return self._rng.choices(choices, (4, 4, 2, 1, 1, 1))[0]
 
     def _send_leg(self, name: str, leg: PrefillOrder) -> None:
-        """To whoever lives there now: it may be another life than the one that the destination is told of."""
+        """To the process that runs there now: it may be another incarnation than the one that the destination is told
+        of."""
         process = self._world.slots[name].process
         if process is not None and process.is_alive and process.owner is not None:
             process.run(process.owner.start, leg)

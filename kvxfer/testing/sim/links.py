@@ -3,7 +3,7 @@ robbed of their promises; must never know what a frame means beyond what its sen
 
 What TCP does, this does: bytes arrive in order, late during a partition, not at all after a cut, and either side may
 learn of a cut much later than the other. What TCP never does (a frame lost, doubled or overtaken while the connection
-lives) it does too, because the machines must be safe on a wire that is worse than promised.
+incarnations) it does too, because the machines must be safe on a wire that is worse than promised.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sample:
     in this memory when they land."""
 
     at: int
-    life: int
+    incarnation: int
     cell: Any
     data: bytes
     memory: Any = None

@@ -73,7 +73,7 @@ class OneSidedRead:
             process.world.memory_lost(effect.id)
             return process.run(self._stop, process.machines.Code.memory_gone, "unmapped")
         cell = self._from[index]
-        sample = Sample(process.clock.now, self._memory.life, cell, self._memory.read(cell))
+        sample = Sample(process.clock.now, self._memory.incarnation, cell, self._memory.read(cell))
         self._then(self._land, index, sample)
 
     def _land(self, index: int, sample: Sample) -> None:

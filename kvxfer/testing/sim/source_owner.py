@@ -62,7 +62,8 @@ class SourceOwner:
         self._queue.clear()
 
     def start(self, leg: PrefillOrder) -> None:
-        """Begin, or wait for blocks. An id that this life granted before is refused by its table; so it is here."""
+        """Begin, or wait for blocks. An id that this incarnation granted before is refused by its table; so it is
+        here."""
         if self._share(leg):
             return
         if leg.blocks > len(self._free):
@@ -101,7 +102,7 @@ class SourceOwner:
         if prefill.alive:
             return
         for granted in prefill.granted:
-            self._world.checkers.freed(self._process.life, granted)
+            self._world.checkers.freed(self._process.incarnation, granted)
         for block in prefill.blocks:
             self._process.memory.scrub(block)
         self._free += prefill.blocks
@@ -145,10 +146,10 @@ class SourceOwner:
             return False
         self._world.log(f"{process!r} grants {id_.hex()[:6]} {len(prefill.blocks)} blocks, {ready} ready")
         self._world.checkers.granted(
-            process.life, id_, prefill.blocks, now,
-            ttl=ttl_ns, ttl_max=options.grant_ttl_ns, life_max=self._world.grant_life_max_ns,
+            process.incarnation, id_, prefill.blocks, now,
+            ttl=ttl_ns, ttl_max=options.grant_ttl_ns, lifetime_max=self._world.grant_lifetime_max_ns,
         )  # fmt: skip
-        self._world.checkers.announced(process.life, id_, list(prefill.computed))
+        self._world.checkers.announced(process.incarnation, id_, list(prefill.computed))
         self._by_id[id_] = prefill
         self._told[id_] = ready
         prefill.granted.append(id_)
@@ -170,7 +171,7 @@ class SourceOwner:
             prefill.computed.append(process.memory.compute(prefill.blocks[position], leg.prompt, position))
         is_complete = len(prefill.computed) == leg.blocks
         for id_ in list(prefill.alive):
-            self._world.checkers.announced(process.life, id_, list(prefill.computed))
+            self._world.checkers.announced(process.incarnation, id_, list(prefill.computed))
             try:
                 effects = process.endpoint.ready(
                     id_, len(prefill.computed), 0, is_complete, process.clock.now, self._checksums(id_, prefill)

@@ -1,5 +1,5 @@
 """One agent of the fault tests: a transport with a painted pool, registered memory and proxies, asked for everything in
-words that fit JSON, so that it is the same whether it lives in the test's process or in one that can be killed.
+words that fit JSON, so that it is the same whether it runs in the test's process or in one that can be killed.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class SimGrant:
         contents = [process.memory.blocks[block] for block in self._blocks[:blocks]]
         checksums = [checksum(block) for block in contents[self._told :]] if process.has_checksums else []
         self._told = max(self._told, blocks)
-        process.world.checkers.announced(process.life, self._id, contents)
+        process.world.checkers.announced(process.incarnation, self._id, contents)
         process.perform(process.endpoint.ready(self._id, blocks, layers, complete, now, checksums))
 
     def revoke(self, reason: str = "") -> GrantState:
@@ -117,9 +117,17 @@ class SimExchange:
         effects = process.endpoint.grant(id_, POOL, blocks, remote.agent_id, ttl_ns, ready_blocks, now, content_digest)
         world.log(f"{process!r} grants {id_.hex()[:6]} {len(blocks)} blocks, {ready_blocks} ready")
         world.checkers.granted(
-            process.life, id_, list(blocks), now, ttl=ttl_ns, ttl_max=ttl_ns, life_max=world.grant_life_max_ns
+            process.incarnation,
+            id_,
+            list(blocks),
+            now,
+            ttl=ttl_ns,
+            ttl_max=ttl_ns,
+            lifetime_max=world.grant_lifetime_max_ns,
         )
-        world.checkers.announced(process.life, id_, [process.memory.blocks[block] for block in blocks[:ready_blocks]])
+        world.checkers.announced(
+            process.incarnation, id_, [process.memory.blocks[block] for block in blocks[:ready_blocks]]
+        )
         self._on_ended[id_] = on_ended
         process.perform(effects)
         return SimGrant(world, process, id_, blocks, ready_blocks)
@@ -158,7 +166,7 @@ class SimExchange:
             self._world.log(f"{process!r} cannot reserve for {id_.hex()[:6]}: {error.code}")
             return
         self._world.log(f"{process!r} reserves {len(blocks)} blocks for {id_.hex()[:6]}")
-        self._world.checkers.reserved(process.life, id_, list(blocks), first)
+        self._world.checkers.reserved(process.incarnation, id_, list(blocks), first)
         process.perform(effects)
 
     def unreserve(self, pull: EnginePull) -> bool:
@@ -173,7 +181,7 @@ class SimExchange:
         if is_done:
             self._world.log(f"{process!r} takes the early blocks of {id_.hex()[:6]} back")
             self._world.report.taken_back += 1
-            self._world.checkers.unreserved(process.life, id_)
+            self._world.checkers.unreserved(process.incarnation, id_)
         process.perform(effects)
         return bool(is_done)
 
@@ -217,7 +225,7 @@ class SimExchange:
 
     def _poison(self, blocks: list[int]) -> None:
         for block in blocks:
-            self._world.checkers.written(self._process.life, block)
+            self._world.checkers.written(self._process.incarnation, block)
             self._process.memory.scrub(block)
 
     def _begin(
@@ -259,7 +267,14 @@ class SimExchange:
         self._begun.add(id_)
         world.log(f"{process!r} pulls {id_.hex()[:6]} from {source!r} into {len(blocks)} blocks")
         world.checkers.pulled(
-            process.life, id_, source.life, blocks, first, process.memory, now, must_check=process.has_checksums
+            process.incarnation,
+            id_,
+            source.incarnation,
+            blocks,
+            first,
+            process.memory,
+            now,
+            must_check=process.has_checksums,
         )
         process.perform(effects)
 

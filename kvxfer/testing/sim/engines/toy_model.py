@@ -85,6 +85,6 @@ class ToyRunner:
             index = at // step
             end = min((index + 1) * step, chunk.end)
             before = tag(chunk.token_ids[at - chunk.start : end - chunk.start], before)
-            process.world.checkers.written(process.life, chunk.block_table[index])
+            process.world.checkers.written(process.incarnation, chunk.block_table[index])
             process.memory.compute(chunk.block_table[index], before, index)
             at = end

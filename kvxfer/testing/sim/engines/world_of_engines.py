@@ -131,7 +131,7 @@ class EngineWorld(World):
         self.requests.look()
         self.clock.call_after(_LOOK_NS, self._look_at_waits)
 
-    # --- lives ---
+    # --- incarnations ---
 
     def booted(self, process: ProcessView) -> None:
         process.owner = EngineOwner(self, process, self.profiles[process.name])
@@ -147,7 +147,7 @@ class EngineWorld(World):
             self.start(slot)
 
     def owner(self, process: ProcessView) -> EngineOwner | None:
-        """The engine of a process that lives; ``None`` before it has its number, and once it was killed."""
+        """The engine of a process that runs; ``None`` before it has its number, and once it was killed."""
         return cast(EngineOwner, process.owner) if process.is_alive and process.owner is not None else None
 
     def owners(self) -> list[EngineOwner]:
@@ -156,7 +156,7 @@ class EngineWorld(World):
     # --- what happens in a process ---
 
     def is_granted(self, process: ProcessView, id_: bytes) -> bool:
-        return self.checkers.has_live_grant(process.life, id_)
+        return self.checkers.has_live_grant(process.incarnation, id_)
 
     def revoking(self, process: ProcessView, reason: str) -> None:
         """An engine ends a grant. For want of room it may only where waiting would bring nothing."""
