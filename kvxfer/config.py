@@ -115,7 +115,7 @@ class AgentConfig:
     """UCX's transports, as ``UCX_TLS`` names them; ``KVXFER_UCX_TLS`` goes before it. Empty: ``UCX_TLS``, else all
     but tcp."""
     grant_ttl_s: float = 10.0
-    grant_life_max_s: float = 600.0
+    grant_lifetime_max_s: float = 600.0
     """No renewal carries a grant past this age."""
     grant_wait_s: float = 600.0
     """How long a pull waits for its grant where its request names no ``timeout_s``; and how long one of a peer may wait
@@ -159,7 +159,7 @@ class AgentConfig:
     def __post_init__(self) -> None:
         for name in (
             "grant_ttl_s",
-            "grant_life_max_s",
+            "grant_lifetime_max_s",
             "grant_wait_s",
             "unknown_wait_s",
             "engine_silent_s",
@@ -184,9 +184,9 @@ class AgentConfig:
             )
         if not 1 <= self.refusals_max <= 1 << 24:
             raise ConfigError(f"refusals_max must be 1 to {1 << 24}, not {self.refusals_max!r}")
-        if self.grant_ttl_s > self.grant_life_max_s:
+        if self.grant_ttl_s > self.grant_lifetime_max_s:
             raise ConfigError(
-                f"grant_ttl_s {self.grant_ttl_s} must not exceed grant_life_max_s {self.grant_life_max_s}"
+                f"grant_ttl_s {self.grant_ttl_s} must not exceed grant_lifetime_max_s {self.grant_lifetime_max_s}"
             )
         if not 1 <= self.stripes <= STRIPES_MAX:
             raise ConfigError(f"stripes must be 1 to {STRIPES_MAX}, not {self.stripes!r}")

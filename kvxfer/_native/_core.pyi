@@ -1473,7 +1473,7 @@ class CoreStatistics:
 
 class Region:
     """
-    Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It lives as long as this object, a view of its buffer or a
+    Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It stays as long as this object, a view of its buffer or a
     pool over it. `numpy.frombuffer(region, dtype=numpy.uint8)` is a writable view.
     """
 

@@ -191,7 +191,7 @@ HugePages to_huge_pages(const std::string& word) {
 
 void bind_region(nb::module_& m) {
   nb::class_<PyRegion>(m, "Region", nb::type_slots(region_slots),
-                     "Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It lives as long as this object, a view of its buffer or a\n"
+                     "Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It stays as long as this object, a view of its buffer or a\n"
                      "pool over it. `numpy.frombuffer(region, dtype=numpy.uint8)` is a writable view.")
       .def("__init__",
            [](PyRegion* self, uint64_t nbytes, bool populate, const std::string& huge) {

@@ -19,7 +19,7 @@ struct UcxProbe {
 UcxProbe probe_ucx(const std::string& path, const std::string& tls) {
   UcxProbe probe;
   try {
-    const ucp::Library& library = ucp::load(path);
+    const ucp::UcxLibrary& library = ucp::load(path);
     probe.version = library.version;
     probe.path = library.path;
     const UcxContext context({path, tls});

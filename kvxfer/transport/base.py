@@ -432,7 +432,7 @@ def limits_from(config: AgentConfig, lanes: Sequence[Lane]) -> _core.EndpointLim
     grants.grants_max = grants.tombstones_max = config.grants_max
     grants.waiting_max = config.pull_wait_count_max
     grants.ttl_ns = round(config.grant_ttl_s * NS_PER_S)
-    grants.lifetime_max_ns = round(config.grant_life_max_s * NS_PER_S)
+    grants.lifetime_max_ns = round(config.grant_lifetime_max_s * NS_PER_S)
     grants.wait_max_ns = round(config.grant_wait_s * NS_PER_S)
     grants.unknown_wait_ns = round(config.unknown_wait_s * NS_PER_S)
     transfers.ttl_ns = grants.ttl_ns

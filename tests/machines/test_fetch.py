@@ -253,8 +253,8 @@ def test_a_grant_of_elements_is_bound_to_its_reader() -> None:
     assert table.counts().alive == 0
     with pytest.raises(InvalidArgumentError):
         pair.ends["a"].grant(b"f" * 16, 1, [0], "c", S, 1, pair.now)
-    stranger = _core.AgentRef("c", 1, b"c" * 16)
-    pair.ends["a"].set_peer(stranger, b"x" * 32, _core.SessionKind.MEMORY)
+    unknown = _core.AgentRef("c", 1, b"c" * 16)
+    pair.ends["a"].set_peer(unknown, b"x" * 32, _core.SessionKind.MEMORY)
     assert pair.ends["a"].counts().grants.alive == 1
 
 

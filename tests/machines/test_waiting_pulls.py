@@ -19,8 +19,8 @@ TTL, QUEUED_EVERY, AWAY_MAX = 1000 * MS, 120 * MS, 900 * MS
 def test_what_another_peer_gave_up_is_granted_to_its_reader() -> None:
     """A RELEASE may come from any peer before the grant is made: it speaks of that peer only."""
     table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
-    stranger, reader = PEERS[0], PEERS[2]
-    table.on_release(stranger, IDS[0], 1)
+    unknown, reader = PEERS[0], PEERS[2]
+    table.on_release(unknown, IDS[0], 1)
     pull = _core.Pull(IDS[0], 1, 7, _core.Lane.MEMORY, 0, 1, 16, bytes(32), 1000)
     [queued] = table.on_pull(1, reader, pull, 1)
     assert isinstance(queued.frame, _core.Queued)
@@ -30,10 +30,10 @@ def test_what_another_peer_gave_up_is_granted_to_its_reader() -> None:
     limits = _core.GrantLimits()
     limits.tombstones_max = 4  # of given up ones the table keeps a quarter as many
     table = _core.GrantTable(limits)
-    table.on_release(stranger, IDS[0], 1)
+    table.on_release(unknown, IDS[0], 1)
     table.grant(IDS[0], ledger, [0], reader.agent_id, TTL, 1)
-    table.on_release(stranger, IDS[1], 1)
-    table.on_release(stranger, IDS[2], 1)
+    table.on_release(unknown, IDS[1], 1)
+    table.on_release(unknown, IDS[2], 1)
     assert table.state(IDS[0], 1) == GrantState.ALIVE
 
 

@@ -123,8 +123,8 @@ def test_one_refusal_a_connection(nodes: Any) -> None:
 def test_little_is_kept_of_who_has_not_proven_itself(nodes: Any) -> None:
     """A frame as long as frames may be is refused long before it is whole."""
     p = nodes("source")
-    with socket.create_connection(("127.0.0.1", p.core.tcp_port), 10) as stranger:
-        stranger.sendall(b"KX" + bytes([native.WIRE_VERSION, 1]) + (512 * 1024).to_bytes(4, "little") + bytes(8192))
+    with socket.create_connection(("127.0.0.1", p.core.tcp_port), 10) as unknown:
+        unknown.sendall(b"KX" + bytes([native.WIRE_VERSION, 1]) + (512 * 1024).to_bytes(4, "little") + bytes(8192))
         assert "before the session was proven" in p.wait_for(native.SessionRefused).text
 
 

@@ -223,9 +223,9 @@ def test_ranges_that_are_none(rows: Any) -> None:
 def test_nobody_to_ask(nodes: Any, new_id: NewId, verb: str) -> None:
     p, d = nodes.pair()
     own = p.register(4096)
-    stranger = native.AgentRef("stranger", 1, os.urandom(16))
+    unknown = native.AgentRef("unknown", 1, os.urandom(16))
     with pytest.raises(PeerGoneError):
-        p.post(verb, new_id(), stranger, [(own.id, 0, 64, 64, 1)], [(9, 0, 64, 64, 1)])
+        p.post(verb, new_id(), unknown, [(own.id, 0, 64, 64, 1)], [(9, 0, 64, 64, 1)])
     elements = native.Elements(native.Ranges(np.array([[own.id, 0, 64, 64, 1]], np.uint64)), np.zeros(1, np.uint32))
     with pytest.raises(LaneUnavailableError):
         getattr(p.core, f"prepare_{verb}")(d.ref, elements, elements, lanes=[]).start(new_id(), 10**9)

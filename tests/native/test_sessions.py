@@ -101,7 +101,7 @@ def test_wrong_key(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
     assert p.core.counts().sessions_up == 0
 
 
-def test_a_stranger_is_told_why(nodes: Any, new_id: NewId) -> None:
+def test_an_unregistered_peer_is_told_why(nodes: Any, new_id: NewId) -> None:
     p, d = nodes("source"), nodes("reader", limits=nodes.limits(reconnect_ns=1_000_000_000))
     d.core.set_peer(p.ref, KEY, tcp_host="127.0.0.1", tcp_port=p.core.tcp_port, unix_path="")
     transfer = new_id()

@@ -8,7 +8,7 @@
 
 #include "frame_maker.hpp"
 #include "machines/endpoint.hpp"
-#include "owner_book.hpp"
+#include "owner_model.hpp"
 
 namespace kvxfer::fuzz {
 
@@ -29,7 +29,7 @@ class Shell {
 
   // Everybody leaves, and after the longest that anything may last nothing is there any more.
   void wind_down() {
-    for (Line& line : lines_) close(line);
+    for (PeerConnection& connection : connections_) close(connection);
     stop_reads([](const TransferId&) { return true; });
     for (const AgentRef& agent : kAgents) call([&](Effects& out) { endpoint_.peer_dead(agent, now_, out); });
     for (int round = 0; round < 100 && endpoint_.next_deadline() != kNever; ++round) {
@@ -44,7 +44,7 @@ class Shell {
     check(counts.notifications_pending == 0 && counts.peers == 0, "something of a dead peer is left");
     for (const PoolCounts& pool : counts.pools) check(pool.granted + pool.reserved + pool.quarantined == 0, "a block was not given back");
     for (const RegionCounts& region : counts.regions) check(region.grants + region.transfers == 0, "a claim on a region was not given back");
-    book_.check_over();
+    model_.check_over();
     endpoint_.remove_pool(kPool);
     for (const uint32_t region : regions_) call([&](Effects& out) { endpoint_.remove_region(region, now_, out); });
   }
@@ -54,7 +54,7 @@ class Shell {
     TransferId id;
     uint64_t token;
   };
-  struct Line {  // one connection, and its peer's side of it
+  struct PeerConnection {  // one connection, and its peer's side of it
     SessionId session;
     AgentRef peer;
     Handshake handshake;
@@ -91,7 +91,7 @@ class Shell {
 
   void perform(Effects& effects) {
     for (Effect& effect : effects) {
-      std::visit([this](const auto& e) { book_.told(e); }, effect);
+      std::visit([this](const auto& e) { model_.told(e); }, effect);
       std::visit([this](auto& e) { perform(e); }, effect);
     }
     while (!over_.empty() || !cut_.empty()) {
@@ -111,7 +111,7 @@ class Shell {
     dials_.push_back(e);
   }
   void perform(const Hangup& e) {
-    if (Line* line = find(e.session)) hung_up(*line);
+    if (PeerConnection* connection = find(e.session)) hung_up(*connection);
   }
   void perform(const SendFrame& e) {
     const std::string wire = encode(e.frame);
@@ -125,12 +125,12 @@ class Shell {
       const bool is_sending = std::any_of(sends_.begin(), sends_.end(), [&](const SendData& send) { return send.session == e.session && send.frame.id == verdict->id; });
       check(is_asked_ || !is_sending, "a grant is confirmed before the last byte is out");
     }
-    Line* line = find(e.session);
-    check(line != nullptr, "something is sent on a session that is gone");
-    if (const auto* hello = std::get_if<Hello>(&e.frame)) line->heard = *hello;
-    if (const auto* pull = std::get_if<Pull>(&e.frame)) check_peer(*line, pull->id);
-    if (const auto* fetch = std::get_if<Fetch>(&e.frame)) check_peer(*line, fetch->pull.id);
-    if (const auto* push = std::get_if<Push>(&e.frame)) check_peer(*line, push->id);
+    PeerConnection* connection = find(e.session);
+    check(connection != nullptr, "something is sent on a session that is gone");
+    if (const auto* hello = std::get_if<Hello>(&e.frame)) connection->heard = *hello;
+    if (const auto* pull = std::get_if<Pull>(&e.frame)) check_peer(*connection, pull->id);
+    if (const auto* fetch = std::get_if<Fetch>(&e.frame)) check_peer(*connection, fetch->pull.id);
+    if (const auto* push = std::get_if<Push>(&e.frame)) check_peer(*connection, push->id);
   }
   void perform(const SendMap& e) {
     check(needs_map(e.lane) && (e.pool == kPool || regions_.count(e.pool) != 0), "a MAP of memory that is not there");
@@ -144,25 +144,25 @@ class Shell {
   void perform(ReadBlocks& e) {
     check(is_one_sided(e.lane) && e.from.count == e.to.count && (e.checksums.empty() || e.checksums.size() == e.to.count), "a read of other blocks than it fills");
     check_own(e.to);
-    book_.begin_landing(e.id);
+    model_.begin_landing(e.id);
     reads_.push_back(std::move(e));
   }
   void perform(const TransferFinal& e) { over_.push_back(e.id); }
   void perform(const OfferEnded& e) { over_.push_back(e.id); }
   void perform(const SessionUp& e) {
-    const Line* line = find(e.session);
-    check(line != nullptr && line->has_right_key && e.peer == line->peer, "a session is up that nobody proved");
+    const PeerConnection* connection = find(e.session);
+    check(connection != nullptr && connection->has_right_key && e.peer == connection->peer, "a session is up that nobody proved");
   }
   template <class T>
   void perform(const T&) {}  // the owner's
 
   void posted(const TransferId& id, const AgentRef& peer) {
-    book_.posted(id);
+    model_.posted(id);
     peers_[id] = peer;
   }
   // What the owner asked of one incarnation is asked of no other. A peer's own pushes are not the owner's.
-  void check_peer(const Line& line, const TransferId& id) const {
-    if (endpoint_.transfer_state(id)) check(peers_.at(id) == line.peer, "a transfer is taken to another peer than it names");
+  void check_peer(const PeerConnection& connection, const TransferId& id) const {
+    if (endpoint_.transfer_state(id)) check(peers_.at(id) == connection.peer, "a transfer is taken to another peer than it names");
   }
 
   // Inside own memory; returns the bytes.
@@ -184,27 +184,27 @@ class Shell {
 
   // --- lines ---
 
-  Line* find(SessionId session) {
-    for (Line& line : lines_) {
-      if (line.session == session && line.is_open) return &line;
+  PeerConnection* find(SessionId session) {
+    for (PeerConnection& connection : connections_) {
+      if (connection.session == session && connection.is_open) return &connection;
     }
     return nullptr;
   }
   // The effects of its beginning are performed once it is among the lines.
-  void add(Line line, Effects& out) {
-    lines_.push_back(std::move(line));
+  void add(PeerConnection connection, Effects& out) {
+    connections_.push_back(std::move(connection));
     perform(out);
   }
   static const Bytes32& key_of(const AgentRef& peer) { return kKeys[std::find(std::begin(kAgents), std::end(kAgents), peer) - kAgents]; }
-  void close(Line& line) {
-    if (!line.is_open) return;
-    hung_up(line);
-    call([&](Effects& out) { endpoint_.closed(line.session, now_, out); });
+  void close(PeerConnection& connection) {
+    if (!connection.is_open) return;
+    hung_up(connection);
+    call([&](Effects& out) { endpoint_.closed(connection.session, now_, out); });
   }
-  void hung_up(Line& line) {
-    line.is_open = false;
-    if (line.landing) cut_.push_back(*std::exchange(line.landing, std::nullopt));
-    sends_.erase(std::remove_if(sends_.begin(), sends_.end(), [&](const SendData& send) { return send.session == line.session; }), sends_.end());
+  void hung_up(PeerConnection& connection) {
+    connection.is_open = false;
+    if (connection.landing) cut_.push_back(*std::exchange(connection.landing, std::nullopt));
+    sends_.erase(std::remove_if(sends_.begin(), sends_.end(), [&](const SendData& send) { return send.session == connection.session; }), sends_.end());
   }
   void fail_dial(Code code) {
     const Dial dial = dials_.front();
@@ -213,34 +213,34 @@ class Shell {
   }
 
   // As a connection does it, which ends with the first error.
-  void deliver(Line& line, const std::string& wire) {
+  void deliver(PeerConnection& connection, const std::string& wire) {
     try {
-      line.decoder.feed(wire);
-      while (line.is_open) {
-        if (line.decoder.payload_pending() != 0) {
-          while (!line.decoder.take_payload(SIZE_MAX).empty()) {
+      connection.decoder.feed(wire);
+      while (connection.is_open) {
+        if (connection.decoder.payload_pending() != 0) {
+          while (!connection.decoder.take_payload(SIZE_MAX).empty()) {
           }
-          if (line.landing && !endpoint_.is_landing(line.landing->id, line.landing->token)) stop(*std::exchange(line.landing, std::nullopt), Code::cancelled);
-          if (line.decoder.payload_pending() != 0) return;
+          if (connection.landing && !endpoint_.is_landing(connection.landing->id, connection.landing->token)) stop(*std::exchange(connection.landing, std::nullopt), Code::cancelled);
+          if (connection.decoder.payload_pending() != 0) return;
         }
-        if (line.landing) landed(*std::exchange(line.landing, std::nullopt));
-        const std::optional<Frame> frame = line.decoder.next();
+        if (connection.landing) landed(*std::exchange(connection.landing, std::nullopt));
+        const std::optional<Frame> frame = connection.decoder.next();
         if (!frame) return;
-        book_.heard(*frame);
+        model_.heard(*frame);
         is_asked_ = std::holds_alternative<Confirm>(*frame);  // of his own accord: what he has not got yet is his affair
-        call([&](Effects& out) { endpoint_.on_frame(line.session, *frame, now_, out); });
+        call([&](Effects& out) { endpoint_.on_frame(connection.session, *frame, now_, out); });
         is_asked_ = false;
         const auto* data = std::get_if<Data>(&*frame);
-        if (data == nullptr || !line.is_open) continue;
-        const Landing landing = endpoint_.data_arrives(line.session, *data, now_);
+        if (data == nullptr || !connection.is_open) continue;
+        const Landing landing = endpoint_.data_arrives(connection.session, *data, now_);
         if (landing.token == 0) continue;
         check(data->payload_bytes == check_own(landing.to) + (data->has_checksums ? 4 * landing.to.count : 0), "a payload lands in other memory than it fills");
-        book_.begin_landing(data->id);
-        line.landing = Incoming{data->id, landing.token};
+        model_.begin_landing(data->id);
+        connection.landing = Incoming{data->id, landing.token};
       }
     } catch (const Error& error) {
       check(error.code() == Code::protocol, error.what());
-      close(line);
+      close(connection);
     }
   }
 
@@ -255,17 +255,17 @@ class Shell {
     }
   }
   void landed(const Incoming& over) {
-    book_.end_landing(over.id);
+    model_.end_landing(over.id);
     call([&](Effects& out) { endpoint_.read_landed(over.id, over.token, now_, out); });
   }
   void stop(const Incoming& over, Code code) {
-    book_.end_landing(over.id);
+    model_.end_landing(over.id);
     call([&](Effects& out) { endpoint_.read_stopped(over.id, over.token, code, "stopped", now_, out); });
   }
   template <class F>
   void stop_reads(F&& is_meant) {
-    for (Line& line : lines_) {
-      if (line.landing && is_meant(line.landing->id)) stop(*std::exchange(line.landing, std::nullopt), Code::cancelled);
+    for (PeerConnection& connection : connections_) {
+      if (connection.landing && is_meant(connection.landing->id)) stop(*std::exchange(connection.landing, std::nullopt), Code::cancelled);
     }
     for (size_t i = 0; i < reads_.size();) {
       if (!is_meant(reads_[i].id)) {
@@ -291,7 +291,7 @@ class Shell {
   Endpoint endpoint_;
   FrameMaker maker_;
   Nanos now_ = 1;
-  std::deque<Line> lines_;
+  std::deque<PeerConnection> connections_;
   std::deque<Dial> dials_;
   std::deque<SendData> sends_;
   std::deque<ReadBlocks> reads_;
@@ -299,7 +299,7 @@ class Shell {
   std::deque<Incoming> cut_;      // payloads of lines that are gone
   std::set<uint32_t> regions_, regions_ever_;
   bool has_bearers_ = false, is_asked_ = false;
-  OwnerBook book_;
+  OwnerModel model_;
   std::set<std::pair<TransferId, uint64_t>> confirmed_;
   std::map<TransferId, AgentRef> peers_;  // of the owner's posts
 };

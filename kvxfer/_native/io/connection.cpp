@@ -15,8 +15,8 @@ constexpr size_t kTailBytes = 46;  // a DATA header, which most often follows a 
 constexpr size_t kIovecsMax = 1024;
 constexpr size_t kLandedRuns = 64;         // of payload that came with its header, at a time
 constexpr size_t kReadBytesMax = 1 << 20;
-constexpr uint64_t kLentMin = 768 * 1024;  // bytes of a DATA frame; fewer are copied faster than the reader asks for its verdict
-constexpr size_t kLentRuns = 64;           // runs of it that are looked at; the rest is usually cut alike
+constexpr uint64_t kZeroCopyMin = 768 * 1024;  // bytes of a DATA frame; fewer are copied faster than the reader asks for its verdict
+constexpr size_t kZeroCopyRuns = 64;           // runs of it that are looked at; the rest is usually cut alike
 constexpr size_t kDescriptorsMax = 8;     // received and not yet claimed by a MAP
 constexpr size_t kUnprovenBytesMax = 4096;  // kept of a peer that has not proven its key; a HELLO has a few hundred
 
@@ -304,11 +304,11 @@ void Connection::stop_landing(Code code, const std::string& text, const Transfer
 // afterwards, and may see what is written there once the grant has ended. So this is for memory that one-sided lanes may read
 // too, and where asking takes little of the time.
 bool Connection::may_send_zero_copy(const SendData& data, const OwnMemory& memory) const {
-  if (!is_near_ || !memory.is_exposed || memory.device || data.frame.has_checksums || data.frame.payload_bytes < kLentMin) return false;
+  if (!is_near_ || !memory.is_exposed || memory.device || data.frame.has_checksums || data.frame.payload_bytes < kZeroCopyMin) return false;
   if (kind_ == SessionKind::Unix && !SplicePipe::serves_unix()) return false;
-  iovec runs[kLentRuns];
+  iovec runs[kZeroCopyRuns];
   size_t bytes = 0;
-  const size_t count = BlockWalk(*memory.layout, data.from).gather(runs, kLentRuns, kLentMin, bytes);
+  const size_t count = BlockWalk(*memory.layout, data.from).gather(runs, kZeroCopyRuns, kZeroCopyMin, bytes);
   return SplicePipe::pays(runs, count);
 }
 

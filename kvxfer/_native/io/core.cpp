@@ -191,7 +191,7 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
   if (const Looking looking{shared_, list.empty() ? 0 : shared_.begin_gather(id, 0)}; looking.number != 0) {
     const auto count = static_cast<uint32_t>(list.size());
     const Extent extent{pool, nullptr, std::make_shared<const std::vector<uint32_t>>(std::move(list)), 0, count};
-    if (const OwnMemory memory = shared_.find(extent); memory && !memory.device) {  // memory on a device is summed while it is sent
+    if (const OwnMemory memory = shared_.find(extent); memory && !memory.device) {  // the checksums of memory on a device are taken while it is sent
       RunningChecksums running(memory, extent, RunningChecksums::Bytes::Anywhere, "source");
       running.advance(count * memory.pool->info.block_bytes);
       checksums = running.checksums();

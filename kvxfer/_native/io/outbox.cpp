@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kIovecsMax = 1024;  // IOV_MAX
 constexpr size_t kSendBytesMax = 1 << 20;
-constexpr size_t kSummedBytesMax = 256 * 1024;  // of a call whose bytes are summed first: they are still in the cache when it copies them
+constexpr size_t kChecksummedBytesMax = 256 * 1024;  // of a call whose bytes are checksummed first: they are still in the cache when it copies them
 constexpr size_t kZerosBytes = 64 * 1024;
 constexpr size_t kSpliceBytesMax = 256 * 1024;  // of a call
 constexpr size_t kSpliceRunsMax = 256;
@@ -88,14 +88,14 @@ void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count,
   const bool is_looking = left != 0 && !payload.has_ended && sending.begin(payload.frame.id, payload.serial);
   if (is_looking && payload.is_staged) {
     const auto [data, size] = staged;
-    const size_t looked = payload.frame.has_checksums ? std::min(size, kSummedBytesMax) : size;
+    const size_t looked = payload.frame.has_checksums ? std::min(size, kChecksummedBytesMax) : size;
     payload.add_checksums(data, looked);
     vectors[count++] = {const_cast<uint8_t*>(data), looked};
     bytes += looked;
     left -= looked;
   } else if (is_looking) {
     size_t looked = 0;
-    const size_t bytes_max = payload.frame.has_checksums ? kSummedBytesMax : kSendBytesMax;
+    const size_t bytes_max = payload.frame.has_checksums ? kChecksummedBytesMax : kSendBytesMax;
     const size_t used = payload.walk.gather(vectors + count, kIovecsMax - count, bytes_max, looked);
     if (payload.frame.has_checksums) payload.add_checksums(looked);
     count += used;

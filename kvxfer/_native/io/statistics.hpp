@@ -19,7 +19,7 @@ class Counter {
   std::atomic<uint64_t> value_{0};
 };
 
-// One of what a counter counts, for as long as this lives. As an object's first member it goes last: a reader of the lower
+// One of what a counter counts, for as long as this object. As an object's first member it goes last: a reader of the lower
 // count finds the object's descriptors closed.
 class Counted {
  public:

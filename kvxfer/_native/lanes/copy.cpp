@@ -47,14 +47,14 @@ void copy_plain(const Run* runs, size_t count) {
 #if defined(__x86_64__)
 
 // The part of the copy behind the step under way.
-struct Ahead {
+struct CopyAhead {
   const uint8_t* from = nullptr;
   uint8_t* to = nullptr;
   size_t size = 0;  // how much of `from` is asked for
 };
 
 // What follows the first `at` bytes of runs[i].
-inline Ahead look_ahead(const Run* runs, size_t count, size_t i, size_t at) {
+inline CopyAhead look_ahead(const Run* runs, size_t count, size_t i, size_t at) {
   if (at == runs[i].size) {
     if (++i == count) return {};
     at = 0;
@@ -65,7 +65,7 @@ inline Ahead look_ahead(const Run* runs, size_t count, size_t i, size_t at) {
 
 // One step past the cache: the head up to a line of the target, whole groups of four lines, the tail.
 #define KVXFER_STEP(name, isa, vector, load, stream)                                                       \
-  __attribute__((target(isa))) void name(uint8_t* to, const uint8_t* from, size_t size, const Ahead& ahead) { \
+  __attribute__((target(isa))) void name(uint8_t* to, const uint8_t* from, size_t size, const CopyAhead& ahead) { \
     constexpr size_t kGroup = 4 * kLine, kVectors = kGroup / sizeof(vector);                               \
     const size_t head = std::min((kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine, size);         \
     if (head != 0) std::memcpy(to, from, head);                                                            \
@@ -85,13 +85,13 @@ KVXFER_STEP(step_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_s
 KVXFER_STEP(step_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
 #undef KVXFER_STEP
 
-template <void (*kStepCopy)(uint8_t* to, const uint8_t* from, size_t size, const Ahead& ahead)>
+template <void (*kStepCopy)(uint8_t* to, const uint8_t* from, size_t size, const CopyAhead& ahead)>
 void copy_past_cache(const Run* runs, size_t count) {
   for (size_t i = 0; i < count; ++i) {
     const Run& run = runs[i];
     for (size_t at = 0, size; at < run.size; at += size) {
       size = std::min(kStep, run.size - at);
-      const Ahead ahead = look_ahead(runs, count, i, at + size);
+      const CopyAhead ahead = look_ahead(runs, count, i, at + size);
       if (ahead.size != 0) __builtin_prefetch(ahead.to, 1);  // finds the translation of the page
       kStepCopy(run.to + at, run.from + at, size, ahead);
     }
@@ -142,11 +142,11 @@ struct CutRuns {
     }
   }
 
-  struct Part {
+  struct RunGroup {
     size_t first = 0, count = 0;  // of runs
   };
   std::vector<Run> runs;
-  std::vector<Part> parts;
+  std::vector<RunGroup> parts;
 };
 
 }  // namespace

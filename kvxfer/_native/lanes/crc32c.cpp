@@ -54,10 +54,10 @@ constexpr uint64_t power(unsigned n) {
   return uint64_t{r} << 1;
 }
 
-// Bytes that lie as far from the end of `ahead` as those summed lie from the end of theirs.
-class Ahead {
+// Bytes that lie as far from the end of `ahead` as those checksummed lie from the end of theirs.
+class ChecksumPrefetch {
  public:
-  Ahead(const void* ahead, const uint8_t* data) : distance_(ahead != nullptr ? static_cast<const uint8_t*>(ahead) - data : 0) {}
+  ChecksumPrefetch(const void* ahead, const uint8_t* data) : distance_(ahead != nullptr ? static_cast<const uint8_t*>(ahead) - data : 0) {}
   // What goes with the `bytes` at `at`.
   void ask(const uint8_t* at, size_t bytes) const {
     if (distance_ == 0) return;
@@ -105,7 +105,7 @@ __attribute__((target("sse4.2,pclmul"))) uint32_t run_sse42(const void* data, si
   constexpr size_t kLong = 1360, kShort = 168;  // three of the long make 4080 bytes, nearly a page
   const auto* at = static_cast<const uint8_t*>(data);
   uint64_t r = ~value;
-  Ahead next(ahead, at);
+  ChecksumPrefetch next(ahead, at);
   for (; size >= 3 * kLong; size -= 3 * kLong, at += 3 * kLong) {
     next.ask(at, 3 * kLong);
     r = run_three<kLong>(at, r);
@@ -129,7 +129,7 @@ __attribute__((target("avx512f"))) inline __m512i fold_factors() {
 __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2"))) uint32_t run_avx512(const void* data, size_t size, uint32_t value, const void* ahead) {
   if (size < 512) return run_sse42(data, size, value, ahead);
   const auto* at = static_cast<const uint8_t*>(data);
-  const Ahead next(ahead, at);
+  const ChecksumPrefetch next(ahead, at);
   next.ask(at, 256);
   __m512i x0 = _mm512_xor_si512(_mm512_loadu_si512(at), _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(~value))));
   __m512i x1 = _mm512_loadu_si512(at + 64), x2 = _mm512_loadu_si512(at + 128), x3 = _mm512_loadu_si512(at + 192);

@@ -7,7 +7,7 @@
 
 namespace kvxfer {
 
-// While it lives, the calling thread takes no signals; a thread that it starts never does. Faults of the thread itself are not
+// While it exists, the calling thread takes no signals; a thread that it starts never does. Faults of the thread itself are not
 // blocked: the kernel would end the process at once, and no handler (Python's faulthandler, a sanitizer's) could say where.
 class NoSignals {
  public:

@@ -60,7 +60,7 @@ class StagingDevice {
 };
 
 StagingDevice::~StagingDevice() {
-  const cuda::Library& driver = context_->library();
+  const cuda::CudaLibrary& driver = context_->library();
   try {
     const cuda::Context::Current current(*context_);
     for (const cuda::Stream stream : {gathers_, scatters_, rings_}) {
@@ -81,7 +81,7 @@ cuda::Stream StagingDevice::stream(cuda::Stream& stream) {
 }
 
 void StagingDevice::add_slab() {
-  const cuda::Library& driver = context_->library();
+  const cuda::CudaLibrary& driver = context_->library();
   const cuda::Context::Current current(*context_);
   void* slab = nullptr;
   context_->check(driver.host_alloc(&slab, kBuffersASlab * Staging::kBufferBytes, kPortable), "pinned memory");
@@ -119,7 +119,7 @@ void StagingDevice::give(StagingBuffer* buffer) {
 
 size_t StagingDevice::copy(StagingBuffer& buffer, BlockWalk& walk, const HostParts& host, Direction direction) {
   const cuda::Context::Current current(*context_);
-  const cuda::Library& driver = context_->library();
+  const cuda::CudaLibrary& driver = context_->library();
   const cuda::Stream copies = stream(direction == Direction::FromDevice ? gathers_ : scatters_);
   const cuda::Stream rings = stream(rings_);
   to_.clear();
@@ -158,7 +158,7 @@ size_t StagingDevice::copy(StagingBuffer& buffer, BlockWalk& walk, const HostPar
 }
 
 void StagingDevice::issue(cuda::Stream stream) {
-  const cuda::Library& driver = context_->library();
+  const cuda::CudaLibrary& driver = context_->library();
   if (has_batch_ && driver.copy_batch != nullptr && sizes_.size() > 1) {
     cuda::CopyAttributes attributes;
     size_t first = 0, failed = 0;
@@ -170,7 +170,7 @@ void StagingDevice::issue(cuda::Stream stream) {
 
 void StagingDevice::settle(std::vector<uint64_t>& numbers) {
   if (in_flight_.empty()) return;
-  const cuda::Library& driver = context_->library();
+  const cuda::CudaLibrary& driver = context_->library();
   const auto is_over = [&](StagingBuffer* buffer) {
     const cuda::Result result = driver.event_query(buffer->event);  // any error: the context is lost, and nothing lands any more
     if (result == cuda::kNotReady) return false;

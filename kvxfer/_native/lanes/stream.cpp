@@ -9,7 +9,7 @@ namespace {
 constexpr size_t kChecksumBytes = 4;
 constexpr size_t kCopiedBytes = 32 * 1024;  // of others' memory at a time: what a first cache has room for
 constexpr size_t kCopiedRuns = 64;
-constexpr size_t kAheadBytes = 4096;  // from what is summed to what is asked into the cache: hardware looks no further than a page
+constexpr size_t kAheadBytes = 4096;  // from the bytes that are checksummed to those that are prefetched: hardware looks no further than a page
 
 void append_checksum(std::string& to, uint32_t checksum) {
   for (int shift = 0; shift < 32; shift += 8) to.push_back(static_cast<char>(checksum >> shift));

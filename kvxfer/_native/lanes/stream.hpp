@@ -20,8 +20,8 @@ constexpr uint32_t kNoChecksum = 0x9d1ce5a7;  // as likely to be a checksum as a
 // CRC-32C of each of some blocks or elements, as their bytes pass in order.
 class RunningChecksums {
  public:
-  enum class Bytes { InCache, Anywhere };  // where they are when they are summed
-  // Memory of others, which may be gone, is summed through a copy: see owner_memory.hpp. `whose`: as memory_gone() takes it.
+  enum class Bytes { InCache, Anywhere };  // where they are when they are checksummed
+  // The checksum of foreign memory, which may be unmapped, is taken of a copy: see owner_memory.hpp. `whose`: as memory_gone() takes it.
   RunningChecksums(const OwnMemory& memory, const Extent& extent, Bytes are, const char* whose);
   // The next `bytes` are what they are. Throws Error(memory_gone).
   void advance(size_t bytes);

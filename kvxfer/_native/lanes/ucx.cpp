@@ -9,7 +9,7 @@ namespace kvxfer {
 namespace {
 
 // The value is the operator's where the environment has one.
-void set_default(const ucp::Library& ucx, ucp::Config* config, const char* name, const char* value) {
+void set_default(const ucp::UcxLibrary& ucx, ucp::Config* config, const char* name, const char* value) {
   if (std::getenv((std::string("UCX_") + name).c_str()) == nullptr) static_cast<void>(ucx.config_modify(config, name, value));
 }
 
@@ -24,7 +24,7 @@ bool names_tcp(const std::string& tls) {
 }
 
 // `name/device` at the end of each line that tells of a resource. UCP has no other way to ask.
-std::vector<std::string> list_transports(const ucp::Library& ucx, ucp::Context* context) {
+std::vector<std::string> list_transports(const ucp::UcxLibrary& ucx, ucp::Context* context) {
   char* text = nullptr;
   size_t size = 0;
   std::FILE* const stream = ::open_memstream(&text, &size);
@@ -49,7 +49,7 @@ std::vector<std::string> list_transports(const ucp::Library& ucx, ucp::Context* 
 }  // namespace
 
 UcxContext::UcxContext(const UcxOptions& options) : library_(ucp::load(options.library_path)) {
-  const ucp::Library& ucx = library_;
+  const ucp::UcxLibrary& ucx = library_;
   const ucp::Quiet quiet;
   ucp::Config* config = nullptr;
   if (const ucp::Status s = ucx.config_read(nullptr, nullptr, &config); s != ucp::kOk) quiet.fail(ucx, "UCX cannot read its configuration", s);
@@ -63,7 +63,7 @@ UcxContext::UcxContext(const UcxOptions& options) : library_(ucp::load(options.l
   set_default(ucx, config, "SYSV_ERROR_HANDLING", "y");
   set_default(ucx, config, "MAX_RMA_RAILS", "2");
   set_default(ucx, config, "IB_PCI_RELAXED_ORDERING", "try");
-  set_default(ucx, config, "CUDA_IPC_ENABLE_GET_ZCOPY", "on");  // else only where there is NVLink: nothing reads on one card
+  set_default(ucx, config, "CUDA_IPC_ENABLE_GET_ZCOPY", "on");  // by default only with NVLink: then no read works on one GPU
 
   ucp::Params params{};
   params.field_mask = ucp::kParamFeatures | ucp::kParamMtWorkersShared | ucp::kParamName;

@@ -59,7 +59,7 @@ class UcxContext : public std::enable_shared_from_this<UcxContext> {
   UcxContext& operator=(const UcxContext&) = delete;
   ~UcxContext();
 
-  const ucp::Library& library() const { return library_; }
+  const ucp::UcxLibrary& library() const { return library_; }
   ucp::Context* handle() const { return handle_; }
   // False in a forked child: what it has is a copy of memory, and the devices behind it are the parent's.
   bool is_mine() const { return owner_ == ::getpid(); }
@@ -74,7 +74,7 @@ class UcxContext : public std::enable_shared_from_this<UcxContext> {
   std::shared_ptr<UcxMemory> add_memory(uint8_t* address, uint64_t bytes, bool is_readable, bool is_device = false);
 
  private:
-  const ucp::Library& library_;
+  const ucp::UcxLibrary& library_;
   const pid_t owner_ = ::getpid();
   ucp::Context* handle_ = nullptr;
   std::vector<std::string> transports_;

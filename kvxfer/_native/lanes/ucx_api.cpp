@@ -37,7 +37,7 @@ struct Log {
 Quiet::Quiet() : outer_(quiet) { quiet = this; }
 Quiet::~Quiet() { quiet = outer_; }
 
-void Quiet::fail(const Library& ucx, const std::string& what, Status status) const {
+void Quiet::fail(const UcxLibrary& ucx, const std::string& what, Status status) const {
   throw Error(Code::no_lane, what + ": " + ucx.status_string(status) + (said_.empty() ? "" : " (" + said_ + ")"));
 }
 
@@ -95,14 +95,14 @@ void* open_without_memory_events(const std::string& path) {
   return ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
 }
 
-std::unique_ptr<Library> open(const std::string& path) {
+std::unique_ptr<UcxLibrary> open(const std::string& path) {
   const SignalsKept signals;
   void* const handle = open_without_memory_events(path);
   if (handle == nullptr) {
     const char* why = ::dlerror();
     refuse("cannot load UCX: " + std::string(why == nullptr ? path : why));
   }
-  auto library = std::make_unique<Library>();
+  auto library = std::make_unique<UcxLibrary>();
   library->path = path;
   void (*get_version)(unsigned*, unsigned*, unsigned*) = nullptr;
   find(handle, "ucp_get_version", get_version);
@@ -111,7 +111,7 @@ std::unique_ptr<Library> open(const std::string& path) {
   library->version = std::to_string(library->major) + "." + std::to_string(library->minor) + "." + std::to_string(release);
   if (library->major != 1 || library->minor < kApiMinor) refuse("UCX " + library->version + " is not 1." + std::to_string(kApiMinor) + " or a later 1.x");
 
-  Library& l = *library;
+  UcxLibrary& l = *library;
   find(handle, "ucs_status_string", l.status_string);
   find(handle, "ucp_config_read", l.config_read);
   find(handle, "ucp_config_release", l.config_release);
@@ -148,9 +148,9 @@ std::unique_ptr<Library> open(const std::string& path) {
 
 }  // namespace
 
-const Library& load(const std::string& path) {
+const UcxLibrary& load(const std::string& path) {
   static std::mutex mutex;
-  static const Library* loaded = nullptr;  // never freed: what uses it may live longer than this file's objects
+  static const UcxLibrary* loaded = nullptr;  // never freed: what uses it may live longer than this file's objects
   std::lock_guard lock(mutex);
   if (loaded == nullptr) loaded = open(path).release();
   return *loaded;

@@ -83,13 +83,13 @@ struct UcxFlight : std::enable_shared_from_this<UcxFlight> {
 
  private:
   friend class UcxWorker;
-  struct Slot {
+  struct FlightSlot {
     UcxFlight* flight = nullptr;
     size_t bytes = 0;
     bool is_flush = false;
   };
-  void issue(ucp::Request request, Slot* slot);
-  void finish(Slot* slot, ucp::Status status);
+  void issue(ucp::Request request, FlightSlot* slot);
+  void finish(FlightSlot* slot, ucp::Status status);
   static void on_completed(void* request, ucp::Status status, void* slot);
 
   std::shared_ptr<UcxFlight> self_;  // while something is in flight
@@ -105,7 +105,7 @@ class UcxWorker {
   ~UcxWorker();
 
   UcxContext& context() const { return *context_; }
-  const ucp::Library& library() const { return context_->library(); }
+  const ucp::UcxLibrary& library() const { return context_->library(); }
 
   // --- the loop of the IO thread ---
   int fd() const { return fd_; }        // readable: call woken()
@@ -131,7 +131,7 @@ class UcxWorker {
   friend class UcxKey;
   friend struct UcxFlight;
   friend class UcxPeer;
-  UcxFlight::Slot* take_slot();
+  UcxFlight::FlightSlot* take_slot();
 
   const std::shared_ptr<UcxContext> context_;
   ucp::Worker* handle_ = nullptr;
@@ -143,8 +143,8 @@ class UcxWorker {
   size_t requests_ = 0;  // in flight
   std::set<UcxEndpoint*> endpoints_;
   std::unordered_map<SessionId, std::weak_ptr<class UcxPeer>> peers_;
-  std::vector<std::unique_ptr<UcxFlight::Slot>> slots_;
-  std::vector<UcxFlight::Slot*> free_slots_;
+  std::vector<std::unique_ptr<UcxFlight::FlightSlot>> slots_;
+  std::vector<UcxFlight::FlightSlot*> free_slots_;
   std::vector<std::shared_ptr<UcxFlight>> finished_;  // let go outside of callbacks
 };
 

@@ -10,7 +10,7 @@ void Endpoint::set_peer(const AgentRef& peer, const Bytes32& key, SessionKind co
   if (peer == self_) return;
   keep_bearer(peer);
   notifier_.peer_alive(peer);
-  peers_[peer] = Peer{key, control, false};
+  peers_[peer] = KnownPeer{key, control, false};
 }
 
 void Endpoint::peer_dead(const AgentRef& peer, Nanos now, Effects& out) {

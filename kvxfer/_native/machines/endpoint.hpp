@@ -1,7 +1,7 @@
 // One agent's machines behind one door: sessions, grants, transfers, notifications. Takes events from its shell, returns
 // effects; owns no socket, thread or clock. Production's IO thread and the simulator drive this same class.
 //
-// What lives here and not in the parts is only how they meet: which session carries which transfer, who may speak of
+// What is decided here and not in the parts is only how they meet: which session carries which transfer, who may speak of
 // which grant, what a lost session or a dead peer means to each of them, and when to look again.
 //
 // Three files: endpoint.cpp (the owner's acts, operations, time), endpoint_sessions.cpp, endpoint_regions.cpp (what FETCH, PUSH and
@@ -188,7 +188,7 @@ class Endpoint {
  private:
   static constexpr uint64_t kOfferBytesMax = 256ull << 20;  // of the lists of one peer's pushes
 
-  struct Peer {
+  struct KnownPeer {
     Bytes32 key{};
     SessionKind control = SessionKind::Tcp;
     bool is_bearer = false;
@@ -298,9 +298,9 @@ class Endpoint {
   Regions regions_;
   GrantTable grants_;
   Notifier notifier_;
-  std::map<AgentRef, Peer> peers_;
+  std::map<AgentRef, KnownPeer> peers_;
   std::optional<Bytes32> bearer_key_, cluster_secret_;
-  std::set<std::pair<Nanos, AgentRef>> leaving_;  // Peer::leaves_at of those in peers_
+  std::set<std::pair<Nanos, AgentRef>> leaving_;  // KnownPeer::leaves_at of those in peers_
 
   Sessions sessions_;
   SessionId next_session_ = 1;

@@ -220,7 +220,7 @@ void Endpoint::dial_failed(const AgentRef& peer, SessionKind kind, Code code, co
   notifier_.postpone(peer, now);
 }
 
-// Out of every book; what was attached is still in session->second.operations.
+// Removes the session from all tables; what was attached is still in session->second.operations.
 void Endpoint::remove(Sessions::iterator found) {
   const Session& session = found->second;
   if (!session.is_dialed && !session.is_up()) --unproven_;
@@ -289,7 +289,7 @@ void Endpoint::session_up(SessionId id, Session& session, Nanos now, Effects& ou
   }
   keep_bearer(peer);
   notifier_.peer_alive(peer);
-  if (!knows(peer)) peers_[peer] = session.is_by_bearer_key ? Peer{*bearer_key_, kind, true} : Peer{session.derived_key, kind, false};
+  if (!knows(peer)) peers_[peer] = session.is_by_bearer_key ? KnownPeer{*bearer_key_, kind, true} : KnownPeer{session.derived_key, kind, false};
   up_[peer].push_back(id);
   watched_.erase(id);
   out.push_back(SessionUp{id, peer, kind});

@@ -296,8 +296,8 @@ void GrantTable::tell(WaitingPull& waiting, Nanos now, Effects& out) {
 }
 
 void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
-  const bool is_stranger = grant.reader ? *grant.reader != peer : (!grant.reader_id.empty() && grant.reader_id != peer.agent_id);
-  if (is_stranger) {
+  const bool is_other_reader = grant.reader ? *grant.reader != peer : (!grant.reader_id.empty() && grant.reader_id != peer.agent_id);
+  if (is_other_reader) {
     if (!grant.is_open) count_refusal();  // the second to come for an open grant did nothing forbidden
     out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, Code::refused, "this transfer is promised to another reader"}});
     return;

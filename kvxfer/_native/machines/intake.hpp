@@ -1,11 +1,10 @@
-// What the source's engine has said of prompts that have no grant yet, and of itself.
+// What the source's engine reported: prompts that have no grant yet, and its own heartbeats.
 //
-// An id is *expected* from the moment in which the engine accepted its prompt until its grant is made or aborted. The engine
-// *pulses* with each step, and once more when it goes idle, and says whether all is taken in that had reached it at its last
-// such pulse. So a pull that came before its grant
-// is told what its source knows: whether the prompt is there, how many are before it, and how long ago the engine gave a sign
-// of life. An id that is not expected may still be on its way to the engine: it counts as unknown only once the pull has
-// waited for a while in which the engine took in its queue twice, or was idle.
+// An id is *expected* from the moment the engine accepts its prompt until its grant is made or aborted. The engine *pulses* with
+// each step, and once more when it goes idle. A pulse also says whether the engine has taken in everything that had reached it by
+// its last such pulse. So the source can answer a pull that came before its grant: whether the prompt is known, how many prompts
+// are ahead of it, and how long ago the engine pulsed. An id that is not expected may still be on its way to the engine: it counts
+// as unknown only after the pull has waited while the engine took in its queue twice, or was idle.
 #pragma once
 
 #include <algorithm>

@@ -46,7 +46,7 @@ class Notifier {
   size_t pending_count() const;
 
  private:
-  struct Peer {
+  struct Mailbox {
     uint64_t next_seq = 1, unsent_seq = 1;
     std::deque<std::pair<uint64_t, std::string>> pending;  // to it
     size_t queued = 0, promised = 0;  // bytes, those of the pending and those of posts under way
@@ -60,20 +60,20 @@ class Notifier {
     Nanos part_at = 0;
     uint64_t death = 0;  // the number of its death; 0: it is alive, as far as is known
   };
-  Peer& alive(const AgentRef& peer);
-  void check_room(const Peer& box, const AgentRef& to, size_t bytes) const;
-  void send(Peer& box, SessionId session, Nanos now, Effects& out) const;
-  static void send_from(Peer& box, size_t taken);
-  void on_ack(Peer& box, const AgentRef& from, const Notif& ack, Nanos now, Effects& out);
-  void on_part(Peer& box, const AgentRef& from, const Notif& part, Nanos now, Effects& out);
+  Mailbox& alive(const AgentRef& peer);
+  void check_room(const Mailbox& box, const AgentRef& to, size_t bytes) const;
+  void send(Mailbox& box, SessionId session, Nanos now, Effects& out) const;
+  static void send_from(Mailbox& box, size_t taken);
+  void on_ack(Mailbox& box, const AgentRef& from, const Notif& ack, Nanos now, Effects& out);
+  void on_part(Mailbox& box, const AgentRef& from, const Notif& part, Nanos now, Effects& out);
   bool make_room(size_t bytes, Nanos now);
-  void drop_part(Peer& box);
-  void drop_pending(Peer& box, const AgentRef& peer, Code code, Effects& out);
-  void skip_to(Peer& box, const AgentRef& peer, uint64_t last, Effects& out);
+  void drop_part(Mailbox& box);
+  void drop_pending(Mailbox& box, const AgentRef& peer, Code code, Effects& out);
+  void skip_to(Mailbox& box, const AgentRef& peer, uint64_t last, Effects& out);
 
   size_t pending_max_, bytes_max_, queue_bytes_max_, piece_bytes_;
   size_t parts_bytes_ = 0;  // of all peers
-  std::map<AgentRef, Peer> peers_;
+  std::map<AgentRef, Mailbox> mailboxes_;
   std::map<uint64_t, AgentRef> dead_;  // by death; their numbers are kept
   uint64_t deaths_ = 0;
 };

@@ -28,7 +28,7 @@ struct StridedRange {
   }
 };
 
-// Grids, one after the other, as elements 0 to count() - 1. Immutable, shared between threads.
+// Strided ranges, one after the other, as elements 0 to count() - 1. Immutable, shared between threads.
 class Ranges {
  public:
   // Throws Error(invalid_argument): no range, an empty one, elements that overlap within a range, an end past 2^63, more than
@@ -66,7 +66,7 @@ struct Extent {
 struct ElementList {
   std::shared_ptr<const Ranges> ranges;
   IdList ids;
-  bool is_whole = false;  // `ids` are known to be all elements, as they come
+  bool is_whole = false;  // `ids` are known to be all elements, in their order
   uint32_t count() const { return ids ? static_cast<uint32_t>(ids->size()) : 0; }
   Extent part(uint32_t first, uint32_t count) const { return Extent{0, ranges, ids, first, count}; }
   uint64_t bytes(uint32_t first, uint32_t count) const;

@@ -15,14 +15,14 @@ void Regions::add(const RegionInfo& info) {
   if (info.bytes == 0) throw Error(Code::invalid_argument, "a region needs at least one byte");
   if (info.id < floor_ || used_.count(info.id) != 0) throw Error(Code::invalid_argument, text_of(info.id) + " is or was another region");
   used_.insert(info.id);
-  regions_.emplace(info.id, Region{info, false, 0, 0});
+  regions_.emplace(info.id, RegisteredRegion{info, false, 0, 0});
   if (used_.size() > kUsedMax) {
     floor_ = *used_.begin() + 1;
     used_.erase(used_.begin());
   }
 }
 
-const Regions::Region& Regions::at(uint32_t region) const {
+const Regions::RegisteredRegion& Regions::at(uint32_t region) const {
   const auto found = regions_.find(region);
   if (found == regions_.end()) throw Error(Code::invalid_argument, "there is no " + text_of(region));
   return found->second;
@@ -40,7 +40,7 @@ void Regions::remove(uint32_t region) {
 
 std::vector<uint32_t> Regions::check(const ElementList& list, RegionUse use) const {
   const Code code = use == RegionUse::Own ? Code::invalid_argument : Code::refused;
-  const Region* region = nullptr;
+  const RegisteredRegion* region = nullptr;
   const auto check_range = [&](const StridedRange& range) {
     if (region == nullptr || region->info.id != range.region) {
       const auto found = regions_.find(range.region);
@@ -73,7 +73,7 @@ const char* Regions::obstacle(const std::vector<uint32_t>& regions, bool is_mapp
 void Regions::claim(const std::vector<uint32_t>& regions, bool is_landing) {
   for (const uint32_t id : regions) {
     if (has_bug(Bug::push_without_offer) && !has(id)) continue;
-    Region& region = regions_.at(id);
+    RegisteredRegion& region = regions_.at(id);
     ++(is_landing ? region.landings : region.grants);
   }
 }

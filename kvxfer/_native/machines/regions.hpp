@@ -46,17 +46,17 @@ class Regions {
   void give_back(const std::vector<uint32_t>& regions, bool is_landing);
   bool is_landing(uint32_t region) const;
 
-  struct Region {
+  struct RegisteredRegion {
     RegionInfo info;
     bool is_withdrawn = false;
     size_t grants = 0, landings = 0;
   };
-  const std::map<uint32_t, Region>& all() const { return regions_; }
+  const std::map<uint32_t, RegisteredRegion>& all() const { return regions_; }
 
  private:
-  const Region& at(uint32_t region) const;
+  const RegisteredRegion& at(uint32_t region) const;
 
-  std::map<uint32_t, Region> regions_;
+  std::map<uint32_t, RegisteredRegion> regions_;
   std::set<uint32_t> used_;  // ids that were given once; of very many only the highest are kept, and all below are taken
   uint32_t floor_ = 0;
 };

@@ -62,7 +62,7 @@ struct OwnMemory {
   std::vector<std::shared_ptr<const OwnRegion>> regions;  // if it names elements: those that they lie in
   std::shared_ptr<cuda::Context> device;       // some of it lies there: only that driver may touch it
   bool is_exposed = false;                     // one-sided lanes may read it
-  bool is_ours = false;                        // kvxfer allocated all of it: it is mapped as long as this lives
+  bool is_ours = false;                        // kvxfer allocated all of it: it is mapped as long as this object
   explicit operator bool() const { return layout != nullptr; }
 };
 

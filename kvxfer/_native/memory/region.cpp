@@ -75,10 +75,10 @@ Region::Region(uint64_t bytes, bool populate, HugePages huge) : bytes_(bytes) {
   const uint64_t free = find_number("/proc/meminfo", "", "HugePages_Free:");
   throw Error(Code::limit_exceeded, "no huge pages for a region of " + std::to_string(bytes) + " bytes: " + std::to_string(needed) + " are needed, " +
                                         std::to_string(free) + " are free, and shared memory is given them '" + shmem_switch() +
-                                        "'; as root set aside more (sysctl vm.nr_hugepages) or write 'advise' to " + kShmemSwitch);
+                                        "'; as root reserve more (sysctl vm.nr_hugepages) or write 'advise' to " + kShmemSwitch);
 }
 
-// Pages that were set aside: they are reserved by mapping them, so that a later write cannot miss one.
+// Huge pages of the host's pool: mapping reserves them, so that a later write cannot miss one.
 bool Region::try_reserved(bool populate) {
   const uint64_t page = find_number("/proc/meminfo", "", "Hugepagesize:") * 1024;
   const uint64_t free = find_number("/proc/meminfo", "", "HugePages_Free:");

@@ -146,7 +146,7 @@ class ConnectorOptions:
             stripes=self.stripes,
             copy_threads=self.copy_threads,
             grant_ttl_s=self.hold_ttl_s,
-            grant_life_max_s=max(self.hold_ttl_s, self.hold_life_max_s),
+            grant_lifetime_max_s=max(self.hold_ttl_s, self.hold_life_max_s),
             grant_wait_s=self.grant_wait_s,
             unknown_wait_s=self.unknown_wait_s,
             engine_silent_s=self.engine_silent_s,

@@ -104,7 +104,7 @@ def check_expiry(maker: LaneMaker) -> None:
 
 def check_renewals(maker: LaneMaker) -> None:
     """A live reader keeps a slow grant alive far past its time; its maximum lifetime ends it all the same."""
-    config = AgentConfig(grant_ttl_s=1.0, grant_life_max_s=4.0, stall_s=0.5)
+    config = AgentConfig(grant_ttl_s=1.0, grant_lifetime_max_s=4.0, stall_s=0.5)
     with two_parties(maker, config=config) as (source, destination):
         truth, transfer_id, endless = source.fill(1), fresh_id(), fresh_id()
         for number, id_ in enumerate((transfer_id, endless)):
@@ -178,7 +178,7 @@ def check_past_the_end(maker: LaneMaker) -> None:
         expect_poison(destination)
 
 
-def check_stranger(maker: LaneMaker) -> None:
+def check_wrong_key(maker: LaneMaker) -> None:
     """A peer whose key is another one proves nothing and gets nothing."""
     config = AgentConfig(reconnect_s=0.5)
     source, destination = make_party(maker, "source", PLAIN, config), make_party(maker, "destination", PLAIN, config)
@@ -239,6 +239,6 @@ GRANT_CHECKS: tuple[Callable[[LaneMaker], None], ...] = (
     check_wrong_reader,
     check_incompatible,
     check_past_the_end,
-    check_stranger,
+    check_wrong_key,
     check_wrong_calls,
 )

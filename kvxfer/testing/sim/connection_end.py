@@ -257,7 +257,7 @@ class ConnectionEnd:
         process.perform(process.endpoint.read_stopped(landing.id, landing.token, code, "checksum", process.clock.now))
 
     def _stop_landing(self) -> None:
-        """Nothing more of this payload is written; the rest of it is thrown away as it comes."""
+        """Nothing more of this payload is written; the rest of it is thrown away on arrival."""
         landing = self._landing
         if landing is None or not landing.token or self._is_landing:
             return

@@ -183,17 +183,17 @@ class Client:
         present = [member.ref for member in membership.members if member.ref != own]
         is_gone_first = world.rng.random() < 0.5
         if is_gone_first:
-            self._bury(gone)
+            self._report_dead(gone)
         for ref in present:
             key = session_key(self._root, own, ref)
             if is_gone_first or ref not in gone:
                 process.endpoint.set_peer(world.native(ref), key, world.control_kind)
         if not is_gone_first:
-            self._bury(gone)
+            self._report_dead(gone)
             for ref in [ref for ref in present if ref in gone]:
                 process.endpoint.set_peer(world.native(ref), session_key(self._root, own, ref), world.control_kind)
 
-    def _bury(self, gone: list[AgentRef]) -> None:
+    def _report_dead(self, gone: list[AgentRef]) -> None:
         process = self.process
         for ref in gone:
             process.world.log(f"{process!r} hears that {ref} is gone")

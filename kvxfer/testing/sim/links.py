@@ -153,17 +153,17 @@ class Reassembly:
 
     def __init__(self) -> None:
         self._open: Unit | None = None
-        self._aside: list[tuple[Unit, bytes, Sample | None, bool]] = []
+        self._overtaken: list[tuple[Unit, bytes, Sample | None, bool]] = []
 
     def take(self, unit: Unit, data: bytes, sample: Sample | None, is_last: bool) -> list[tuple[bytes, Sample | None]]:
         """The chunks that may be read now."""
         if self._open is not None and unit is not self._open:
-            self._aside.append((unit, data, sample, is_last))
+            self._overtaken.append((unit, data, sample, is_last))
             return []
         self._open = None if is_last else unit
         out = [(data, sample)]
-        if self._open is None and self._aside:
-            waiting, self._aside = self._aside, []
+        if self._open is None and self._overtaken:
+            waiting, self._overtaken = self._overtaken, []
             for later in waiting:
                 out += self.take(*later)
         return out

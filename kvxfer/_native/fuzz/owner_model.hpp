@@ -10,7 +10,7 @@
 
 namespace kvxfer::fuzz {
 
-class OwnerBook {
+class OwnerModel {
  public:
   void granted(const TransferId& id) { begin(id, granted_, ended_, ended_, "an id is granted again whose grant is not over"); }
   void posted(const TransferId& id) { begin(id, posted_, final_, drained_, "an id is posted again that is not over"); }
