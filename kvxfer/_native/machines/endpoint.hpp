@@ -1,15 +1,15 @@
-// One agent's machines behind one door: sessions, grants, transfers, notifications. Takes events from its shell, returns
-// effects; owns no socket, thread or clock. Production's IO thread and the simulator drive this same class.
+// One agent's machines as one class: sessions, grants, transfers, notifications. It takes events from its shell and returns
+// effects; it owns no socket, thread or clock. The production event loop and the simulator drive this same class.
 //
-// What is decided here and not in the parts is only how they meet: which session carries which transfer, who may speak of
-// which grant, what a lost session or a dead peer means to each of them, and when to look again.
+// This class decides how the machines meet: which session carries which transfer, which peer may act on which grant, what a lost
+// session or a dead peer means to each of them, and when to look again.
 //
-// Three files: endpoint.cpp (the owner's acts, operations, time), endpoint_sessions.cpp, endpoint_regions.cpp (what FETCH, PUSH and
-// DONE mean here).
+// Three files: endpoint.cpp (the owner's calls, operations, time), endpoint_sessions.cpp, endpoint_regions.cpp (what FETCH, PUSH
+// and DONE mean here).
 //
-// A session that carried nothing for a while may be gone without a word: whatever keeps state on the way (NAT, a balancer) forgot
-// it. So the first to use it again has it probed, and where no byte comes back soon another session is dialed beside it; if that
-// is up first, the old one is dropped. A peer that is only slow costs a session too many, until the next probe.
+// A TCP session that carried nothing for a while may be dead without notice, because a NAT or a balancer on the path forgot it. So
+// the first operation that uses it again probes it with a PING. If no byte comes back soon, the endpoint dials a second session,
+// and closes the first one if the second is up first. If the peer is only slow, this costs one extra session until the next probe.
 //
 // Not thread-safe: the shell serialises calls.
 #pragma once
@@ -32,15 +32,15 @@ struct EndpointLimits {
   GrantLimits grants;
   TransferLimits transfers;
   size_t transfers_max = 65536;
-  size_t finished_max = 65536;  // final states that can still be asked for
+  size_t finished_max = 65536;  // final states that transfer_state() still knows
   size_t sessions_max = 4096;
-  size_t refusals_max = 64;  // of what one session's peer asked for: it ends with the last of them
+  size_t refusals_max = 64;  // refused requests of one session's peer; the last of them ends the session
   size_t notifications_max = 1024;
   size_t notification_bytes_max = 65536;
-  size_t notification_queue_bytes_max = 64 << 20;  // that wait for one peer, those of operations under way among them
+  size_t notification_queue_bytes_max = 64 << 20;  // waiting for one peer, with those of operations in progress
   size_t notification_piece_bytes = kNotifPieceMax;  // what goes in one frame
   Nanos handshake_ns = 1'500 * kMillisecond;
-  uint32_t lanes = ~0u;  // that this agent reads by and serves: bit 1 << lane each
+  uint32_t lanes = ~0u;  // that this agent reads by and serves: bit 1 << lane for each
   size_t stripes = 1;  // connections to one peer that its transfers may be spread over (stream, unix)
 };
 
@@ -106,14 +106,14 @@ class Endpoint {
   // `cluster_secret`. It stays known until its peer_dead. The two accept_ functions exclude each other and throw
   // Error(invalid_argument): a bearer peer claims its name, and that claim must not pass for a proven name.
   void accept_derived_keys(const Bytes32& cluster_secret);
-  // The known death of exactly this incarnation.
+  // Exactly this incarnation is known to be dead.
   void peer_dead(const AgentRef& peer, Nanos now, Effects& out);
   bool knows(const AgentRef& peer) const { return peers_.count(peer) != 0; }
   bool is_connected(const AgentRef& peer) const { return up_.count(peer) != 0; }
 
   // --- the owner's acts; each throws Error ---
   void add_pool(const PoolInfo& info);
-  void set_digest(uint32_t pool, const Bytes32& digest);  // pulls that are judged from now on are judged by this one
+  void set_digest(uint32_t pool, const Bytes32& digest);  // for pulls that are judged from now on
   void remove_pool(uint32_t pool);  // blocks_busy while anything is promised, reserved or quarantined
   void grant(const TransferId& id, uint32_t pool, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
              uint32_t ready_blocks, Nanos now, Effects& out, const Bytes32& content_digest = {});
@@ -130,53 +130,53 @@ class Endpoint {
   std::string bind_grant(const TransferId& id, const std::string& reader, Nanos now) { return grants_.bind(id, reader, now); }
   std::optional<GrantState> grant_state(const TransferId& id, Nanos now) const { return grants_.state(id, now); }
   bool is_granted(const TransferId& id, uint64_t serial, Nanos now) const { return grants_.is_alive(id, serial, now); }
-  // `spec.blocks` may be none where `spec.count` is not 0: then the pull asks whether its grant exists, and waits for reserve().
+  // `spec.blocks` may be empty where `spec.count` is not 0: then the pull asks whether its grant exists, and waits for reserve().
   void pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out);
-  // Give a pull that has none its blocks, for the grant's positions from `first` on. Throws Error(invalid_argument): it has
-  // some, or is over; blocks_busy.
+  // Gives blocks to a pull that has none, for the grant's positions from `first` on. Throws Error(invalid_argument) if the pull has
+  // blocks or is final; blocks_busy.
   void reserve(const TransferId& id, std::vector<uint32_t> blocks, uint32_t first, Nanos now, Effects& out);
-  // Take the blocks of a pull back as long as its grant is not known to exist: it waits on without them. False, and nothing
-  // changed: they are in use, or it is over.
+  // Takes the blocks of a pull back while its grant is not known to exist; the pull then waits without them. Returns false, and
+  // changes nothing, if the blocks are in use or the pull is final.
   bool unreserve(const TransferId& id, Nanos now, Effects& out);
-  // Open-ended grants and offers; see RegionInfo. Throws invalid_argument: the id is or was taken, no bytes.
+  // Open-ended grants and offers; see RegionInfo. Throws invalid_argument for an id that is or was taken, or no bytes.
   void add_region(const RegionInfo& info);
-  // Ends every grant over it (revoked), own pushes and what peers' pushes still bring, and refuses what comes. Throws
-  // blocks_busy while an own fetch may write there (nothing was done), or until what a peer's push brought has drained: what
-  // was ended then stays so, nothing new is let in, and the call is to be made again.
+  // Revokes every grant over the region, ends own pushes from it and peers' writes into it, and refuses new ones. Throws
+  // blocks_busy while an own fetch may write there (and then changes nothing), and until peers' writes have drained (then the
+  // region stays withdrawn, and the caller calls again).
   void remove_region(uint32_t region, Nanos now, Effects& out);
-  // Whether it was taken back already, and is there only because something may still land in it.
+  // Whether the region was removed already, and remains only because something may still land in it.
   bool is_withdrawn(uint32_t region) const {
     const auto found = regions_.all().find(region);
     return found != regions_.all().end() && found->second.is_withdrawn;
   }
-  // Read the peer's elements into ours, or have the peer pull ours into its own; each is told by TransferFinal and TransferDrained.
+  // Reads the peer's elements into ours, or has the peer pull ours into its own. TransferFinal and TransferDrained report each.
   // Throws invalid_argument (lists of unequal length, an element outside its own region), peer_gone, limit_exceeded, no_lane.
   void fetch(PostSpec spec, Nanos now, Effects& out);
   void push(PostSpec spec, Nanos now, Effects& out);
   void cancel(const TransferId& id, Nanos now, Effects& out);  // of a pull, a fetch or a push
-  // This agent will never pull `id` from `source`: lets the source know, where it can be reached.
+  // This agent will never pull `id` from `source`: tells the source, if it can be reached.
   void abort_pull(const TransferId& id, const AgentRef& source, Nanos now, Effects& out);
   std::optional<TransferState> transfer_state(const TransferId& id) const;
   uint64_t notify(const AgentRef& to, std::string payload, Nanos now, Effects& out);
 
-  // --- what the shell did ---
+  // --- what the shell reports ---
   // A connection that a Dial effect asked for is up; returns its session. `nonce`: 32 random bytes.
   SessionId dialed(const AgentRef& peer, SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out);
   void dial_failed(const AgentRef& peer, SessionKind kind, Code code, const std::string& text, Nanos now, Effects& out);
   SessionId accepted(SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out);
   void closed(SessionId session, Nanos now, Effects& out);
-  void heard(SessionId session, Nanos now);  // bytes came, a whole frame perhaps not yet
+  void heard(SessionId session, Nanos now);  // bytes came, perhaps not yet a whole frame
   void on_frame(SessionId session, const Frame& frame, Nanos now, Effects& out);
 
   void data_sent(SessionId session, const TransferId& id, uint32_t attempt, uint32_t count, bool is_zero_copy, Nanos now, Effects& out,
                  uint64_t serial = 0);
-  // The shell's, also after the session ended; see GrantTable.
+  // The shell calls it also after the session ended; see GrantTable.
   void data_failed(const TransferId& id, uint64_t serial, Code code, const std::string& text, Nanos now, Effects& out) {
     grants_.data_failed(id, serial, code, text, now, out);
   }
   Landing data_arrives(SessionId session, const Data& data, Nanos now);
   bool is_landing(const TransferId& id, uint64_t token) const;
-  // Whether a PUSH of this id would be taken for one that came before.
+  // Whether a PUSH of this id counts as a repeat.
   bool has_met(const TransferId& id) const { return operations_.count(id) != 0 || offers_ended_.count(id) != 0; }
   void read_landed(const TransferId& id, uint64_t token, Nanos now, Effects& out);
   void read_stopped(const TransferId& id, uint64_t token, Code code, const std::string& text, Nanos now, Effects& out);

@@ -1,4 +1,4 @@
-// What is read and written by descriptors: operations of this agent's owner, and what peers ask of its registered memory.
+// Reads and writes by descriptors: operations of this agent's owner, and requests of peers for its registered memory.
 #include <algorithm>
 
 #include "endpoint.hpp"
@@ -6,17 +6,17 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kPushOverhead = 1024;  // of a PUSH beside its lists and its notification
+constexpr size_t kPushOverhead = 1024;  // bytes of a PUSH apart from its lists and its notification
 constexpr size_t kPushNotificationMax = 192 * 1024;
 constexpr const char* kOtherKind = "that lane does not run on this kind of session";
 
-// What a peer is told of an error that its own frame caused here.
+// The code that a peer gets for an error that its own frame caused here.
 Code told(Code code) {
   if (code == Code::invalid_argument) return Code::refused;
   return code == Code::limit_exceeded ? Code::overloaded : code;
 }
 
-// What a list takes here once it is kept.
+// The memory that a kept list takes.
 uint64_t cost_of(const WireList& list) { return list.rows.size() * sizeof(StridedRange) + element_count(list) * sizeof(uint32_t); }
 
 }  // namespace
@@ -72,7 +72,7 @@ void Endpoint::check_post(const PostSpec& spec) const {
 void Endpoint::fetch(PostSpec spec, Nanos now, Effects& out) {
   check_post(spec);
   drop_unserved(spec.lanes);
-  // Everything that can be refused is, before the transfer takes hold of its memory.
+  // All checks come before the transfer takes its claim on memory.
   if (spec.notification) notifier_.check_room(spec.peer, spec.notification->size());
   auto claim = std::make_unique<ElementsClaim>(regions_, std::move(spec.local), RegionUse::Own, true);
   TransferSpec transfer;
@@ -115,12 +115,12 @@ PushOperation* Endpoint::push_of(const AgentRef& peer, const TransferId& id) {
   return it != operations_.end() && it->second->peer() == peer ? it->second->as_push() : nullptr;
 }
 
-// Whether a PULL or a RELEASE on this session may be of that grant.
+// Whether a PULL or a RELEASE on this session may concern that grant.
 bool Endpoint::may_read(SessionId session, const AgentRef& peer, const TransferId& id) const {
   return !sessions_.at(session).is_by_bearer_key || (grants_.is_of_elements(id) && grants_.is_bound_to(id, peer));
 }
 
-// Why a read by that lane is not for this agent, or not for this session.
+// Why this agent, or this session, cannot serve a read by that lane; empty if it can.
 std::optional<Error> Endpoint::refusal_of(Lane lane, SessionId session) const {
   if (!serves(lane)) return Error(Code::no_lane, "the source does not serve this lane");
   if (session_kind(lane) != sessions_.at(session).kind) return Error(Code::refused, kOtherKind);
@@ -189,7 +189,7 @@ void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push
   }
 }
 
-// A PUSH of a transfer that is live: said again, of its next lane, or of an earlier one and late.
+// Handles a PUSH for a transfer that is live: a repeat, the next lane, or an earlier lane that arrives late.
 void Endpoint::go_on_with(Operations::iterator offered, SessionId session, const Push& push, Nanos now, Effects& out) {
   Transfer& transfer = *offered->second->as_transfer();
   if (push.turn < transfer.turn()) return;
@@ -204,7 +204,7 @@ void Endpoint::go_on_with(Operations::iterator offered, SessionId session, const
   settle(offered, now, out);
 }
 
-// Everything that can be refused is, before anything is kept.
+// All checks come before anything is kept.
 void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
   if (finished_.count(push.id) != 0) throw Error(Code::refused, "this id was used by another");
   const OfferCharge charge{charged_peer(peer), cost_of(push.from) + cost_of(push.to) + push.notification.size()};
@@ -223,7 +223,7 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   // The grant under which it reads lasts no longer than this agent's own would.
   const Nanos lifetime = limits_.grants.lifetime_max_ns;
   spec.deadline = now + (push.deadline_ms == 0 ? lifetime : std::min(lifetime, Nanos{push.deadline_ms} * kMillisecond));
-  // The source knows this id, and with it the nonces: what it could do with that it could do by lying in its verdicts.
+  // The source knows the id, and so the nonces drawn from it. That gives it no more power than lying in its verdicts does.
   std::memcpy(&spec.nonce_seed, push.id.raw.data(), sizeof spec.nonce_seed);
   spec.wants_checksums = push.wants_checksums;
   spec.remote = std::move(from);
@@ -241,8 +241,8 @@ void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& p
   settle(it, now, out);
 }
 
-// Whether a write of this peer that is over there may still land beside one that it makes now: that one is not heard yet, and
-// comes again.
+// Whether an earlier write of this peer, final but not drained here, may still land in the memory of its new write. Then the new
+// PUSH is ignored for now; the peer sends it again.
 bool Endpoint::is_draining_into(const MemoryClaim& into, const AgentRef& peer) const {
   if (offers_draining_.empty()) return false;
   const std::vector<uint32_t> regions = into.maps();
@@ -281,8 +281,8 @@ void Endpoint::end_offer(const Transfer& transfer, Effects& out) {
   if (session != 0) out.push_back(SendFrame{session, done});
 }
 
-// A push that comes again after it was forgotten here would be taken for a new one: so a peer whose pushes end by the thousand
-// pushes out its own, and of all together those of whoever has the most.
+// A PUSH that is repeated after its end was forgotten here would count as a new one. So a peer whose pushes end by the thousand
+// evicts only its own entries, and when the total limit is reached, the peer with the most entries loses its oldest.
 void Endpoint::remember(const TransferId& id, const AgentRef& charged, EndedOffer ended) {
   offers_ended_[id] = std::move(ended);
   auto most = offers_ended_order_.try_emplace(charged).first;
@@ -304,8 +304,9 @@ void Endpoint::on_done(SessionId session, const AgentRef& peer, const Done& done
   settle(operations_.find(push->id()), now, out);
 }
 
-// By whoever serves the transfer; of a push by any session of its writer, which may have left the one that this is read on.
-// Where it overtook its PUSH, which waits in another session: that is nothing to be read by any more, beside what came since.
+// REVOKE of a pull counts only from the session that serves it. REVOKE of a push counts from any session of its writer, which may
+// have left the session that the push is read on. If REVOKE overtakes its PUSH, which waits in another session, the id is
+// remembered as ended, so that the PUSH starts no read beside later writes.
 void Endpoint::on_revoke(SessionId session, const AgentRef& peer, const Revoke& revoke, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(revoke.id);
   const bool is_heard = transfer != nullptr || finished_.count(revoke.id) != 0 || has_met(revoke.id);
@@ -335,8 +336,8 @@ void Endpoint::stop_reader(const PushOperation& push, Nanos now, Effects& out) {
   if (!is_sent) send_end(push.peer(), end, now, out);
 }
 
-// A fetch says that it is done by a notification of its own, and so does a push whose notification is too long to go with it; one that
-// cannot be posted is told as failed, under number 0.
+// A fetch sends its notification as a message of its own, and so does a push whose notification is too long for PUSH. A
+// notification that cannot be queued is reported as failed, under number 0.
 void Endpoint::notify_ended(const Operation& operation, const std::optional<std::string>& notification, Nanos now, Effects& out) {
   if (!notification) return;
   notifier_.take_promise_back(operation.peer(), notification->size());

@@ -1,4 +1,4 @@
-// How the endpoint's sessions come, go and carry operations.
+// How the endpoint's sessions open, end and carry operations.
 #include <algorithm>
 
 #include "endpoint.hpp"
@@ -6,7 +6,7 @@
 namespace kvxfer {
 namespace {
 
-constexpr size_t kMapsMax = 16384;  // of what one session let us read
+constexpr size_t kMapsMax = 16384;  // maps that one peer gave over one session
 constexpr size_t kForgottenAtOnce = 16;  // bearer peers
 constexpr Nanos kProbeRoundTrips = 4;
 
@@ -95,8 +95,8 @@ SessionId Endpoint::find_up(const AgentRef& peer) const {
   return 0;
 }
 
-// The one to put an operation of this lane on. Where the source sends, bytes are spread over several: the least used one, and
-// another is dialed where none is idle.
+// The session to put an operation of this lane on. Where the source sends the bytes, they are spread over several sessions: this
+// returns the least used one, and dials another where none is idle.
 SessionId Endpoint::find_session(const AgentRef& peer, const Operation& operation, Effects& out) {
   const SessionKind kind = session_kind(operation.lane());
   if (const auto asked = sessions_.find(operation.asked_on); asked != sessions_.end() && asked->second.kind == kind) return operation.asked_on;
@@ -122,13 +122,14 @@ void Endpoint::dial(const AgentRef& peer, SessionKind kind, Effects& out) {
   if (!is_bearer(peer) && dialing_.insert({peer, kind}).second) out.push_back(Dial{peer, kind});
 }
 
-// When the probe of this session is late.
+// The time at which the probe of this session counts as unanswered.
 Nanos Endpoint::probe_at(const Session& session) const {
   if (session.probed_at == 0 || session.is_suspect) return kNever;
   return session.probed_at + std::min(std::max(limits_.transfers.stall_ns / 5, kProbeRoundTrips * session.round_trip), limits_.transfers.stall_ns);
 }
 
-// Something is about to wait for this session. Inside a host nothing forgets one.
+// Called when something starts to wait for this session: after idleness a PING tests it. Only TCP sessions are tested, because
+// nothing between two processes of one host drops idle connections.
 void Endpoint::probe(SessionId id, Session& session, Nanos now, Effects& out) {
   if (session.kind != SessionKind::Tcp || session.probed_at != 0 || now - session.heard_at < quiet_ns()) return;
   session.heard_at = now;
@@ -138,14 +139,15 @@ void Endpoint::probe(SessionId id, Session& session, Nanos now, Effects& out) {
   out.push_back(SendFrame{id, Ping{PingKind::Ask, static_cast<uint64_t>(now)}});
 }
 
-// What waits for a session that is late goes over to another, which may be late as well: nobody waited for its answer.
+// Operations that wait on a session with a late probe move to another session. That one may be late as well, because no operation
+// waited for it until then.
 void Endpoint::judge_probes(Nanos now, Effects& out) {
   const auto is_late = [&](SessionId id) {
     const Session& session = sessions_.at(id);
     return session.is_up() && now >= probe_at(session);
   };
   for (auto late = watched_.begin(); (late = std::find_if(watched_.begin(), watched_.end(), is_late)) != watched_.end();) {
-    on_probe_late(*late, now, out);  // it is suspect then, or gone
+    on_probe_late(*late, now, out);  // marks it suspect, or hangs it up
   }
 }
 
@@ -165,7 +167,7 @@ void Endpoint::on_probe_late(SessionId id, Nanos now, Effects& out) {
   if (knows(peer)) dial(peer, kind, out);
 }
 
-// There is a fresh session: what did not answer its probe is no good.
+// A fresh session is up, so suspect ones, which did not answer their probe, are closed.
 void Endpoint::drop_suspects(SessionId fresh, const AgentRef& peer, SessionKind kind, Nanos now, Effects& out) {
   std::vector<SessionId> dropped;
   for (const SessionId id : up_.at(peer)) {
@@ -198,7 +200,7 @@ SessionId Endpoint::dialed(const AgentRef& peer, SessionKind kind, const Bytes32
 SessionId Endpoint::accepted(SessionKind kind, const Bytes32& nonce, Nanos now, Effects& out) {
   const SessionId id = open(Session{kind, false, Handshake(self_, nonce), now + limits_.handshake_ns, now, 0, now});
   if (sessions_.size() > limits_.sessions_max || unproven_ > quota_of_one(limits_.sessions_max)) {
-    // The oldest that proved nothing yet, perhaps this one: who only holds connections open keeps nobody out.
+    // Closes the oldest session without a proof, perhaps this one: a peer that only holds connections open keeps no other peer out.
     const auto oldest = std::find_if(watched_.begin(), watched_.end(), [this](SessionId each) {
       const Session& session = sessions_.at(each);
       return !session.is_dialed && !session.is_up();
@@ -349,9 +351,9 @@ void Endpoint::on_frame(SessionId id, const Frame& frame, Nanos now, Effects& ou
   }
 }
 
-// An honest peer is refused now and then: what it asks for was taken back a moment ago. Who only tries what it may get has to
-// prove itself again each time, and is counted. The answer to the last goes out before the session ends; where it is lost with
-// it, the peer asks again in the next one.
+// An honest peer is refused now and then, when the owner has just taken back what the peer asks for. A peer that only probes for
+// access is counted, and must prove itself again after each refusals_max. The answer to its last request goes out before the
+// session ends; if that answer is lost, the peer asks again over the next session.
 void Endpoint::on_refusals(SessionId id, uint64_t count) {
   const auto found = count != 0 ? sessions_.find(id) : sessions_.end();
   if (found == sessions_.end() || (found->second.refusals += count) < limits_.refusals_max) return;
@@ -385,7 +387,7 @@ void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nan
   if (const auto* f = std::get_if<Revoke>(&frame)) return on_revoke(id, peer, *f, now, out);
   if (const auto* f = std::get_if<Cancel>(&frame)) return grants_.on_cancel(id, *f);
   if (const auto* f = std::get_if<Notif>(&frame)) {
-    if (f->kind == NotifKind::Ack && !carries_ours(session)) return;  // of nothing that was sent here
+    if (f->kind == NotifKind::Ack && !carries_ours(session)) return;  // it acknowledges nothing that this session sent
     return notifier_.on_notif(id, peer, *f, now, out);
   }
   if (const auto* f = std::get_if<ErrorFrame>(&frame)) return to_transfer(f->id, [&](Transfer& t) { t.on_error(*f, now, out); });
@@ -397,7 +399,7 @@ void Endpoint::on_proven(SessionId id, Session& session, const Frame& frame, Nan
   if (const auto* f = std::get_if<Push>(&frame)) return on_push(id, peer, *f, now, out);
   if (const auto* f = std::get_if<Done>(&frame)) return on_done(id, peer, *f, now, out);
   if (const auto* f = std::get_if<Map>(&frame)) return on_map(session, *f);
-  if (std::holds_alternative<Data>(frame)) return;  // the shell's: payload
+  if (std::holds_alternative<Data>(frame)) return;  // the shell handles payload
   throw Error(Code::protocol, std::string(kind_name(frame)) + " in a session that is up");
 }
 

@@ -7,9 +7,9 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kVerdictsMax = 16;
-constexpr uint64_t kListsBytesMax = 256ull << 20;  // of the lists of one peer's fetches
+constexpr uint64_t kListsBytesMax = 256ull << 20;  // bytes of the lists of one peer's fetches
 
-// Of a grant that a seeded bug revived.
+// The claim of a grant that a seeded bug revived.
 class NoClaim final : public MemoryClaim {
  public:
   uint32_t count() const override { return 0; }
@@ -85,14 +85,15 @@ GrantCounts GrantTable::counts() const {
   return counts;
 }
 
-// What is counted as unread is: a grant of blocks that is alive and whose reader has not begun.
+// Unread grants are grants of blocks that are alive and whose reader has not asked for a block.
 void GrantTable::count_unread(const Grant& grant, bool is_unread) {
   if (grant.is_of_elements || grant.has_begun) return;
   counts_.unread += is_unread ? 1 : -1;
   counts_.unread_blocks += is_unread ? grant.claim->count() : -static_cast<size_t>(grant.claim->count());
 }
 
-// A peer that gave up what is not its own has said nothing about it: a grant that is made or aborted takes the tombstone's place.
+// A peer that aborted a pull may not have been the reader that the owner means: a grant that is made or aborted later replaces that
+// tombstone.
 GrantTable::Grant& GrantTable::add(const TransferId& id) {
   if (grants_.erase(id) != 0) aborted_.erase(std::find(aborted_.begin(), aborted_.end(), id));
   intake_.forget(id);
@@ -128,7 +129,7 @@ void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_
   count_unread(grant, true);
   set_expiry(grant, now + ttl_ns);
 
-  // Whoever waited is served in the order it came; all but the bound reader are turned away by accept().
+  // Waiting pulls are answered in the order in which they came; accept() refuses all but the bound reader's.
   for (const WaitingPull& waited : waiting_.take(id)) accept(grant, waited.session, waited.peer, waited.pull, now, out);
 }
 
@@ -217,7 +218,7 @@ void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, b
   const auto found = grants_.find(id);
   if (found == grants_.end() || found->second.is_of_elements) throw Error(Code::grant_unknown, "no such grant");
   Grant& grant = found->second;
-  // An error drops the effects of its call, so this must not be the call that ends the grant: tick will.
+  // A throw drops the effects of its call, so this call must not end the grant; tick() will.
   if (!is_alive(grant, now)) throw Error(code_of(grant.state == GrantState::Alive ? GrantState::Expired : grant.state), "the grant has ended");
   const uint32_t total = grant.claim->count();
   if (blocks > total) throw Error(Code::invalid_argument, "more blocks are ready than the grant has");
@@ -298,7 +299,7 @@ void GrantTable::tell(WaitingPull& waiting, Nanos now, Effects& out) {
 void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, const Pull& pull, Nanos now, Effects& out) {
   const bool is_other_reader = grant.reader ? *grant.reader != peer : (!grant.reader_id.empty() && grant.reader_id != peer.agent_id);
   if (is_other_reader) {
-    if (!grant.is_open) count_refusal();  // the second to come for an open grant did nothing forbidden
+    if (!grant.is_open) count_refusal();  // the second reader of an open grant did nothing forbidden
     out.push_back(SendFrame{session, ErrorFrame{pull.id, pull.attempt, Code::refused, "this transfer is promised to another reader"}});
     return;
   }
@@ -319,7 +320,7 @@ void GrantTable::accept(Grant& grant, SessionId session, const AgentRef& peer, c
                   out);
   }
   if (const char* why = claim.obstacle(pull.lane)) return refuse(session, pull, Code::no_lane, why, out);
-  if (pull.attempt <= grant.attempt) return;  // a repeat, or of an attempt that was given up
+  if (pull.attempt <= grant.attempt) return;  // a repeat, or of an attempt that its reader has left
   grant.attempt = pull.attempt;
   count_unread(grant, false);
   grant.has_begun = pull.count != 0;
@@ -363,14 +364,14 @@ void GrantTable::on_release(const AgentRef& peer, const TransferId& id, Nanos no
   if (found != grants_.end()) {
     Grant& grant = found->second;
     lapse(grant, now, out);
-    // The named reader may give a grant up before it ever asked for a block of it.
+    // The named reader may release a grant before it has asked for a block.
     const bool is_reader = grant.reader ? *grant.reader == peer : !grant.reader_id.empty() && grant.reader_id == peer.agent_id;
     if (is_reader) finish(grant, GrantEvent::Release, out);
     return;
   }
   waiting_.drop(id, peer);
   if (waiting_.has(id)) return;  // another peer still wants it
-  Grant& grant = grants_[id];    // no peer will read it: the owner learns that when it comes to grant
+  Grant& grant = grants_[id];    // no peer will read it: grant() tells the owner
   grant.id = id;
   grant.state = GrantState::Released;
   grant.is_aborted = true;
@@ -420,7 +421,7 @@ void GrantTable::reader_dead(const AgentRef& reader, Nanos now, Effects& out) {
   for (const auto& [id, grant] : grants_) {
     if (grant.state == GrantState::Alive && grant.reader && *grant.reader == reader) dead.push_back(id);
   }
-  std::sort(dead.begin(), dead.end());  // the same order whatever the table's hashing: runs replay
+  std::sort(dead.begin(), dead.end());  // an order that does not depend on the table's hashing, so that runs replay
   for (const TransferId& id : dead) {
     Grant& grant = grants_.at(id);
     lapse(grant, now, out);
@@ -448,7 +449,7 @@ void GrantTable::finish(Grant& grant, GrantEvent event, Effects& out) {
     case GrantState::Revoked: ++counts_.revoked; break;
     default: ++counts_.reader_gone; break;
   }
-  // A notice that spares the reader useless work; its safety never depends on it arriving.
+  // This notice only spares the reader useless work; safety does not depend on its arrival.
   if (grant.reading && (grant.state == GrantState::Expired || grant.state == GrantState::Revoked)) {
     out.push_back(SendFrame{grant.reading->session, Revoke{grant.id, code_of(grant.state), grant.why}});
   }

@@ -1,7 +1,7 @@
-// Own memory that a grant promises or a transfer fills, whether blocks of a pool or elements of regions: numbered from 0, in
-// the order in which both sides speak of them. Grants and transfers know nothing else of memory.
+// Own memory that a grant promises or a transfer fills: blocks of a pool, or elements of regions, numbered from 0 in the order that
+// both sides use. Grants and transfers know memory only through this class.
 //
-// take() may fail and then holds nothing; what was taken is given back exactly once.
+// If take() throws, nothing was taken; a claim that was taken is given back exactly once.
 #pragma once
 
 #include <algorithm>
@@ -18,14 +18,14 @@ class MemoryClaim {
   virtual Extent part(uint32_t first, uint32_t count) const = 0;
   virtual uint64_t bytes(uint32_t first, uint32_t count) const = 0;
   virtual uint64_t element_bytes(uint32_t i) const = 0;
-  // How many from `first` on, at most `count` and at least one, have no more than `bytes` together.
+  // The most blocks from `first` on, at most `count` and at least one, that have no more than `bytes` together.
   uint32_t fitting(uint32_t first, uint32_t count, uint64_t bytes) const {
     uint32_t fits = 0;
     for (uint64_t sum = 0; fits < count && (sum += element_bytes(first + fits)) <= bytes;) ++fits;
     return std::max(fits, 1u);
   }
   virtual const PoolInfo* pool() const { return nullptr; }  // of blocks
-  // The pool, or the regions: what a one-sided lane needs maps of.
+  // The pool, or the regions, whose maps a one-sided lane needs.
   virtual std::vector<uint32_t> maps() const = 0;
   virtual bool has_memory() const { return true; }
   // Why `lane` cannot read it, or null.
@@ -57,7 +57,7 @@ class BlocksClaim : public MemoryClaim {
   std::shared_ptr<const std::vector<uint32_t>> blocks_;
 };
 
-// Counted: several readers may be promised the same block.
+// Counted: several readers may have grants of the same block.
 class PromisedBlocks final : public BlocksClaim {
  public:
   using BlocksClaim::BlocksClaim;
@@ -65,7 +65,7 @@ class PromisedBlocks final : public BlocksClaim {
   void give_back() override { ledger_->end_grant(*blocks_); }
 };
 
-// Exclusive, and quarantined between final and drained.
+// Exclusive; quarantined between final and drained.
 class ReservedBlocks final : public BlocksClaim {
  public:
   using BlocksClaim::BlocksClaim;
@@ -74,7 +74,7 @@ class ReservedBlocks final : public BlocksClaim {
   void give_back() override { ledger_->give_back(*blocks_); }
 };
 
-// Of a pull that waits for its grant: it knows how many blocks it will need, and has none of them.
+// The claim of a pull that waits for its grant: it knows how many blocks it will need, and has none yet.
 class NoBlocks final : public MemoryClaim {
  public:
   NoBlocks(const Ledger& ledger, uint32_t count) : ledger_(&ledger), count_(count) {}
@@ -94,7 +94,7 @@ class NoBlocks final : public MemoryClaim {
   uint32_t count_;
 };
 
-// Counted in each region that it touches. Checked when it is made; throws what Regions::check throws.
+// Counted in each region that it touches. The constructor checks it, and throws what Regions::check throws.
 class ElementsClaim final : public MemoryClaim {
  public:
   ElementsClaim(Regions& regions, ElementList list, RegionUse use, bool is_landing)
