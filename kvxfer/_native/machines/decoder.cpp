@@ -1,4 +1,4 @@
-// The reading half of the frame codec: the only code that looks at bytes of a peer.
+// The parsing half of the frame codec: the only code that parses bytes of a peer.
 #include <algorithm>
 
 #include "frames.hpp"
@@ -57,13 +57,13 @@ class Reader {
     ref.boot_nonce = bytes<16>();
     return ref;
   }
-  // A list's length is believed only as far as the body really holds it: no allocation ahead of the bytes.
+  // Checks a list's length against the bytes that are there: no allocation ahead of them.
   size_t count(size_t max, size_t entry_bytes, const char* what) {
     const auto value = number<uint32_t>();
     if (value > max || value * entry_bytes > in_.size()) fail(what);
     return value;
   }
-  // A list of numbers, of which count() said that the body holds them.
+  // A list of numbers, whose bytes count() has checked.
   std::vector<uint32_t> numbers(size_t count) {
     const std::string_view raw = raw_bytes(count * 4);
     std::vector<uint32_t> values(count);

@@ -242,8 +242,8 @@ void Endpoint::attach(Operation& operation, SessionId session, Nanos now, Effect
   operation.session_up(session, has_maps(sessions_.at(session), operation), now, out);
 }
 
-// The session that an operation is on, as the operation sees it. Silence is counted from the moment in which somebody waits for an
-// answer: an idle session is not a silent one.
+// Moves the operation to the list of its current session. Silence counts from the moment when an operation waits for an answer: an
+// idle session is not a silent one.
 void Endpoint::follow_session(Operation& operation, Nanos now, Effects& out) {
   if (operation.listed_on == operation.session()) return;
   detach(operation);
@@ -283,7 +283,8 @@ void Endpoint::wake(Operation& operation, Nanos at) {
   }
 }
 
-// After every event of an operation: connect it where it needs that, remember when to look again, forget it when it is over.
+// Called after every event of an operation: connects it if it needs a session, schedules its next tick, and forgets it once it is
+// over.
 void Endpoint::settle(Operations::iterator it, Nanos now, Effects& out) {
   Operation& operation = *it->second;
   while (operation.needs_session(now)) connect(operation, now, out);
@@ -335,7 +336,7 @@ void Endpoint::tick(Nanos now, Effects& out) {
   for (const SessionId id : watched_) {
     Session& session = sessions_.at(id);
     if (session.is_up() && session.operations.empty() && session.probed_at == 0) {
-      quiet.push_back(id);  // it answered its probe, and no frame waits for it
+      quiet.push_back(id);  // it answered its probe, and no operation waits for it
     } else if (!session.is_up()) {
       if (now >= session.deadline) lost.emplace_back(id, "the handshake took too long");
     } else if (now - session.heard_at >= 2 * stall) {
@@ -350,11 +351,11 @@ void Endpoint::tick(Nanos now, Effects& out) {
   for (const auto& [id, why] : lost) hang_up(id, Code::transport, why, now, out);
   while (!wakes_.empty() && wakes_.begin()->first <= now) {
     const TransferId id = wakes_.begin()->second;
-    const auto it = operations_.find(id);  // there, or it would not be woken
+    const auto it = operations_.find(id);  // exists, or it would not be in wakes_
     wake(*it->second, kNever);
     it->second->tick(now, out);
     settle(it, now, out);
-    // Whatever it wants, it has had its turn: an endpoint that asks for this very moment again would never sleep.
+    // Each operation gets one turn per tick: if one asked for this same moment again, the endpoint would never sleep.
     if (const auto again = operations_.find(id); again != operations_.end() && again->second->woken_at <= now) wake(*again->second, now + kMillisecond);
   }
   judge_probes(now, out);

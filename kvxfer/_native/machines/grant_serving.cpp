@@ -1,4 +1,4 @@
-// What the grant table says and sends to the reader of a grant: announcements, data on stream, and the verdict behind it.
+// What the grant table sends to the reader of a grant: announcements, data on `stream`, and the verdict after it.
 #include <algorithm>
 
 #include "grant.hpp"
@@ -10,8 +10,7 @@ uint32_t to_ms(Nanos ns) { return static_cast<uint32_t>(std::clamp<Nanos>(ns / k
 
 }  // namespace
 
-// One READY; on one-sided lanes with as many of the source's block ids that were not told yet as fit. Of elements the reader
-// has the list.
+// One READY. On one-sided lanes it carries as many of the source's new block ids as fit; of elements the reader has the list.
 Ready GrantTable::announcement(const Grant& grant, Reading& reading, uint32_t can_read, Nanos now) {
   const Pull& pull = reading.pull;
   const PoolInfo* pool = grant.claim->pool();
@@ -31,7 +30,7 @@ Ready GrantTable::announcement(const Grant& grant, Reading& reading, uint32_t ca
   return ready;
 }
 
-// All or none.
+// All, or none.
 std::vector<uint32_t> GrantTable::checksums_of(const Grant& grant, uint32_t first, uint32_t count) {
   std::vector<uint32_t> checksums;
   for (uint32_t i = first; i < first + count && i < grant.checksums.size() && grant.checksums[i]; ++i) checksums.push_back(*grant.checksums[i]);
@@ -51,8 +50,8 @@ void GrantTable::send_next(Grant& grant, Reading& reading, uint32_t can_read, Ef
                          has_checksums ? checksums_of(grant, first, count) : std::vector<uint32_t>{}, grant.serial});
 }
 
-// Tells the reader what is new and, on stream, sends what may be sent; one SendData under way at a time keeps what lies in
-// front of a control frame small. Called after every event that can change the answer.
+// Announces news to the reader and, on `stream`, sends ready blocks, one SendData at a time, so that few bytes queue in front of a
+// control frame. Called after every event that can change the result.
 void GrantTable::serve(Grant& grant, Nanos now, Effects& out) {
   if (!grant.reading) return;
   Reading& reading = *grant.reading;
@@ -86,7 +85,7 @@ void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t att
   if (found == grants_.end() || !found->second.reading || (serial != 0 && serial != found->second.serial)) return;
   Grant& grant = found->second;
   Reading& reading = *grant.reading;
-  if (reading.session != session || reading.pull.attempt != attempt) return;  // of an attempt that was given up
+  if (reading.session != session || reading.pull.attempt != attempt) return;  // of an earlier attempt
   if (reading.sending != count) throw Error(Code::internal, "data_sent does not match what was to be sent");
   reading.sending = 0;
   reading.sent += count;

@@ -8,10 +8,10 @@ namespace {
 
 constexpr size_t kDeadMax = 4096;
 constexpr uint64_t kSeqMax = uint64_t{1} << 62;
-constexpr size_t kEachBytes = 64;           // what one weighs beside its payload
-constexpr size_t kWindowPieces = 16;        // sent to one peer, and not heard of yet
-constexpr size_t kPartsBytesMax = 64 << 20;  // of notifications that are not whole yet, of all peers
-constexpr Nanos kPartPatience = 2000 * kMillisecond;  // one of which nothing came for so long makes room
+constexpr size_t kEachBytes = 64;           // what one costs apart from its payload
+constexpr size_t kWindowPieces = 16;        // sent to one peer and not acknowledged
+constexpr size_t kPartsBytesMax = 64 << 20;  // of incomplete notifications, of all peers
+constexpr Nanos kPartPatience = 2000 * kMillisecond;  // an incomplete one without news for so long may be dropped
 
 size_t cost_of(const std::string& payload) { return payload.size() + kEachBytes; }
 
@@ -58,7 +58,7 @@ void Notifier::flush(const AgentRef& to, SessionId session, bool is_again, Nanos
   send(found->second, session, now, out);
 }
 
-// From there in the oldest pending on, again.
+// Restarts sending at this offset of the oldest pending one.
 void Notifier::send_from(Mailbox& box, size_t taken) {
   box.unsent_seq = box.pending.front().first;
   box.unsent_at = box.sent = box.taken = taken;
@@ -118,7 +118,7 @@ void Notifier::on_ack(Mailbox& box, const AgentRef& from, const Notif& ack, Nano
     box.taken = 0;
     if (seq < box.unsent_seq) {
       box.sent -= cost;
-    } else {  // it has it from before
+    } else {  // the peer has it from before
       box.sent = box.unsent_at = 0;
       box.unsent_seq = seq + 1;
     }
@@ -129,7 +129,7 @@ void Notifier::on_ack(Mailbox& box, const AgentRef& from, const Notif& ack, Nano
   if (box.pending.empty() || box.pending.front().first != ack.seq + 1 || ack.begin >= box.pending.front().second.size()) return;
   box.sent_at = now;
   if (ack.begin < box.taken || (box.unsent_seq == ack.seq + 1 && box.unsent_at < ack.begin)) {
-    send_from(box, ack.begin);  // it gave up what it had, or has it from before
+    send_from(box, ack.begin);  // the peer dropped what it had, or has it from before
   }
   box.taken = ack.begin;
 }
@@ -143,7 +143,7 @@ void Notifier::on_part(Mailbox& box, const AgentRef& from, const Notif& part, Na
   }
   if (box.part_seq != part.seq || box.part_total != part.total || box.part.size() != part.begin) return;
   if (!make_room(part.payload.size(), now)) return;
-  if (box.part_seq != part.seq) return;  // it was this one that made room
+  if (box.part_seq != part.seq) return;  // making room dropped this one
   box.part_at = now;
   box.part += part.payload;
   parts_bytes_ += part.payload.size();
@@ -153,7 +153,7 @@ void Notifier::on_part(Mailbox& box, const AgentRef& from, const Notif& part, Na
   out.push_back(NotifReceived{from, part.seq, std::exchange(box.part, {})});
 }
 
-// A peer that lets a notification lie in parts keeps no other out.
+// Drops the stalest incomplete notification, so that a peer that stops in the middle of one keeps no other out.
 bool Notifier::make_room(size_t bytes, Nanos now) {
   while (parts_bytes_ + bytes > kPartsBytesMax) {
     Mailbox* stalest = nullptr;
@@ -192,7 +192,7 @@ void Notifier::peer_dead(const AgentRef& peer, Effects& out) {
   dead_.erase(dead_.begin());
 }
 
-// It has taken more from us than we know of: our numbers for it were forgotten, and what went out since was dropped for old.
+// The peer acknowledges more than we sent: our numbers for it were forgotten, and it dropped the latest ones as old.
 void Notifier::skip_to(Mailbox& box, const AgentRef& peer, uint64_t last, Effects& out) {
   if (last > kSeqMax) throw Error(Code::protocol, "an acknowledgement of a number that no notification has");
   drop_pending(box, peer, Code::transport, out);

@@ -8,7 +8,7 @@ namespace {
 constexpr Nanos kDialBackoff = 20 * kMillisecond;
 constexpr Nanos kDialBackoffMax = 500 * kMillisecond;
 constexpr uint32_t kSilencesMax = 4;
-constexpr uint32_t kFutileMax = 8;  // sessions that are lost at once: by then the peer counts as out of reach
+constexpr uint32_t kFutileMax = 8;  // sessions lost at once: then the peer counts as unreachable
 
 Nanos backoff(uint32_t before) { return std::min(kDialBackoff << std::min(before, 16u), kDialBackoffMax); }
 
@@ -47,7 +47,7 @@ void Operation::session_lost(Nanos now) {
 
 void Operation::dial_failed(Code code, const std::string& text, Nanos now, Effects& out) {
   if (is_final(state_) || session_ != 0) return;
-  // A Unix socket that is not there for us stays away; an owner that does not know us yet will hear of us.
+  // A Unix socket that refuses us will go on refusing; an owner that does not know us yet will learn of us.
   const bool is_closed_to_us = session_kind(lane()) == SessionKind::Unix && code != Code::unauthenticated;
   if (is_closed_to_us && (code == Code::no_lane || lane_ + 1 < route_.lanes.size())) return next_lane(text, now, out);
   unreachable_code_ = code == Code::unauthenticated ? code : Code::peer_gone;
@@ -99,8 +99,8 @@ void Operation::tick(Nanos now, Effects& out) {
   }
 }
 
-// Asking again makes the source send again. On a wire that is only slow, and shared with others, that would throw away
-// what is under way, for ever: so each question that brought no bytes is given twice as long as the one before.
+// A repeated question makes the source send again. On a wire that is only slow, and shared, that would discard the bytes in transit
+// for ever: so each unanswered question is given twice as long as the one before.
 Nanos Operation::patience() const { return limits_.stall_ns << std::min(silences_, kSilencesMax); }
 
 Nanos Operation::wake_at() const {

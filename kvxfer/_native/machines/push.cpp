@@ -45,7 +45,7 @@ void PushOperation::on_session(Nanos now, Effects& out) {
   ask(now, out);
 }
 
-// No lane that is left could serve.
+// Whether no later lane can work.
 bool PushOperation::is_last() const {
   return std::all_of(obstacles_.begin() + static_cast<std::ptrdiff_t>(lane_) + 1, obstacles_.end(), [](const char* why) { return why != nullptr; });
 }
@@ -63,7 +63,7 @@ void PushOperation::ask(Nanos now, Effects& out) {
 
 void PushOperation::ask_again(Nanos now, Effects& out) { ask(now, out); }
 
-// Nothing is confirmed any more under a grant whose lifetime is over, so there is nothing to ask for.
+// A grant past its lifetime confirms nothing, so no further question helps.
 void PushOperation::keep(Nanos now, Effects& out) {
   const GrantState state = grants_->state(route_.id, now).value_or(GrantState::Expired);
   fail(code_of(state), "the lifetime of the push's grant is over", now, out);
@@ -71,13 +71,13 @@ void PushOperation::keep(Nanos now, Effects& out) {
 
 void PushOperation::on_done(const Done& done, Nanos now, Effects& out) {
   if (is_final(state_) || state_ != TransferState::Waiting) return;
-  if (done.code == Code::no_lane && done.turn < lane_) return;  // said twice, and left with the first
+  if (done.code == Code::no_lane && done.turn < lane_) return;  // a repeat: that lane was left already
   heard_at_ = now;
   if (done.code == Code::no_lane) return next_lane(printable(done.text), now, out);
   is_told_ = done.code != Code::ok;
   if (is_told_) return fail(done.code, printable(done.text), now, out);
   if (!grants_->has_confirmed(route_.id)) return fail(Code::protocol, "the destination calls done what it never had confirmed", now, out);
-  if (done.turn < lane_) lane_ = done.turn;  // it was done before it heard of the next
+  if (done.turn < lane_) lane_ = done.turn;  // it finished before it heard of the next lane
   checked_ = std::min(done.checked, spec_.local.count());
   end(TransferState::Committed, Code::ok, "", now, out);
 }

@@ -11,7 +11,7 @@ constexpr uint64_t kEndMax = 1ull << 63;
   throw Error(Code::invalid_argument, "range " + std::to_string(row) + " " + why);
 }
 
-// The lengths of a list's elements, in its order; where the list is whole, row by row.
+// The lengths of a list's elements, in its order; row by row if the list is whole.
 class LengthWalk {
  public:
   explicit LengthWalk(const ElementList& list) : list_(&list) {}
@@ -27,7 +27,7 @@ class LengthWalk {
     run_ = list_->is_whole ? end_ - element : 1;
     return length_;
   }
-  uint32_t run() const { return run_; }  // for how many elements from the last one on this length holds
+  uint32_t run() const { return run_; }  // for how many elements from the last one on the length stays the same
 
  private:
   const ElementList* list_;

@@ -14,8 +14,8 @@ namespace kvxfer {
 constexpr size_t kListBytesMax = 384 * 1024;  // of one list of ranges on the wire
 constexpr size_t kRangeBytes = 32;             // of one strided range there; an index takes 4
 constexpr uint32_t kElementsMax = 1u << 20;     // of one list that is posted
-constexpr uint32_t kUnindexedMax = 65536;      // elements of one list that goes without indices: what so short a frame may cost its receiver
-constexpr uint64_t kElementBytesMax = 1u << 30; // of one element of it: it goes in one DATA frame
+constexpr uint32_t kUnindexedMax = 65536;      // elements of one list without indices: bounds what so short a frame may cost its receiver
+constexpr uint64_t kElementBytesMax = 1u << 30; // of one element: it fits one DATA frame
 
 // Element i is `length` bytes at `offset + i * stride` of region `region`.
 struct StridedRange {
@@ -28,7 +28,7 @@ struct StridedRange {
   }
 };
 
-// Strided ranges, one after the other, as elements 0 to count() - 1. Immutable, shared between threads.
+// Strided ranges in a row, numbered as elements 0 to count() - 1. Immutable, shared between threads.
 class Ranges {
  public:
   // Throws Error(invalid_argument): no range, an empty one, elements that overlap within a range, an end past 2^63, more than
@@ -53,12 +53,13 @@ class Ranges {
 
 using IdList = std::shared_ptr<const std::vector<uint32_t>>;
 
-// Some blocks of a pool, or some elements of ranges: what is read, sent or filled, in order. Shared with the shell, never changed.
+// Some blocks of a pool, or some elements of ranges, in order: the source or the target of a read. Shared with the shell, never
+// changed.
 struct Extent {
   uint32_t pool = 0;                      // of the blocks; unused where `ranges` is set
   std::shared_ptr<const Ranges> ranges;
   IdList ids;                             // blocks, or elements of the ranges
-  uint32_t first = 0, count = 0;          // which of `ids` are meant
+  uint32_t first = 0, count = 0;          // the part of `ids`
   uint32_t operator[](uint32_t i) const { return (*ids)[first + i]; }
 };
 

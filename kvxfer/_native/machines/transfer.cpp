@@ -8,7 +8,7 @@ namespace {
 
 constexpr Nanos kRenewGapMin = 10 * kMillisecond;
 constexpr size_t kAskedMax = 16;
-constexpr uint32_t kReasksMax = 4;  // a source that never knows of what it was asked would have us ask for ever
+constexpr uint32_t kReasksMax = 4;  // a source that never knows the question would make us ask for ever
 
 Operation::Route route_of(const TransferSpec& spec) { return {spec.id, spec.source, spec.lanes, spec.deadline, spec.is_offered}; }
 
@@ -76,18 +76,18 @@ uint64_t Transfer::draw_nonce() {
 void Transfer::on_session(Nanos now, Effects& out) {
   if (done_ == total()) {
     move(TransferEvent::SessionUpLanded);
-    // Read before the source said that it knows of the fetch: it may never have.
-    // A source that sends has to send something for that.
+    // The elements were read before the source said that it knows the fetch, and FETCH may have been lost. A source that sends must
+    // send something for that.
     if (is_fetch() && !is_granted_) ask(is_one_sided(lane()) ? 0 : total() - 1, now, out);
     return ask_verdict(false, now, out);
   }
   move(TransferEvent::SessionUp);
-  engine_lived_at_ = now;  // until its agent says what it knows, which a session that was lost does not change
+  engine_lived_at_ = now;  // until its agent reports; a lost session does not change it
   has_heard_of_engine_ = false;
   ask(done_, now, out);
 }
 
-// A new attempt: asks for what has not landed.
+// Begins a new attempt: asks for the blocks that have not landed.
 void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
   ++attempt_;
   attempt_nonce_ = draw_nonce();
@@ -101,7 +101,7 @@ void Transfer::ask(uint32_t first, Nanos now, Effects& out) {
   if (!knows_elements()) {
     pull.block_bytes = into_->pool()->block_bytes;
     pull.digest = into_->pool()->digest;
-    // A little more than it will wait: the reader itself knows best when that is over.
+    // A little more than it will wait: the reader itself ends the wait.
     const Nanos wait = route_.deadline == kNever ? kNever : route_.deadline - now + limits_.stall_ns;
     pull.wait_ms = static_cast<uint32_t>(std::clamp<Nanos>(wait / kMillisecond, 1, UINT32_MAX));
   }
@@ -130,7 +130,7 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
   if (uint64_t{spec_.first} + total() > ready.total) {
     return fail(Code::refused, "the grant has " + std::to_string(ready.total) + " blocks, fewer than were asked for", now, out);
   }
-  if (!into_->has_memory()) silences_ = 0;  // that the grant exists is all that it asked for
+  if (!into_->has_memory()) silences_ = 0;  // the grant exists, and nothing more was asked
   const bool is_news = state_ == TransferState::Waiting && (!into_->has_memory() || (spec_.tells_granted && !is_granted_));
   move(into_->has_memory() ? TransferEvent::Heard : TransferEvent::Granted);
   const Nanos left = Nanos{ready.ttl_ms} * kMillisecond;
@@ -145,7 +145,7 @@ void Transfer::on_ready(const Ready& ready, Nanos now, Effects& out) {
   if (!knows_elements()) {
     remote_pool_ = ready.pool;
     const uint64_t next = uint64_t{spec_.first} + known_base_ + known_.size();
-    if (ready.ids_first <= next) {  // a gap would mean a lost frame: the next attempt tells everything again
+    if (ready.ids_first <= next) {  // a gap would mean a lost frame: the next attempt gets all ids again
       for (uint64_t i = next - ready.ids_first; i < ready.ids.size() && known_base_ + known_.size() < total(); ++i) {
         known_.push_back(ready.ids[i]);
         known_checksums_.push_back(i < ready.checksums.size() ? std::optional(ready.checksums[i]) : std::nullopt);
@@ -203,7 +203,7 @@ void Transfer::unreserve(std::unique_ptr<MemoryClaim> none, Nanos now, Effects& 
 
 Extent Transfer::begin_read(uint32_t count, bool is_checked, Nanos now) {
   reading_ = count;
-  // Nonces made before this read, which the answer to them says nothing of: memory may have been gone since.
+  // Nonces made before this read are void: their answers say nothing of it, because memory may have been unmapped since.
   if (!has_bug(Bug::verdict_of_before)) asked_.clear();
   reading_is_checked_ = is_checked;
   ++token_;
@@ -246,7 +246,7 @@ Extent Transfer::on_data(const Data& data, Nanos now, uint64_t& token) {
   if (data.first != spec_.first + done_ || data.count == 0 || data.count > total() - done_) return {};
   const uint64_t sum_bytes = data.has_checksums ? uint64_t{data.count} * 4 : 0;
   if (data.payload_bytes != into_->bytes(done_, data.count) + sum_bytes) return {};
-  if (spec_.wants_checksums && !data.has_checksums) return {};  // bytes that nobody could check are not taken
+  if (spec_.wants_checksums && !data.has_checksums) return {};  // bytes without a checksum are not accepted
   move(TransferEvent::Heard);
   heard_at_ = now;
   silences_ = 0;
@@ -305,7 +305,7 @@ void Transfer::next_lane(const std::string& why, Nanos now, Effects& out) {
   if (!is_offered()) return Operation::next_lane(why, now, out);
   note_lane(why);
   if (spec_.is_last) return fail(Code::no_lane, why, now, out);
-  if (session_ != 0) send(Done{spec_.id, Code::no_lane, why, spec_.turn}, out);  // else when it is asked again
+  if (session_ != 0) send(Done{spec_.id, Code::no_lane, why, spec_.turn}, out);  // otherwise, when it is asked again
   leave_lane(now, out);
   has_lane_ = false;
   dial_at_ = kNever;
@@ -319,17 +319,17 @@ void Transfer::stopped(uint64_t token, Code code, const std::string& text, Nanos
   if (code == Code::checksum) return fail(code, text, now, out);
   if (has_turn_) return change_turn(now, out);
   if (code == Code::memory_gone && !is_one_sided(lane())) return fail(code, text, now, out);
-  if (code == Code::memory_gone && session_ != 0) {  // else the next session shows
+  if (code == Code::memory_gone && session_ != 0) {  // otherwise the next session shows
     gone_text_ = text;
     return ask_verdict(true, now, out);
   }
   if (code == Code::no_lane) return next_lane(text, now, out);
   heard_at_ = now;
   if (session_ == 0 && dial_at_ == kNever) dial_at_ = now;
-  // The session is gone or about to go; the attempt after it asks for these blocks again.
+  // The session is lost or about to be; the next attempt asks for these blocks again.
 }
 
-// A nonce made now is made after the last read. A question whose answer was lost is asked again with the same nonce.
+// A fresh nonce is made after the last read. If the answer was lost, the question is repeated with the same nonce.
 void Transfer::ask_verdict(bool is_fresh, Nanos now, Effects& out) {
   if (is_fresh || asked_.empty()) asked_.push_back(draw_nonce());
   if (asked_.size() > kAskedMax) asked_.erase(asked_.begin());
@@ -341,12 +341,12 @@ void Transfer::on_verdict(const Verdict& verdict, Nanos now, Effects& out) {
   if (is_final(state_)) return;
   const bool is_trailer = !is_one_sided(lane()) && verdict.nonce == attempt_nonce_ && (!has_zero_copy_ || has_bug(Bug::verdict_of_zero_copy));
   const bool is_asked = std::find(asked_.begin(), asked_.end(), verdict.nonce) != asked_.end();
-  if (!is_trailer && !is_asked) return;  // of an attempt that was given up
+  if (!is_trailer && !is_asked) return;  // of an earlier attempt
   heard_at_ = now;
   if (!gone_text_.empty()) return verdict.code == Code::ok ? on_gone(now, out) : fail(verdict.code, "the source did not confirm", now, out);
-  // Of a fetch that says only that the source does not know the question, which was lost or is yet to come: it is asked anew.
-  // What was read stays good, because the region that was read is still the one of that id, or nothing will be confirmed.
-  // Not where the source sent it: it knew, and what it sent after the end were zeros.
+  // The source does not know a fetch whose question was lost or is still on its way: ask again. The bytes stay valid, because the
+  // region that was read still has its id, or nothing will be confirmed. Not for lanes on which the source sends: it knew the
+  // question, and sent zeros after the end.
   if (verdict.code == Code::grant_unknown && is_fetch() && is_one_sided(lane()) && state_ == TransferState::Confirming) {
     if (!is_asked || verdict.nonce != asked_.back()) return;
     if (++reasked_ > kReasksMax) return fail(verdict.code, "the source never knew of this fetch", now, out);
@@ -357,7 +357,7 @@ void Transfer::on_verdict(const Verdict& verdict, Nanos now, Effects& out) {
   if (state_ == TransferState::Confirming) end(TransferState::Committed, Code::ok, "", now, out);
 }
 
-// The source did not know of it, or says nothing.
+// The source did not know the question, or is silent.
 void Transfer::on_gone(Nanos now, Effects& out) {
   const std::string text = std::exchange(gone_text_, {});
   const bool has_next = is_offered() ? !spec_.is_last : lane_ + 1 < route_.lanes.size();
@@ -368,7 +368,7 @@ void Transfer::on_gone(Nanos now, Effects& out) {
 void Transfer::on_error(const ErrorFrame& error, Nanos now, Effects& out) {
   if (is_final(state_) || state_ == TransferState::Connecting || error.attempt != attempt_) return;
   if (error.code == Code::no_lane && reading_ == 0) return next_lane(printable(error.text), now, out);
-  const bool is_nonsense = error.code == Code::ok || error.code == Code::no_lane;  // of what is being read by it
+  const bool is_nonsense = error.code == Code::ok || error.code == Code::no_lane;  // an error about the current read
   fail(is_nonsense ? Code::protocol : error.code, printable(error.text), now, out);
 }
 
@@ -387,7 +387,7 @@ void Transfer::finish(TransferState state, Code code, const std::string& text, N
   if (state_ == TransferState::Committed && !has_bug(Bug::skip_confirm) && (done_ != total() || reading_ != 0)) {
     throw Error(Code::internal, "commit of a transfer that has not landed");
   }
-  // A fetch reads what stays granted: its release ends bookkeeping alone.
+  // A fetch reads memory that stays granted: its release only ends bookkeeping.
   if (session_ != 0) out.push_back(SendFrame{session_, Release{spec_.id}});
   if (reading_ != 0) out.push_back(StopRead{spec_.id});
   into_->quarantine();
@@ -401,7 +401,7 @@ void Transfer::finish(TransferState state, Code code, const std::string& text, N
 
 void Transfer::drain(Effects& out) {
   is_drained_ = reading_ == 0;
-  if (is_given_back_) return;  // only the bug gives back early
+  if (is_given_back_) return;  // only the seeded bug gives back early
   is_given_back_ = true;
   into_->give_back();
   tell(TransferDrained{spec_.id}, out);

@@ -1,4 +1,4 @@
-// Between lists of elements and what of them goes over the wire.
+// Conversion between lists of elements and their form on the wire.
 #include <numeric>
 
 #include "frames.hpp"
@@ -14,7 +14,7 @@ bool is_all(const ElementList& list) {
   return true;
 }
 
-// A long list says all of its indices: what a frame makes its receiver write down must not outgrow the frame.
+// A long list sends all its indices: the memory that a frame makes its receiver allocate must not outgrow the frame.
 bool goes_unindexed(const ElementList& list) { return list.count() <= kUnindexedMax && is_all(list); }
 
 }  // namespace
