@@ -1,5 +1,5 @@
-// The few functions of the CUDA driver that device memory needs, out of a libcuda that is loaded at run time: nothing of it
-// is linked, and a process without device memory never loads it. KVXFER_CUDA_LIBRARY names another file than libcuda.so.1.
+// The few functions of the CUDA driver that device memory needs, from a libcuda that is loaded at run time: none is linked, and a
+// process without device memory never loads it. KVXFER_CUDA_LIBRARY names another file than libcuda.so.1.
 //
 // Knows contexts, and nothing of blocks.
 #pragma once
@@ -57,7 +57,7 @@ struct CudaLibrary {
 // Once a process; a failure is not remembered. Throws Error(no_lane).
 const CudaLibrary& load();
 
-// The primary context of one device, the one that the process's own CUDA code uses. Immutable: any thread may have it.
+// The primary context of one device, which the process's own CUDA code uses. Immutable: any thread may use it.
 class Context {
  public:
   // Throws Error(no_lane): no driver, or no such device.
@@ -72,7 +72,7 @@ class Context {
   // Throws Error(transport) with what the driver says unless `result` is success.
   void check(Result result, const char* what) const;
 
-  // Makes it the calling thread's for as long as this object. Throws Error(transport).
+  // Makes it the calling thread's context while this object exists. Throws Error(transport).
   class Current {
    public:
     explicit Current(const Context& context);
