@@ -1342,7 +1342,7 @@ def hmac_sha256(key: bytes, message: bytes) -> bytes: ...
 
 class SessionRefused:
     """
-    A session that never came up, and why; `peer` is None where nobody had said who dials.
+    A session that never came up, and why; `peer` is None if the dialer was not yet known.
     """
 
     @property
@@ -1531,7 +1531,7 @@ class Core:
 
     def __init__(self, agent: AgentRef, limits: EndpointLimits, *, bind_host: str, bind_port: int, unix_path: str, ucx_library: str = '', ucx_tls: str = '', copy_threads: int = 0, progress: str = 'thread') -> None:
         """
-        `bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).
+        `bind_host` is a numeric address. `unix_path` empty: no Unix socket, so no peer can map our pools; its directory must be private (0700).
         `ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of
         `mapped` and `cma`, 0: as processors are idle. `progress`: which threads run the event loop: "thread", the core's own alone; "caller",
         also a thread that posts, drains or waits.
@@ -1586,7 +1586,7 @@ class Core:
 
     def add_foreign_pool(self, info: PoolInfo, address: int, nbytes: int, owner: object | None, segments: Sequence[tuple[int, int, int]], device: int = -1) -> None:
         """
-        Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the
+        Blocks in foreign memory; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the
         CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailableError where that device cannot be used.
         """
 
@@ -1608,7 +1608,7 @@ class Core:
 
     def add_foreign_region(self, info: RegionInfo, address: int, nbytes: int, owner: object | None, device: int = -1) -> None:
         """
-        Register memory of somebody else; `owner` is kept alive until the region is removed or the core closed. Never shareable. `device`: as
+        Register foreign memory; `owner` is kept alive until the region is removed or the core closed. Never shareable. `device`: as
         of `add_foreign_pool`.
         """
 
@@ -1661,7 +1661,7 @@ class Core:
 
     def expect(self, id: bytes, *, reader: str) -> None:
         """
-        The engine here accepted the prompt of `id`: whoever pulls it early is told so. `reader` as of `grant`. Ends by `grant` or `abort_grant`.
+        The engine here accepted the prompt of `id`: early pulls of it get QUEUED. `reader` as of `grant`. Ends by `grant` or `abort_grant`.
         """
 
     def pulse(self, has_work: bool, took_in: bool) -> None:
@@ -1674,7 +1674,7 @@ class Core:
         """Whether the reader of the grant `id` has asked for blocks of it."""
 
     def abort_grant(self, id: bytes) -> None:
-        """The grant `id` will never be made here: whoever waits for it is told."""
+        """The grant `id` will never be made here: readers that wait for it get grant_revoked."""
 
     def ready(self, id: bytes, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
         """

@@ -124,7 +124,7 @@ int region_buffer(PyObject* object, Py_buffer* view, int flags) {
 PyType_Slot region_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(region_buffer)}, {0, nullptr}};
 
 void bind_events(nb::module_& m) {
-  nb::class_<SessionRefused>(m, "SessionRefused", "A session that never came up, and why; `peer` is None where nobody had said who dials.")
+  nb::class_<SessionRefused>(m, "SessionRefused", "A session that never came up, and why; `peer` is None if the dialer was not yet known.")
       .def_ro("peer", &SessionRefused::peer).def_ro("kind", &SessionRefused::kind).def_ro("code", &SessionRefused::code)
       .def_ro("text", &SessionRefused::text);
   nb::class_<CoreFailed>(m, "CoreFailed", "The IO thread met an internal error and is gone: nothing is read or written any more, every call raises.")
@@ -263,7 +263,7 @@ void bind_core_class(nb::module_& m) {
            nb::arg("agent"), nb::arg("limits"), nb::kw_only(), nb::arg("bind_host"), nb::arg("bind_port"), nb::arg("unix_path"),
            nb::arg("ucx_library") = "", nb::arg("ucx_tls") = "", nb::arg("copy_threads") = 0,
            nb::arg("progress") = "thread",
-           "`bind_host` is a numeric address. `unix_path` empty: no Unix socket, so nobody can map our pools; its directory must be private (0700).\n"
+           "`bind_host` is a numeric address. `unix_path` empty: no Unix socket, so no peer can map our pools; its directory must be private (0700).\n"
            "`ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of\n"
            "`mapped` and `cma`, 0: as processors are idle. `progress`: which threads run the event loop: \"thread\", the core's own alone; \"caller\",\n"
            "also a thread that posts, drains or waits.")
@@ -300,7 +300,7 @@ void bind_core_class(nb::module_& m) {
            "lengths add up to `block_bytes`. Raises InvalidArgumentError where a block would leave the region.")
       .def("add_foreign_pool", &PyCore::add_foreign_pool, nb::arg("info"), nb::arg("address"), nb::arg("nbytes"), nb::arg("owner").none(), nb::arg("segments"),
            nb::arg("device") = -1,
-           "Blocks in memory of somebody else; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the\n"
+           "Blocks in foreign memory; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the\n"
            "CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailableError where that device cannot be used.")
       .def("set_digest", &PyCore::set_digest, nb::arg("pool"), nb::arg("digest"),
            "What the record of a pool is from now on: pulls from it, and by it, that are judged later are judged by this digest (32 bytes).")
@@ -315,7 +315,7 @@ void bind_core_class(nb::module_& m) {
            "the id is or was taken, or the region is shorter than `info.bytes`.")
       .def("add_foreign_region", &PyCore::add_foreign_region, nb::arg("info"), nb::arg("address"), nb::arg("nbytes"), nb::arg("owner").none(),
            nb::arg("device") = -1,
-           "Register memory of somebody else; `owner` is kept alive until the region is removed or the core closed. Never shareable. `device`: as\n"
+           "Register foreign memory; `owner` is kept alive until the region is removed or the core closed. Never shareable. `device`: as\n"
            "of `add_foreign_pool`.")
       .def("remove_region", &PyCore::remove_region, nb::arg("id"),
            "Ends every peer's read and write of it. Raises BlocksBusy while an own fetch may still write there. When it returns, the memory\n"
@@ -358,7 +358,7 @@ void bind_core_class(nb::module_& m) {
       .def("expect",
            [](PyCore& self, const TransferId& id, const std::string& reader) { self.act([&](Endpoint& e, Nanos, Effects&) { e.expect(id, reader); }); },
            nb::arg("id"), nb::kw_only(), nb::arg("reader"),
-           "The engine here accepted the prompt of `id`: whoever pulls it early is told so. `reader` as of `grant`. Ends by `grant` or `abort_grant`.")
+           "The engine here accepted the prompt of `id`: early pulls of it get QUEUED. `reader` as of `grant`. Ends by `grant` or `abort_grant`.")
       .def("pulse",
            [](PyCore& self, bool has_work, bool took_in) { self.act([&](Endpoint& e, Nanos now, Effects&) { e.pulse(has_work, took_in, now); }); },
            nb::arg("has_work"), nb::arg("took_in"),
@@ -370,7 +370,7 @@ void bind_core_class(nb::module_& m) {
            },
            nb::arg("id"), "Whether the reader of the grant `id` has asked for blocks of it.")
       .def("abort_grant", [](PyCore& self, const TransferId& id) { self.act([&](Endpoint& e, Nanos, Effects& out) { e.abort_grant(id, out); }); }, nb::arg("id"),
-           "The grant `id` will never be made here: whoever waits for it is told.")
+           "The grant `id` will never be made here: readers that wait for it get grant_revoked.")
       .def("ready",
            [](PyCore& self, const TransferId& id, uint32_t blocks, uint32_t layers, bool complete) {
              without_gil([&] { self.core().ready(id, blocks, layers, complete); });
@@ -440,7 +440,7 @@ void bind_core_class(nb::module_& m) {
       .def("transfer_state",
            [](PyCore& self, const TransferId& id) {
              const auto state = [&](const Endpoint& e) { return e.transfer_state(id); };
-             if (auto seen = self.core().shared().try_look(state)) return *seen;  // most often: who polls should not give the GIL away for it
+             if (auto seen = self.core().shared().try_look(state)) return *seen;  // most often: a polling thread should keep the GIL
              return without_gil([&] { return self.core().shared().look(state); });
            },
            nb::arg("id"), "Of a pull, fetch or push, also for some time after its end; None where it is not known. Quick: for polling.")

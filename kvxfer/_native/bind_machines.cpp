@@ -413,7 +413,7 @@ void bind_endpoint(nb::module_& m) {
 
 NB_MODULE(KVXFER_MODULE_NAME, m) {
   using namespace kvxfer;
-  nb::set_leak_warnings(false);  // whoever exits with objects alive has not done wrong
+  nb::set_leak_warnings(false);  // a program may exit with objects alive
   m.doc() = "kvxfer's native core. Bad calls and failures raise the exceptions of kvxfer.errors.";
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {

@@ -1,5 +1,5 @@
 // What `doctor` asks of a UCX library: whether it loads, and what it can do on this host. Loading one stays for the lifetime of
-// the process, so nobody asks before the operator allowed the lane.
+// the process, so this is called only once the operator allowed the lane.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

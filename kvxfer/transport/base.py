@@ -67,7 +67,7 @@ SEGMENTS_MAX = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """One element of the host's or of a device's memory, and what keeps it there."""
+    """A part of the host's or of a device's memory, and what keeps it there."""
 
     address: int
     length_bytes: int
@@ -225,7 +225,7 @@ class Transport(Protocol):
         ...
 
     def abort_grant(self, transfer_id: TransferId) -> None:
-        """The grant will never be made: whoever waits for it, or asks later, is told so. Raises
+        """The grant will never be made: readers that wait for it, or ask later, are told so. Raises
         InvalidArgumentError."""
         ...
 
@@ -238,7 +238,7 @@ class Transport(Protocol):
         ...
 
     def release_grant(self, transfer_id: TransferId) -> GrantState:
-        """End a grant that nobody needs any more; otherwise as :meth:`revoke_grant`."""
+        """End a grant that is no longer needed; otherwise as :meth:`revoke_grant`."""
         ...
 
     def bind_grant(self, transfer_id: TransferId, reader: str) -> str:
@@ -359,7 +359,7 @@ def as_nanoseconds(name: str, duration_s: float) -> int:
 
 
 def allocate_region(length_bytes: int) -> Region:
-    """Zeroed memory, all of it resident, that readers on this host can be let to map and that nobody else can change.
+    """Zeroed memory, all of it resident, that readers on this host may map, and only this process can change.
 
     Where the host forbids shared memory it is private: lane ``mapped`` cannot carry it, and a warning says so.
     ``owner`` is a uint8 array over it. Raises InvalidArgumentError, and LimitExceededError where the host has not so

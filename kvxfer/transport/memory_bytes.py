@@ -1,5 +1,5 @@
 """Registered memory as the ``memory`` lane sees it: blocks of pools and elements of regions as bytes. Decides where
-each lies; must never know who may read or fill it.
+each lies; must never know which peers may read or fill it.
 """
 
 from __future__ import annotations

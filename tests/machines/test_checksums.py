@@ -1,4 +1,4 @@
-"""Checksums: who gives them, who asks for them, and that bytes which do not fit them never commit."""
+"""Checksums: which side gives them, which side asks for them, and that bytes that do not match never commit."""
 
 from __future__ import annotations
 

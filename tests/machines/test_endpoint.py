@@ -100,7 +100,7 @@ def test_another_incarnation_of_the_source_ends_the_transfer() -> None:
 
 
 def test_an_idle_session_is_not_a_silent_one() -> None:
-    """Flaw: a pull on a session that nobody had used for a while hung it up at once, because its silence was counted
+    """Flaw: a pull on a session that was unused for a while hung it up at once, because its silence was counted
     from the last word that anybody had waited for.
     """
     pair = Pair()
@@ -205,7 +205,7 @@ def test_a_slow_wire_is_slow_and_not_stuck() -> None:
 
 
 def test_waking_never_turns_into_a_busy_loop() -> None:
-    """``advance`` asserts it after every tick; here with all kinds of deadlines at once, and nobody answering."""
+    """``advance`` asserts it after every tick; here with all kinds of deadlines at once, and no answer."""
     pair = Pair()
     grant(pair, b"u" * 16, ttl_ns=700 * MS, at=8)
     pull(pair)

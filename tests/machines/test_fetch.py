@@ -1,4 +1,5 @@
-"""Reading registered memory: the grant that nobody made by hand, its bounds, and what a region that goes away means."""
+"""Reading registered memory: the grant that its owner did not make, its bounds, and what a region that goes away
+means."""
 
 from __future__ import annotations
 

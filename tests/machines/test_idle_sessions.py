@@ -134,7 +134,8 @@ def test_a_notification_probes_too_and_a_session_that_stays_silent_ends() -> Non
 
 
 def test_what_goes_over_to_a_session_that_is_overdue_too_wakes_nobody_in_the_past() -> None:
-    """Two sessions were asked, and nobody waited for their answers: the next fetch finds the one, then the other."""
+    """Two sessions were asked, and no operation waited for their answers: the next fetch finds the one, then the
+    other."""
     pair = FarPair()
     pair.fetch(1)
     pair.advance(60 * S)

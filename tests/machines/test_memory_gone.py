@@ -1,4 +1,4 @@
-"""A transfer whose memory is not there any more ends by name at once, whoever finds it, and never commits."""
+"""A transfer whose memory is not there any more ends by name at once, whichever side finds it, and never commits."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_reader_whose_own_memory_is_gone_fails_at_once(verb: str) -> None:
 
 
 def test_sessions_that_end_before_anything_is_read_do_not_come_for_ever() -> None:
-    """Whatever ends them: a peer against whom no session holds is out of reach."""
+    """Whatever ends them: a peer with which no session lasts is out of reach."""
     pair = reading("fetch", [Lane.STREAM])
     begun, dials = pair.now, 0
     while pair.now - begun < 60 * S and not (finals := pair.finals("b")):

@@ -37,7 +37,7 @@ def test_failed_when_the_incarnation_ended() -> None:
 
 @pytest.mark.parametrize("mourner", ["a", "b"])
 def test_an_incarnation_that_comes_back_is_not_answered_for_the_old(mourner: str) -> None:
-    """Whoever thought the other dead: numbers go on, and what comes after is delivered."""
+    """Whichever side thought the other dead: numbers go on, and later notifications are delivered."""
     pair = Pair()
     a, b = pair.ends["a"], pair.ends["b"]
     for payload in (b"1", b"2"):
@@ -100,7 +100,7 @@ def let_die(mourning: _core.Endpoint, now: int) -> None:
 
 
 def test_numbers_that_were_forgotten_are_not_taken_for_delivered() -> None:
-    """Whoever was told of more than we know of says so, and the row goes on behind that."""
+    """A receiver that has more than we know of says so, and the numbers go on behind that."""
     pair = Pair()
     a = pair.ends["a"]
     for payload in (b"1", b"2"):
@@ -314,7 +314,7 @@ def test_parts_of_all_peers_are_bounded_and_the_stalest_makes_room() -> None:
             taken[number] = part(session, begin, now + number)
     assert taken[:4] == [total - len(piece)] * 4
     assert sum(taken) == 64 << 20, "no more is kept"
-    assert part(sessions[4], taken[4], now + S) == taken[4], "nobody is stale yet"
+    assert part(sessions[4], taken[4], now + S) == taken[4], "no other is stale yet"
     assert part(sessions[4], taken[4], now + 3 * S) == taken[4] + len(piece)
     assert part(sessions[0], taken[0], now + 3 * S) == 0, "this one made room"
 

@@ -30,7 +30,7 @@ def commit_and_cut(pair: Pair) -> None:
 def test_said_again_over_the_next_session(dialer: str) -> None:
     pair = Pair()
     commit_and_cut(pair)
-    assert not pair.peer_session, "nobody dials for that alone"
+    assert not pair.peer_session, "no dial for that alone"
     pair.do(dialer, pair.ends[dialer].notify(pair.refs[pair.other(dialer)], b"", pair.now)[1])
     said: list[Any] = []
     pair.pump(lambda frame: said.append(frame) or 1)

@@ -64,7 +64,7 @@ def test_who_comes_second_for_what_anybody_might_have_did_nothing_forbidden(read
 
 def test_a_reader_that_comes_back_over_a_new_session_has_waited_since_its_first_pull() -> None:
     """Its source must not count anew: a reader whose connection breaks again and again would wait for ever for an
-    engine that stopped while it was idle, or for a prompt that nobody asked for."""
+    engine that stopped while it was idle, or for a prompt that it was never asked for."""
     limits = _core.GrantLimits()
     limits.away_max_ns = AWAY_MAX
     table, reader = _core.GrantTable(limits), PEERS[2]

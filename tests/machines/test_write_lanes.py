@@ -1,4 +1,4 @@
-"""A write whose lane goes in the middle. It is the writer who says which comes next, by PUSH; the reader keeps what it
+"""A write whose lane goes in the middle. The writer says which comes next, by PUSH; the reader keeps what it
 has, and what is still under way."""
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_a_lane_that_is_refused_twice_costs_one_lane() -> None:
 
 
 def test_a_write_whose_last_lane_is_refused_ends_at_once() -> None:
-    """Nobody waits for another that will not come, and what had landed is worth nothing."""
+    """The destination does not wait for a lane that will not come, and landed bytes are worth nothing."""
     pair = prefix_landed("push", [Lane.MAPPED, Lane.CMA])
     pair.unmappable |= {Lane.MAPPED, Lane.CMA}
     pair.run()
@@ -322,7 +322,7 @@ def pushing_the_next(pair: LanePair) -> None:
 
 
 def test_a_write_that_was_cancelled_does_not_land_behind_the_next() -> None:
-    """Flaw: its session was cut, so nobody said that it was over, and its read went on beside that of the next one."""
+    """Flaw: its session was cut, so its end was never reported, and its read went on beside that of the next one."""
     pair = pushing([Lane.CMA, Lane.STREAM])
     pair.pump()
     (read,) = pair.take("b", _core.ReadBlocks)
@@ -344,8 +344,8 @@ def test_a_write_that_was_cancelled_does_not_land_behind_the_next() -> None:
 
 
 def test_a_write_that_is_heard_of_after_its_end_is_not_read() -> None:
-    """Flaw: its PUSH waited in one session, its REVOKE came by another, to nobody. The next write was committed, and
-    then it was taken for a new one, and read over that."""
+    """Flaw: its PUSH waited in one session, its REVOKE came by another, and was ignored. The next write was committed,
+    and then it was taken for a new one, and read over that."""
     pair = pushing([Lane.CMA])
     late: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Agents that nobody named, and that hold our metadata: known while a session of them is up."""
+"""Unregistered agents that hold our metadata: known while one of their sessions is up."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ def test_changed_after_they_were_announced(nodes: Any, new_id: NewId) -> None:
 
 
 def test_a_pool_is_not_taken_back_under_its_checksums(nodes: Any, new_id: NewId) -> None:
-    """They are taken on the caller's thread: who ends the grant meanwhile, and takes back the pool, waits for that."""
+    """They are taken on the caller's thread: a thread that ends the grant meanwhile, and removes the pool, waits for
+    that."""
     p = nodes("source")
     blocks, size = 2048, 1 << 20
     memory = mmap.mmap(-1, blocks * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)  # takes no memory

@@ -113,7 +113,7 @@ def test_memory_that_went_before_the_word_of_it(nodes: Any, new_id: NewId) -> No
     p.wait(lambda _: p.is_idle(), "the release of the first")
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    assert libc.mprotect(address, BYTES, 0) == 0  # as if unmapped, and nobody else's meanwhile
+    assert libc.mprotect(address, BYTES, 0) == 0  # as if unmapped, and not reused meanwhile
     d.fetch(second, p, *rows, lanes=[CMA, STREAM], deadline_s=20.0)
     final = d.wait_drained(second)
     assert (final.state, final.code) == (native.TransferState.FAILED, native.Code.memory_gone), final.text

@@ -1,6 +1,7 @@
 """Memory on a device goes over `stream` and `unix` by pinned host memory, and nothing is said to be there before it is.
 
-No GPU: a stand-in for the driver is built and loaded, whose device memory crashes whoever touches it from the host.
+No GPU: a stand-in for the driver is built and loaded, whose device memory crashes a thread that touches it from the
+host.
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ def test_a_region_is_taken_back_after_a_push_that_had_ended_and_still_lands(
 
 
 def test_memory_is_not_taken_back_under_a_gather(driver: Driver, nodes: Any, new_id: NewId) -> None:
-    """And what was gathered of a grant that has ended is sent to nobody."""
+    """And bytes gathered of a grant that has ended are not sent."""
     p, d = nodes.pair()
     secret = driver.alloc(65536, 11)
     add_pool(p, secret, [(0, 4096, 4096)], 16)
@@ -377,7 +378,8 @@ def test_a_core_that_closes_waits_for_its_copies(driver: Driver, nodes: Any, new
 
 
 def test_a_core_that_breaks_says_so_after_its_copies(driver: Driver, nodes: Any, new_id: NewId, breaker: Any) -> None:
-    """Nothing is written any more once that is told; and who waits for the region is told it at once, not late."""
+    """Nothing is written any more once that is told; and the thread that waits for the region learns it at once, not
+    late."""
     p = nodes("source")
     break_loop = breaker()
     d = nodes("breaks")
@@ -407,7 +409,7 @@ def test_a_core_that_breaks_says_so_after_its_copies(driver: Driver, nodes: Any,
     assert "the native core failed" in str(error)
     told: list[Any] = []
     deadline_s = time.monotonic() + 5
-    while not told and time.monotonic() < deadline_s:  # after whoever waited for the region
+    while not told and time.monotonic() < deadline_s:  # after the thread that waited for the region
         told = d.core.drain()
         time.sleep(0.005)
     assert isinstance(told[-1], native.CoreFailed)

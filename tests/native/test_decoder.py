@@ -100,7 +100,7 @@ def fields(frame: Any) -> dict[str, Any]:
 
 
 def decode(data: bytes, cuts: list[int]) -> list[tuple[Any, bytes]]:
-    """Frames with their payloads out of `data` fed in elements that end at `cuts`."""
+    """Frames with their payloads out of `data` fed in chunks that end at `cuts`."""
     decoder = native.Decoder()
     out: list[tuple[Any, bytes]] = []
     ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})

@@ -1,4 +1,4 @@
-"""Endings that meet work under way: what is told stays in order, and who ended first is never overruled."""
+"""Endings that meet work in progress: events stay in order, and the first end is never overruled."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_nothing_is_confirmed_once_the_owner_was_told_that_the_core_is_closed(no
 
 
 def test_two_that_end_one_grant(nodes: Any, new_id: NewId) -> None:
-    """Whoever comes second is told the same end."""
+    """The second caller gets the same end."""
     p, d = nodes.pair(block_bytes=1 << 20, blocks=16)
     transfer = new_id()
     p.grant(transfer, np.arange(16))
@@ -207,7 +207,7 @@ b.core.close()
 
 @pytest.mark.no_sanitizer  # whose own locks, held by threads that a child does not have, stop it now and then
 def test_a_forked_child_has_no_part_in_its_parents_core(private_directories: pathlib.Path) -> None:
-    """It ends nothing and answers nobody, least of all out of its copy of what the parent has taken back.
+    """It ends nothing and answers no peer, least of all out of its copy of what the parent has taken back.
 
     In a process of its own: what else this one has loaded has opinions of its own about forks.
     """
@@ -273,7 +273,7 @@ def test_a_grant_revoked_in_the_middle_of_checked_blocks(nodes: Any, new_id: New
 
 
 def test_a_push_that_cannot_be_told_is_answered(nodes: Any, new_id: NewId) -> None:
-    """Notifications that nobody takes cost who sends more of them this push, and not the session."""
+    """Notifications that the program does not take cost their sender this push, and not the session."""
     p, d = nodes.pair(limits=nodes.limits())
     source, target = p.register(4096), d.register(4096)
     rows = [(source.id, 0, 64, 64, 1)], [(target.id, 0, 64, 64, 1)]

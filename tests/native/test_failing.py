@@ -1,4 +1,4 @@
-"""A native core that broke: who waits is told, and that is the last that anybody is told."""
+"""A native core that broke: waiting threads get the error, and it is the last event."""
 
 from __future__ import annotations
 
@@ -187,7 +187,8 @@ p.core.close()
 def test_what_was_begun_is_over_where_memory_runs_out(
     private_directories: pathlib.Path, tmp_path: pathlib.Path, script: str
 ) -> None:
-    """A look at blocks that ends by an exception has ended: who takes the blocks back waits for it no longer."""
+    """A look at blocks that ends by an exception has ended: a thread that takes the blocks back no longer waits for
+    it."""
     run_with_failing_new(script, private_directories, tmp_path)
 
 

@@ -223,7 +223,7 @@ def test_no_two_reads_are_confirmed_by_one_nonce(met: Dial, new_id: NewId) -> No
 
 
 def test_what_is_kept_of_maps_is_bounded(met: Dial) -> None:
-    """In bytes: a peer may not fill our memory with keys that nobody ever asks for."""
+    """In bytes: a peer may not fill our memory with keys that are never used."""
     node, peer, _ = met()
     for pool in range(1024):
         peer.say(native.Map(pool + 1000, 0, 0, [], STREAM, 0, bytes(16 * 1024)))

@@ -28,7 +28,7 @@ def test_the_rest_of_a_payload_is_no_zeros(nodes: Any, new_id: NewId, is_exposed
     node.fill(0x55)
     peer, transfer = RawPeer(), new_id()
     is_unix = lane == native.Lane.UNIX
-    node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="/nobody" if is_unix else "")
+    node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="/nowhere" if is_unix else "")
     with contextlib.closing(peer):
         peer.dial(node.core, kind=native.SessionKind.UNIX if is_unix else native.SessionKind.TCP)
         assert peer.socket is not None

@@ -52,7 +52,7 @@ class Foreign:
         assert LIBC.mprotect(self.address + offset, length, protection) == 0
 
     def lose(self, offset: int, length: int) -> None:
-        """As if unmapped, to the kernel and to loads; and nobody else's meanwhile."""
+        """As if unmapped, to the kernel and to loads; and not reused meanwhile."""
         self.protect(offset, length, 0)
 
     def give_back(self) -> None:

@@ -126,7 +126,7 @@ def test_a_pull_goes_on_by_tcp(nodes: Any, between: Between, new_id: NewId, lane
     d.pull(transfer, p, np.arange(count), lanes=[lane, STREAM])
     d.wait_for(native.TransferProgress, id=transfer, done=landed)
     assert d.content(range(landed)) == p.content(order[:landed])
-    d.memory[: landed * size] = MARK  # who asked for these again would write over it
+    d.memory[: landed * size] = MARK  # a second read of these would write over it
     proxy.go()
     p.core.ready(transfer, count, complete=True)
     final = d.wait_drained(transfer)

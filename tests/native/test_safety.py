@@ -142,7 +142,7 @@ def test_deadline_and_waiting(nodes: Any, new_id: NewId, lane: native.Lane) -> N
 def test_wrong_reader_is_refused(nodes: Any, new_id: NewId, lane: native.Lane) -> None:
     p, d = nodes.pair()
     transfer = new_id()
-    p.grant(transfer, [1], reader="somebody-else")
+    p.grant(transfer, [1], reader="another-reader")
     d.pull(transfer, p, [1], lanes=[lane])
     final = d.wait_drained(transfer)
     assert (final.state, final.code) == (FAILED, native.Code.refused)

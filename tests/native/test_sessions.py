@@ -129,7 +129,7 @@ def test_another_incarnation_is_another_peer(nodes: Any, new_id: NewId) -> None:
     [b"", b"GET / HTTP/1.1\r\n\r\n", native.encode(native.Ping(native.PingKind.ASK, 1)), b"KX\x01\x01\xff\xff\xff\xff"],
 )
 def test_noise_at_the_door(nodes: Any, kind: str, said: bytes) -> None:
-    """Whoever is no peer is hung up on; the handshake has a time limit."""
+    """A connection that is no peer is closed; the handshake has a time limit."""
     limits = nodes.limits()
     limits.handshake_ns = 200_000_000
     p = nodes("source", limits=limits)

@@ -175,8 +175,8 @@ def blocked_by(name: str, before: set[str]) -> int | None:
 
 
 def test_its_threads_take_no_signals_but_their_own_faults(nodes: Any, new_id: NewId) -> None:
-    """A handler that Python has is never run there; a fault there is told of by whoever handles faults. That holds for
-    a thread that helps copying too, also where a caller that runs the event loop started it."""
+    """A handler that Python has is never run there; a fault there is reported by the process's fault handler. That
+    holds for a thread that helps copying too, also where a caller that runs the event loop started it."""
     before = set(os.listdir("/proc/self/task"))
     p, d = nodes.pair(
         blocks=4096, block_bytes=4096, is_exposed=True, reader={"core": {"copy_threads": 2, "progress": "caller"}}

@@ -132,7 +132,7 @@ def test_a_pipe_that_is_not_to_be_had(nodes: Any, new_id: NewId, lane: Any) -> N
 
 
 def narrow(node: Any) -> None:
-    """A Unix socket takes elements of 64 KiB: with the buffer that it has as a rule, all of what it is offered."""
+    """A Unix socket takes chunks of 64 KiB: with the buffer that it has as a rule, all of what it is offered."""
     with contextlib.ExitStack() as opened:
         for end in own_sockets(opened):
             if end.family == socket.AF_UNIX and end.getsockname() == node.core.unix_path:
@@ -147,7 +147,7 @@ def asking(nodes: Any, new_id: NewId, request: pytest.FixtureRequest) -> Iterato
     node.fill_random()
     lane, peer, transfer = request.param, RawPeer(), new_id()
     is_unix = lane == UNIX
-    node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="/nobody" if is_unix else "")
+    node.core.set_peer(peer.ref, KEY, tcp_host="127.0.0.1", tcp_port=1, unix_path="/nowhere" if is_unix else "")
     with contextlib.closing(peer):
         peer.dial(node.core, kind=native.SessionKind.UNIX if is_unix else native.SessionKind.TCP)
         assert peer.socket is not None

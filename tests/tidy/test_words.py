@@ -56,7 +56,7 @@ CODE_ROOMS = (
 
 PRONOUNS = re.compile(r"\b(?:who|whom|whoever|nobody|somebody)\b", re.IGNORECASE)
 PRONOUNS_PER_1000_LINES = 0.5
-PRONOUNS_LEFT = {"benchmarks": 41, "docs": 10, "kvxfer": 470, "tests": 282}
+PRONOUNS_LEFT = {"benchmarks": 41, "docs": 2, "kvxfer": 204, "tests": 200}
 """Where there are more than PRONOUNS_PER_1000_LINES: how many may be left."""
 
 DOUBLES_LEFT: dict[str, set[str]] = {

@@ -225,22 +225,22 @@ def test_a_transport_that_broke(setting: Setting, monkeypatch: pytest.MonkeyPatc
 
 def test_other_events_go_on(setting: Setting) -> None:
     event = object()
-    setting.finish(b"\0" * 16)  # of no post: there is nobody to tell
+    setting.finish(b"\0" * 16)  # of no post: there is no handle to tell
     setting.transport.events.append(event)
     setting.poster.poll()
     assert setting.others == [event]
 
 
-@pytest.mark.parametrize("who", ["another thread", "a handler of this one"])
-def test_drained_before_the_call_that_posted_it_is_over(setting: Setting, who: str) -> None:
-    """Whoever polls meanwhile loses no event of it: another thread, or what a signal runs within the call."""
+@pytest.mark.parametrize("poller", ["another thread", "a handler of this one"])
+def test_drained_before_the_call_that_posted_it_is_over(setting: Setting, poller: str) -> None:
+    """A poll meanwhile loses no event of it: by another thread, or by a signal handler within the call."""
     drained: list[TransferBatch] = []
     others: list[threading.Thread] = []
 
     def poll_at_once(identity: bytes) -> None:
         setting.finish(identity)
         setting.transport.events.append(Drained(id=identity))
-        if who == "another thread":
+        if poller == "another thread":
             others.append(threading.Thread(target=setting.poster.poll))
             others[-1].start()
             others[-1].join(0.1)
@@ -340,7 +340,7 @@ def test_sums_are_wanted_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_threads_poll(setting: Setting) -> None:
-    """Whoever polls takes the events of all; nobody misses the end of its own."""
+    """Each poll takes the events of all posts; no caller misses the end of its own."""
     posts = [setting.poster.start(setting.plan(100)) for _ in range(20)]
 
     def poll(mine: list[TransferBatch]) -> None:

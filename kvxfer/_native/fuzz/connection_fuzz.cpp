@@ -1,6 +1,6 @@
 // A whole core without its thread: the IO loop, its connections and its reads, between a peer's sockets and an owner's memory.
 // The input is a program: peers connect, prove themselves and say anything, with descriptors or without; the owner grants,
-// pulls and pushes. Whatever comes, the loop does not fail, no byte of memory changes that nobody was let write, and it ends.
+// pulls and pushes. Whatever comes, the loop does not fail, no byte of memory changes without a permission to write it, and it ends.
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>

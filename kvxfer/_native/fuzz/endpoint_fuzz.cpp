@@ -1,4 +1,4 @@
-// One endpoint among peers that say anything at any moment, and an owner who does anything too. The input is a program: who
+// One endpoint among peers that say anything at any moment, and an owner that does anything too. The input is a program: which side
 // connects and proves what, which frames and which raw bytes come, what the owner asks, when time passes and what of the
 // shell's work ends how. Whatever happens, no call throws but as it says, and the rules of endpoint_shell.hpp hold.
 #include "endpoint_shell.hpp"

@@ -74,7 +74,7 @@ class Shell {
     act(out);
     perform(out);
   }
-  // As call(), of the owner, who may be told no.
+  // As call(), of the owner, whose call may be refused.
   template <class F>
   bool try_call(F&& act) {
     Effects out;
@@ -107,7 +107,7 @@ class Shell {
     }
   }
   void perform(const Dial& e) {
-    check(endpoint_.knows(e.peer), "a peer is dialed that nobody knows");
+    check(endpoint_.knows(e.peer), "an unknown peer is dialed");
     dials_.push_back(e);
   }
   void perform(const Hangup& e) {
@@ -151,7 +151,7 @@ class Shell {
   void perform(const OfferEnded& e) { over_.push_back(e.id); }
   void perform(const SessionUp& e) {
     const PeerConnection* connection = find(e.session);
-    check(connection != nullptr && connection->has_right_key && e.peer == connection->peer, "a session is up that nobody proved");
+    check(connection != nullptr && connection->has_right_key && e.peer == connection->peer, "a session is up without a proof");
   }
   template <class T>
   void perform(const T&) {}  // the owner's

@@ -64,7 +64,7 @@ class FrameMaker {
     return Answer{answer(in, question), by};
   }
 
-  // DATA of no more than a little is followed by as many bytes, with checksums that nobody knew; sometimes by others.
+  // DATA of no more than a little is followed by as many bytes, with unknown checksums; sometimes by others.
   static std::string with_payload(const Frame& frame, Input& in) {
     std::string wire = encode(frame);
     const auto* data = std::get_if<Data>(&frame);

@@ -29,7 +29,7 @@ class OwnerModel {
   }
   void told(const TransferFinal& e) {
     check(is_final(e.state) && posted_.count(e.id) != 0 && final_.insert(e.id).second, "a transfer is final twice, or was never asked for");
-    if (e.state == TransferState::Committed) check(was_confirmed(e.id) && landing_.count(e.id) == 0, "a transfer committed that nobody confirmed");
+    if (e.state == TransferState::Committed) check(was_confirmed(e.id) && landing_.count(e.id) == 0, "a transfer committed without a confirmation");
   }
   void told(const TransferDrained& e) {
     check(final_.count(e.id) != 0 && drained_.insert(e.id).second, "a transfer drained before it was final, or twice");
@@ -41,7 +41,7 @@ class OwnerModel {
   }
   void told(const OfferEnded& e) {
     if (const auto from = std::exchange(pushed_by_, std::nullopt)) check(*from == e.from && e.state == TransferState::Committed, "a push is told of that is not committed");
-    if (e.state == TransferState::Committed) check(was_confirmed(e.id) && landing_.count(e.id) == 0, "an offer committed that nobody confirmed");
+    if (e.state == TransferState::Committed) check(was_confirmed(e.id) && landing_.count(e.id) == 0, "an offer committed without a confirmation");
   }
   template <class T>
   void told(const T&) {}

@@ -23,7 +23,7 @@ constexpr size_t kLongAhead = 4 * kLine;
 constexpr size_t kPartBytes = 256 * 1024;    // what a thread takes at a time
 constexpr size_t kSharedBytes = 1 << 20;     // fewer are in place sooner than another thread would be awake
 constexpr Nanos kLookAgain = 2 * kMillisecond;  // at the processors: a look takes a few microseconds
-constexpr unsigned kThreadsMax = 4;          // where nobody said
+constexpr unsigned kThreadsMax = 4;          // by default
 constexpr int kSpins = 1000;                 // of one that waits, before it lets others run: some ten microseconds
 
 inline void relax() {

@@ -90,7 +90,7 @@ class SettingForLoad {
 // UCX would write jumps into the process's mmap, munmap and their like, while other threads run them, to learn when memory
 // goes that it has registered by itself. All that we name is registered with it, and deregistered before it goes.
 void* open_without_memory_events(const std::string& path) {
-  if (void* const there = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) return there;  // as somebody else wanted it
+  if (void* const there = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) return there;  // another user of this process has loaded it
   const SettingForLoad setting("UCX_MEM_EVENTS", "n");
   return ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
 }

@@ -147,7 +147,7 @@ def check_notifications(maker: LaneMaker) -> None:
         parties = [source, destination]
         sent = [(source.transport.notify(destination.ref, b"%d" % n), b"%d" % n) for n in range(50)]
         back = destination.transport.notify(source.ref, b"back")
-        # That one was delivered may be heard before whoever received it took it.
+        # NotifDelivered may come before the receiver's program took the notification.
         counts = (50, 1, 50, 1)
         heard = (source.delivered, destination.delivered, destination.received, source.received)
         expect(maker, parties, "delivered", lambda: tuple(len(events) for events in heard) == counts, SOON_S)

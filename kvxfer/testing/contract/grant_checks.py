@@ -88,7 +88,7 @@ def check_revoke_after_commit(maker: LaneMaker) -> None:
 
 
 def check_expiry(maker: LaneMaker) -> None:
-    """A grant that nobody reads ends by itself, and is over in the very moment."""
+    """A grant without a reader expires, at exactly its expiry."""
     with two_parties(maker) as (source, destination):
         source.fill(1)
         transfer_id = fresh_id()
@@ -122,7 +122,7 @@ def check_renewals(maker: LaneMaker) -> None:
 
 
 def check_wrong_reader(maker: LaneMaker) -> None:
-    """A grant serves the agent it names and nobody else."""
+    """A grant serves only the agent that it names."""
     with two_parties(maker) as (source, destination):
         thief = make_party(maker, "thief", PLAIN)
         try:

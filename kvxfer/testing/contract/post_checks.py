@@ -1,5 +1,5 @@
-"""The part of the lane contract about reads and writes of registered memory: which bytes move, who may, and when a
-notification is told. Decides what arrives; must never know how a lane is made.
+"""The part of the lane contract about reads and writes of registered memory: which bytes move, which peers may move
+them, and when a notification is told. Decides what arrives; must never know how a lane is made.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def check_post_in_several_transfers(maker: LaneMaker) -> None:
 
 
 def check_post_fails_as_one(maker: LaneMaker) -> None:
-    """Where one of its transfers is refused a post has failed, whatever the others did, and nobody is told."""
+    """Where one of its transfers is refused a post has failed, whatever the others did, and no notification is sent."""
     count, step = 11_500, 40
     offsets = np.arange(count) * step + np.random.default_rng(8).integers(0, 20, count)
     with two_parties(maker) as (one, other):
@@ -180,7 +180,7 @@ def check_many_posts(maker: LaneMaker) -> None:
             assert (memories[party][1].array == truths[peer][1]).all()
 
 
-# --- who may ---
+# --- permissions ---
 
 
 def check_post_permissions(maker: LaneMaker) -> None:
@@ -229,7 +229,7 @@ def check_post_bounds(maker: LaneMaker) -> None:
 
 
 def check_removed_region(maker: LaneMaker) -> None:
-    """What was registered again is another region: who knows only the old one gets nothing."""
+    """Memory that was registered again is another region: a peer that knows only the old one gets nothing."""
     with two_parties(maker) as (one, other):
         mine, theirs = PostedMemory.register(one, 8192), PostedMemory.register(other, 8192)
         truth = theirs.fill(2)

@@ -75,7 +75,7 @@ def check_post_cancel_races_the_bytes(maker: LaneMaker) -> None:
             expect_idle(maker, parties)
             maker.wait(parties, lambda: False, 0.005)
             assert told in ([], [True]), "committed with bytes that were not promised any more"
-            assert told or outcome(write) == "cancelled", "committed, and nobody told"
+            assert told or outcome(write) == "cancelled", "committed without a notification"
 
 
 def _compare(memory: PostedMemory, truth: npt.NDArray[np.uint8], told: list[bool]) -> Callable[[bytes], None]:
@@ -153,7 +153,7 @@ def check_peer_closes_under_a_post(maker: LaneMaker) -> None:
                 left = _start(maker, op, one, other, mine, theirs)
                 maker.wait([one, other], lambda: False, moment * MOMENT_S)
                 other.transport.close()
-                # UCX may find before the session does that nobody is there any more.
+                # UCX may find before the session does that the peer is gone.
                 endings = ["peer_gone", "transport", COMMITTED, *(["no_lane"] if maker.lane is Lane.UCX else [])]
                 expect_post(maker, [one], left, *endings)
                 if outcome(left) == COMMITTED:
@@ -210,7 +210,7 @@ def check_cut_posts_go_on(maker: LaneMaker) -> None:
 
 
 def check_offers_are_told(maker: LaneMaker) -> None:
-    """Whoever is written to learns of each write that ended, once; the writer learns only of its own post."""
+    """The destination learns of each write that ended, once; the writer learns only of its own post."""
     with two_parties(maker) as (one, other):
         mine, theirs = _pair(one, other)
         mine.fill(1)

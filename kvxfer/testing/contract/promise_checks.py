@@ -54,7 +54,8 @@ def _pull(
 
 
 def check_content(maker: LaneMaker) -> None:
-    """Two sides that mean different content do not meet, whoever comes first; one that does not say meets either."""
+    """A pull whose content digest differs from the grant's is refused, whichever comes first; without a digest it is
+    served."""
     for ours, theirs, outcome in (
         (THIS, THAT, "incompatible"),
         (THIS, THIS, COMMITTED),

@@ -195,7 +195,7 @@ class Checkers:
         transfer.blocks = []
 
     def written(self, incarnation: int, block: int) -> None:
-        """The owner writes to a block: nobody may have been promised what stands there, and nothing may land there."""
+        """The owner writes to a block: no live grant may promise its bytes, and nothing may land there."""
         if (incarnation, block) in self._reserved:
             holder = self._reserved[incarnation, block].hex()
             raise Violation(

@@ -1,7 +1,7 @@
 """The control plane of a simulated world: a coordinator around the real directory machine and one client in each
 process around the real mirror, joined by streams that break; must never look into a data session.
 
-Messages are values, not bytes: the gRPC conversion has tests of its own, and what matters here is when who learns
+Messages are values, not bytes: the gRPC conversion has tests of its own, and what matters here is when each side learns
 that an incarnation ended, or is told so wrongly.
 """
 
@@ -64,7 +64,7 @@ class Coordinator:
         self._publish()
 
     def heartbeat(self, client: Client, stream: int, run: int) -> None:
-        if run != self._run:  # nobody listens on that connection any more
+        if run != self._run:  # that connection has no listener any more
             return client.cut(stream)
         try:
             self._perform(self._directory.heartbeat(stream, _NO_LOAD, is_draining=False, now_ns=self._clock.now))
@@ -155,7 +155,7 @@ class Client:
             self._beat()
 
     def cut(self, ended: int | None) -> None:
-        """The stream is gone, whoever ended it; ``None`` is whichever there is, begun or not."""
+        """The stream is gone, whichever side ended it; ``None``: the one that there is, begun or not."""
         stream, run = self._stream, self._run
         if ended is not None and ended != stream:
             return

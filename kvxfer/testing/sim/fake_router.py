@@ -120,7 +120,7 @@ class FakeRouter:
         assert source is not None
         assert destination is not None
         request.tries += 1
-        if source.ref is None or destination.ref is None:  # a membership without them: the router finds nobody
+        if source.ref is None or destination.ref is None:  # a membership without them: the router finds no worker
             self._clock.call_after(300 * MS, self._attempt, request, source_name, shares)
             return
         id_ = rng.randbytes(16)

@@ -183,7 +183,7 @@ class Process:
     # --- bytes ---
 
     def landed(self, id_: bytes, cell: Cell, data: bytes, sample: Sample, *, is_checked: bool) -> None:
-        """Bytes of transfer ``id_`` reach ``cell``, whoever's it is by now."""
+        """Bytes of transfer ``id_`` reach ``cell``, whichever transfer has it by now."""
         self.memory.write(cell, data)
         if cell.region == POOL:
             self.world.checkers.landed(

@@ -23,7 +23,7 @@ class RegionOwner:
         """The region id of each area; ``None`` while it is not registered."""
         self._is_leaving = [False, False]
         self.free: set[int] = set()
-        """Cells of the IN region that nobody was told to fill, as far as the world knows."""
+        """Cells of the IN region that no write is to fill, as far as the world knows."""
 
     def begin(self) -> None:
         for area in (OUT, IN):
@@ -63,7 +63,7 @@ class RegionOwner:
         assert region is not None
         is_gone, effects = process.endpoint.remove_region(region, process.clock.now)
         if is_gone:
-            # From this very moment on the bytes are somebody else's.
+            # From this very moment on the bytes belong to another user.
             self._world.reference.removed(process.incarnation, region, process.clock.now)
             self.ids[area] = None
             self._is_leaving[area] = False
@@ -75,7 +75,7 @@ class RegionOwner:
         process.perform(effects)
 
     def _return(self, area: int, region: int, painted: list[bytes]) -> None:
-        """Nobody wrote to it meanwhile; then it is registered again."""
+        """No write reached it meanwhile; then it is registered again."""
         process = self._process
         for index, expected in enumerate(painted):
             found = process.memory.read(Cell(region, index))

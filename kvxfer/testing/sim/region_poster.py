@@ -1,5 +1,5 @@
 """Posts reads and writes of registered memory between any two agents, by descriptors that may be stale, with and
-without checksums and notifications; must never fill a cell that somebody else was told to fill.
+without checksums and notifications; must never fill a cell that another write is to fill.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class RegionReference:
         begin, end = self._regions.get((incarnation, region), (NEVER, 0))
         return begin <= at < end
 
-    # --- who knows what ---
+    # --- known transfers ---
 
     def knows_post(self, incarnation: int, id_: bytes) -> bool:
         return (incarnation, id_) in self._posts
@@ -153,7 +153,7 @@ class RegionReference:
         """What the target of a push was told."""
         way = self._to.get((incarnation, id_))
         if way is None or not way.post.is_push:
-            raise Violation(Invariant.ONCE, f"an offer {id_.hex()} ended that nobody pushed to")
+            raise Violation(Invariant.ONCE, f"an offer {id_.hex()} ended without a push")
         if way.ended:
             raise Violation(Invariant.ONCE, f"offer {id_.hex()} ended as {way.ended}, then as {state}")
         way.ended = state
@@ -166,7 +166,7 @@ class RegionReference:
         post = self._posts.get((sender, payload[:16]))
         if post is None or post.target != receiver or post.notification != payload:
             raise Violation(
-                Invariant.NOTIFICATION, f"incarnation {receiver} was told {payload.hex()} by {sender}, who did not"
+                Invariant.NOTIFICATION, f"incarnation {receiver} got {payload.hex()} of {sender}, which did not send it"
             )
         if post.is_notified:
             raise Violation(Invariant.NOTIFICATION, f"incarnation {receiver} was told of push {post.id.hex()} twice")

@@ -109,7 +109,7 @@ class SourceOwner:
         self._process.afterwards(self._next)
 
     def _abort(self, leg: PrefillOrder) -> None:
-        """It will never be granted: whoever waits for it is told."""
+        """It will never be granted: readers that wait for it are told."""
         try:
             effects = self._process.endpoint.abort_grant(leg.id)
         except KvxferError:  # its reader gave it up first, or it was granted before

@@ -1,5 +1,5 @@
 """Memory whose every block says what it is: which prompt's KV, which position, computed by which incarnation, the
-how-manieth time; must never know who reads it.
+how-manieth time; must never know its readers.
 
 A block is written whole, because what the simulation asks is *when* a block is read, not how a copy is torn: a read
 that overlaps a write is two reads of different blocks here. An incarnation has three areas: its pool, and two that it
@@ -71,7 +71,7 @@ class TaggedMemory:
         self._generation = 0
 
     def expose(self, region: int, area: int) -> None:
-        """From now on ``region`` is that area (0 or 1), and for whoever goes on reading by that name it stays so."""
+        """From now on ``region`` is that area (0 or 1), and it stays so for readers that go on using that name."""
         self._under[region] = self._areas[area]
 
     def read(self, cell: Cell) -> bytes:

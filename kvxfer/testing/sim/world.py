@@ -284,7 +284,7 @@ class World:
         return [t for t in self.open.values() if name in (t.source.name, t.destination.name)]
 
     def phase(self, track: Track) -> TransferPhase | None:
-        """Where a transfer stands at its destination; ``None`` where nobody can say."""
+        """Where a transfer stands at its destination; ``None`` if that is unknown."""
         process = track.destination
         if not process.is_alive or process.endpoint is None:
             return None

@@ -29,7 +29,7 @@ from kvxfer.types import (
 )
 
 STACK_FRAMES = 400
-"""That a decoder may use, whoever calls it: what is nested too deep is so in every run."""
+"""That a decoder may use, whichever test calls it: input that is nested too deep is so in every run."""
 
 
 @dataclasses.dataclass(frozen=True)

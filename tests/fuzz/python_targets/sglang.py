@@ -20,7 +20,7 @@ def notification(data: bytes) -> object:
 
 
 def greeting(data: bytes) -> object:
-    """Of one who has the token: what is in the seal is anything."""
+    """Of a sender that has the token: what is in the seal is anything."""
     return frames(b"\n".join([greetings.TAG, ADDRESS.encode(), SEAL.close(data).encode()]))
 
 

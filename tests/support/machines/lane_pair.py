@@ -36,7 +36,7 @@ class LanePair(RegionPair):
             self.ends[name].add_pool(_core.PoolInfo(POOL, 64, 16, b"d" * 32, True, True))
             self.memory[name][POOL] = bytearray(64 * 16)
         self.closed: set[Any] = set()
-        """Kinds of sessions that nobody can dial."""
+        """Kinds of sessions that cannot be dialed."""
         self.dials_fail_as: Any = None
         self.refused: set[Any] = set()
         """Lanes that ``a`` answers with no_lane."""
@@ -107,7 +107,7 @@ class LanePair(RegionPair):
 
 
 def prefix_landed(verb: str, lanes: list[Any]) -> LanePair:
-    """Two of the elements are in place, and are marked: who asks for them again would write over the mark."""
+    """Two of the elements are in place, and are marked: a second read of them would write over the mark."""
     pair = LanePair()
     pair.start(verb, lanes)
     pair.land_one()

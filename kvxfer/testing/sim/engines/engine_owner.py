@@ -116,7 +116,7 @@ class EngineOwner:
 
     def _round(self) -> None:
         self._is_due = False
-        if self.is_hung:  # whoever ends that wakes it
+        if self.is_hung:  # the fault that ends the hang wakes it
             return
         self._wake += 1
         while self._inbox:

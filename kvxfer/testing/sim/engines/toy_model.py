@@ -1,8 +1,8 @@
 """What an executor needs of a model and a runner, without either: it writes in every block what that block would mean,
-and its logits are zeros. It must never decide who computes what.
+and its logits are zeros. It must never decide which engine computes what.
 
 A block's tag is a checksum over all tokens up to its last one that is computed, made from the tag of the block before
-as it stands in memory: so bytes that are not what they should be are found by whoever computes on top of them.
+as it stands in memory: so wrong bytes are found by the next computation on top of them.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class EngineWorld(World):
     _done_at = NEVER
 
     def _check_end(self, now: int) -> None:
-        """Nothing is asked any more. What is left (prompts that nobody reads, legs that nobody waits for) ends too."""
+        """No more requests come. The rest (prompts without a reader, legs without a client) ends too."""
         self._done_at = min(self._done_at, now)
         steps = sum(self.requests._steps.values())
         bound_ns = self.options.end_ns(self.options.timeout_ns[1], steps, self.step_max_ns)
