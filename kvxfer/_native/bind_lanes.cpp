@@ -49,7 +49,7 @@ void bind_lanes(nb::module_& m) {
           for (const Crc32cMethod& method : crc32c_methods()) {
             if (method.name == name) return run(method.run, buffer, value);
           }
-          throw Error(Code::invalid_argument, "this CPU knows no way called '" + name + "' to compute a checksum");
+          throw Error(Code::invalid_argument, "unknown CRC32C method '" + name + "'");
         },
         nb::arg("name"), nb::arg("buffer"), nb::arg("value") = 0, "crc32c() by one of crc32c_methods(), to compare them.");
   m.def("cma_obstacle",

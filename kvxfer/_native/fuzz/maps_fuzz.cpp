@@ -155,7 +155,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       if (in.below(4) == 0) read.checksums.assign(read.to.count, in.u32());
       const auto remote_of = [&](uint32_t id) {
         const auto found = memories.find(id);
-        if (found == memories.end()) throw Error(Code::no_lane, "the source did not let its memory be read by this lane");
+        if (found == memories.end()) throw Error(Code::no_lane, "the source did not share its memory for this lane");
         return found->second;
       };
       const std::unique_ptr<ReadJob> job = open_read(std::move(read), remote_of, std::move(to));

@@ -100,7 +100,7 @@ ssize_t Connection::read_some(iovec* vectors, size_t count) {
   const bool is_surplus = (message.msg_flags & MSG_CTRUNC) != 0 || descriptors_.size() > kDescriptorsMax || (!is_up_ && !descriptors_.empty());
   if (is_surplus) {
     descriptors_.clear();
-    throw Error(Code::protocol, "descriptors that no MAP asked for");
+    throw Error(Code::protocol, "descriptors without a MAP");
   }
   return got;
 }
@@ -138,7 +138,7 @@ void Connection::on_frame(const Frame& frame) {
   if (const auto* map = std::get_if<Map>(&frame); map != nullptr && is_up_) on_map(*map);
   if (landing.token == 0) return;
   OwnMemory memory = shared_.find(landing.to);
-  if (!memory) throw Error(Code::internal, "a landing in memory that is not there");
+  if (!memory) throw Error(Code::internal, "a payload for missing memory");
   landing_ = std::make_unique<IncomingBlocks>(*data, std::move(landing), std::move(memory), *tools_.staging);
 }
 
@@ -285,7 +285,7 @@ void Connection::finish_payload() {
   if (!landing_ || must_wait()) return;
   if (!landing_->is_intact()) {
     statistics_.checksum_failures.add();
-    return stop_landing(Code::checksum, "blocks came with other bytes than the source sent");
+    return stop_landing(Code::checksum, "the received blocks do not match their checksums");
   }
   const std::unique_ptr<IncomingBlocks> landed = std::move(landing_);
   shared_.act_io([&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.read_landed(landed->id, landed->token, now, out); });

@@ -46,12 +46,12 @@ void Connection::on_map(const Map& map) {
 }
 
 std::shared_ptr<RemoteMemory> Connection::open_remote(const Map& map, Fd descriptor) {
-  if (map.region_bytes == 0) throw Error(Code::no_lane, map.key.empty() ? "the source cannot let its memory be read" : printable(map.key));
+  if (map.region_bytes == 0) throw Error(Code::no_lane, map.key.empty() ? "the source cannot share this memory" : printable(map.key));
   if (map.lane == Lane::Ucx) {
     if (!tools_.ucx) throw Error(Code::no_lane, "this agent does not use UCX");
     return tools_.ucx->open(session, map);
   }
-  if (map.lane != Lane::Mapped && map.lane != Lane::Cma) throw Error(Code::no_lane, "not a lane that memory is read by");
+  if (map.lane != Lane::Mapped && map.lane != Lane::Cma) throw Error(Code::no_lane, "not a one-sided lane");
   if (kind_ != SessionKind::Unix) throw Error(Code::no_lane, "memory of this host is read over a Unix socket only");
   if (map.lane == Lane::Mapped) return open_mapped(map, std::move(descriptor), tools_.copier);
   if (!cma_peer_) cma_peer_ = std::make_shared<CmaPeer>(fd_.get(), peer_nonce_);
@@ -67,7 +67,7 @@ std::shared_ptr<RemoteMemory> Connection::take_new_remote() {
 
 std::shared_ptr<const RemoteMemory> Connection::remote(uint32_t id, Lane lane) const {
   const auto found = remotes_.find({id, lane});
-  if (found == remotes_.end()) throw Error(Code::no_lane, "the source did not let its memory be read by this lane");
+  if (found == remotes_.end()) throw Error(Code::no_lane, "the source did not share its memory for this lane");
   // Of memory that is gone the source says more under this transfer's own id, which is on its way: another lane would do no better.
   if (!found->second.memory) throw Error(found->second.is_withdrawn ? Code::transport : Code::no_lane, found->second.refusal);
   return found->second.memory;
@@ -142,7 +142,7 @@ Map Connection::describe(uint32_t id, Lane lane, std::shared_ptr<Region>& region
   } else if (is_device && lane != Lane::Ucx) {
     refuse("the source's memory is on a device");
   } else if (is_device && is_checked) {
-    refuse("checksums of memory on a device are taken by stream and unix alone");
+    refuse("only stream and unix compute checksums of device memory");
   } else if (lane == Lane::Mapped && kind_ == SessionKind::Unix && shared_region) {
     region = std::move(shared_region);
   } else if (lane == Lane::Mapped) {

@@ -92,7 +92,7 @@ void Core::start() {
   } catch (const std::system_error& error) {
     std::lock_guard lock(loop_mutex_);
     loop_.reset();
-    throw Error(Code::limit_exceeded, std::string("no thread can be had: ") + error.what());
+    throw Error(Code::limit_exceeded, std::string("cannot start a thread: ") + error.what());
   }
 }
 

@@ -64,9 +64,9 @@ void EventLoop::perform(ReadBlocks& effect) {
   const Lane lane = effect.lane;
   try {
     const OwnMemory memory = shared_.find(effect.to);
-    if (!memory) throw Error(Code::internal, "a read into memory that is not there");
+    if (!memory) throw Error(Code::internal, "a read into missing memory");
     if (memory.device && lane != Lane::Ucx) throw Error(Code::no_lane, "the reader's memory is on a device");
-    if (memory.device && !effect.checksums.empty()) throw Error(Code::no_lane, "checksums of memory on a device are taken by stream and unix alone");
+    if (memory.device && !effect.checksums.empty()) throw Error(Code::no_lane, "only stream and unix compute checksums of device memory");
     const Connection* connection = find(effect.session);
     if (connection == nullptr || connection->is_closing()) throw Error(Code::transport, "the session ended");
     reads_.add(open_read(std::move(effect), [&](uint32_t remote) { return connection->remote(remote, lane); }, memory));

@@ -61,10 +61,10 @@ void EventLoop::start_dial(const Dial& dial) {
   statistics_.dials.add();
   try {
     const std::optional<PeerAddress> address = shared_.address(dial.peer);
-    if (!address) throw Error(Code::peer_gone, "the peer is not known any more");
+    if (!address) throw Error(Code::peer_gone, "the peer is no longer known");
     if (dial.kind == SessionKind::Unix && address->unix_path.empty()) throw Error(Code::no_lane, "the peer has no Unix socket on this host");
     if (dial.kind == SessionKind::Tcp && address->tcp_port == 0) throw Error(Code::no_lane, "the peer has no TCP address");
-    if (dial.kind == SessionKind::Memory) throw Error(Code::no_lane, "the memory lane joins simulated agents only");
+    if (dial.kind == SessionKind::Memory) throw Error(Code::no_lane, "the memory lane only joins simulated agents");
     Fd fd = dial.kind == SessionKind::Unix ? dial_unix(address->unix_path) : dial_tcp(address->tcp_host, address->tcp_port);
     const Key key = next_key_++;
     poller_.add(fd.get(), EPOLLOUT, key);

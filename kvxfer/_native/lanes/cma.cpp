@@ -202,7 +202,7 @@ class CmaRead final : public ReadJob {
       call.bytes = 0;
       call.from_count = take_runs(from_, call.from.get(), CmaPeer::kRunsMax, to_bytes, call.bytes);
     }
-    if (call.bytes == 0 || call.bytes != to_bytes) throw Error(Code::internal, "a read of as many bytes as it fills was due");
+    if (call.bytes == 0 || call.bytes != to_bytes) throw Error(Code::internal, "a read must fill as many bytes as it reads");
   }
 
   const CmaMemory& memory_;  // one of those that this read keeps

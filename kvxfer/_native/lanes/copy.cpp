@@ -257,7 +257,7 @@ size_t RunWalk::take(Run* runs, size_t count, size_t max, size_t& bytes) {
       from_.advance(from_left_.size);
     }
     const size_t size = std::min({to_left_.size, from_left_.size, max});
-    if (size == 0) throw Error(Code::internal, "a read of as many bytes as it fills was due");
+    if (size == 0) throw Error(Code::internal, "a read must fill as many bytes as it reads");
     runs[used] = {to_left_.data, from_left_.data, size};
     to_left_.data += size, to_left_.size -= size;
     from_left_.data += size, from_left_.size -= size;

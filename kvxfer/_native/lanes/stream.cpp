@@ -88,7 +88,7 @@ OutgoingBlocks::OutgoingBlocks(SendData send, OwnMemory from, Staging& staging)
       trailer_left(trailer_bytes(frame)), walk(*memory.layout, extent), is_staged(memory.device != nullptr),
       is_zero_copy(frame.is_zero_copy), known_(std::move(send.checksums)) {
   if (frame.payload_bytes < trailer_bytes(frame) || frame.count != extent.count) {
-    throw Error(Code::internal, "a DATA frame of other blocks than it has");
+    throw Error(Code::internal, "a DATA frame does not match its blocks");
   }
   if (frame.has_checksums && known_.size() != frame.count) running_.emplace(memory, extent, RunningChecksums::Bytes::Anywhere, "source");
   if (is_staged) gather = std::make_unique<Gather>(staging, memory, extent, left);

@@ -56,7 +56,7 @@ UcxContext::UcxContext(const UcxOptions& options) : library_(ucp::load(options.l
   const std::unique_ptr<ucp::Config, void (*)(ucp::Config*)> release(config, ucx.config_release);
   const char* const environment = std::getenv("UCX_TLS");
   const std::string tls = !options.tls.empty() ? options.tls : environment != nullptr ? environment : "^tcp";
-  if (const ucp::Status s = ucx.config_modify(config, "TLS", tls.c_str()); s != ucp::kOk) quiet.fail(ucx, "UCX does not take the transports " + tls, s);
+  if (const ucp::Status s = ucx.config_modify(config, "TLS", tls.c_str()); s != ucp::kOk) quiet.fail(ucx, "UCX rejects the transports " + tls, s);
   if (!names_tcp(tls)) set_default(ucx, config, "PROTO_EMULATION_ENABLE", "n");
   set_default(ucx, config, "RNDV_THRESH", "inf");
   set_default(ucx, config, "POSIX_ERROR_HANDLING", "y");
@@ -90,7 +90,7 @@ bool UcxContext::has_rdma() const {
 }
 
 std::shared_ptr<UcxMemory> UcxContext::add_memory(uint8_t* address, uint64_t bytes, bool is_readable, bool is_device) {
-  if (address == nullptr || bytes == 0) throw Error(Code::no_lane, "UCX registers no empty memory");
+  if (address == nullptr || bytes == 0) throw Error(Code::no_lane, "UCX cannot register empty memory");
   const ucp::Quiet quiet;
   ucp::MapParams params{};
   params.field_mask = ucp::kMapAddress | ucp::kMapLength | ucp::kMapProtection;

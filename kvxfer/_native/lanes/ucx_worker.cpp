@@ -56,7 +56,7 @@ UcxKey::UcxKey(std::shared_ptr<UcxEndpoint> endpoint, const std::string& packed,
   const ucp::UcxLibrary& ucx = endpoint_->worker_.library();
   if (endpoint_->handle_ == nullptr || endpoint_->is_failed()) throw Error(Code::no_lane, "the UCX endpoint has failed");
   if (const ucp::Status s = ucx.ep_rkey_unpack(endpoint_->handle_, packed.data(), &handle_); s != ucp::kOk) {
-    quiet.fail(ucx, "UCX does not take the peer's memory", s);
+    quiet.fail(ucx, "UCX rejects the peer's memory", s);
   }
 }
 
@@ -145,7 +145,7 @@ UcxWorker::UcxWorker(std::shared_ptr<UcxContext> context) : context_(std::move(c
   ucp::WorkerParams params{};
   params.field_mask = ucp::kWorkerThreadMode;
   params.thread_mode = ucp::kThreadSerialized;  // made by one thread, used by another
-  if (const ucp::Status s = ucx.worker_create(context_->handle(), &params, &handle_); s != ucp::kOk) quiet.fail(ucx, "UCX makes no worker", s);
+  if (const ucp::Status s = ucx.worker_create(context_->handle(), &params, &handle_); s != ucp::kOk) quiet.fail(ucx, "UCX cannot make a worker", s);
   ucp::WorkerAttributes attributes{};
   attributes.field_mask = ucp::kWorkerAddress;
   ucp::Status status = ucx.worker_get_efd(handle_, &fd_);
@@ -207,7 +207,7 @@ void UcxWorker::describe(const UcxMemory& memory, Map& map) const {
   void* packed = nullptr;
   size_t size = 0;
   if (const ucp::Status s = library().rkey_pack(context_->handle(), memory.handle(), &packed, &size); s != ucp::kOk) {
-    quiet.fail(library(), "UCX packs no key of the memory", s);
+    quiet.fail(library(), "UCX cannot pack a key of the memory", s);
   }
   const std::string key(static_cast<const char*>(packed), size);
   library().rkey_buffer_release(packed);

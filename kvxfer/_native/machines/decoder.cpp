@@ -170,7 +170,7 @@ Frame read_body(uint8_t kind, Reader& r) {
       f.count = r.number<uint32_t>();
       f.complete = r.flag();
       const auto kind = r.number<uint8_t>();
-      if (kind > kDataIsZeroCopy) Reader::fail("no such kind of payload");
+      if (kind > kDataIsZeroCopy) Reader::fail("unknown kind of payload");
       f.has_checksums = kind == kDataHasChecksums;
       f.is_zero_copy = kind == kDataIsZeroCopy;
       f.payload_bytes = r.number<uint64_t>();
@@ -287,7 +287,7 @@ Frame read_body(uint8_t kind, Reader& r) {
 }  // namespace
 
 void Decoder::check_usable() const {
-  if (is_broken_) throw Error(Code::protocol, "this stream already went wrong");
+  if (is_broken_) throw Error(Code::protocol, "this stream failed before");
 }
 
 void Decoder::feed(std::string_view bytes) {
@@ -341,7 +341,7 @@ std::string_view Decoder::take_payload(size_t max) {
 
 void Decoder::skip_payload(uint64_t bytes) {
   check_usable();
-  if (buffered() != 0 || bytes > payload_pending_) throw Error(Code::invalid_argument, "payload was not read that way");
+  if (buffered() != 0 || bytes > payload_pending_) throw Error(Code::invalid_argument, "payload bytes were not read from the socket");
   payload_pending_ -= bytes;
 }
 

@@ -112,7 +112,7 @@ void Endpoint::pull(uint32_t pool, TransferSpec spec, Nanos now, Effects& out) {
 
 void Endpoint::reserve(const TransferId& id, std::vector<uint32_t> blocks, uint32_t first, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(id);
-  if (transfer == nullptr || !transfer->is_pull()) throw Error(Code::invalid_argument, "no pull of this id is under way");
+  if (transfer == nullptr || !transfer->is_pull()) throw Error(Code::invalid_argument, "no pull of this id is in progress");
   if (blocks.empty()) throw Error(Code::invalid_argument, "a transfer needs at least one block");
   auto claim = std::make_unique<ReservedBlocks>(ledger(transfer->into().pool()->id), std::move(blocks));
   transfer->reserve(std::move(claim), first, now, out);
@@ -205,14 +205,14 @@ bool Endpoint::is_landing(const TransferId& id, uint64_t token) const {
 
 void Endpoint::read_landed(const TransferId& id, uint64_t token, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(id);
-  if (transfer == nullptr) throw Error(Code::internal, "a read landed for a transfer that is over");
+  if (transfer == nullptr) throw Error(Code::internal, "a read landed for a transfer that has ended");
   transfer->landed(token, now, out);
   settle(operations_.find(id), now, out);
 }
 
 void Endpoint::read_stopped(const TransferId& id, uint64_t token, Code code, const std::string& text, Nanos now, Effects& out) {
   Transfer* transfer = find_transfer(id);
-  if (transfer == nullptr) throw Error(Code::internal, "a read stopped for a transfer that is over");
+  if (transfer == nullptr) throw Error(Code::internal, "a read stopped for a transfer that has ended");
   transfer->stopped(token, code, text, now, out);
   settle(operations_.find(id), now, out);
 }

@@ -171,7 +171,7 @@ void Endpoint::on_fetch(SessionId session, const AgentRef& peer, const Fetch& fe
 void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
   const auto answer = [&](Code code, const std::string& text) { out.push_back(SendFrame{session, Done{push.id, code, text, push.turn}}); };
   if (const auto ended = offers_ended_.find(push.id); ended != offers_ended_.end()) {
-    if (ended->second.from != peer) return answer(Code::refused, "this id was used by another");
+    if (ended->second.from != peer) return answer(Code::refused, "this id was used by another agent");
     out.push_back(SendFrame{session, ended->second.done});
     return;
   }
@@ -180,7 +180,7 @@ void Endpoint::on_push(SessionId session, const AgentRef& peer, const Push& push
     if (live == operations_.end() && !serves(push.lane)) return answer(Code::no_lane, "the destination does not read by this lane");
     if (session_kind(push.lane) != sessions_.at(session).kind) throw Error(Code::refused, kOtherKind);
     if (live == operations_.end()) return take_offer(session, peer, push, now, out);
-    if (!live->second->is_offered() || live->second->peer() != peer) throw Error(Code::refused, "this id is used by another");
+    if (!live->second->is_offered() || live->second->peer() != peer) throw Error(Code::refused, "this id is used by another agent");
     go_on_with(live, session, push, now, out);
   } catch (const Error& error) {
     if (error.code() == Code::internal) throw;
@@ -206,10 +206,10 @@ void Endpoint::go_on_with(Operations::iterator offered, SessionId session, const
 
 // All checks come before anything is kept.
 void Endpoint::take_offer(SessionId session, const AgentRef& peer, const Push& push, Nanos now, Effects& out) {
-  if (finished_.count(push.id) != 0) throw Error(Code::refused, "this id was used by another");
+  if (finished_.count(push.id) != 0) throw Error(Code::refused, "this id was used by another agent");
   const OfferCharge charge{charged_peer(peer), cost_of(push.from) + cost_of(push.to) + push.notification.size()};
   if (operations_.size() >= limits_.transfers_max || !offers_.has_room(charge.to, charge.cost)) {
-    throw Error(Code::overloaded, "too many pushes of this peer are under way");
+    throw Error(Code::overloaded, "this peer has too many pushes in progress");
   }
   ElementList from = from_wire(push.from), to = from_wire(push.to);
   check_alike(to, from);

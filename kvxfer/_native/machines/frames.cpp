@@ -114,7 +114,7 @@ struct BodyWriter {
     w.number(f.pool);
     w.number(f.ids_first);
     w.count(f.ids.size(), kIdsMax, "READY");
-    if (!f.checksums.empty() && f.checksums.size() != f.ids.size()) throw Error(Code::invalid_argument, "READY has not one checksum a block");
+    if (!f.checksums.empty() && f.checksums.size() != f.ids.size()) throw Error(Code::invalid_argument, "READY needs one checksum for each block");
     w.flag(!f.checksums.empty());
     w.numbers(f.ids);
     w.numbers(f.checksums);

@@ -109,7 +109,7 @@ void GrantTable::check_count() const {
 
 void GrantTable::check_room(const AgentRef& charged, uint64_t cost) const {
   check_count();
-  if (!fetches_.has_room(charged, cost)) throw Error(Code::overloaded, "too many fetches of this peer are under way");
+  if (!fetches_.has_room(charged, cost)) throw Error(Code::overloaded, "this peer has too many fetches in progress");
 }
 
 void GrantTable::grant(const TransferId& id, Ledger& ledger, std::vector<uint32_t> blocks, const std::string& reader, Nanos ttl_ns,
@@ -223,8 +223,8 @@ void GrantTable::ready(const TransferId& id, uint32_t blocks, uint32_t layers, b
   const uint32_t total = grant.claim->count();
   if (blocks > total) throw Error(Code::invalid_argument, "more blocks are ready than the grant has");
   if (complete && blocks != total) throw Error(Code::invalid_argument, "complete, but not all blocks are ready");
-  if (blocks < grant.ready_blocks || (grant.is_complete && !complete)) throw Error(Code::invalid_argument, "ready never takes back");
-  if (!checksums.empty() && checksums.size() != blocks - grant.ready_blocks) throw Error(Code::invalid_argument, "a checksum is due for each block that became ready");
+  if (blocks < grant.ready_blocks || (grant.is_complete && !complete)) throw Error(Code::invalid_argument, "the count of ready blocks never shrinks");
+  if (!checksums.empty() && checksums.size() != blocks - grant.ready_blocks) throw Error(Code::invalid_argument, "ready needs one checksum for each new block");
   grant.state = next_state(grant.state, GrantEvent::Ready);
   for (uint32_t i = 0; i < blocks - grant.ready_blocks; ++i) grant.checksums.push_back(checksums.empty() ? std::nullopt : std::optional(checksums[i]));
   grant.ready_blocks = blocks;

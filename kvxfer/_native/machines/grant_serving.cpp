@@ -86,7 +86,7 @@ void GrantTable::data_sent(SessionId session, const TransferId& id, uint32_t att
   Grant& grant = found->second;
   Reading& reading = *grant.reading;
   if (reading.session != session || reading.pull.attempt != attempt) return;  // of an earlier attempt
-  if (reading.sending != count) throw Error(Code::internal, "data_sent does not match what was to be sent");
+  if (reading.sending != count) throw Error(Code::internal, "data_sent does not match the SendData in progress");
   reading.sending = 0;
   reading.sent += count;
   reading.has_zero_copy |= is_zero_copy;

@@ -95,7 +95,7 @@ class Ledger {
   }
   void move(const std::vector<uint32_t>& blocks, Held from, Held to) {
     for (uint32_t b : blocks) {
-      if (held_[b] != from) throw Error(Code::internal, "ledger: block " + std::to_string(b) + " is not in the state it must be in");
+      if (held_[b] != from) throw Error(Code::internal, "ledger: block " + std::to_string(b) + " is not in the expected state");
       held_[b] = to;
     }
   }

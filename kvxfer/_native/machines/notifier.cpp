@@ -135,7 +135,7 @@ void Notifier::on_ack(Mailbox& box, const AgentRef& from, const Notif& ack, Nano
 }
 
 void Notifier::on_part(Mailbox& box, const AgentRef& from, const Notif& part, Nanos now, Effects& out) {
-  if (part.total > bytes_max_) throw Error(Code::protocol, "a notification of more bytes than this agent takes");
+  if (part.total > bytes_max_) throw Error(Code::protocol, "a notification is over this agent's notification_bytes_max");
   if (part.begin == 0 && (box.part_seq != part.seq || box.part_total != part.total)) {
     drop_part(box);
     box.part_seq = part.seq;
@@ -194,7 +194,7 @@ void Notifier::peer_dead(const AgentRef& peer, Effects& out) {
 
 // The peer acknowledges more than we sent: our numbers for it were forgotten, and it dropped the latest ones as old.
 void Notifier::skip_to(Mailbox& box, const AgentRef& peer, uint64_t last, Effects& out) {
-  if (last > kSeqMax) throw Error(Code::protocol, "an acknowledgement of a number that no notification has");
+  if (last > kSeqMax) throw Error(Code::protocol, "an acknowledgement of an unused number");
   drop_pending(box, peer, Code::transport, out);
   box.unsent_seq = box.next_seq = last + 1;
 }

@@ -76,7 +76,7 @@ void PushOperation::on_done(const Done& done, Nanos now, Effects& out) {
   if (done.code == Code::no_lane) return next_lane(printable(done.text), now, out);
   is_told_ = done.code != Code::ok;
   if (is_told_) return fail(done.code, printable(done.text), now, out);
-  if (!grants_->has_confirmed(route_.id)) return fail(Code::protocol, "the destination calls done what it never had confirmed", now, out);
+  if (!grants_->has_confirmed(route_.id)) return fail(Code::protocol, "the destination reports a commit without a verdict ok", now, out);
   if (done.turn < lane_) lane_ = done.turn;  // it finished before it heard of the next lane
   checked_ = std::min(done.checked, spec_.local.count());
   end(TransferState::Committed, Code::ok, "", now, out);

@@ -88,7 +88,7 @@ std::vector<uint32_t> regions_of(const ElementList& list) {
 }
 
 void check_indices(const ElementList& list) {
-  if (!list.ranges || list.count() == 0) throw Error(Code::invalid_argument, "no element is named");
+  if (!list.ranges || list.count() == 0) throw Error(Code::invalid_argument, "a list needs at least one element");
   if (list.count() > kElementsMax) throw Error(Code::invalid_argument, "a list has more elements than " + std::to_string(kElementsMax));
   const uint32_t count = list.ranges->count();
   const uint64_t uniform = list.ranges->uniform_bytes();

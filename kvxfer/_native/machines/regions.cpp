@@ -82,7 +82,7 @@ void Regions::give_back(const std::vector<uint32_t>& regions, bool is_landing) {
   for (const uint32_t id : regions) {
     const auto found = regions_.find(id);
     if (has_bug(Bug::push_without_offer) && found == regions_.end()) continue;
-    if (found == regions_.end()) throw Error(Code::internal, "a region went before what held it");
+    if (found == regions_.end()) throw Error(Code::internal, "a region was removed before its last claim");
     size_t& count = is_landing ? found->second.landings : found->second.grants;
     if (count == 0) throw Error(Code::internal, "a claim on a region was given back twice");
     --count;

@@ -66,13 +66,13 @@ std::optional<Hello> Handshake::on_hello(const Hello& hello, const KeyOf& key_of
     return Hello{HelloStep::Accept, self_, peer_, nonce_, mac(*key, kAcceptLabel)};
   }
   if (state_ == SessionState::AwaitAccept) {
-    if (hello.step != HelloStep::Accept) throw Error(Code::protocol, "HELLO accept was due");
+    if (hello.step != HelloStep::Accept) throw Error(Code::protocol, "expected HELLO accept");
     peer_nonce_ = hello.nonce;
     if (!is_equal_constant_time(hello.mac, mac(*key, kAcceptLabel))) throw Error(Code::unauthenticated, "the session proof is wrong");
     state_ = SessionState::Up;
     return Hello{HelloStep::Prove, self_, peer_, {}, mac(*key, kDialLabel)};
   }
-  if (hello.step != HelloStep::Prove) throw Error(Code::protocol, "HELLO prove was due");
+  if (hello.step != HelloStep::Prove) throw Error(Code::protocol, "expected HELLO prove");
   if (!is_equal_constant_time(hello.mac, mac(*key, kDialLabel))) throw Error(Code::unauthenticated, "the session proof is wrong");
   state_ = SessionState::Up;
   return std::nullopt;

@@ -181,7 +181,7 @@ const char* Transfer::deadline_word() const {
 }
 
 void Transfer::reserve(std::unique_ptr<MemoryClaim> blocks, uint32_t first, Nanos now, Effects& out) {
-  if (is_final(state_) || into_->has_memory()) throw Error(Code::invalid_argument, "this transfer is over, or has blocks");
+  if (is_final(state_) || into_->has_memory()) throw Error(Code::invalid_argument, "this transfer has ended, or has blocks");
   blocks->take();
   into_ = std::move(blocks);
   spec_.first = first;
@@ -258,7 +258,7 @@ Extent Transfer::on_data(const Data& data, Nanos now, uint64_t& token) {
 }
 
 void Transfer::landed(uint64_t token, Nanos now, Effects& out) {
-  if (reading_ == 0 || token != token_) throw Error(Code::internal, "a read landed that was not under way");
+  if (reading_ == 0 || token != token_) throw Error(Code::internal, "a read landed that was not in progress");
   const uint32_t count = end_read(now);
   if (is_final(state_)) return drain(out);
   if (session_ == 0) dial_at_ = now;
@@ -313,7 +313,7 @@ void Transfer::next_lane(const std::string& why, Nanos now, Effects& out) {
 }
 
 void Transfer::stopped(uint64_t token, Code code, const std::string& text, Nanos now, Effects& out) {
-  if (reading_ == 0 || token != token_) throw Error(Code::internal, "a read stopped that was not under way");
+  if (reading_ == 0 || token != token_) throw Error(Code::internal, "a read stopped that was not in progress");
   end_read(now);
   if (is_final(state_)) return drain(out);
   if (code == Code::checksum) return fail(code, text, now, out);
