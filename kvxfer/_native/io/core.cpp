@@ -48,7 +48,7 @@ Core::Core(AgentRef self, EndpointLimits limits, CoreOptions options)
   }
 }
 
-// Null where the lane is off, or cannot be had for this memory: a read by it then goes on by another lane.
+// Null if the lane is off, or cannot use this memory: a read by it then continues by another lane.
 std::shared_ptr<UcxMemory> Core::ucx_memory(uint8_t* address, uint64_t bytes, bool is_exposed, bool is_device) const {
   if (!ucx_ || (is_device && !ucx_->has_cuda())) return nullptr;
   try {
@@ -115,7 +115,7 @@ void Core::close() {
   is_bound_ = false;
 }
 
-// One round of the event loop on this thread. Returns false where this thread may not run it, or another thread does.
+// One round of the event loop on this thread. Returns false if this thread may not run it, or another thread does.
 bool Core::progress(bool looks) {
   if (!is_run_by_callers() || owner_ != this_process()) return false;  // a forked child's sockets and epoll are the parent's
   const std::unique_lock lock(loop_mutex_, std::try_to_lock);
@@ -125,7 +125,7 @@ bool Core::progress(bool looks) {
 std::vector<OwnerEvent> Core::drain() {
   if (!shared_.has_events()) progress(true);
   if (shared_.has_events() || shared_.owes_signal()) return shared_.take_events();
-  // A program that polls in a loop never sleeps, and the kernel may have put the peer that is to answer on the same processor.
+  // A program that polls in a loop never sleeps, and the kernel may have put the peer on the same processor.
   if (is_run_by_callers()) ::sched_yield();
   return {};
 }
@@ -180,7 +180,7 @@ void Core::ready(const TransferId& id, uint32_t blocks, uint32_t layers, bool co
   const auto becoming = [&](const Endpoint& endpoint) { return endpoint.becoming_ready(id, blocks); };
   auto [pool, list] = shared_.look(becoming);
   std::vector<uint32_t> checksums;
-  // The grant may end meanwhile; its pool may not go: a thread that removes it waits.
+  // The grant may end meanwhile, but its pool stays: a thread that removes it waits.
   struct Looking {
     ~Looking() {
       if (number != 0) shared.gathers_ended({number});

@@ -15,7 +15,7 @@ constexpr size_t kChecksummedBytesMax = 256 * 1024;  // of a call whose bytes ar
 constexpr size_t kZerosBytes = 64 * 1024;
 constexpr size_t kSpliceBytesMax = 256 * 1024;  // of a call
 constexpr size_t kSpliceRunsMax = 256;
-constexpr size_t kLookRuns = 256;  // for the first byte that is not there
+constexpr size_t kLookRuns = 256;  // to find the first unreadable byte
 
 uint8_t* zeros() {
   static uint8_t bytes[kZerosBytes];
@@ -47,7 +47,7 @@ void Outbox::abandon_data() {
   items_.erase(std::remove_if(items_.begin(), items_.end(), is_unsent), items_.end());
 }
 
-// No payload that waits here keeps memory alive whose grant has ended.
+// Queued payloads keep no memory alive whose grant has ended.
 void Outbox::withdraw(SharedEndpoint& shared) {
   for (Item& item : items_) {
     if (!item.payload || item.payload->has_ended) continue;
@@ -62,7 +62,7 @@ void Outbox::withdraw(SharedEndpoint& shared) {
 
 bool Outbox::is_spliced(const OutgoingBlocks& payload) const { return payload.is_zero_copy && payload.left != 0; }
 
-// Puts the next part of the payload into the pipe. False where it cannot go that way.
+// Puts the next part of the payload into the pipe. False if it cannot be sent zero-copy.
 bool Outbox::fill_pipe(const OutgoingBlocks& payload) {
   iovec runs[kSpliceRunsMax];
   size_t bytes = 0;
@@ -74,7 +74,7 @@ bool Outbox::fill_pipe(const OutgoingBlocks& payload) {
   return pipe_ && pipe_->fill(runs, count);
 }
 
-// Adds what may go out of an item's payload now. Where those are blocks, `sending` has begun.
+// Adds the part of an item's payload that may go out now. For blocks, `sending` has begun.
 void Outbox::gather(Item& item, Sending& sending, iovec* vectors, size_t& count, size_t& bytes) {
   OutgoingBlocks& payload = *item.payload;
   uint64_t left = payload.left;
@@ -123,15 +123,15 @@ void Outbox::abandon(OutgoingBlocks& payload, const std::string& text) {
   unreadable_.push_back({payload.frame.id, payload.serial, text});
 }
 
-// As send(), for the first item's payload, without a copy. Where its grant has ended, or its pages cannot be referenced, the rest goes
-// out as other payloads do.
+// As send(), for the first item's payload, zero-copy. If its grant has ended, or its pages cannot be referenced, the rest goes out
+// like other payloads.
 bool Outbox::send_spliced(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, bool may_cork) {
   OutgoingBlocks& payload = *items_.front().payload;
   Sending sending(shared);
   const bool is_looking = sending.begin(payload.frame.id, payload.serial);
   if (!is_looking || !(pipe_ || fill_pipe(payload))) {
     payload.is_zero_copy = false;
-    pipe_.reset();  // with the references that it holds
+    pipe_.reset();  // with the references in it
     sending.end();
     return send(fd, shared, finished, may_cork);
   }
@@ -153,7 +153,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
   }
   iovec vectors[kIovecsMax];
   size_t count = 0, bytes = 0;
-  bool is_more = false;  // a payload that goes out without a copy follows
+  bool is_more = false;  // a zero-copy payload follows
   OutgoingBlocks* looked = nullptr;
   Sending sending(shared);
   int passed_fd = -1;
@@ -200,7 +200,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
   may_cork = may_cork && last != nullptr && !last->frame.is_zero_copy && bytes == frame_bytes_ + last->left + last->trailer_left;
   const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (may_cork || is_more ? MSG_MORE : 0));
   const int error = errno;
-  // The kernel takes the bytes before an unreadable one first: this one is where the payload goes on.
+  // The kernel takes the bytes before an unreadable one first: the payload continues at this byte.
   if (sent < 0 && error == EFAULT && looked != nullptr && !looked->has_ended) {
     iovec runs[kLookRuns];
     size_t next = 0;
@@ -213,7 +213,7 @@ bool Outbox::send(int fd, SharedEndpoint& shared, std::vector<Sent>& finished, b
   return took(sent, error, bytes, may_cork, finished);
 }
 
-// After a system call that was to send `bytes`. Returns whether the kernel may take more now.
+// Called after a system call for `bytes`. Returns whether the kernel may take more now.
 bool Outbox::took(ssize_t sent, int error, size_t bytes, bool is_corked, std::vector<Sent>& finished) {
   if (sent < 0) {
     if (error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS) return false;

@@ -13,15 +13,15 @@ namespace {
 
 constexpr size_t kNotificationBacklogMax = 64 << 20;
 constexpr size_t kEffectsBacklogMax = 512;
-constexpr auto kWithdrawWait = std::chrono::seconds(5);  // for the IO thread to let go of a region: a slice of a copy, a call
+constexpr auto kWithdrawWait = std::chrono::seconds(5);  // for the IO thread to release a region: a slice of a copy, a call
 
 bool is_confirmation(const Frame& frame) {
   const auto* verdict = std::get_if<Verdict>(&frame);
   return verdict != nullptr && verdict->code == Code::ok;
 }
 
-// Sleeps at most so long while `word` is `seen`; a signal or wake_sleepers() ends it earlier. A condition variable would not do: it
-// sleeps on after a signal, whose handler Python then could not run.
+// Sleeps while `word` is `seen`, up to a time limit; a signal or wake_sleepers() ends it earlier. A condition variable would go on
+// sleeping after a signal, whose handler Python then could not run.
 void sleep_while(const std::atomic<uint32_t>& word, uint32_t seen, Nanos at_most) {
   const timespec timeout{at_most / 1'000'000'000, static_cast<long>(at_most % 1'000'000'000)};
   ::syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, &timeout, nullptr, 0);
@@ -50,9 +50,9 @@ void SharedEndpoint::check_open() const {
   if (is_shut_) throw Error(Code::closed, "the native core is closed");
 }
 
-// The owner's events go to the owner's queue, the other effects to the event loop, which also learns which sessions are up. An event
-// that gives back memory that is being sent from (the end of a grant, the drain of a push) is told after that send. The loop goes
-// on meanwhile, and what it tells of a transfer then must not overtake what is told here.
+// The owner's events go to the owner's queue, the other effects to the event loop, which also learns which sessions are up. An
+// event that gives back memory of a send in progress (the end of a grant, the drain of a push) is added after that send. The loop
+// runs on meanwhile, and its events for a transfer must not overtake those added here.
 void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
   std::vector<OwnerEvent> told_after_send;
   const Nanos now = monotonic_now();
@@ -68,7 +68,7 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
             push_event(turn, std::move(e), now, is_io);
           } else {
             if constexpr (std::is_same_v<E, SendFrame>) {
-              if (is_shut_ && is_confirmation(e.frame)) return;  // the owner was told that it is all over, and may have written
+              if (is_shut_ && is_confirmation(e.frame)) return;  // the owner was told of the end, and may have written
             }
             effects_.push_back(std::move(e));
           }
@@ -79,7 +79,7 @@ void SharedEndpoint::deliver(Turn& turn, bool is_io, Effects&& effects) {
     sleep_until_ = 0;
     turn.must_wake = true;
   }
-  if (is_io && removing_ != 0) endings_->reads.notify_all();  // perhaps it did
+  if (is_io && removing_ != 0) endings_->reads.notify_all();  // it may have
   if (told_after_send.empty()) return;
   wait_send_ended(turn.lock);
   for (OwnerEvent& event : told_after_send) push_event(turn, std::move(event), monotonic_now(), is_io);
@@ -190,11 +190,11 @@ void SharedEndpoint::remove_pool(uint32_t pool) {
   const Withdrawn gone{pool, found->second->serial};
   pools_.erase(found);
   withdraw(turn, gone);
-  wait_send_ended(turn.lock);  // perhaps of a grant that another thread is just ending
+  wait_send_ended(turn.lock);  // perhaps for a grant that another thread is ending
   wait_gathers_ended(turn.lock);
 }
 
-// Peers that were told how to read it are to let go of it.
+// Peers with a map of it must unmap it.
 void SharedEndpoint::withdraw(Turn& turn, Withdrawn gone) {
   withdrawn_.push_back(gone);
   has_withdrawn_.store(true, std::memory_order_release);
@@ -228,10 +228,10 @@ void SharedEndpoint::remove_region(uint32_t region) {
       run(turn, false, [&](Endpoint& endpoint, Nanos now, Effects& out) { endpoint.remove_region(region, now, out); });
       break;
     } catch (const Error& error) {
-      // Where it is an own fetch that holds the region, nothing was done; else it is what peers' pushes still bring.
+      // If an own fetch holds the region, nothing was done; otherwise peers' pushes still drain.
       if (error.code() != Code::blocks_busy || !endpoint_.is_withdrawn(region)) throw;
     }
-    withdraw(turn, {region, OwnRegion::kSerial});  // what still fills it is found to be over
+    withdraw(turn, {region, OwnRegion::kSerial});  // reads into it stop
     if (std::exchange(turn.must_wake, false)) wake();
     if (std::exchange(turn.must_signal, false)) events_.signal();
     ++removing_;

@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint64_t kWarmBytes = 16 << 20;
 constexpr size_t kRunsMax = 1024;
-constexpr uint64_t kPastCacheBytes = 512 * 1024;  // of a read that goes past the cache: more than a core has for itself
+constexpr uint64_t kPastCacheBytes = 512 * 1024;  // of a read that bypasses the cache: more than one core's own
 constexpr size_t kVerifyBytes = 256 * 1024;       // copied before they are verified, while they are in the cache
 
 class MappedMemory final : public RemoteMemory {
@@ -29,13 +29,13 @@ class MappedMemory final : public RemoteMemory {
       throw Error(Code::no_lane, "the source's memory is smaller than it says");
     }
     const uint64_t page = page_bytes(fd_.get());
-    mapped_ = (bytes() + page - 1) / page * page;  // whole pages alone can be unmapped again, where they are huge
+    mapped_ = (bytes() + page - 1) / page * page;  // only whole pages can be unmapped again, if they are huge
     void* const at = ::mmap(nullptr, mapped_, PROT_READ, MAP_SHARED, fd_.get(), 0);
     if (at == MAP_FAILED) throw Error(Code::no_lane, errno_text("cannot map the source's memory"));
     ::madvise(at, mapped_, MADV_HUGEPAGE);
     ::madvise(at, mapped_, MADV_DONTDUMP);
     set_base(static_cast<uint8_t*>(at));
-    if (page > kSmallPage) fd_.reset();  // so few faults are not worth taking ahead
+    if (page > kSmallPage) fd_.reset();  // so few faults are not worth prefaulting
   }
   ~MappedMemory() override { ::munmap(base(), mapped_); }
 
@@ -65,7 +65,7 @@ class MappedRead final : public ReadJob {
  public:
   MappedRead(ReadBlocks read, RemotePlace from, OwnMemory to, Copier& copier)
       : ReadJob(std::move(read), std::move(from), std::move(to)), copier_(copier), walk_(walk_source(), walk_target()), runs_(kRunsMax) {
-    // What is verified is looked at right after the copy: it had better be in the cache.
+    // Verification reads the bytes right after the copy: they should be in the cache.
     stores_ = !has_checksums() && bytes() >= kPastCacheBytes ? Stores::PastCache : Stores::InCache;
   }
 

@@ -17,7 +17,7 @@ constexpr size_t kRunsMax = 64;  // of one call
 
 using Call = ssize_t (*)(pid_t, const iovec*, unsigned long, const iovec*, unsigned long, unsigned long);
 
-std::atomic<bool> is_call_refused{false};  // by the kernel or a filter: for good
+std::atomic<bool> is_call_refused{false};  // by the kernel or a filter: permanently
 
 size_t bytes_of(const iovec* runs, size_t count) {
   size_t bytes = 0;
@@ -25,7 +25,7 @@ size_t bytes_of(const iovec* runs, size_t count) {
   return bytes;
 }
 
-// Some of the owner's runs, from a byte on.
+// A part of the owner's runs, from a byte on.
 struct RunsPart {
   RunsPart(const iovec* from, size_t from_count, size_t begin, size_t max) {
     for (size_t i = 0; i < from_count && count < kRunsMax && bytes < max; ++i) {
@@ -43,7 +43,7 @@ struct RunsPart {
   size_t count = 0, bytes = 0;
 };
 
-// How many bytes the kernel moved before it found one that is not there, or refused.
+// How many bytes the kernel moved before the first missing or refused one.
 size_t by_call(Call call, uint8_t* ours, const iovec* runs, size_t count) {
   size_t done = 0;
   for (const size_t total = bytes_of(runs, count); done < total && !is_call_refused.load(std::memory_order_relaxed);) {
@@ -67,7 +67,7 @@ class Pipe {
     out_ = Fd(ends[0]);
     in_ = Fd(ends[1]);
   }
-  // From the first list into the second, as much as it holds. False where either is not there.
+  // Copies from the first list into the second, as much as that holds. False if either is unreadable.
   bool move(const iovec* from, size_t from_count, const iovec* to, size_t to_count, size_t& moved) {
     ssize_t held, taken;
     do {
@@ -87,7 +87,7 @@ class Pipe {
   Fd out_, in_;
 };
 
-// The rest of it, from byte `done` on.
+// The rest, from byte `done` on.
 size_t by_pipe(uint8_t* ours, const iovec* runs, size_t count, size_t done, bool is_read) {
   const size_t total = bytes_of(runs, count);
   if (done == total) return done;

@@ -7,9 +7,9 @@ namespace kvxfer {
 namespace {
 
 constexpr size_t kChecksumBytes = 4;
-constexpr size_t kCopiedBytes = 32 * 1024;  // of others' memory at a time: what a first cache has room for
+constexpr size_t kCopiedBytes = 32 * 1024;  // of foreign memory at a time: fits a first level cache
 constexpr size_t kCopiedRuns = 64;
-constexpr size_t kAheadBytes = 4096;  // from the bytes that are checksummed to those that are prefetched: hardware looks no further than a page
+constexpr size_t kAheadBytes = 4096;  // from the bytes that are checksummed to those that are prefetched: the hardware prefetcher stops at a page
 
 void append_checksum(std::string& to, uint32_t checksum) {
   for (int shift = 0; shift < 32; shift += 8) to.push_back(static_cast<char>(checksum >> shift));
@@ -121,9 +121,9 @@ void OutgoingBlocks::end() {
   if (std::exchange(has_ended, true)) return;
   if (left != 0) {
     has_no_checksums_ = true;
-    trailer_.clear();  // not a byte of it is out before the blocks
+    trailer_.clear();  // no byte of it goes out before the blocks
   } else if (trailer_left != 0) {
-    trailer();  // of what went out as it was
+    trailer();  // for the blocks that went out intact
   }
   is_zero_copy = false;
   gather.reset();

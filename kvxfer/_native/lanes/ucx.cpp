@@ -8,7 +8,7 @@
 namespace kvxfer {
 namespace {
 
-// The value is the operator's where the environment has one.
+// Keeps the operator's value if the environment has one.
 void set_default(const ucp::UcxLibrary& ucx, ucp::Config* config, const char* name, const char* value) {
   if (std::getenv((std::string("UCX_") + name).c_str()) == nullptr) static_cast<void>(ucx.config_modify(config, name, value));
 }
@@ -23,7 +23,7 @@ bool names_tcp(const std::string& tls) {
   return false;
 }
 
-// `name/device` at the end of each line that tells of a resource. UCP has no other way to ask.
+// Collects `name/device` from the end of each line about a resource. UCP has no other query.
 std::vector<std::string> list_transports(const ucp::UcxLibrary& ucx, ucp::Context* context) {
   char* text = nullptr;
   size_t size = 0;
@@ -68,7 +68,7 @@ UcxContext::UcxContext(const UcxOptions& options) : library_(ucp::load(options.l
   ucp::Params params{};
   params.field_mask = ucp::kParamFeatures | ucp::kParamMtWorkersShared | ucp::kParamName;
   params.features = ucp::kFeatureRma | ucp::kFeatureWakeup;
-  params.mt_workers_shared = 1;  // memory is registered beside the worker's thread
+  params.mt_workers_shared = 1;  // other threads register memory beside the worker's thread
   params.name = "kvxfer";
   if (const ucp::Status s = ucx.init_version(1, ucp::kApiMinor, &params, config, &handle_); s != ucp::kOk) {
     quiet.fail(ucx, "UCX finds no transport among " + tls, s);

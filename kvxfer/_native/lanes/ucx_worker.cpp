@@ -8,9 +8,9 @@ namespace kvxfer {
 namespace {
 
 constexpr int kTurnsMax = 256;                      // of progress in one round
-constexpr Nanos kSpin = 50'000;                     // after something was begun or done
-constexpr Nanos kWakeMax = kMillisecond;            // some transports fail to signal what they finish
-constexpr Nanos kLeave = 5'000 * kMillisecond;      // the most that the end waits for what is in flight
+constexpr Nanos kSpin = 50'000;                     // after the last activity
+constexpr Nanos kWakeMax = kMillisecond;            // some transports do not signal completions
+constexpr Nanos kLeave = 5'000 * kMillisecond;      // the longest wait at the end for gets in flight
 
 }  // namespace
 
@@ -193,7 +193,7 @@ bool UcxWorker::may_sleep() {
   }
   const ucp::Quiet quiet;
   if (library().worker_arm(handle_) == ucp::kBusy) return false;
-  is_armed_ = requests_ == 0;  // with something in flight it is asked again each time
+  is_armed_ = requests_ == 0;  // with gets in flight it is armed anew each time
   return true;
 }
 
