@@ -236,7 +236,7 @@ class Extent:
 
     @property
     def blocks(self) -> list[int]:
-        """The block ids, or element ids, that are meant."""
+        """The block ids, or element ids."""
 
     @property
     def ranges(self) -> Ranges | None: ...
@@ -611,7 +611,9 @@ def encode(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Relea
 def kind_name(frame: Hello | Pull | Push | Ready | Data | Confirm | Verdict | Release | Renew | Revoke | Cancel | Notif | Ping | ErrorFrame | Map | Fetch | Done | Queued) -> str: ...
 
 class Decoder:
-    """Bytes in, in any cut; frames out, or ProtocolError once and for ever."""
+    """
+    Takes bytes in any chunks; gives frames, or ProtocolError once and for ever.
+    """
 
     def __init__(self) -> None: ...
 
@@ -1050,7 +1052,9 @@ class EndpointLimits:
 
     @property
     def lanes(self) -> int:
-        """What this agent reads by and serves: bit `1 << lane` each."""
+        """
+        The lanes that this agent reads by and serves: bit `1 << lane` for each.
+        """
 
     @lanes.setter
     def lanes(self, arg: int, /) -> None: ...
@@ -1274,7 +1278,7 @@ class Endpoint:
 
     def becoming_ready(self, id: bytes, blocks: int) -> tuple[int, list[int]]:
         """
-        The pool, and the blocks that `ready(id, blocks)` would newly announce, where the owner is to bring their CRC-32Cs.
+        The pool, and the blocks that `ready(id, blocks)` would newly announce, if the owner must supply their CRC-32Cs.
         """
 
     def accept_bearer_key(self, key: bytes) -> None: ...
@@ -1287,7 +1291,7 @@ class Endpoint:
 
     def remove_region(self, region: int, now_ns: int) -> tuple[bool, list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]]:
         """
-        True: it is gone. False: busy; call again once what lands there has drained.
+        True: it is removed. False: busy; call again once reads into it have drained.
         """
 
     def fetch(self, id: bytes, peer: AgentRef, local: Ranges, local_ids: Sequence[int], remote: Ranges, remote_ids: Sequence[int], lanes: Sequence[Lane], deadline_ns: int, nonce_seed: int, now_ns: int, notification: bytes | None = None, wants_checksums: bool = False) -> list[Dial | Hangup | SendFrame | SendMap | SendData | ReadBlocks | StopRead | GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp]: ...
@@ -1359,7 +1363,7 @@ class SessionRefused:
 
 class CoreFailed:
     """
-    The IO thread met an internal error and is gone: nothing is read or written any more, every call raises.
+    The IO thread ended with an internal error: nothing is read or written any more, every call raises.
     """
 
     @property
@@ -1367,7 +1371,7 @@ class CoreFailed:
 
 class CoreStatistics:
     """
-    What a core has done; `connections` and `sessions_*` (but refused) are of this moment, the rest only grows.
+    Counters of a core; `connections` and `sessions_*` (except refused) are current values, the others only grow.
     """
 
     @property
@@ -1390,17 +1394,15 @@ class CoreStatistics:
 
     @property
     def bytes_spliced_out(self) -> int:
-        """Of those, what went to peers under this kernel without a copy."""
+        """Those sent zero-copy to peers under this kernel."""
 
     @property
     def bytes_discarded(self) -> int:
-        """Payload that came for reads that were over."""
+        """Payload for reads that had ended."""
 
     @property
     def runs_mapped(self) -> int:
-        """
-        Stretches of memory that were copied, neighbours being one; the same of `runs_cma`.
-        """
+        """Contiguous runs of memory that were copied; `runs_cma` the same."""
 
     @property
     def runs_cma(self) -> int: ...
@@ -1414,12 +1416,12 @@ class CoreStatistics:
 
     @property
     def gets_ucx_most(self) -> int:
-        """Gets of one read that were in flight at once, the most so far."""
+        """The most gets of one read that were in flight at once."""
 
     @property
     def runs_streamed_out(self) -> int:
         """
-        Stretches of blocks that were offered to the kernel; again, where it took not all.
+        Runs of blocks that were offered to the kernel, counted again if it did not take all.
         """
 
     @property
@@ -1434,7 +1436,7 @@ class CoreStatistics:
 
     @property
     def wakeups(self) -> int:
-        """Times that the event loop looked at its sockets, or slept on them."""
+        """Times that the event loop polled its sockets, or slept on them."""
 
     @property
     def connections(self) -> int: ...
@@ -1451,7 +1453,7 @@ class CoreStatistics:
     @property
     def sessions_ended(self) -> int:
         """
-        That were up, for what one side did: sent what is no frame, asked too often for what it may not have.
+        Sessions that were up, and ended because one side sent a malformed frame or too many refused requests.
         """
 
     @property
@@ -1462,31 +1464,35 @@ class CoreStatistics:
 
     @property
     def mappings(self) -> int:
-        """Pools and regions that peers let this agent read by a one-sided lane."""
+        """
+        Pools and regions of peers that this agent may read by a one-sided lane.
+        """
 
     @property
     def mappings_refused(self) -> int: ...
 
     @property
     def checksum_failures(self) -> int:
-        """Reads thrown away because bytes came that the source had not sent."""
+        """
+        Reads thrown away because their bytes did not match the source's checksums.
+        """
 
 class Region:
     """
-    Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It stays as long as this object, a view of its buffer or a
-    pool over it. `numpy.frombuffer(region, dtype=numpy.uint8)` is a writable view.
+    Shared memory made by kvxfer: a sealed memfd, page aligned, zeroed. It stays mapped while this object, a view of its buffer or a
+    pool over it exists. `numpy.frombuffer(region, dtype=numpy.uint8)` is a writable view.
     """
 
     def __init__(self, nbytes: int, *, populate: bool = True, huge: str = 'auto') -> None:
         """
-        `populate` makes every page resident now, so that memory that is not there is missed here. `huge` pages: "auto" (where the
-        host has them), "never", "require" (raises LimitExceededError where it has none). Raises LaneUnavailableError where the host gives
-        processes no sealed shared memory: memfd_create is forbidden, or the kernel is too old.
+        `populate` makes every page resident now, so that a lack of memory shows here. `huge` pages: "auto" (if the host has them),
+        "never", "require" (raises LimitExceededError if it has none). Raises LaneUnavailableError if the host gives processes no sealed
+        shared memory: memfd_create is forbidden, or the kernel is too old.
         """
 
     @property
     def page_bytes(self) -> int:
-        """Of most of its pages."""
+        """The size of most of its pages."""
 
     @property
     def address(self) -> int: ...
@@ -1495,7 +1501,7 @@ class Region:
     def nbytes(self) -> int: ...
 
     def fileno(self) -> int:
-        """The memfd, which stays the region's: for a look from another process."""
+        """The memfd, which the region owns: another process can map it."""
 
 class Elements:
     """
@@ -1518,33 +1524,33 @@ class PreparedPost:
 
     def start(self, id: bytes, timeout_ns: int, notification: bytes | None = None, wants_checksums: bool = False) -> None:
         """
-        Start one transfer, called `id`, 16 bytes never used before; it ends in TransferFinal and TransferDrained, at the latest when
-        `timeout_ns` have passed. `notification` goes to the peer once it is committed; `wants_checksums`: its bytes go with CRC-32Cs. Raises
+        Start one transfer `id` (16 bytes never used before). It ends in TransferFinal and TransferDrained, after `timeout_ns` at the
+        latest. `notification` goes to the peer once it is committed; `wants_checksums`: its bytes go with CRC-32Cs. Raises
         InvalidArgumentError, PeerGoneError, LimitExceededError, LaneUnavailableError.
         """
 
 class Core:
     """
     One agent's sockets, mappings and machines, on one native thread that needs no GIL. Every method is thread-safe. Times are
-    nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). What happened is told through `fileno()` and `drain()`.
+    nanoseconds of CLOCK_MONOTONIC (`time.monotonic_ns()`). Events come through `fileno()` and `drain()`.
     """
 
     def __init__(self, agent: AgentRef, limits: EndpointLimits, *, bind_host: str, bind_port: int, unix_path: str, ucx_library: str = '', ucx_tls: str = '', copy_threads: int = 0, progress: str = 'thread') -> None:
         """
         `bind_host` is a numeric address. `unix_path` empty: no Unix socket, so no peer can map our pools; its directory must be private (0700).
         `ucx_library`: path of libucp, loaded here; empty: no `ucx` lane. `ucx_tls`: its transports; empty: all but tcp. `copy_threads`: of
-        `mapped` and `cma`, 0: as processors are idle. `progress`: which threads run the event loop: "thread", the core's own alone; "caller",
-        also a thread that posts, drains or waits.
+        `mapped` and `cma`, 0: as many as processors are idle. `progress`: which threads run the event loop: "thread", only the core's own;
+        "caller", also a thread that posts, drains or waits.
         """
 
     def start(self) -> None:
         """
-        Listen and start the thread. Raises TransportError where a socket cannot be bound.
+        Listen and start the thread. Raises TransportError if a socket cannot be bound.
         """
 
     def close(self) -> None:
         """
-        Drop every session and join the thread. Idempotent; afterwards only `drain` and what merely looks may be called.
+        Drop every session and join the thread. Idempotent; afterwards only `drain` and reading methods may be called.
         """
 
     @property
@@ -1563,46 +1569,46 @@ class Core:
 
     def fileno(self) -> int:
         """
-        An eventfd, readable while `drain` has something to give. Valid as long as the object.
+        An eventfd, readable while `drain` has events. Valid as long as the object.
         """
 
     def drain(self) -> list[GrantEnded | TransferProgress | TransferGranted | TransferFinal | TransferDrained | OfferEnded | NotifReceived | NotifDelivered | NotifFailed | SessionUp | SessionRefused | CoreFailed]:
         """
-        What happened since the last call, in order; of a transfer's progress only the newest. Never blocks. With progress "caller", and where
-        there is nothing, the calling thread looks at the sockets first.
+        The events since the last call, in order; of a transfer's progress only the newest. Never blocks. With progress "caller", if there
+        are none, the calling thread polls the sockets first.
         """
 
     def wait(self, timeout_ns: int) -> bool:
         """
-        Wait until `drain` has more to give than progress, at most so long; returns whether it has anything. A signal may end it early. With
+        Wait up to `timeout_ns` until `drain` has events other than progress; returns whether it has any. A signal may end it early. With
         progress "caller" the calling thread runs the event loop meanwhile, and the core's own thread is not woken by sockets.
         """
 
     def add_pool(self, info: PoolInfo, region: Region, segments: Sequence[tuple[int, int, int]]) -> None:
         """
         Blocks in memory made by kvxfer. A segment is (offset, stride, length): block b has `length` bytes at `offset + b * stride`; the
-        lengths add up to `block_bytes`. Raises InvalidArgumentError where a block would leave the region.
+        lengths add up to `block_bytes`. Raises InvalidArgumentError if a block would leave the region.
         """
 
     def add_foreign_pool(self, info: PoolInfo, address: int, nbytes: int, owner: object | None, segments: Sequence[tuple[int, int, int]], device: int = -1) -> None:
         """
         Blocks in foreign memory; `owner` is kept alive until the pool is removed or the core closed. Never shareable. `device`: the
-        CUDA device that it lies on; -1: it is the host's. Raises LaneUnavailableError where that device cannot be used.
+        CUDA device that has it; -1: host memory. Raises LaneUnavailableError if that device cannot be used.
         """
 
     def set_digest(self, pool: int, digest: bytes) -> None:
         """
-        What the record of a pool is from now on: pulls from it, and by it, that are judged later are judged by this digest (32 bytes).
+        Change the digest (32 bytes) of a pool's record: later pulls from it, and by it, are judged by this one.
         """
 
     def remove_pool(self, pool: int) -> None:
         """
-        Raises BlocksBusy while a block is granted, reserved or quarantined. When it returns, the memory is not touched any more.
+        Raises BlocksBusyError while a block is granted, reserved or quarantined. When it returns, the core no longer uses the memory.
         """
 
     def add_region(self, info: RegionInfo, region: Region) -> None:
         """
-        Register memory made by kvxfer: from now on any proven peer may read and write it as `info` says. Raises InvalidArgumentError where
+        Register memory made by kvxfer: from now on any proven peer may read and write it as `info` says. Raises InvalidArgumentError if
         the id is or was taken, or the region is shorter than `info.bytes`.
         """
 
@@ -1614,19 +1620,19 @@ class Core:
 
     def remove_region(self, id: int) -> None:
         """
-        Ends every peer's read and write of it. Raises BlocksBusy while an own fetch may still write there. When it returns, the memory
-        is not touched any more.
+        Ends every peer's read and write of it. Raises BlocksBusyError while an own fetch may still write there. When it returns, the core
+        no longer uses the memory.
         """
 
     def prepare_fetch(self, peer: AgentRef, local: Elements, remote: Elements, lanes: Sequence[Lane]) -> PreparedPost:
         """
-        Reads of the peer's elements `remote` into own elements `local`, one for one, of equal lengths; nothing is checked before the start.
+        Reads the peer's elements `remote` into own elements `local`, one for one, of equal lengths; the start checks all of it.
         `lanes`: allowed, best first.
         """
 
     def prepare_push(self, peer: AgentRef, local: Elements, remote: Elements, lanes: Sequence[Lane]) -> PreparedPost:
         """
-        Have the peer read own elements `local` into its `remote`; else as `prepare_fetch`. Own elements must stay as they are until
+        Has the peer read own elements `local` into its `remote`; otherwise as `prepare_fetch`. Own elements must stay unchanged until
         TransferFinal, and their memory until TransferDrained.
         """
 
@@ -1647,16 +1653,16 @@ class Core:
 
     def set_peer(self, peer: AgentRef, key: bytes, *, tcp_host: str, tcp_port: int, unix_path: str) -> None:
         """
-        How to reach and to prove one incarnation of an agent. `key`: 32 bytes. `tcp_host` is a numeric address; `unix_path` is empty where the
-        peer is on another host. Called again, it replaces what was said.
+        The address and the key (32 bytes) of one incarnation of an agent. `tcp_host` is a numeric address; `unix_path` is empty if the peer is
+        on another host. A later call replaces them.
         """
 
     def peer_dead(self, peer: AgentRef) -> None: ...
 
     def grant(self, id: bytes, pool: int, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, reader: str, ttl_ns: int, ready_blocks: int = 0, content_digest: bytes = ...) -> None:
         """
-        `reader` is an agent id, or empty: the first authenticated reader that presents `id`. `content_digest`: 32 bytes that say what the blocks
-        hold; a reader that says otherwise is refused. Zero says nothing.
+        `reader` is an agent id, or empty: the first authenticated reader that presents `id`. `content_digest`: 32 bytes over the content
+        of the blocks; a reader with another digest is refused. Zero: not given.
         """
 
     def expect(self, id: bytes, *, reader: str) -> None:
@@ -1666,62 +1672,64 @@ class Core:
 
     def pulse(self, has_work: bool, took_in: bool) -> None:
         """
-        A heartbeat of the engine here, which is about to step, or has nothing to do. `took_in`: all is taken in that had reached it at
-        its last such pulse.
+        A heartbeat of the engine here, which is about to step, or has nothing to do. `took_in`: it has taken in all requests that had reached
+        it by its last such pulse.
         """
 
     def has_begun(self, id: bytes) -> bool:
         """Whether the reader of the grant `id` has asked for blocks of it."""
 
     def abort_grant(self, id: bytes) -> None:
-        """The grant `id` will never be made here: readers that wait for it get grant_revoked."""
+        """
+        The grant `id` will never be made here: readers that wait for it get grant_revoked.
+        """
 
     def ready(self, id: bytes, blocks: int, *, layers: int = 0, complete: bool = False) -> None:
         """
-        The first `blocks` blocks are written and stay as they are. Where their pool has checksums, takes the checksums of the new ones.
+        The first `blocks` blocks are written and stay unchanged. If their pool has checksums, computes those of the new ones.
         """
 
     def end_grant(self, id: bytes, event: GrantEvent, why: str = '') -> GrantState:
         """
-        `event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten. `why` is told to its reader.
+        `event` is REVOKE or RELEASE. When it returns, the grant's blocks may be overwritten. The reader gets `why`.
         """
 
     def bind_grant(self, id: bytes, reader: str) -> str:
         """
-        Let only the agent `reader` read it from now on (empty: leave it open), unless another was named, or came first. Returns which
-        agent alone may read it; empty: none yet, or none ever.
+        Let only the agent `reader` read it from now on (empty: leave it open), unless another was named, or came first. Returns the
+        only agent that may read it; empty: none yet, or never.
         """
 
     def grant_state(self, id: bytes) -> GrantState | None: ...
 
     def pull(self, id: bytes, source: AgentRef, pool: int, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, first: int = 0, lanes: Sequence[Lane], deadline_ns: int = 9223372036854775807, content_digest: bytes = ..., wants_checksums: bool = False, count: int = 0, granted_ns: int = 0, tells_granted: bool = False) -> None:
         """
-        Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The blocks are the core's until
-        TransferDrained is told. No blocks, and a `count`: wait for `reserve`. `deadline_ns`: by then the grant exists; `granted_ns`, where
-        not 0: how long the transfer may take from the moment in which it heard of its grant. `tells_granted`: TransferGranted is told also
-        where it has blocks.
+        Read grant positions `first`.. into own `blocks`, in order. `lanes`: allowed, best first. The core owns the blocks until
+        TransferDrained. No blocks, and a `count`: wait for `reserve`. `deadline_ns`: the grant must exist by then; `granted_ns`, if not 0: the
+        time limit of the transfer from the moment when it hears of its grant. `tells_granted`: also send TransferGranted to a pull that has
+        blocks.
         """
 
     def reserve(self, id: bytes, blocks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], *, first: int = 0) -> None:
         """
-        Give a pull that has no blocks its own, for grant positions `first`... Raises InvalidArgumentError where it is over or has some.
+        Give blocks to a pull that has none, for grant positions `first`... Raises InvalidArgumentError if it has ended or has blocks.
         """
 
     def unreserve(self, id: bytes) -> bool:
         """
-        Take the blocks of a pull back whose grant is not known to exist; it waits on without them. False: they are in use, or it is over.
+        Take back the blocks of a pull whose grant is not known to exist; it waits on without them. False: they are in use, or it has ended.
         """
 
     def cancel(self, id: bytes) -> None: ...
 
     def abort_pull(self, id: bytes, source: AgentRef) -> None:
         """
-        `id` will never be pulled from `source`: lets it know, where it can be reached.
+        `id` will never be pulled from `source`: tells the source, if it can be reached.
         """
 
     def transfer_state(self, id: bytes) -> TransferState | None:
         """
-        Of a pull, fetch or push, also for some time after its end; None where it is not known. Quick: for polling.
+        The state of a pull, fetch or push, also for some time after its end; None if it is unknown. Fast enough for polling.
         """
 
     def notify(self, to: AgentRef, payload: bytes) -> int:
@@ -1731,7 +1739,7 @@ class Core:
 
     def hold_notifications(self, bytes: int) -> None:
         """
-        How many bytes of the notifications that were taken still wait for the program: they count as those that wait here.
+        How many bytes of taken notifications the program has not fetched: they count as waiting here.
         """
 
     def counts(self) -> EndpointCounts: ...
@@ -1740,26 +1748,24 @@ class Core:
 
 def crc32c(buffer: object, value: int = 0) -> int:
     """
-    CRC-32C (Castagnoli, RFC 3720) of a contiguous buffer, going on from `value`, the checksum of what came before it.
+    CRC-32C (Castagnoli, RFC 3720) of a contiguous buffer, continuing from `value`, the checksum of the bytes before it.
     """
 
 def crc32c_methods() -> list[str]:
-    """
-    The ways to compute it on this CPU, the one in use first, `portable` last.
-    """
+    """The CRC32C methods of this CPU, the one in use first, `portable` last."""
 
 def crc32c_by(name: str, buffer: object, value: int = 0) -> int:
     """crc32c() by one of crc32c_methods(), to compare them."""
 
 def cma_obstacle(pid: int = 0) -> str:
     """
-    Why this process can read no other one of its user by the `cma` lane, or not be read, and what to do about it; empty: it can.
-    With a process id: why it cannot read that one.
+    Why this process can read no other process of its user by the `cma` lane, or not be read, and what to do about it; empty: it can.
+    With a process id: why it cannot read that process.
     """
 
 def cma_missing_calls() -> str:
     """
-    Why this process cannot make the system calls with which the `cma` lane reads (process_vm_readv, pidfd_open); empty: it can.
+    Why this process cannot make the system calls of the `cma` lane (process_vm_readv, pidfd_open); empty: it can.
     """
 
 class UcxProbe:
@@ -1771,17 +1777,17 @@ class UcxProbe:
 
     @property
     def version(self) -> str:
-        """Empty where it could not be loaded."""
+        """Empty if it could not be loaded."""
 
     @property
     def path(self) -> str:
         """
-        Of the library that is loaded, which is the first that this process asked for.
+        The path of the loaded library, which is the first that this process asked for.
         """
 
     @property
     def transports(self) -> list[str]:
-        """By UCX's names, as our context has them."""
+        """UCX's names of our context's transports."""
 
     @property
     def has_rdma(self) -> bool: ...
@@ -1792,5 +1798,5 @@ class UcxProbe:
 
 def probe_ucx(path: str, *, tls: str = '') -> UcxProbe:
     """
-    Loads the libucp at `path` into this process, for good, and asks it. `tls`: as UCX_TLS; empty is what a core takes by default.
+    Loads the libucp at `path` into this process, permanently, and queries it. `tls`: as UCX_TLS; empty: a core's default.
     """

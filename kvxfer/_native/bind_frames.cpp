@@ -49,7 +49,7 @@ void bind_ranges(nb::module_& m) {
       }, "Bytes of each element.");
   nb::class_<Extent>(m, "Extent", "Some blocks of a pool, or some elements of ranges, in order.")
       .def_ro("pool", &Extent::pool).def_ro("first", &Extent::first).def_ro("count", &Extent::count)
-      .def_prop_ro("blocks", &ids_of, "The block ids, or element ids, that are meant.")
+      .def_prop_ro("blocks", &ids_of, "The block ids, or element ids.")
       .def_prop_ro("ranges", [](const Extent& e) { return e.ranges ? std::optional(PyRanges{e.ranges}) : std::nullopt; });
   nb::class_<RegionInfo>(m, "RegionInfo", "An open-ended grant and offer of one registered region.")
       .def("__init__",
@@ -188,7 +188,7 @@ void bind_frames(nb::module_& m) {
 
   m.def("encode", [](const Frame& frame) { return to_bytes(encode(frame)); }, nb::arg("frame"), "The bytes of a frame, DATA's payload excluded.");
   m.def("kind_name", [](const Frame& frame) { return std::string(kind_name(frame)); }, nb::arg("frame"));
-  nb::class_<Decoder>(m, "Decoder", "Bytes in, in any cut; frames out, or ProtocolError once and for ever.")
+  nb::class_<Decoder>(m, "Decoder", "Takes bytes in any chunks; gives frames, or ProtocolError once and for ever.")
       .def(nb::init<>())
       .def("feed", [](Decoder& d, const nb::bytes& bytes) { d.feed(view(bytes)); }, nb::arg("data"))
       .def("next", &Decoder::next)

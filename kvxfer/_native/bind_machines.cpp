@@ -172,7 +172,7 @@ void bind_tables(nb::module_& m) {
       .def_rw("notification_queue_bytes_max", &EndpointLimits::notification_queue_bytes_max)
       .def_rw("notification_piece_bytes", &EndpointLimits::notification_piece_bytes)
       .def_rw("handshake_ns", &EndpointLimits::handshake_ns).def_rw("stripes", &EndpointLimits::stripes)
-      .def_rw("lanes", &EndpointLimits::lanes, "What this agent reads by and serves: bit `1 << lane` each.");
+      .def_rw("lanes", &EndpointLimits::lanes, "The lanes that this agent reads by and serves: bit `1 << lane` for each.");
   nb::class_<GrantCounts>(m, "GrantCounts").def_ro("alive", &GrantCounts::alive).def_ro("waiting_pulls", &GrantCounts::waiting_pulls)
       .def_ro("expected", &GrantCounts::expected).def_ro("unread", &GrantCounts::unread).def_ro("unread_blocks", &GrantCounts::unread_blocks)
       .def_ro("released", &GrantCounts::released).def_ro("expired", &GrantCounts::expired).def_ro("revoked", &GrantCounts::revoked)
@@ -329,7 +329,7 @@ void bind_endpoint(nb::module_& m) {
            nb::arg("nonce_seed"), nb::arg("now_ns"), nb::arg("content_digest") = Bytes32{}, nb::arg("wants_checksums") = false, nb::arg("count") = 0,
            nb::arg("granted_ns") = 0, nb::arg("tells_granted") = false)
       .def("becoming_ready", &Endpoint::becoming_ready, nb::arg("id"), nb::arg("blocks"),
-           "The pool, and the blocks that `ready(id, blocks)` would newly announce, where the owner is to bring their CRC-32Cs.")
+           "The pool, and the blocks that `ready(id, blocks)` would newly announce, if the owner must supply their CRC-32Cs.")
       .def("accept_bearer_key", &Endpoint::accept_bearer_key, nb::arg("key"))
       .def("accept_derived_keys", &Endpoint::accept_derived_keys, nb::arg("cluster_secret"))
       .def("is_connected", &Endpoint::is_connected, nb::arg("peer"))
@@ -346,7 +346,7 @@ void bind_endpoint(nb::module_& m) {
                return true;
              });
            },
-           nb::arg("region"), nb::arg("now_ns"), "True: it is gone. False: busy; call again once what lands there has drained.")
+           nb::arg("region"), nb::arg("now_ns"), "True: it is removed. False: busy; call again once reads into it have drained.")
       .def("fetch", &post<&Endpoint::fetch>, nb::arg("id"), nb::arg("peer"), nb::arg("local"), nb::arg("local_ids"), nb::arg("remote"),
            nb::arg("remote_ids"), nb::arg("lanes"), nb::arg("deadline_ns"), nb::arg("nonce_seed"), nb::arg("now_ns"),
            nb::arg("notification") = nb::none(), nb::arg("wants_checksums") = false)

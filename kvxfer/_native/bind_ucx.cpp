@@ -38,9 +38,9 @@ UcxProbe probe_ucx(const std::string& path, const std::string& tls) {
 void bind_ucx(nb::module_& m) {
   nb::class_<UcxProbe>(m, "UcxProbe", "What a UCX library can do on this host.")
       .def_ro("obstacle", &UcxProbe::obstacle, "Why it cannot be used; empty: it can.")
-      .def_ro("version", &UcxProbe::version, "Empty where it could not be loaded.")
-      .def_ro("path", &UcxProbe::path, "Of the library that is loaded, which is the first that this process asked for.")
-      .def_ro("transports", &UcxProbe::transports, "By UCX's names, as our context has them.")
+      .def_ro("version", &UcxProbe::version, "Empty if it could not be loaded.")
+      .def_ro("path", &UcxProbe::path, "The path of the loaded library, which is the first that this process asked for.")
+      .def_ro("transports", &UcxProbe::transports, "UCX's names of our context's transports.")
       .def_ro("has_rdma", &UcxProbe::has_rdma)
       .def_ro("has_cuda", &UcxProbe::has_cuda, "It recognises device memory.");
   m.def("probe_ucx",
@@ -49,7 +49,7 @@ void bind_ucx(nb::module_& m) {
           return probe_ucx(path, tls);
         },
         nb::arg("path"), nb::kw_only(), nb::arg("tls") = "",
-        "Loads the libucp at `path` into this process, for good, and asks it. `tls`: as UCX_TLS; empty is what a core takes by default.");
+        "Loads the libucp at `path` into this process, permanently, and queries it. `tls`: as UCX_TLS; empty: a core's default.");
 }
 
 }  // namespace kvxfer
