@@ -1,6 +1,7 @@
-// A whole core without its thread: the IO loop, its connections and its reads, between a peer's sockets and an owner's memory.
-// The input is a program: peers connect, prove themselves and say anything, with descriptors or without; the owner grants,
-// pulls and pushes. Whatever comes, the loop does not fail, no byte of memory changes without a permission to write it, and it ends.
+// A whole core without its thread: the event loop, its connections and its reads, between a peer's sockets and an owner's memory.
+// The input is a program: peers connect, prove themselves and send anything, with descriptors or without; the owner grants, pulls
+// and pushes. Whatever the input, the loop does not fail, no byte of memory changes without a permission to write it, and the loop
+// ends.
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -23,12 +24,12 @@ namespace {
 static_assert(kNoChecksumOfWire == kNoChecksum);
 constexpr size_t kLinesMax = 4;
 constexpr uint8_t kUntouched = 0x5a;
-constexpr uint32_t kReadOnly = kRegionFirst + 2;  // the one region that nothing is written into
+constexpr uint32_t kReadOnly = kRegionFirst + 2;  // no peer may write into this region
 const AgentRef kSelf{"self", 1, filled<16>(9)};
 const AgentRef kAgents[] = {{"a", 1, filled<16>(1)}, {"b", 1, filled<16>(2)}};
 const Bytes32 kKey = filled<32>('k');
 
-// Of the process: made once, taken away at its end.
+// Of the process: made once, removed at its end.
 struct Outside {
   Outside() {
     std::signal(SIGPIPE, SIG_IGN);
@@ -180,7 +181,7 @@ class ConnectionWorld {
     connections_.push_back({std::move(fd), peer, Handshake(peer, filled<32>(2))});
   }
 
-  // What came, and the answer where it is a HELLO.
+  // Handles received frames, and answers a HELLO.
   void hear(SocketConnection& connection) {
     char buffer[16384];
     for (ssize_t got; (got = ::recv(connection.fd.get(), buffer, sizeof buffer, MSG_DONTWAIT)) > 0;) {
@@ -215,7 +216,7 @@ class ConnectionWorld {
   void say(const std::string& wire) {
     if (SocketConnection* connection = some_connection()) send(*connection, wire);
   }
-  // What the core may take these bytes for is in the model before the core gets them.
+  // The model hears of these bytes before the core gets them.
   void note(SocketConnection& connection, const std::string& wire) {
     try {
       connection.said.feed(wire);
@@ -248,10 +249,10 @@ class ConnectionWorld {
       header->cmsg_len = CMSG_LEN(sizeof descriptor);
       std::memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
     }
-    if (::sendmsg(connection.fd.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) return;  // it has hung up on us, or listens no more
+    if (::sendmsg(connection.fd.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) return;  // the core has hung up, or stopped reading
   }
 
-  // Memory of a peer that is really there: where it says so, or a little beside.
+  // Memory of a peer that really exists: at the claimed address, or near it.
   void map() {
     SocketConnection* const connection = some_connection();
     if (connection == nullptr) return;
@@ -329,7 +330,7 @@ class ConnectionWorld {
 
   Input& in_;
   const EndpointLimits limits_;
-  // Own memory, as long as what has it registered and no longer: a byte past it is found out.
+  // Own memory, exactly as long as it is registered: an access past it is detected.
   std::vector<uint8_t> pool_ = std::vector<uint8_t>(kBlockCount * kBlockBytes, kUntouched);
   std::vector<uint8_t> regions_[kRegionCount];
   SharedEndpoint shared_;

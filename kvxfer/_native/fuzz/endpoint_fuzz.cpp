@@ -1,6 +1,6 @@
-// One endpoint among peers that say anything at any moment, and an owner that does anything too. The input is a program: which side
-// connects and proves what, which frames and which raw bytes come, what the owner asks, when time passes and what of the
-// shell's work ends how. Whatever happens, no call throws but as it says, and the rules of endpoint_shell.hpp hold.
+// One endpoint among peers that send anything at any moment, and an owner that calls anything. The input is a program: which side
+// connects and proves what, which frames and raw bytes come, what the owner calls, when time passes and how the shell's work ends.
+// Whatever the input, calls throw only what they document, and the rules of endpoint_shell.hpp hold.
 #include "endpoint_shell.hpp"
 
 using namespace kvxfer;
@@ -49,7 +49,7 @@ class EndpointWorld : public Shell {
   }
 
  private:
-  // --- lines ---
+  // --- connections ---
 
   void forget_closed() {
     connections_.erase(std::remove_if(connections_.begin(), connections_.end(), [](const PeerConnection& connection) { return !connection.is_open; }), connections_.end());
@@ -84,7 +84,7 @@ class EndpointWorld : public Shell {
     add(PeerConnection{session, dial.peer, Handshake(dial.peer, filled<32>(2)), &key, key == key_of(dial.peer)}, out);
     if (PeerConnection* connection = find(session)) shake_hands(*connection);
   }
-  // The peer's answer to the last HELLO, by the key that it has. One that finds our proof wrong goes on all the same.
+  // The peer's answer to the last HELLO, with its key. A peer that finds our proof wrong goes on all the same.
   void shake_hands(PeerConnection& connection) {
     if (!connection.heard) return;
     Hello answer{HelloStep::Prove, connection.peer, kSelf, {}, filled<32>(5)};
@@ -98,7 +98,7 @@ class EndpointWorld : public Shell {
     deliver(connection, encode(answer));
   }
 
-  // --- what a peer says ---
+  // --- frames of a peer ---
 
   void answer() {
     const std::optional<FrameMaker::Answer> answer = maker_.answer(in_);
@@ -109,7 +109,7 @@ class EndpointWorld : public Shell {
     if (PeerConnection* connection = some_connection()) deliver(*connection, wire);
   }
 
-  // --- what the owner does ---
+  // --- calls of the owner ---
 
   void own_act() {
     const TransferId id = maker_.own_id(in_);
@@ -214,7 +214,7 @@ class EndpointWorld : public Shell {
     });
   }
 
-  // --- what the shell did ---
+  // --- results of the shell ---
 
   void shell_act() {
     switch (in_.below(4)) {

@@ -1,6 +1,6 @@
-// One endpoint and its shell: performs what the endpoint asks for as far as a test can, and looks at each effect. What is
-// asked of the shell lies inside the owner's memory, each end is told once, nothing is confirmed that has ended, and nothing is
-// left when everybody is gone.
+// One endpoint and its shell: performs the endpoint's effects as far as a test can, and checks each. An effect must lie inside the
+// owner's memory, each end is reported once, nothing that has ended is confirmed, and nothing is left when all peers and the owner
+// are gone.
 #pragma once
 
 #include <deque>
@@ -27,7 +27,7 @@ class Shell {
     if (has_bearers) endpoint_.accept_bearer_key(kKeys[2]);
   }
 
-  // Everybody leaves, and after the longest that anything may last nothing is there any more.
+  // All peers and the owner leave; after the longest time limit nothing is left.
   void wind_down() {
     for (PeerConnection& connection : connections_) close(connection);
     stop_reads([](const TransferId&) { return true; });
@@ -154,18 +154,18 @@ class Shell {
     check(connection != nullptr && connection->has_right_key && e.peer == connection->peer, "a session is up without a proof");
   }
   template <class T>
-  void perform(const T&) {}  // the owner's
+  void perform(const T&) {}  // for the owner
 
   void posted(const TransferId& id, const AgentRef& peer) {
     model_.posted(id);
     peers_[id] = peer;
   }
-  // What the owner asked of one incarnation is asked of no other. A peer's own pushes are not the owner's.
+  // A request of the owner for one incarnation must not reach another. A peer's own pushes are not the owner's requests.
   void check_peer(const PeerConnection& connection, const TransferId& id) const {
     if (endpoint_.transfer_state(id)) check(peers_.at(id) == connection.peer, "a transfer is taken to another peer than it names");
   }
 
-  // Inside own memory; returns the bytes.
+  // Checks that it lies inside own memory; returns the bytes.
   uint64_t check_own(const Extent& extent) {
     uint64_t bytes = 0;
     check(extent.count != 0 && uint64_t{extent.first} + extent.count <= extent.ids->size(), "an extent past its list");
@@ -182,7 +182,7 @@ class Shell {
     return bytes;
   }
 
-  // --- lines ---
+  // --- connections ---
 
   PeerConnection* find(SessionId session) {
     for (PeerConnection& connection : connections_) {
@@ -190,7 +190,7 @@ class Shell {
     }
     return nullptr;
   }
-  // The effects of its beginning are performed once it is among the lines.
+  // The effects of its start are performed once it is in connections_.
   void add(PeerConnection connection, Effects& out) {
     connections_.push_back(std::move(connection));
     perform(out);
@@ -212,7 +212,7 @@ class Shell {
     call([&](Effects& out) { endpoint_.dial_failed(dial.peer, dial.kind, code, "no", now_, out); });
   }
 
-  // As a connection does it, which ends with the first error.
+  // As a real connection: stops at the first error.
   void deliver(PeerConnection& connection, const std::string& wire) {
     try {
       connection.decoder.feed(wire);
@@ -227,7 +227,7 @@ class Shell {
         const std::optional<Frame> frame = connection.decoder.next();
         if (!frame) return;
         model_.heard(*frame);
-        is_asked_ = std::holds_alternative<Confirm>(*frame);  // of his own accord: what he has not got yet is his affair
+        is_asked_ = std::holds_alternative<Confirm>(*frame);  // a question of its own; it may lack bytes
         call([&](Effects& out) { endpoint_.on_frame(connection.session, *frame, now_, out); });
         is_asked_ = false;
         const auto* data = std::get_if<Data>(&*frame);
@@ -246,7 +246,7 @@ class Shell {
 
   // --- memory and time ---
 
-  // An id is never that of another region again: the machine must say so.
+  // A region's id is never reused: the machine must refuse that.
   void add_region(uint32_t i) {
     const RegionInfo info{kRegionFirst + i, kRegionBytes, i != 1, i != 2, i == 0, i != 3};
     if (try_call([&](Effects&) { endpoint_.add_region(info); })) {
@@ -281,7 +281,7 @@ class Shell {
 
   void pass(Nanos by) {
     now_ += std::clamp<Nanos>(by, 0, 3'600'000 * kMillisecond);
-    // What it asked for and got (a session that came up, a read that ended) may make something due at once, but not for ever.
+    // Its own results (a session that came up, a read that ended) may make something due at once, but not for ever.
     for (int round = 0; round == 0 || (round < kTicksMax && endpoint_.next_deadline() <= now_); ++round) {
       call([&](Effects& out) { endpoint_.tick(now_, out); });
     }
@@ -295,8 +295,8 @@ class Shell {
   std::deque<Dial> dials_;
   std::deque<SendData> sends_;
   std::deque<ReadBlocks> reads_;
-  std::deque<TransferId> over_;   // final: what still fills their blocks is to be stopped
-  std::deque<Incoming> cut_;      // payloads of lines that are gone
+  std::deque<TransferId> over_;   // final: reads into their blocks are to be stopped
+  std::deque<Incoming> cut_;      // payloads of connections that are gone
   std::set<uint32_t> regions_, regions_ever_;
   bool has_bearers_ = false, is_asked_ = false;
   OwnerModel model_;

@@ -1,5 +1,4 @@
-// Frames as a peer might send them that knows the protocol and keeps to none of it: each field is what would be right, or near
-// it, or anything.
+// Frames of a peer that knows the protocol and does not keep to it: each field is right, or nearly right, or anything.
 #pragma once
 
 #include <deque>
@@ -11,7 +10,7 @@
 
 namespace kvxfer::fuzz {
 
-// What both sides of a target speak of.
+// Ids that both sides of a target use.
 constexpr uint32_t kPool = 1, kRegionFirst = 10, kRegionCount = 4;
 constexpr uint32_t kBlockCount = 8;
 constexpr uint64_t kBlockBytes = 48, kRegionBytes = 512;
@@ -26,7 +25,7 @@ class FrameMaker {
     for (uint8_t i = 1; i <= kOwnIds; ++i) ids_.push_back(TransferId{filled<16>(i)});
   }
 
-  // What the other side said on line `by`, so that answers can be right.
+  // What the other side sent on connection `by`, so that answers can be right.
   void heard(const Frame& frame, uint64_t by) {
     if (const auto* pull = std::get_if<Pull>(&frame)) ask({by, *pull});
     if (const auto* fetch = std::get_if<Fetch>(&frame)) {
@@ -49,7 +48,7 @@ class FrameMaker {
     Frame frame;
     uint64_t by;
   };
-  // What an honest peer would say next to the last question, or the one before; nothing where none was asked.
+  // An honest peer's answer to the last question, or the one before; nothing if there was none.
   std::optional<Answer> answer(Input& in) {
     if (questions_.empty()) return std::nullopt;
     if (questions_.size() > 1 && in.below(4) == 0) questions_.pop_back();
@@ -64,7 +63,7 @@ class FrameMaker {
     return Answer{answer(in, question), by};
   }
 
-  // DATA of no more than a little is followed by as many bytes, with unknown checksums; sometimes by others.
+  // A small DATA frame is followed by its payload, with unknown checksums or with others.
   static std::string with_payload(const Frame& frame, Input& in) {
     std::string wire = encode(frame);
     const auto* data = std::get_if<Data>(&frame);
@@ -77,7 +76,7 @@ class FrameMaker {
   }
 
   TransferId id(Input& in) { return in.pick(ids_); }
-  // Of the owner's choice: they differ in more than the last byte, which is another on each lane of a push.
+  // Ids of the owner's choice: they differ in more than the last byte, which differs by lane of a push.
   TransferId own_id(Input& in) { return ids_[in.below(kOwnIds)]; }
 
   Frame make(Input& in) {
@@ -150,7 +149,7 @@ class FrameMaker {
   static Lane lane(Input& in) { return static_cast<Lane>(1 + in.below(kLaneMax)); }
   static Code code(Input& in) { return in.flag() ? Code::ok : static_cast<Code>(in.below(kCodeCount)); }
 
-  // Of the elements that `list` names; most of it inside some region.
+  // An element list; most of it inside some region.
   static WireList list(Input& in) {
     WireList wire;
     wire.rows.resize(1 + in.below(3));
@@ -194,7 +193,7 @@ class FrameMaker {
   struct Question {
     uint64_t by;
     Pull pull;
-    Frame frame = Release{};  // where it is no pull
+    Frame frame = Release{};  // for a frame without a pull
     uint32_t step = 0, done = 0;
   };
   void ask(Question question) {
@@ -204,7 +203,7 @@ class FrameMaker {
     nonces_[pull.id] = pull.nonce;
     questions_.push_back(std::move(question));
   }
-  // READY, the blocks or elements, and the verdict; on one-sided lanes that is asked for.
+  // READY, the blocks or elements, and the verdict; on one-sided lanes the verdict answers a question.
   Frame answer(Input& in, Question& question) {
     const Pull& pull = question.pull;
     const uint32_t end = pull.first + pull.count;
@@ -221,7 +220,7 @@ class FrameMaker {
     const uint64_t bytes = bytes_of(pull.id, pull.first + first, count) + (pull.wants_checksums ? 4 * count : 0);
     return Data{pull.id, pull.attempt, pull.first + first, count, true, pull.wants_checksums, is_zero_copy, bytes};
   }
-  // The destination pulls what it was asked to, and says that it is done.
+  // The destination pulls as asked, and reports its end.
   Frame answer(const Push& push, uint32_t step) {
     uint32_t count = 0;
     for (const StridedRange& range : push.from.rows) count += range.count;

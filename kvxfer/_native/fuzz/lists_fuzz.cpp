@@ -1,5 +1,5 @@
-// Lists of ranges that a peer names, against what they mean when each element is written down: which lists are refused, how many
-// elements of how many bytes they have and where, and whether elements lie inside the regions that they are said to be of.
+// Lists of ranges from a peer, compared with a list of their single elements: which lists are refused, how many elements they have,
+// of how many bytes and where, and whether elements lie inside their regions.
 #include <set>
 
 #include "input.hpp"
@@ -68,7 +68,7 @@ Element element_of(const ElementList& list, uint32_t i) {
   return {range.region, range.offset + range.stride * (element - list.ranges->first_of(at)), list.ranges->bytes_of(element)};
 }
 
-// Throws nothing but what a peer would be told.
+// Throws only errors that a peer would get.
 template <class F>
 bool is_accepted(Code code, F&& act) {
   try {

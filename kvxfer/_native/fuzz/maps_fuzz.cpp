@@ -1,5 +1,5 @@
-// What a peer says of its memory (MAP), and what it then has us read there: no position of a read leaves what the MAP gave or
-// what the read fills, whatever segments, blocks and elements the peer names; and the keys of lane `ucx`.
+// A peer's description of its memory (MAP), and reads from it: no position of a read leaves the MAP's memory or the memory to fill,
+// whatever segments, blocks and elements the peer names; and the keys of lane `ucx`.
 #include <map>
 
 #include "frame_maker.hpp"
@@ -14,9 +14,9 @@ namespace {
 
 constexpr uint64_t kTargetBytes = 4096;
 constexpr uint64_t kSourceMax = 1ull << 40;
-uint8_t* const kBase = reinterpret_cast<uint8_t*>(1ull << 44);  // where sources seem to lie: nothing there is touched
+uint8_t* const kBase = reinterpret_cast<uint8_t*>(1ull << 44);  // where sources seem to lie; never touched
 
-// What a lane that maps makes of a MAP, without the mapping.
+// The result of a MAP on a mapping lane, without the mapping.
 class Place final : public RemoteMemory {
  public:
   explicit Place(const Map& map) : RemoteMemory(map) {
@@ -28,7 +28,7 @@ class Place final : public RemoteMemory {
   std::unique_ptr<ReadJob> open(ReadBlocks read, RemotePlace from, OwnMemory to) const override;
 };
 
-// Reads nothing, but goes where a read goes; fills all that it would fill.
+// Visits every position of a read without reading; fills all bytes that the read would fill.
 class Walk final : public ReadJob {
  public:
   Walk(ReadBlocks read, RemotePlace from, OwnMemory to) : ReadJob(std::move(read), std::move(from), std::move(to)), walk_(walk_source(), walk_target()) {}
@@ -75,7 +75,7 @@ Map over_the_wire(const Map& map) {
   return std::get<Map>(decoder.next().value());
 }
 
-// Own memory that a read fills: blocks, cut as the input says, or regions of kRegionBytes.
+// Own memory that a read fills: blocks, cut by the input, or regions of kRegionBytes.
 struct Target {
   explicit Target(Input& in) {
     layout.base = bytes.data();
