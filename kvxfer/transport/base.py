@@ -1,10 +1,9 @@
-"""The seam between an agent and whatever moves its bytes: what a transport is asked, and what it reports.
+"""The interface between an agent and its transport: the calls of a transport, and its events.
 
-It decides the words of that conversation and nothing else; it must never know sockets, asyncio or a coordinator. A
-transport owns the machines of one agent (sessions, grants, transfers, notifications) and performs what they ask for.
-It is thread-safe; its calls return at once, and what happens later comes out of :meth:`Transport.drain` as the
-machines' own events, in order. A program waits for them in :meth:`Transport.wait`, or for :meth:`Transport.fileno` to
-become readable.
+It decides that interface and nothing else; it must never know sockets, asyncio or a coordinator. A transport owns the
+machines of one agent (sessions, grants, transfers, notifications) and performs their effects. It is thread-safe; its
+calls return at once, and later results come out of :meth:`Transport.drain` as the machines' own events, in order. A
+program waits for them in :meth:`Transport.wait`, or for :meth:`Transport.fileno` to become readable.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from kvxfer.types import (
 Blocks: TypeAlias = npt.NDArray[np.uint32]
 
 NO_CONTENT_DIGEST = bytes(32)
-"""A content digest that says nothing."""
+"""The content digest that means: not given."""
 
 Event: TypeAlias = (
     _core.GrantEnded
@@ -67,23 +66,23 @@ SEGMENTS_MAX = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """A part of the host's or of a device's memory, and what keeps it there."""
+    """A part of the host's or of a device's memory, and the object that keeps it alive."""
 
     address: int
     length_bytes: int
     owner: object = dataclasses.field(repr=False)
     """Held as long as the region: the tensor, array or mapping that the address belongs to."""
     shared: _core.Region | None = None
-    """The memory file behind it, where kvxfer allocated it so that readers may map it."""
+    """The memory file behind it, if kvxfer allocated it so that readers may map it."""
     is_allocated: bool = dataclasses.field(default=False, kw_only=True)
     """Whether kvxfer made the memory; ``owner`` is a uint8 array over it then."""
     memory: MemoryKind = MemoryKind.HOST
     device: int = 0
-    """Which of its kind, as this process numbers them."""
+    """The number of the device, as this process numbers them."""
 
 
 class PostOrder(NamedTuple):
-    """What the transfers of one part of a post have in common, however often it is started."""
+    """The fixed arguments of all transfers of one part of a post."""
 
     peer: AgentRef
     local: _core.Elements
@@ -109,7 +108,7 @@ class StartPost(Protocol):
 class Transport(Protocol):
     """The machines of one incarnation of one agent, with a wire under them. All methods may be called from any thread.
 
-    After :meth:`close` every call raises ClosedError, but :meth:`close` itself, :meth:`drain` and :meth:`fileno`.
+    After :meth:`close` every call raises ClosedError, except :meth:`close` itself, :meth:`drain` and :meth:`fileno`.
     """
 
     @property
@@ -195,10 +194,10 @@ class Transport(Protocol):
     ) -> None:
         """Promise ``blocks`` to the agent ``reader`` (empty: the first to ask).
 
-        ``content_digest``: 32 bytes that say what the blocks hold; a reader that says otherwise is refused.
+        ``content_digest``: 32 bytes over the content of the blocks; a reader with another digest is refused.
 
-        Raises InvalidArgumentError, BlocksBusyError, LimitExceededError, GrantReleasedError (the reader gave up
-        before).
+        Raises InvalidArgumentError, BlocksBusyError, LimitExceededError, GrantReleasedError (the reader
+        aborted before).
         """
         ...
 
@@ -208,16 +207,16 @@ class Transport(Protocol):
 
     def expect(self, transfer_id: TransferId, *, reader: str) -> None:
         """The engine here accepted the prompt of this id, for the agent ``reader`` (empty: the first to ask): pulls
-        that come before its grant are told so. Ends by :meth:`grant` or :meth:`abort_grant`.
+        that come before its grant get QUEUED. Ends by :meth:`grant` or :meth:`abort_grant`.
 
-        Raises InvalidArgumentError (an id used before), LimitExceededError, GrantReleasedError (the reader gave up
-        before).
+        Raises InvalidArgumentError (an id used before), LimitExceededError, GrantReleasedError (the reader
+        aborted before).
         """
         ...
 
     def pulse(self, *, has_work: bool, took_in: bool = True) -> None:
-        """A heartbeat of the engine here, which is about to step, or has nothing to do. ``took_in``: all is taken in
-        that had reached it at its last such pulse."""
+        """A heartbeat of the engine here, which is about to step, or has nothing to do. ``took_in``: it has taken
+        in all requests that had reached it by its last such pulse."""
         ...
 
     def has_begun(self, transfer_id: TransferId) -> bool:
@@ -225,12 +224,12 @@ class Transport(Protocol):
         ...
 
     def abort_grant(self, transfer_id: TransferId) -> None:
-        """The grant will never be made: readers that wait for it, or ask later, are told so. Raises
+        """The grant will never be made: readers that wait for it, or ask later, get GrantRevokedError. Raises
         InvalidArgumentError."""
         ...
 
     def revoke_grant(self, transfer_id: TransferId, why: str = "") -> GrantState:
-        """End a grant; once this returns the blocks may be overwritten. Its reader is told ``why``, cut to 512 bytes.
+        """End a grant; once this returns the blocks may be overwritten. Its reader gets ``why``, cut to 512 bytes.
         Returns the state it ended in.
 
         Raises GrantUnknownError.
@@ -243,7 +242,7 @@ class Transport(Protocol):
 
     def bind_grant(self, transfer_id: TransferId, reader: str) -> str:
         """Let only the agent ``reader`` read it from now on (empty: leave it open), unless another was named, or came
-        first. Returns the agent that alone may read it; empty: none yet, or none ever. Raises GrantUnknownError.
+        first. Returns the only agent that may read it; empty: none yet, or never. Raises GrantUnknownError.
         """
         ...
 
@@ -267,13 +266,13 @@ class Transport(Protocol):
         content_digest: bytes = NO_CONTENT_DIGEST,
         wants_checksums: bool = False,
     ) -> None:
-        """Start to fill ``blocks`` from the grant's positions ``first...``; they are the transport's until
-        TransferDrained. ``content_digest`` as in :meth:`grant`. ``wants_checksums``: CRC-32Cs are checked where the
-        source can give them.
+        """Start to fill ``blocks`` from the grant's positions ``first...``; the transport owns them until
+        TransferDrained. ``content_digest`` as in :meth:`grant`. ``wants_checksums``: CRC-32Cs are checked if the
+        source has them.
 
-        No blocks and a ``count``: ask whether the grant exists. TransferGranted says so (with ``tells_granted`` of a
-        pull that has blocks too), and :meth:`reserve` gives it its blocks. ``deadline_s`` bounds everything; with
-        ``granted_s`` it bounds the wait for the grant, and ``granted_s`` the transfer from the moment in which it heard
+        No blocks and a ``count``: ask whether the grant exists. TransferGranted answers (with ``tells_granted`` also
+        for a pull that has blocks), and :meth:`reserve` gives it its blocks. ``deadline_s`` bounds everything; with
+        ``granted_s`` it bounds the wait for the grant, and ``granted_s`` the transfer from the moment when it hears
         of its grant.
 
         Raises InvalidArgumentError, BlocksBusyError, LimitExceededError, PeerGoneError (that incarnation is not known).
@@ -281,27 +280,27 @@ class Transport(Protocol):
         ...
 
     def reserve(self, transfer_id: TransferId, blocks: Blocks, *, first: int) -> None:
-        """Give a pull that has no blocks its own, for the grant's positions ``first...``. Raises InvalidArgumentError
-        where it is over or has some, BlocksBusyError."""
+        """Give blocks to a pull that has none, for the grant's positions ``first...``. Raises InvalidArgumentError
+        if it has ended or has blocks, BlocksBusyError."""
         ...
 
     def unreserve(self, transfer_id: TransferId) -> bool:
-        """Take the blocks of a pull back whose grant is not known to exist: it waits on without them. False, and
-        nothing changed: they are in use, or it is over."""
+        """Take back the blocks of a pull whose grant is not known to exist: it waits on without them. False, and
+        nothing changed: they are in use, or it has ended."""
         ...
 
     def prepare_fetch(self, order: PostOrder) -> StartPost:
-        """How the peer's elements are read into ours, one by one of equal length. Checks nothing: its start does."""
+        """Prepare reads of the peer's elements into ours, one by one of equal length. The start checks them."""
         ...
 
     def prepare_push(self, order: PostOrder) -> StartPost:
-        """How the peer's core is made to read our elements into its own; otherwise as :meth:`prepare_fetch`.
-        TransferDrained comes once nothing of our memory can be under way any more.
+        """Prepare a push: the peer's core reads our elements into its own; otherwise as :meth:`prepare_fetch`.
+        TransferDrained comes once no byte of our memory can be in transit any more.
         """
         ...
 
     def cancel(self, transfer_id: TransferId) -> None:
-        """End a pull, a fetch or a push, if it is not over; TransferFinal and TransferDrained follow."""
+        """End a pull, a fetch or a push, unless it has ended; TransferFinal and TransferDrained follow."""
         ...
 
     def abort_pull(self, transfer_id: TransferId, source: AgentRef) -> None:
@@ -317,7 +316,7 @@ class Transport(Protocol):
         ...
 
     def counts(self) -> _core.EndpointCounts:
-        """What the machines hold now, and how many grants and verdicts there were so far."""
+        """The machines' current objects, and the grants and verdicts so far."""
         ...
 
     def close(self) -> None:
@@ -326,8 +325,8 @@ class Transport(Protocol):
 
 
 class Binding(Protocol):
-    """A transport that has an address and no name yet: peers are told the address, and only then does the coordinator
-    give the agent its incarnation. Peers that connect meanwhile wait.
+    """A transport with an address and no incarnation yet: the address is published first, and only then does the
+    coordinator give the agent its incarnation. Peers that connect meanwhile wait.
     """
 
     @property
@@ -343,7 +342,7 @@ class Binding(Protocol):
 
 
 def as_content_digest(content_digest: bytes | None) -> bytes:
-    """32 bytes that say what blocks hold; ``None`` says nothing. Raises InvalidArgumentError for another length."""
+    """A content digest of 32 bytes; ``None``: not given. Raises InvalidArgumentError for another length."""
     if content_digest is None:
         return NO_CONTENT_DIGEST
     if not isinstance(content_digest, bytes) or len(content_digest) != len(NO_CONTENT_DIGEST):
@@ -352,7 +351,7 @@ def as_content_digest(content_digest: bytes | None) -> bytes:
 
 
 def as_nanoseconds(name: str, duration_s: float) -> int:
-    """A duration as the machines take it; raises InvalidArgumentError for one that is no time to wait for."""
+    """A duration in the machines' unit. Raises InvalidArgumentError for one that is no finite time."""
     if not abs(duration_s) <= DURATION_MAX_S:
         raise InvalidArgumentError(f"{name} must be at most {DURATION_MAX_S:g}, not {duration_s}")
     return round(duration_s * NS_PER_S)
@@ -361,9 +360,9 @@ def as_nanoseconds(name: str, duration_s: float) -> int:
 def allocate_region(length_bytes: int) -> Region:
     """Zeroed memory, all of it resident, that readers on this host may map, and only this process can change.
 
-    Where the host forbids shared memory it is private: lane ``mapped`` cannot carry it, and a warning says so.
-    ``owner`` is a uint8 array over it. Raises InvalidArgumentError, and LimitExceededError where the host has not so
-    much.
+    If the host forbids shared memory it is private: lane ``mapped`` cannot carry it, and a warning says so.
+    ``owner`` is a uint8 array over it. Raises InvalidArgumentError, and LimitExceededError if the host has too
+    little.
     """
     try:
         shared = _core.Region(length_bytes)

@@ -26,7 +26,7 @@ from kvxfer.transport.transfers import TransferTable
 from kvxfer.types import Lane, TransferId, TransferState
 
 SLEEP_S = 50e-3
-"""Of one wait, so that signals are seen to."""
+"""The longest single wait, so that signal handlers run."""
 BRIEF_S = 100e-6
 BRIEF_BYTES = 64 << 10
 """How long, and for how small a batch, an event loop waits in place instead of sleeping."""
@@ -34,8 +34,9 @@ BRIEF_BYTES = 64 << 10
 
 @dataclasses.dataclass(frozen=True)
 class BatchStatistics:
-    """One batch in numbers. ``post_us``: the call that started it; ``transfer_us``: from that call's begin until it was
-    final here (until now, while it is not). ``seconds``: of its slowest transfer, by phase as in TransferResult."""
+    """One batch in numbers. ``post_us``: the call that started it; ``transfer_us``: from the start of that call until
+    it was final here (until now, while it is not). ``seconds``: of its slowest transfer, by phase as in
+    TransferResult."""
 
     bytes: int
     elements: int
@@ -45,18 +46,18 @@ class BatchStatistics:
     lane: Lane | None
     attempts: int
     elements_checked: int
-    """Whose CRC-32C was verified before the commit, here or by the peer that is written to."""
+    """Elements whose CRC-32C was verified before the commit, here or by the destination."""
     is_checked: bool | None
     """Whether that is all of them; ``None``: checksums were not asked for, or it is not committed."""
     seconds: Mapping[str, float]
     reasons: Mapping[Lane, str] = dataclasses.field(repr=False)
     lane_notes: str = dataclasses.field(repr=False)
     order: LaneOrder = dataclasses.field(repr=False)
-    """In which its lanes were to be tried, and why."""
+    """The order in which its lanes were to be tried, and why."""
 
     @property
     def lane_reason(self) -> str:
-        """Why this lane, and why not those that were allowed before it. Found out when it is asked for."""
+        """Why this lane, and why not the allowed ones before it. Computed on access."""
         passed_over = self.order.passed_over(self.lane) if self.lane else None
         return explain(self.lane, self.reasons, self.lane_notes, passed_over=passed_over, is_checked=self.is_checked)
 
@@ -116,12 +117,12 @@ class TransferBatch:
 
     @property
     def is_drained(self) -> bool:
-        """Whether the transport is done with our memory."""
+        """Whether the transport no longer uses our memory."""
         return self._is_final and not self._live
 
     @property
     def error(self) -> KvxferError | None:
-        """What ended it, where it is final and not committed."""
+        """The error that ended it, if it is final and not committed."""
         return self._error
 
     def poll(self) -> TransferState:
@@ -149,7 +150,7 @@ class TransferBatch:
         return self._wait(lambda: self.is_drained, timeout_s)
 
     def result(self) -> BatchStatistics:
-        """What it took. Raises the error that ended it; InvalidArgumentError while it is not final."""
+        """Its numbers. Raises the error that ended it; InvalidArgumentError while it is not final."""
         if self._error is not None:
             raise self._error
         if not self.is_final:
@@ -157,7 +158,7 @@ class TransferBatch:
         return self.statistics()
 
     def cancel(self, error: KvxferError | None = None) -> None:
-        """Give it up: it ends as cancelled (with ``error``, where given), unless it has ended. Returns at once."""
+        """Cancel it: it ends as cancelled (with ``error``, if given), unless it has ended. Returns at once."""
         if not self._is_final:
             with self._table.lock:
                 self._end_with = self._end_with or error

@@ -1,6 +1,6 @@
-"""Registered memory, and the reads and writes of it: no event loop, any thread. Decides which regions are registered
-and how a plan is started; must never judge a grant or move a byte (the transport does), nor wait where the caller only
-asked.
+"""Registered memory, and reads and writes of it, from any thread and without an event loop. Decides which regions are
+registered and how a plan is started; must never judge a grant or move a byte (the transport does), nor wait where the
+caller only asked.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["MemoryRegistration", "Op", "RemotePeer", "TransferBatch", "TransferE
 
 TRANSFER_ID_BYTES = 16
 REGION_ID_FIRST = 1 << 24
-"""Regions are numbered from here on, pools below: one name on the wire is one memory."""
+"""Region ids begin here, pool ids are lower: an id on the wire names one memory."""
 ROUTES_MAX = 8
-"""Ways of asking (lanes, checksums) for which a plan keeps what was found out."""
+"""How many routes (lanes, checksums) a plan keeps."""
 
 
 class MemoryRegistration:
@@ -82,7 +82,7 @@ class TransferEngine:
         self, memory: Any, *, can_read: bool = True, can_write: bool = True, exposure: Exposure = Exposure.POOL
     ) -> MemoryRegistration:
         """Let proven peers read and write ``memory`` (see :func:`~kvxfer.transport.host_memory.region_of`; or a Region)
-        until :meth:`deregister`. It is kept alive so long.
+        until :meth:`deregister`, which keeps it alive.
 
         Raises InvalidArgumentError, LaneUnavailableError for memory of a device that cannot be used.
         """
@@ -108,11 +108,11 @@ class TransferEngine:
 
     def allocate(self, length_bytes: int, *, can_read: bool = True, can_write: bool = True) -> MemoryRegistration:
         """Register zeroed memory made by kvxfer, which readers on this host can map; ``region.owner`` is a uint8 array
-        over it. Raises LimitExceededError where the host has not so much."""
+        over it. Raises LimitExceededError if the host has too little."""
         return self.register(allocate_region(length_bytes), can_read=can_read, can_write=can_write)
 
     def deregister(self, registration: MemoryRegistration) -> None:
-        """Take a region back; once this returns no byte of it is read or written by a peer any more.
+        """Remove a region; once this returns no peer reads or writes a byte of it any more.
 
         Raises BlocksBusyError while a batch of ours uses it or a peer's write into it has not drained (that is being
         cancelled: try again); InvalidArgumentError for a region that is not registered here.
@@ -173,9 +173,9 @@ class TransferEngine:
         on_drained: Callable[[TransferBatch], None] | None = None,
     ) -> TransferBatch:
         """Begin to move the bytes. ``lanes``: allowed, best first; ``wants_checksums``: whether all bytes go with
-        CRC-32Cs, which excludes lanes that have none (not given: as configured). Until the batch drained, the memory
-        that it fills (a read) or reads (a write) is the transport's. The callbacks are made by the thread that handles
-        the event, in the order of the events, and must not block.
+        CRC-32Cs, which excludes lanes that have none (not given: as configured). Until the batch drained, the
+        transport owns the memory that it fills (a read) or reads (a write). The thread that handles the event makes the
+        callbacks, in the order of the events, and must not block.
 
         Raises InvalidArgumentError, LimitExceededError, PeerGoneError, LaneUnavailableError (names each lane's
         obstacle).
@@ -226,7 +226,7 @@ class TransferEngine:
         return found
 
     def _route(self, plan: TransferPlan, lanes: tuple[Lane, ...] | None, wants_checksums: bool | None) -> Route:
-        """Found once for each way of asking, and kept with the plan. Raises LaneUnavailableError."""
+        """Found once for each key, and kept with the plan. Raises LaneUnavailableError."""
         key: RouteKey = (self.transport, lanes, wants_checksums)
         route = plan.routes.get(key)
         if route is None:

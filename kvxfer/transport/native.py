@@ -145,9 +145,9 @@ class NativeBinding:
 
 
 def _place_for(lanes: Sequence[Lane], runtime_dir: str) -> SocketPlace:
-    """A place for the Unix socket, or none where the lanes that need no such socket are left.
+    """A place for the Unix socket, or none if lanes are left that need no such socket.
 
-    Raises ConfigError where every lane needs one.
+    Raises ConfigError if every lane needs one.
     """
     place = find_socket_place(runtime_dir)
     needing = [lane for lane in lanes if lane in UNIX_SOCKET_LANES]
@@ -356,8 +356,8 @@ class NativeTransport:
         return self.core.notify(write_ref(to), payload)
 
     def hold_notifications(self, nbytes: int) -> None:
-        """How many bytes of the notifications that were taken still wait for the program: they count as not taken, so
-        that peers are not listened to without bound."""
+        """How many bytes of taken notifications the program has not fetched: they count as waiting, which bounds the
+        notifications that peers can queue."""
         self.core.hold_notifications(nbytes)
 
     def counts(self) -> _core.EndpointCounts:
@@ -371,8 +371,8 @@ class NativeTransport:
 
 
 def host_id() -> str:
-    """This kernel's boot id and our uid: agents with an equal one can share memory. Empty where the kernel does not say
-    (a masked /proc): such an agent is met over the network alone."""
+    """This kernel's boot id and our uid: agents with an equal one can share memory. Empty if the kernel does not say
+    (a masked /proc): peers then reach such an agent only over the network."""
     try:
         boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -385,7 +385,7 @@ def _written(order: PostOrder) -> tuple[_core.AgentRef, _core.Elements, _core.El
 
 
 def _device(region: Region) -> int:
-    """The CUDA device of a region as the native core is told; -1: it is the host's."""
+    """The CUDA device of a region for the native core; -1: host memory."""
     return region.device if region.memory is MemoryKind.CUDA else -1
 
 

@@ -1,4 +1,4 @@
-"""What a batch asks the core for: checks two prepared lists against each other and cuts them into transfers that one
+"""The transfers of a batch: checks two prepared lists against each other and cuts them into transfers that one
 frame each can carry. Decides where to cut; must never know time or what became of an earlier batch.
 """
 
@@ -25,7 +25,7 @@ SHARE_BYTES_MIN = 8 << 20
 
 
 class Op(enum.StrEnum):
-    """What a batch does, seen from the agent that posts it."""
+    """The direction of a batch, seen from the agent that posts it."""
 
     READ = "READ"
     WRITE = "WRITE"
@@ -40,12 +40,12 @@ class PlanPart:
 
 
 RouteKey: TypeAlias = tuple[Transport, tuple[Lane, ...] | None, bool | None]
-"""The transport that starts a plan, and what the call says of lanes and of checksums."""
+"""The transport that starts a plan, and the call's lanes and checksums."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Route:
-    """What is found out at the first start of a plan and does not change until the next one."""
+    """The result of a plan's first start, which later starts reuse."""
 
     choice: LaneChoice
     checksum: ChecksumMode
