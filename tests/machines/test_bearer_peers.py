@@ -100,7 +100,7 @@ def amid(op: str) -> BearerPair:
 
 
 @pytest.mark.parametrize("op", ["fetch", "push"])
-def test_what_a_bearer_peer_has_begun_outlives_its_session(op: str) -> None:
+def test_bearer_peers_transfers_outlive_its_session(op: str) -> None:
     """Flaw: its grants and its writes ended with the session, and it had to begin anew."""
     pair = amid(op)
     pair.cut_all()

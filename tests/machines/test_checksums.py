@@ -139,7 +139,7 @@ def test_without_a_lane_that_checks_there_is_none() -> None:
     assert (final.code, final.blocks_done) == (Code.no_lane, 0)
 
 
-def test_what_the_source_says_of_its_blocks_is_looked_at_without_being_asked_for() -> None:
+def test_announced_checksums_are_verified_without_a_request() -> None:
     pair = ready_pair()
     grant(pair)
     pull(pair, Lane.MEMORY, pool=1)
@@ -187,7 +187,7 @@ def test_a_reader_can_ask_where_the_pool_does_not(wants_checksums: bool) -> None
     assert send.frame.has_checksums is wants_checksums
 
 
-def test_sums_are_of_what_became_ready() -> None:
+def test_ready_takes_checksums_of_the_new_blocks_only() -> None:
     pair = ready_pair()
     grant(pair)
     with pytest.raises(InvalidArgumentError, match="checksum"):

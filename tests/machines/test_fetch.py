@@ -218,7 +218,7 @@ def test_positions_outside_the_list_are_refused() -> None:
     assert answer.frame.code == Code.refused
 
 
-def test_what_is_not_offered_to_readers() -> None:
+def test_fetch_of_a_region_not_offered_to_readers_is_refused() -> None:
     pair = ready_pair(can_read=False)
     pair.post("b", "fetch", ID, [(9, 0, 16, 16, 1)], [(7, 0, 16, 16, 1)])
     pair.run()

@@ -65,7 +65,7 @@ def test_comes_up() -> None:
     assert [effect.peer for effect in up if isinstance(effect, _core.SessionUp)] == [ref("a")]
 
 
-def test_proof_is_what_the_essay_says() -> None:
+def test_proof_matches_its_description() -> None:
     meeting = Meeting()
     (accept,) = frames(meeting.answer())
     signed = _core.encode(_core.Hello(_core.HelloStep.DIAL, ref("a"), ref("b"), b"1" * 32, b"2" * 32))
@@ -170,7 +170,7 @@ def test_sessions_are_bounded() -> None:
     assert hung_up(end.accepted(TCP, bytes(32), NOW)[1]) == "overloaded"
 
 
-def test_what_a_peer_says_can_always_be_shown() -> None:
+def test_error_text_of_a_peer_is_made_printable() -> None:
     """The owner reads the reason of an end as text, whatever bytes a peer took for one."""
     meeting = Meeting()
     said = _core.ErrorFrame(bytes(16), 0, _core.Code.refused, b"\xff\n" * 6)

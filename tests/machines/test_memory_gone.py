@@ -133,9 +133,7 @@ def test_bytes_that_the_source_cannot_read_end_its_grant_and_name_the_memory(ver
 @each_verb
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "the word is lost"])
 @pytest.mark.parametrize("is_second_lane", [False, True], ids=["stream", "cma before"])
-def test_what_went_out_instead_of_unreadable_bytes_is_never_committed(
-    verb: str, is_told: bool, is_second_lane: bool
-) -> None:
+def test_zeros_sent_for_unreadable_bytes_are_never_committed(verb: str, is_told: bool, is_second_lane: bool) -> None:
     """Zeros, all of which land. The word may be lost with its session, and the verdict be asked for in the next. What
     the source had confirmed before, when another lane found the memory gone, says nothing of these bytes.
     """

@@ -124,7 +124,7 @@ def test_numbers_that_were_forgotten_are_not_taken_for_delivered() -> None:
     assert [e.payload for e in pair.take("b", _core.NotifReceived)] == [b"1", b"2", b"next"]
 
 
-def test_an_acknowledgement_of_what_no_row_has_ends_the_session() -> None:
+def test_acknowledgement_of_an_unused_number_ends_the_session() -> None:
     pair = Pair()
     a = pair.ends["a"]
     pair.do("a", a.notify(pair.refs["b"], b"1", pair.now)[1])
@@ -194,7 +194,7 @@ def session_up(pair: Pair, name: str) -> int:
     return next(session for owner, session in pair.peer_session if owner == name)
 
 
-def test_a_long_one_comes_whole_and_in_order() -> None:
+def test_long_notification_arrives_whole_and_in_order() -> None:
     pair = parted()
     messages = [b"first", bytes(range(256)) * 3, b"", b"x" * PIECE, b"y" * (PIECE + 1), b"last"]
     for message in messages:

@@ -150,7 +150,7 @@ def test_connections_that_prove_nothing() -> None:
     assert pair.ends["a"].accepted(SessionKind.TCP, b"2" * 32, pair.now)[1] == []
 
 
-def test_releases_of_what_never_was_push_out_only_each_other() -> None:
+def test_releases_of_unknown_grants_evict_only_each_other() -> None:
     limits = _core.GrantLimits()
     limits.tombstones_max = 8
     table = _core.GrantTable(limits)

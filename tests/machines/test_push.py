@@ -271,7 +271,7 @@ def test_whatever_ends_a_push_ends_its_grant_first(how: str) -> None:
     assert ends[0][0].split()[0] == "FAILED"
 
 
-def test_a_done_that_nobody_confirmed_is_not_believed() -> None:
+def test_done_without_a_verdict_ok_is_not_believed() -> None:
     pair = ready_pair()
     pair.post("a", "push", ID, FROM, TO)
     pair.pump(drop(_core.Push))
@@ -361,7 +361,7 @@ def test_a_push_of_one_peer_leaves_room_for_others() -> None:
     assert pair.finals("a") == [("COMMITTED", "ok")] * 16
 
 
-def test_what_a_post_may_not_say() -> None:
+def test_post_with_invalid_arguments_is_refused() -> None:
     pair = ready_pair()
     with pytest.raises(InvalidArgumentError, match="notification"):
         pair.post("a", "push", ID, FROM, TO, notification=bytes(65537))

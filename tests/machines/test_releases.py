@@ -38,7 +38,7 @@ def test_said_again_over_the_next_session(dialer: str) -> None:
     assert [e.state for e in pair.take("a", _core.GrantEnded)] == [GrantState.RELEASED]
 
 
-def test_said_over_another_session_at_once() -> None:
+def test_release_goes_over_another_session_at_once() -> None:
     limits = _core.EndpointLimits()
     limits.stripes = 2
     pair = Pair(limits)

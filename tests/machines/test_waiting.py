@@ -128,7 +128,7 @@ def test_an_engine_that_stopped_while_it_was_idle_is_noticed_by_what_it_does_not
     assert "sent no heartbeat" in text
 
 
-def test_it_is_told_whether_its_prompt_is_known_and_how_many_are_before_it() -> None:
+def test_waiting_pull_learns_whether_its_prompt_is_known_and_its_position() -> None:
     pair = Pair()
     pair.ends["a"].pulse(True, True, pair.now)
     pair.ends["a"].expect(b"1" * 16, "b")
@@ -284,7 +284,7 @@ def test_a_lost_session_tells_of_the_grant_again() -> None:
     assert final(pair) == ("ok", "")
 
 
-def test_what_the_owner_says_of_a_revocation_reaches_the_reader() -> None:
+def test_owners_reason_of_a_revocation_reaches_the_reader() -> None:
     for comes_first in (True, False):
         pair = Pair()
         if comes_first:

@@ -16,7 +16,7 @@ MS = 1_000_000
 TTL, QUEUED_EVERY, AWAY_MAX = 1000 * MS, 120 * MS, 900 * MS
 
 
-def test_what_another_peer_gave_up_is_granted_to_its_reader() -> None:
+def test_grant_after_another_peer_aborted_serves_its_reader() -> None:
     """A RELEASE may come from any peer before the grant is made: it speaks of that peer only."""
     table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))
     unknown, reader = PEERS[0], PEERS[2]
@@ -49,7 +49,7 @@ def test_abort_grant_after_another_peer_aborted_answers_the_reader_that_waits() 
 
 
 @pytest.mark.parametrize(("reader", "counted"), [("", 0), ("d0", 1)])
-def test_who_comes_second_for_what_anybody_might_have_did_nothing_forbidden(reader: str, counted: int) -> None:
+def test_second_reader_of_an_open_grant_is_not_counted_as_refused(reader: str, counted: int) -> None:
     """What is forbidden is counted, and ends the session in the end: a router that gives one answer to two readers must
     not cut the second one's session."""
     table, ledger = _core.GrantTable(_core.GrantLimits()), _core.Ledger(_core.PoolInfo(1, 4, 16, bytes(32), True))

@@ -163,7 +163,7 @@ def without_lane() -> LanePair:
     return pair
 
 
-def test_who_waits_for_a_lane_is_not_woken_for_it() -> None:
+def test_transfer_without_a_lane_sets_no_deadline_for_it() -> None:
     """Flaw: it asked for a session, once a millisecond, and had no lane to have it by."""
     pair = without_lane()
     end, wakes = pair.ends["b"], 0
@@ -174,7 +174,7 @@ def test_who_waits_for_a_lane_is_not_woken_for_it() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "remove"])
-def test_who_waits_for_a_lane_hears_of_the_end(how: str) -> None:
+def test_transfer_without_a_lane_ends_with_its_push(how: str) -> None:
     """No read is under way that the end of the grant would have been told to."""
     pair = without_lane()
     if how == "cancel":
@@ -241,7 +241,7 @@ def test_a_write_that_may_be_committed_and_cannot_be_asked_for_says_so() -> None
     assert (final.code, "may have committed" in final.text) == (Code.peer_gone, True)
 
 
-def test_what_the_reader_failed_was_not_committed() -> None:
+def test_write_that_failed_at_the_reader_was_not_committed() -> None:
     """It had a verdict, and says that it failed: nothing is left open."""
     pair = committed_and_lost([Lane.CMA, Lane.STREAM])
     pair.lost.add(_core.Push)
@@ -303,7 +303,7 @@ def test_a_grant_that_ended_between_two_lanes_of_a_write_confirms_nothing() -> N
     assert pair.take("b", _core.NotifReceived) == []
 
 
-def test_what_was_compared_is_what_the_reader_says() -> None:
+def test_push_reports_the_elements_that_its_reader_checked() -> None:
     """The lane that served in the end may check, and the one before did not."""
     pair = pushing([Lane.CMA, Lane.STREAM], wants_checksums=True)
     pair.pump()

@@ -87,7 +87,7 @@ def test_memory_that_kvxfer_did_not_make(nodes: Any, new_id: NewId, has_checksum
     assert np.array_equal(ours.memory, expected)
 
 
-def test_what_is_not_exposed_goes_another_way(nodes: Any, new_id: NewId) -> None:
+def test_unexposed_pool_is_read_by_stream_not_cma(nodes: Any, new_id: NewId) -> None:
     p, d = nodes.pair(is_exposed=False)
     transfer = new_id()
     p.grant(transfer, [1, 2])
@@ -431,7 +431,7 @@ YAMA = "ptrace is not allowed: /proc/sys/kernel/yama/ptrace_scope is "
 
 
 @needs_root
-def test_what_yama_forbids_is_told_as_such(hidden: int) -> None:
+def test_cma_obstacle_names_yama(hidden: int) -> None:
     how = "(as root: sysctl kernel.yama.ptrace_scope=0, or give it CAP_SYS_PTRACE)"
     also = "; the source is not dumpable (do not start it setuid or with file capabilities)"
     for scope in ("1", "2"):

@@ -333,7 +333,7 @@ def test_other_lanes_refuse_it_by_name(driver: Driver, nodes: Any, new_id: NewId
     assert ("cannot be mapped" if (lane, side) == (MAPPED, "source") else "is on a device") in final.lane_notes
 
 
-def test_many_at_once(driver: Driver, nodes: Any, new_id: NewId) -> None:
+def test_more_frames_than_staging_buffers_commit(driver: Driver, nodes: Any, new_id: NewId) -> None:
     """More frames than there are buffers, both ways, over three stripes."""
     limits = nodes.limits()
     limits.stripes = 3

@@ -120,7 +120,7 @@ def test_one_refusal_a_connection(nodes: Any) -> None:
     assert len(p.find(native.SessionRefused)) == p.core.statistics().sessions_refused == 1
 
 
-def test_little_is_kept_of_who_has_not_proven_itself(nodes: Any) -> None:
+def test_frame_before_the_proof_is_refused_early(nodes: Any) -> None:
     """A frame as long as frames may be is refused long before it is whole."""
     p = nodes("source")
     with socket.create_connection(("127.0.0.1", p.core.tcp_port), 10) as unknown:
@@ -128,7 +128,7 @@ def test_little_is_kept_of_who_has_not_proven_itself(nodes: Any) -> None:
         assert "before the session was proven" in p.wait_for(native.SessionRefused).text
 
 
-def test_notifications_that_nobody_takes_are_bounded(nodes: Any) -> None:
+def test_untaken_notifications_are_bounded(nodes: Any) -> None:
     """Empty ones too; and none is lost by it."""
     p, d = nodes.pair()
     sent = 0
@@ -297,7 +297,7 @@ def test_a_push_that_cannot_be_told_is_answered(nodes: Any, new_id: NewId) -> No
 
 @pytest.mark.nightly  # 66,000 posts
 @pytest.mark.no_sanitizer  # a minute of the same two threads
-def test_ended_offers_that_nobody_takes_are_bounded(nodes: Any) -> None:
+def test_untaken_ended_offers_are_bounded(nodes: Any) -> None:
     """By the oldest of them; nothing else is lost."""
     p, d = nodes.pair()
     source, target = p.register(4096), d.register(4096)

@@ -184,7 +184,7 @@ p.core.close()
 
 @pytest.mark.no_sanitizer
 @pytest.mark.parametrize("script", [CHECKSUMS, SEND], ids=["checksums", "send"])
-def test_what_was_begun_is_over_where_memory_runs_out(
+def test_gather_ends_when_an_allocation_fails(
     private_directories: pathlib.Path, tmp_path: pathlib.Path, script: str
 ) -> None:
     """A look at blocks that ends by an exception has ended: a thread that takes the blocks back no longer waits for

@@ -222,7 +222,7 @@ def test_no_two_reads_are_confirmed_by_one_nonce(met: Dial, new_id: NewId) -> No
     assert 0 not in asked
 
 
-def test_what_is_kept_of_maps_is_bounded(met: Dial) -> None:
+def test_maps_of_a_peer_are_bounded(met: Dial) -> None:
     """In bytes: a peer may not fill our memory with keys that are never used."""
     node, peer, _ = met()
     for pool in range(1024):

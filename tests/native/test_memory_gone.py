@@ -174,7 +174,7 @@ def test_a_destination_that_may_not_be_written_any_more_is_as_good_as_gone(
 
 @pytest.mark.parametrize("others", [(STREAM,), (UNIX, STREAM)])
 @needs_cma
-def test_what_one_lane_cannot_read_the_next_one_names(nodes: Any, new_id: NewId, others: tuple[Any, ...]) -> None:
+def test_memory_gone_on_one_lane_is_named_by_the_next(nodes: Any, new_id: NewId, others: tuple[Any, ...]) -> None:
     both = Both(nodes, "fetch", CMA)
     assert both.move(new_id(), rows_of(4096, 4096, 100)).state == COMMITTED
     both.source.lose(0, SIZE)

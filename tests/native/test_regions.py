@@ -220,7 +220,7 @@ def test_ranges_that_are_none(rows: Any) -> None:
 
 
 @each_verb
-def test_nobody_to_ask(nodes: Any, new_id: NewId, verb: str) -> None:
+def test_post_to_an_unknown_peer_is_refused(nodes: Any, new_id: NewId, verb: str) -> None:
     p, d = nodes.pair()
     own = p.register(4096)
     unknown = native.AgentRef("unknown", 1, os.urandom(16))

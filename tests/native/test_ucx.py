@@ -81,7 +81,7 @@ def test_layouts_that_are_cut_differently(nodes: Any, new_id: NewId, tls: str) -
     check_blocks(p, d, {blocks - 1 - i: i for i in range(blocks)})
 
 
-def test_what_becomes_ready_later_is_read_later(nodes: Any, new_id: NewId) -> None:
+def test_blocks_that_become_ready_later_are_read_later(nodes: Any, new_id: NewId) -> None:
     p, d = ucx_pair(nodes, blocks=64)
     transfer = new_id()
     p.grant(transfer, np.arange(64), ready=10)
@@ -107,7 +107,7 @@ def test_checksums_are_verified(nodes: Any, new_id: NewId) -> None:
 
 
 @each_tls
-def test_many_at_once(nodes: Any, new_id: NewId, tls: str) -> None:
+def test_many_pulls_at_once_commit(nodes: Any, new_id: NewId, tls: str) -> None:
     p, d = ucx_pair(nodes, tls, block_bytes=16384, blocks=256)
     order = np.random.default_rng(2).permutation(256)
     transfers = {new_id(): order[i * 8 : i * 8 + 8] for i in range(32)}
@@ -161,7 +161,7 @@ def test_elements_of_many_regions(nodes: Any, new_id: NewId, tls: str, verb: str
         assert np.array_equal(region.memory, expected[region.id])
 
 
-def test_what_was_read_of_a_region_that_was_removed_is_not_committed(nodes: Any, new_id: NewId) -> None:
+def test_read_of_a_removed_region_is_not_committed(nodes: Any, new_id: NewId) -> None:
     p, d = nodes.pair(core=core(), is_shareable=False)
     theirs, ours = p.register(65536, is_foreign=True), d.register(65536, is_foreign=True)
     rows = (ours.id, 0, 4096, 4096, 16), (theirs.id, 0, 4096, 4096, 16)

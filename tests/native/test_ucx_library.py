@@ -118,7 +118,7 @@ def test_a_forked_child_ends_nothing_of_its_parent(private_directories: pathlib.
 # --- finding it ---
 
 
-def test_what_is_named_goes_first_and_nothing_instead(tmp_path: pathlib.Path) -> None:
+def test_named_ucx_library_has_no_fallback(tmp_path: pathlib.Path) -> None:
     directory = tmp_path / "lib"
     directory.mkdir()
     file = directory / ucx.SONAME

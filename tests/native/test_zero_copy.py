@@ -79,7 +79,9 @@ def test_blocks_go_out_without_a_copy(nodes: Any, new_id: NewId, block_bytes: in
         ),
     ],
 )
-def test_what_is_copied(nodes: Any, new_id: NewId, options: dict[str, Any], lane: Any) -> None:
+def test_small_checksummed_or_unexposed_blocks_are_copied(
+    nodes: Any, new_id: NewId, options: dict[str, Any], lane: Any
+) -> None:
     p, _, _ = move(nodes, new_id(), lane=lane, **options)
     assert (spliced(p), p.core.statistics().bytes_streamed_out) == (0, TOTAL)
 
@@ -200,7 +202,7 @@ def test_a_descriptor_behind_zero_copy_blocks(asking: tuple[Any, RawPeer, bytes]
     assert os.pread(descriptor, node.memory.size, 0) == node.memory.tobytes()
 
 
-def test_what_is_read_after_the_grant_has_ended_is_not_confirmed(asking: tuple[Any, RawPeer, bytes]) -> None:
+def test_read_after_the_grant_ended_is_not_confirmed(asking: tuple[Any, RawPeer, bytes]) -> None:
     """The kernel has references to megabytes whose grant ends, and whose owner puts other blocks there."""
     node, peer, transfer = asking
     wait_until(lambda: spliced(node) != 0)

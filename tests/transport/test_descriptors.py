@@ -221,7 +221,7 @@ def test_tensors() -> None:
         ([object()], "no memory"),
     ],
 )
-def test_what_is_refused(given: object, why: str) -> None:
+def test_descriptors_of_invalid_input_are_refused(given: object, why: str) -> None:
     with pytest.raises(InvalidArgumentError, match=why):
         Descriptors.of(given)
 

@@ -61,7 +61,7 @@ def test_one_fault_anywhere_is_survived(maker: MemoryLaneMaker, what: str, fate:
     assert all(is_idle(party.transport.counts()) for party in parties)
 
 
-def test_what_is_held_comes_later(maker: MemoryLaneMaker) -> None:
+def test_held_passage_arrives_when_it_is_released(maker: MemoryLaneMaker) -> None:
     source, destination = parties = join(maker)
     maker.network.fault = lambda passage: PassageFate.HOLD if passage.what == "read" else PassageFate.ARRIVE
     source.fill(1)

@@ -129,7 +129,7 @@ def test_a_large_post_is_spread_over_connections() -> None:
     assert len(make_plan(Op.READ, local, enough, remote, enough, shares=4).parts) == 2
 
 
-def test_what_does_not_pair() -> None:
+def test_plan_of_lists_that_do_not_pair_is_refused() -> None:
     local, remote = scattered(10, peer=None), scattered(10)
     for ids, other, why in (
         ([0], [0, 1], "do not pair"),

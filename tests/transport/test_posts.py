@@ -197,7 +197,7 @@ def test_no_two_transfers_have_one_id(setting: Setting) -> None:
     assert {len(identity) for identity in identities} == {16}
 
 
-def test_how_long_it_may_take(setting: Setting) -> None:
+def test_post_deadline_comes_from_the_call_or_the_config(setting: Setting) -> None:
     plan, poster = setting.plan(1), setting.poster
     poster.start(plan, lanes=[Lane.STREAM])
     poster.start(plan, lanes=[Lane.STREAM], deadline_s=0.5)
@@ -287,7 +287,7 @@ def test_lanes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     assert setting.transport.asked[-1].lanes == (Lane.STREAM,)
 
 
-def test_what_was_slow_is_tried_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_lane_is_tried_later_when_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     for calibrate, best in ((True, Lane.STREAM), (False, Lane.MAPPED)):
         setting = Setting(monkeypatch, calibrate=calibrate)
         given = setting.poster.allocate(1 << 20)
