@@ -61,7 +61,7 @@ def check_large_transfer(maker: LaneMaker) -> None:
 
 
 def check_progressive_ready(maker: LaneMaker) -> None:
-    """What is ready moves before the rest is; what is not ready does not move."""
+    """Ready blocks move before the rest is ready; blocks that are not ready do not move."""
     with two_parties(maker) as (source, destination):
         truth, transfer_id = source.fill(2), fresh_id()
         source.write(range(8, 16), 0x11)

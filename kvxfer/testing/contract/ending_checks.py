@@ -1,4 +1,4 @@
-"""The part of the lane contract about transfers that end early, and what lasts beyond one: an incarnation, a
+"""The part of the lane contract about transfers that end early, and about state that outlasts one: an incarnation, a
 notification. Decides when memory is its owner's again; must never know how a lane is made.
 """
 

@@ -161,7 +161,7 @@ def check_incompatible(maker: LaneMaker) -> None:
 
 
 def check_past_the_end(maker: LaneMaker) -> None:
-    """More blocks than the grant has are refused, before and while it waits; the reader then gives the grant up."""
+    """More blocks than the grant has are refused, before and while it waits; the reader then releases the grant."""
     with two_parties(maker) as (source, destination):
         source.fill(1)
         for is_early in (False, True):
@@ -199,7 +199,7 @@ def check_wrong_key(maker: LaneMaker) -> None:
 
 
 def check_wrong_calls(maker: LaneMaker) -> None:
-    """What the caller got wrong is said at once, and changes nothing."""
+    """A caller's error is raised at once, and changes nothing."""
     with two_parties(maker) as (source, destination):
         transfer_id = fresh_id()
         grant(source, transfer_id, [1, 2])

@@ -1,4 +1,4 @@
-"""What the lane contract is checked with: parties (a transport with one pool and a log of its events) and makers, which
+"""The tools of the lane contract: parties (a transport with one pool and a log of its events) and makers, which
 open transports of one lane and let time pass. Decides how long a check waits; must never know what is checked.
 """
 
@@ -175,7 +175,7 @@ class LaneParty:
                 raise AssertionError(f"the core of {self.ref} failed: {event.text}")
 
     def outcome(self, transfer_id: TransferId) -> str:
-        """``committed``, the error's code, or ``""`` while the transfer is not over."""
+        """``committed``, the error's code, or ``""`` while the transfer has not ended."""
         finals = self.finals.get(transfer_id.raw)
         if not finals:
             return ""
@@ -184,7 +184,7 @@ class LaneParty:
 
 
 class LaneMaker(Protocol):
-    """How to get transports of one lane, and how to wait for them."""
+    """Makes transports of one lane, and waits for them."""
 
     @property
     def lane(self) -> Lane: ...

@@ -22,7 +22,7 @@ BOTH = (Op.READ, Op.WRITE)
 
 
 def _random_rows(random: np.random.Generator, memories: list[PostedMemory], lengths: list[int], shape: str) -> Rows:
-    """As many elements as ``lengths``, in no place twice, so that what must come out is known."""
+    """One element for each of ``lengths``, none overlapping, so that the result is known."""
     parts: list[Rows] = []
     size = max(lengths) + 3
     slots = [(memory, slot) for memory in memories for slot in range(len(memory.array) // size)]
@@ -184,7 +184,7 @@ def check_many_posts(maker: LaneMaker) -> None:
 
 
 def check_post_permissions(maker: LaneMaker) -> None:
-    """What is not registered for it is not read or written, whatever the asker believes."""
+    """Memory that is not registered for reading or writing is not read or written, whatever the peer believes."""
     with two_parties(maker) as (one, other):
         mine = PostedMemory.register(one, 8192)
         unread = PostedMemory.register(other, 8192, can_read=False)
@@ -257,7 +257,7 @@ def check_removed_region(maker: LaneMaker) -> None:
 
 
 def check_wrong_posts(maker: LaneMaker) -> None:
-    """What the caller got wrong is said at once, and changes nothing."""
+    """A caller's error is raised at once, and changes nothing."""
     with two_parties(maker) as (one, other):
         mine, theirs = PostedMemory.register(one, 8192), PostedMemory.register(other, 8192)
         for local, remote in (
@@ -293,7 +293,7 @@ def check_wrong_posts(maker: LaneMaker) -> None:
 
 
 def check_post_notifications(maker: LaneMaker) -> None:
-    """Told once, when the bytes are there and not before; of a post that failed, never."""
+    """The notification comes once, when the bytes are there and not before; for a post that failed, never."""
     with two_parties(maker) as (one, other):
         size = 200_000
         mine, theirs = PostedMemory.register(one, size), PostedMemory.register(other, size)

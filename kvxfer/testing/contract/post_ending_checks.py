@@ -83,7 +83,7 @@ def _compare(memory: PostedMemory, truth: npt.NDArray[np.uint8], told: list[bool
 
 
 def check_region_taken_back_while_it_is_read(maker: LaneMaker) -> None:
-    """Deregister at any moment and overwrite: what a peer has read either is of before, or is not committed."""
+    """Deregister at any moment and overwrite: a peer's read either has the earlier bytes, or is not committed."""
     for moment in range(MOMENTS):
         with two_parties(maker) as (one, other):
             mine, theirs = _pair(one, other)
@@ -122,7 +122,7 @@ def _is_taken_back(party: LaneParty, memory: PostedMemory) -> bool:
 
 
 def check_post_past_its_deadline(maker: LaneMaker) -> None:
-    """A post whose peer does not answer ends when it was told to, and leaves nothing."""
+    """A post whose peer does not answer ends at its deadline, and leaves nothing."""
     config = AgentConfig(reconnect_s=30.0)
     one, other = make_party(maker, "source", PLAIN, config), make_party(maker, "destination", PLAIN, config)
     try:
@@ -166,7 +166,7 @@ def check_peer_closes_under_a_post(maker: LaneMaker) -> None:
 
 
 def check_peer_declared_dead_under_a_post(maker: LaneMaker) -> None:
-    """The announced death of exactly that incarnation ends its posts at once; and what it was writing here ends too."""
+    """The announced death of exactly that incarnation ends its posts at once; and its writes here end too."""
     for op in BOTH:
         one, other = make_party(maker, "source", PLAIN), make_party(maker, "destination", PLAIN)
         try:
@@ -188,7 +188,7 @@ def check_peer_declared_dead_under_a_post(maker: LaneMaker) -> None:
 
 
 def check_cut_posts_go_on(maker: LaneMaker) -> None:
-    """A connection that breaks at any moment costs time: the post ends as it would have, told once."""
+    """A connection that breaks at any moment costs time: the post ends as it would have, and reports that once."""
     config = AgentConfig(stall_s=0.3, reconnect_s=10.0, grant_ttl_s=1.0)  # a RELEASE may be cut off
     for op in BOTH:
         with two_parties(maker, config=config) as (one, other):

@@ -80,7 +80,7 @@ def check_content(maker: LaneMaker) -> None:
 
 
 def check_aborted_grant(maker: LaneMaker) -> None:
-    """A reader that waits for a grant that will not be made, or comes for it later, does not wait in vain."""
+    """A reader that waits for an aborted grant, or asks for it later, gets grant_revoked."""
     with two_parties(maker) as (source, destination):
         parties = [source, destination]
         for is_early in (True, False):
@@ -100,7 +100,7 @@ def check_aborted_grant(maker: LaneMaker) -> None:
 
 
 def check_aborted_pull(maker: LaneMaker) -> None:
-    """A reader that never pulled gives a grant back at once, also one that is only made afterwards."""
+    """A reader that aborts a pull releases the grant at once, also one that is made afterwards."""
     with two_parties(maker) as (source, destination):
         parties, made, late = [source, destination], fresh_id(), fresh_id()
         grant(source, made, [1])
@@ -114,7 +114,7 @@ def check_aborted_pull(maker: LaneMaker) -> None:
 
 
 def check_cancelled_before_it_met(maker: LaneMaker) -> None:
-    """A pull that is cancelled while its session is still being made gives its grant back all the same."""
+    """A pull that is cancelled while its session is still being made releases its grant all the same."""
     with two_parties(maker) as (source, destination):
         transfer_id = fresh_id()
         grant(source, transfer_id, [1, 2])

@@ -23,6 +23,6 @@ def elements(rows: list[tuple[int, int, int, int, int]]) -> list[Place]:
 
 
 def places(extent: Any) -> list[Place]:
-    """Those that an extent of ranges means, in its order."""
+    """The elements of an extent of ranges, in its order."""
     known = elements(extent.ranges.rows)
     return [known[i] for i in extent.blocks]

@@ -19,7 +19,7 @@ from kvxfer.testing.sim.virtual_clock import MS, US, VirtualClock
 
 
 class FrameFate(enum.Enum):
-    """What becomes of one unit."""
+    """The fate of one unit."""
 
     ARRIVES = "arrives"
     DROPPED = "dropped"
@@ -111,7 +111,7 @@ class Half:
         self._line_up(self._rng.randrange(50 * US, 2 * MS), _END, b"", None, True)
 
     def cut(self) -> None:
-        """What is under way is lost, and so is everything that follows."""
+        """Chunks in transit are lost, and so are all that follow."""
         self.is_cut = True
         self._line.clear()
 

@@ -24,8 +24,8 @@ DIGEST = b"\x11" * 32
 
 
 class Process:
-    """``owner`` is set by the world before the first effect: it is told ``grant_ended``, ``final``, ``drained``, and
-    ``granted`` of pulls without blocks."""
+    """``owner`` is set by the world before the first effect: it gets ``grant_ended``, ``final``, ``drained``, and
+    ``granted`` for pulls without blocks."""
 
     def __init__(self, world: WorldView, slot: Slot, incarnation: int) -> None:
         self.world, self.slot, self.incarnation = world, slot, incarnation
@@ -199,7 +199,7 @@ class Process:
             self.world.reference.landed(self.incarnation, id_, cell, data, sample)
 
     def verdict_arrived(self, frame: Any, sender: ProcessView) -> None:
-        """An ok came; whether it is worth anything is the machines' business, and the judge's."""
+        """A verdict ok came; the machines and the checkers judge whether it counts."""
         reference = (
             self.world.reference
             if self.world.reference.knows_target(self.incarnation, frame.id)

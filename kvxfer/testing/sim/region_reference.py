@@ -90,7 +90,7 @@ class RegionReference:
         self._from[post.source, post.id] = self._to[post.target, post.id] = _Way(post)
 
     def landed(self, incarnation: int, id_: bytes, cell: Cell, data: bytes, sample: Sample) -> None:
-        """Bytes reached a cell of registered memory: there must be a live hold of this very transfer on it."""
+        """Bytes reached a cell of registered memory: this very transfer must have a live claim on it."""
         way = self._to.get((incarnation, id_))
         what = f"{describe(sample.data)} landed in {cell} of incarnation {incarnation} for {id_.hex()}"
         if way is None or cell not in way.post.cells:
@@ -127,7 +127,7 @@ class RegionReference:
             way.heard_ok.append(nonce)
 
     def final(self, incarnation: int, id_: bytes, state: str, now: int) -> None:
-        """What the poster was told."""
+        """An event of the poster."""
         post = self._posts[incarnation, id_]
         if post.final:
             raise Violation(Invariant.ONCE, f"post {id_.hex()} became {post.final}, then {state}")
@@ -150,7 +150,7 @@ class RegionReference:
         post.is_drained = True
 
     def offer_ended(self, incarnation: int, id_: bytes, state: str, now: int) -> None:
-        """What the target of a push was told."""
+        """An event of the target of a push."""
         way = self._to.get((incarnation, id_))
         if way is None or not way.post.is_push:
             raise Violation(Invariant.ONCE, f"an offer {id_.hex()} ended without a push")
@@ -184,7 +184,7 @@ class RegionReference:
             raise Violation(Invariant.CONFIRMED, f"post {way.post.id.hex()} committed, but {flaw}")
 
     def _flaw(self, way: _Way) -> str | None:
-        """Why what landed so far is no commit."""
+        """Why the landed bytes are no commit."""
         post, last = way.post, 0
         for index, (wanted, cell) in enumerate(zip(post.wanted, post.cells, strict=True)):
             if index not in way.landed:

@@ -15,7 +15,7 @@ _QUEUE_MAX = 6
 
 
 def meaning(prompt: int) -> bytes:
-    """What the two sides must agree on: 32 bytes that name a prompt."""
+    """The content digest of a prompt: 32 bytes that both sides must agree on."""
     return prompt.to_bytes(32, "big")
 
 

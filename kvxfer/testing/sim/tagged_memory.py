@@ -43,7 +43,7 @@ def tag_of(block: bytes) -> int:
 
 
 def checksum(block: bytes) -> int:
-    """What stands for CRC-32C here: the machines carry checksums, and never compute one."""
+    """The stand-in for CRC-32C: the machines carry checksums, and never compute one."""
     return zlib.crc32(block)
 
 
@@ -53,7 +53,7 @@ def flipped(block: bytes) -> bytes:
 
 
 def cells(extent: Any) -> list[Cell]:
-    """What an extent means."""
+    """The cells of an extent."""
     if extent.ranges is None:
         return [Cell(extent.pool, block) for block in extent.blocks]
     return [Cell(place.region, place.offset // BLOCK_BYTES) for place in places(extent)]

@@ -1,4 +1,4 @@
-"""What the parts of a simulated world see of each other: the world, its processes, their connections and their owners.
+"""The interfaces between the parts of a simulated world: the world, its processes, their connections and their owners.
 Decides nothing. Every part imports this file and none of the other parts, so that none of them can be imported before
 another.
 """
@@ -104,7 +104,7 @@ class Slot:
 
 @dataclasses.dataclass
 class Track:
-    """A transfer that some side still holds something for."""
+    """A transfer that still has state on some side."""
 
     id: bytes
     destination: ProcessView
