@@ -105,9 +105,9 @@ class Half:
             again = Unit(unit.name, unit.transfer, FrameFate.OVERTAKEN, list(unit.chunks), True)
             self._clock.call_after(latency + self._rng.randrange(0, 300 * MS), self._arrive_alone, again)
 
-    def end(self, act: Callable[[], None]) -> None:
-        """Let ``act`` happen after all that was sent in order."""
-        self._at_end = act
+    def end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` after all chunks that were sent in order have arrived."""
+        self._at_end = callback
         self._line_up(self._rng.randrange(50 * US, 2 * MS), _END, b"", None, True)
 
     def cut(self) -> None:

@@ -54,12 +54,12 @@ class OneSidedRead:
         process.world.read_began(effect.id)
         self._then(self._sample, 0)
 
-    def _then(self, act: Any, *args: Any) -> None:
+    def _then(self, callback: Any, *args: Any) -> None:
         delay = self.process.rng.randrange(10 * US, 400 * US) * self._slow
         if self._is_adapter:
-            self.process.clock.call_after(delay, act, *args)
+            self.process.clock.call_after(delay, callback, *args)
         else:
-            self.process.later(delay, act, *args)
+            self.process.later(delay, callback, *args)
 
     def _sample(self, index: int) -> None:
         process, effect = self.process, self.effect

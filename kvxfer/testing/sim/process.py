@@ -53,17 +53,17 @@ class Process:
 
     # --- running ---
 
-    def run(self, act: Callable[..., None], *args: Any) -> None:
+    def run(self, callback: Callable[..., None], *args: Any) -> None:
         """Do it inside this process: now, when it is resumed, or never."""
         if not self.is_alive:
             return
         if self.is_paused:
-            self._deferred.append((act, args))
+            self._deferred.append((callback, args))
         else:
-            act(*args)
+            callback(*args)
 
-    def later(self, delay_ns: int, act: Callable[..., None], *args: Any) -> None:
-        self.clock.call_after(delay_ns, self.run, act, *args)
+    def later(self, delay_ns: int, callback: Callable[..., None], *args: Any) -> None:
+        self.clock.call_after(delay_ns, self.run, callback, *args)
 
     def resume(self) -> None:
         if not self.is_alive or not self.is_paused:
@@ -76,8 +76,8 @@ class Process:
             self._tick()
         elif chance < 0.7:  # a loop that reads its sockets before it looks at its timers
             waiting.sort(key=lambda deferred: deferred[0] == self._timer)
-        for act, args in waiting:
-            self.run(act, *args)
+        for callback, args in waiting:
+            self.run(callback, *args)
 
     def boot(self, ref: Any) -> None:
         """The coordinator gave this incarnation its number: from now on it has machines."""
@@ -100,16 +100,16 @@ class Process:
         self._depth -= 1
         if self._depth == 0:
             while self._afterwards and self._depth == 0:
-                act, args = self._afterwards.popleft()
-                act(*args)
+                callback, args = self._afterwards.popleft()
+                callback(*args)
             self._arm()
 
-    def afterwards(self, act: Callable[..., None], *args: Any) -> None:
+    def afterwards(self, callback: Callable[..., None], *args: Any) -> None:
         """Do it when the effects that are being performed are done."""
         if self._depth:
-            self._afterwards.append((act, args))
+            self._afterwards.append((callback, args))
         else:
-            act(*args)
+            callback(*args)
 
     def _arm(self) -> None:
         due = self.endpoint.next_deadline()

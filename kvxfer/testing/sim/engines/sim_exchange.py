@@ -216,9 +216,9 @@ class SimExchange:
 
     # --- on the agent's loop ---
 
-    def _soon(self, act: Callable[..., None], *args: Any) -> None:
+    def _soon(self, callback: Callable[..., None], *args: Any) -> None:
         """On another thread, which takes what it is given in order."""
-        self._process.later(MS, act, *args)
+        self._process.later(MS, callback, *args)
 
     def _id(self, pull: EnginePull) -> bytes:
         return next((id_ for id_, one in self._pulls.items() if one is pull), bytes(16))
