@@ -161,7 +161,7 @@ class MemoryTransport:
     def remove_region(self, region_id: int) -> None:
         with self._open() as endpoint:
             is_gone, effects = endpoint.remove_region(region_id, self._network.now_ns)
-            self.act(effects)
+            self.perform(effects)
             if not is_gone:
                 raise BlocksBusyError(f"region {region_id} may still be written to: a transfer into it has not drained")
             del self._memories.regions[region_id]
@@ -184,7 +184,7 @@ class MemoryTransport:
 
     def peer_dead(self, ref: AgentRef) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.peer_dead(write_ref(ref), self._network.now_ns))
+            self.perform(endpoint.peer_dead(write_ref(ref), self._network.now_ns))
 
     def grant(
         self,
@@ -199,7 +199,7 @@ class MemoryTransport:
     ) -> None:
         what = (transfer_id.raw, pool_id, blocks.tolist(), reader, as_nanoseconds("ttl_s", ttl_s), ready_blocks)
         with self._open() as endpoint:
-            self.act(endpoint.grant(*what, self._network.now_ns, content_digest))
+            self.perform(endpoint.grant(*what, self._network.now_ns, content_digest))
 
     def expect(self, transfer_id: TransferId, *, reader: str) -> None:
         with self._open() as endpoint:
@@ -215,7 +215,7 @@ class MemoryTransport:
 
     def abort_grant(self, transfer_id: TransferId) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.abort_grant(transfer_id.raw))
+            self.perform(endpoint.abort_grant(transfer_id.raw))
 
     def ready(self, transfer_id: TransferId, blocks: int, *, layers: int, complete: bool) -> None:
         with self._open() as endpoint:
@@ -223,7 +223,7 @@ class MemoryTransport:
             checksums = (
                 [_core.crc32c(row.tobytes()) for row in self._memories.pools[pool_id].read(fresh)] if fresh else []
             )
-            self.act(endpoint.ready(transfer_id.raw, blocks, layers, complete, self._network.now_ns, checksums))
+            self.perform(endpoint.ready(transfer_id.raw, blocks, layers, complete, self._network.now_ns, checksums))
 
     def revoke_grant(self, transfer_id: TransferId, why: str = "") -> GrantState:
         return self._end_grant(transfer_id, _core.GrantEvent.REVOKE, why)
@@ -258,7 +258,7 @@ class MemoryTransport:
     ) -> None:
         with self._open() as endpoint:
             now_ns = self._network.now_ns
-            self.act(
+            self.perform(
                 endpoint.pull(
                     transfer_id.raw,
                     write_ref(source),
@@ -279,12 +279,12 @@ class MemoryTransport:
 
     def reserve(self, transfer_id: TransferId, blocks: Blocks, *, first: int) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.reserve(transfer_id.raw, blocks.tolist(), first, self._network.now_ns))
+            self.perform(endpoint.reserve(transfer_id.raw, blocks.tolist(), first, self._network.now_ns))
 
     def unreserve(self, transfer_id: TransferId) -> bool:
         with self._open() as endpoint:
             is_done, effects = endpoint.unreserve(transfer_id.raw, self._network.now_ns)
-            self.act(effects)
+            self.perform(effects)
         return is_done
 
     def prepare_fetch(self, order: PostOrder) -> StartPost:
@@ -295,7 +295,7 @@ class MemoryTransport:
 
     def _post(
         self,
-        act: Callable[..., Sequence[_Effect]],
+        start: Callable[..., Sequence[_Effect]],
         order: PostOrder,
         identity: bytes,
         timeout_ns: int,
@@ -307,17 +307,17 @@ class MemoryTransport:
         with self._open() as endpoint:
             now_ns = self._network.now_ns
             when = (now_ns + timeout_ns, self._network.random.getrandbits(64), now_ns)
-            self.act(
-                act(endpoint, identity, write_ref(order.peer), *elements, lanes, *when, notification, wants_checksums)
+            self.perform(
+                start(endpoint, identity, write_ref(order.peer), *elements, lanes, *when, notification, wants_checksums)
             )
 
     def abort_pull(self, transfer_id: TransferId, source: AgentRef) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.abort_pull(transfer_id.raw, write_ref(source), self._network.now_ns))
+            self.perform(endpoint.abort_pull(transfer_id.raw, write_ref(source), self._network.now_ns))
 
     def cancel(self, transfer_id: TransferId) -> None:
         with self._open() as endpoint:
-            self.act(endpoint.cancel(transfer_id.raw, self._network.now_ns))
+            self.perform(endpoint.cancel(transfer_id.raw, self._network.now_ns))
 
     def transfer_state(self, transfer_id: TransferId) -> TransferState | None:
         with self._open() as endpoint:
@@ -327,7 +327,7 @@ class MemoryTransport:
     def notify(self, to: AgentRef, payload: bytes) -> int:
         with self._open() as endpoint:
             sequence, effects = endpoint.notify(write_ref(to), payload, self._network.now_ns)
-            self.act(effects)
+            self.perform(effects)
             return int(sequence)
 
     def counts(self) -> _core.EndpointCounts:
@@ -350,7 +350,7 @@ class MemoryTransport:
     # --- for the network; the lock is held ---
 
     def tick(self) -> None:
-        self.act(self.endpoint.tick(self._network.now_ns))
+        self.perform(self.endpoint.tick(self._network.now_ns))
 
     def next_deadline(self) -> int:
         return self.endpoint.next_deadline()
@@ -359,7 +359,7 @@ class MemoryTransport:
         for session, link in list(self.links.items()):
             if link.peer.ref == other:
                 self.unlink(session)
-                self.act(self.endpoint.closed(session, self._network.now_ns))
+                self.perform(self.endpoint.closed(session, self._network.now_ns))
 
     def unlink(self, session: int) -> None:
         """Forget one end of a connection here; the other end hears of it later."""
@@ -369,9 +369,9 @@ class MemoryTransport:
 
     def lose(self, session: int) -> None:
         if not self._is_closed and self.links.pop(session, None) is not None:
-            self.act(self.endpoint.closed(session, self._network.now_ns))
+            self.perform(self.endpoint.closed(session, self._network.now_ns))
 
-    def act(self, effects: Sequence[_Effect]) -> None:
+    def perform(self, effects: Sequence[_Effect]) -> None:
         """Perform what the machines ask for, in order."""
         for effect in effects:
             if isinstance(effect, _core.SendFrame):
@@ -394,7 +394,7 @@ class MemoryTransport:
     def _end_grant(self, transfer_id: TransferId, event: _core.GrantEvent, why: str = "") -> GrantState:
         with self._open() as endpoint:
             state, effects = endpoint.end_grant(transfer_id.raw, event, self._network.now_ns, why)
-            self.act(effects)
+            self.perform(effects)
             return GrantState(int(state))
 
     def _start_dial(self, effect: _core.Dial) -> None:
@@ -403,7 +403,7 @@ class MemoryTransport:
         def fail(text: str = "the connection was lost") -> None:
             if not self._is_closed:
                 now_ns = self._network.now_ns
-                self.act(self.endpoint.dial_failed(peer, kind, _core.Code.transport, text, now_ns))
+                self.perform(self.endpoint.dial_failed(peer, kind, _core.Code.transport, text, now_ns))
 
         def arrive() -> None:
             if self._is_closed:
@@ -417,8 +417,8 @@ class MemoryTransport:
             theirs, their_effects = other.endpoint.accepted(kind, nonces[1], self._network.now_ns)
             self.links[mine] = _Link(other, theirs, _core.Decoder())
             other.links[theirs] = _Link(self, mine, _core.Decoder())
-            self.act(effects)
-            other.act(their_effects)
+            self.perform(effects)
+            other.perform(their_effects)
 
         passage = Passage(self._ref, read_ref(peer), "dial")
         self._network.call_soon(lambda: self._network.judge(passage, arrive, cut=fail, drop=fail))
@@ -433,7 +433,7 @@ class MemoryTransport:
         def cut() -> None:
             self.unlink(session)
             if not self._is_closed:
-                self.act(self.endpoint.closed(session, self._network.now_ns))
+                self.perform(self.endpoint.closed(session, self._network.now_ns))
 
         self._network.call_soon(
             lambda: self._network.judge(passage, lambda: link.peer.receive(link.peer_session, data), cut=cut)
@@ -447,7 +447,7 @@ class MemoryTransport:
         link.decoder.feed(data)
         frame = link.decoder.next()
         if frame is not None:
-            self.act(self.endpoint.on_frame(session, frame, self._network.now_ns))
+            self.perform(self.endpoint.on_frame(session, frame, self._network.now_ns))
 
     def _start_read(self, effect: _core.ReadBlocks) -> None:
         link = self.links.get(effect.session)
@@ -456,7 +456,7 @@ class MemoryTransport:
         def stop(text: str = "the connection was lost", code: _core.Code = _core.Code.transport) -> None:
             if not self._is_closed:
                 now_ns = self._network.now_ns
-                self.act(self.endpoint.read_stopped(effect.id, effect.token, code, text, now_ns))
+                self.perform(self.endpoint.read_stopped(effect.id, effect.token, code, text, now_ns))
 
         def arrive() -> None:
             if self._is_closed:
@@ -472,7 +472,7 @@ class MemoryTransport:
                 stop("a block has another checksum than its source said", _core.Code.checksum)
                 return
             self._memories.write(effect.to, data)
-            self.act(self.endpoint.read_landed(effect.id, effect.token, self._network.now_ns))
+            self.perform(self.endpoint.read_landed(effect.id, effect.token, self._network.now_ns))
 
         passage = Passage(source, reader, "read")
         self._network.call_soon(lambda: self._network.judge(passage, arrive, cut=stop, drop=stop))

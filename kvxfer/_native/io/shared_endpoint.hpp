@@ -43,17 +43,17 @@ class SharedEndpoint {
   // Calls `act(endpoint, now, effects)` under the mutex. Throws what it throws, after its effects were delivered.
   template <class F>
   auto act(F&& act) {
-    Turn turn(*this);
+    LockScope scope(*this);
     check_open();
-    return run(turn, false, std::forward<F>(act));
+    return run(scope, false, std::forward<F>(act));
   }
   // As act(), but the caller must wake the event loop, or run it, if this returns true.
   template <class F>
   [[nodiscard]] bool act_awake(F&& act) {
-    Turn turn(*this);
+    LockScope scope(*this);
     check_open();
-    run(turn, false, std::forward<F>(act));
-    return std::exchange(turn.must_wake, false);
+    run(scope, false, std::forward<F>(act));
+    return std::exchange(scope.must_wake, false);
   }
   void wake() { ::eventfd_write(wake_fd_.get(), 1); }
   void clear_wake() {
@@ -111,8 +111,8 @@ class SharedEndpoint {
   // --- the thread that runs the event loop ---
   template <class F>
   auto act_io(F&& act) {
-    Turn turn(*this);
-    return run(turn, true, std::forward<F>(act));
+    LockScope scope(*this);
+    return run(scope, true, std::forward<F>(act));
   }
   // Takes the effects to perform. If there are none, the loop may sleep until `sleep_until`, and is woken if that moves earlier.
   // Sets `tick_at` to the time of the endpoint's next tick.
@@ -148,21 +148,21 @@ class SharedEndpoint {
 
  private:
   // Holds the mutex, and after its release sends the wakeups that became due, so that a woken thread finds it free.
-  struct Turn {
-    explicit Turn(SharedEndpoint& shared) : shared_(shared) {
+  struct LockScope {
+    explicit LockScope(SharedEndpoint& shared) : shared_(shared) {
       shared.check_process();
       lock = std::unique_lock(shared.mutex_);
     }
-    ~Turn();
+    ~LockScope();
     SharedEndpoint& shared_;
     std::unique_lock<std::mutex> lock;
-    bool must_signal = false, must_wake = false, must_tell = false;  // the owner; the event loop; threads in wait_for_news()
+    bool must_signal = false, must_wake = false, must_notify = false;  // the owner; the event loop; threads in wait_for_news()
   };
 
   template <class F>
-  auto run(Turn& turn, bool is_io, F&& act) {
+  auto run(LockScope& scope, bool is_io, F&& act) {
     Effects out;
-    const auto finish = [&] { deliver(turn, is_io, std::move(out)); };
+    const auto finish = [&] { deliver(scope, is_io, std::move(out)); };
     try {
       if constexpr (std::is_void_v<decltype(act(endpoint_, Nanos{}, out))>) {
         act(endpoint_, monotonic_now(), out);
@@ -178,11 +178,11 @@ class SharedEndpoint {
     }
   }
   void check_open() const;
-  void deliver(Turn& turn, bool is_io, Effects&& effects);
+  void deliver(LockScope& scope, bool is_io, Effects&& effects);
   void wait_send_ended(std::unique_lock<std::mutex>& lock);
   void wait_gathers_ended(std::unique_lock<std::mutex>& lock);
-  void withdraw(Turn& turn, Withdrawn gone);
-  void push_event(Turn& turn, OwnerEvent&& event, Nanos now, bool is_io);
+  void withdraw(LockScope& scope, Withdrawn gone);
+  void push_event(LockScope& scope, OwnerEvent&& event, Nanos now, bool is_io);
   std::shared_ptr<const RegionTable> region_table() const;
 
   const pid_t owner_ = this_process();
