@@ -1737,7 +1737,7 @@ class Core:
         Returns the notification's number, which NotifDelivered or NotifFailed will name.
         """
 
-    def hold_notifications(self, bytes: int) -> None:
+    def set_unfetched_notification_bytes(self, bytes: int) -> None:
         """
         How many bytes of taken notifications the program has not fetched: they count as waiting here.
         """

@@ -450,7 +450,7 @@ void bind_core_class(nb::module_& m) {
              return self.ask(1, [&] { return self.core().notify(to, std::move(text)); });
            },
            nb::arg("to"), nb::arg("payload"), "Returns the notification's number, which NotifDelivered or NotifFailed will name.")
-      .def("hold_notifications", [](PyCore& self, size_t bytes) { self.core().shared().hold_notifications(bytes); }, nb::arg("bytes"),
+      .def("set_unfetched_notification_bytes", [](PyCore& self, size_t bytes) { self.core().shared().set_unfetched_notification_bytes(bytes); }, nb::arg("bytes"),
            "How many bytes of taken notifications the program has not fetched: they count as waiting here.")
       .def("counts", [](PyCore& self) { return without_gil([&] { return self.core().shared().look([](const Endpoint& e) { return e.counts(); }); }); })
       .def("statistics", &snapshot);

@@ -355,10 +355,10 @@ class NativeTransport:
     def notify(self, to: AgentRef, payload: bytes) -> int:
         return self.core.notify(write_ref(to), payload)
 
-    def hold_notifications(self, nbytes: int) -> None:
+    def set_unfetched_notification_bytes(self, nbytes: int) -> None:
         """How many bytes of taken notifications the program has not fetched: they count as waiting, which bounds the
         notifications that peers can queue."""
-        self.core.hold_notifications(nbytes)
+        self.core.set_unfetched_notification_bytes(nbytes)
 
     def counts(self) -> _core.EndpointCounts:
         return self.core.counts()

@@ -296,7 +296,7 @@ void SharedEndpoint::tell(OwnerEvent event) {
 
 bool SharedEndpoint::can_take_notification(size_t bytes) const {
   std::lock_guard lock(mutex_);
-  return events_.notification_bytes() + held_notification_bytes_ + bytes <= kNotificationBacklogMax;
+  return events_.notification_bytes() + unfetched_notification_bytes_ + bytes <= kNotificationBacklogMax;
 }
 
 bool SharedEndpoint::is_backed_up() const {

@@ -127,7 +127,7 @@ class SharedEndpoint {
   void tell_failure();
   bool can_take_notification(size_t bytes) const;
   // Bytes of notifications that the owner took and its program has not fetched: they count as waiting.
-  void hold_notifications(size_t bytes) { held_notification_bytes_ = bytes; }
+  void set_unfetched_notification_bytes(size_t bytes) { unfetched_notification_bytes_ = bytes; }
   // More effects wait than a peer should be able to cause before some are performed.
   bool is_backed_up() const;
   std::shared_ptr<const Pool> pool(uint32_t id) const;
@@ -200,7 +200,7 @@ class SharedEndpoint {
   std::deque<Effect> effects_;
   std::vector<Withdrawn> withdrawn_;
   std::atomic<bool> has_withdrawn_{false};
-  std::atomic<size_t> held_notification_bytes_{0};
+  std::atomic<size_t> unfetched_notification_bytes_{0};
   OwnerQueue events_;
   std::atomic<bool> has_events_{false}, has_news_{false}, owes_signal_{false}, keeps_memory_{false}, caller_waits_{false};
   size_t removing_ = 0;  // threads that wait for reads to end
