@@ -68,7 +68,8 @@ class WaitingPulls {
     const auto range = pulls_.equal_range(id);
     take_if([&](const WaitingPull& waiting) { return waiting.peer == peer; }, range.first, range.second);
   }
-  // Returns those that can be answered. A pull that is away is dropped silently; its reader gets the answer when it asks again.
+  // Removes the pulls that `is_taken` selects, and returns those that can be answered. The reader of a pull that is away gets its
+  // answer when it asks again.
   template <class F>
   std::vector<WaitingPull> take_if(F&& is_taken) {
     return take_if(is_taken, pulls_.begin(), pulls_.end());
