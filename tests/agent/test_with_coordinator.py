@@ -161,10 +161,10 @@ async def test_coordinator_down_and_up(coordinator: Coordinator) -> None:
         assert await move(source, destination, 3) is Lane.MAPPED
         grant.ready(2, complete=True)
         assert (await transfer).blocks == 2
-        with pytest.raises(CoordinatorUnavailableError, match="'unknown'"):
-            await destination.pull(destination.pools[0], [0], transfer_id=fresh_id(), source="unknown")
+        with pytest.raises(CoordinatorUnavailableError, match="'stranger'"):
+            await destination.pull(destination.pools[0], [0], transfer_id=fresh_id(), source="stranger")
         with pytest.raises(CoordinatorUnavailableError):
-            destination.notify("unknown", b"")
+            destination.notify("stranger", b"")
         await coordinator.start()
         await until(lambda: bool(source.statistics().is_coordinator_connected))
         await until(lambda: bool(destination.statistics().is_coordinator_connected))
@@ -199,9 +199,9 @@ async def test_a_new_life_is_another_source(coordinator: Coordinator) -> None:
 
 
 async def test_who_may_not_join(coordinator: Coordinator) -> None:
-    unknown = Agent(info("x"), coordinator=coordinator.target, token=b"0123456789abcdef0123456789abcdef")
+    stranger = Agent(info("x"), coordinator=coordinator.target, token=b"0123456789abcdef0123456789abcdef")
     with pytest.raises(AuthenticationError, match="cluster token"):
-        await unknown.__aenter__()
+        await stranger.__aenter__()
     async with make(coordinator, "p"):
         with pytest.raises(RefusedError):
             await make(coordinator, "p").__aenter__()
