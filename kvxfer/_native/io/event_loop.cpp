@@ -9,7 +9,7 @@ namespace {
 constexpr int kEventsMax = 64;
 constexpr int kPassesMax = 4;                   // over effects before sockets are looked at again
 constexpr size_t kPortionOfCall = 128 << 10;    // of a call that does not wait
-constexpr size_t kPrefaultingMax = 1024;            // memory beyond it can be read too, with slower first reads
+constexpr size_t kPrefaultingMax = 1024;        // memory beyond it can be read too, with slower first reads
 constexpr Nanos kCopiesRest = 20 * kMillisecond;  // a driver that failed does not report its copies
 
 }  // namespace

@@ -79,7 +79,7 @@ struct OutgoingBlocks {
   BlockWalk walk;
   const bool is_staged;   // the blocks are on a device
   std::unique_ptr<Gather> gather;
-  bool is_zero_copy;           // the kernel gets references to their pages, no copy
+  bool is_zero_copy;      // the kernel gets references to their pages, no copy
   bool has_ended = false;
 
  private:

@@ -10,8 +10,8 @@ namespace {
 constexpr uint64_t kGetBytesMin = 256 << 10, kGetBytesMax = 8 << 20;
 constexpr size_t kInFlightMax = 512;              // gets per peer; a read may always have one
 constexpr uint64_t kInFlightBytesMax = 16 << 20;  // per peer
-constexpr int kTurnsMax = 1024;                 // of progress in one call
-constexpr int kTurnsUnwatched = 16;             // between two reads of the clock
+constexpr int kTurnsMax = 1024;                   // of progress in one call
+constexpr int kTurnsUnwatched = 16;               // between two reads of the clock
 constexpr Nanos kTurnsTime = 300'000;
 constexpr Nanos kRetryRest = 1'000 * kMillisecond;
 

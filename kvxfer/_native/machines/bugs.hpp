@@ -8,7 +8,7 @@ enum class Bug {
   none,
   skip_confirm,               // destination commits when the last byte landed, without asking
   verdict_before_last_byte,   // source judges when it queues the last bytes, not when they are out
-  verdict_of_zero_copy,            // source judges when the kernel has references to the last bytes, not when they are read
+  verdict_of_zero_copy,       // source judges when the kernel has references to the last bytes, not when they are read
   free_before_drain,          // destination gives blocks back while a read may still write to them
   commit_twice,               // a repeated verdict commits again
   renew_revives,              // a late renewal brings an expired grant back

@@ -203,9 +203,9 @@ class Endpoint {
     Nanos opened_at = 0, round_trip = 0;           // the handshake took no less than one
     Nanos probed_at = 0;                           // after idleness, and nothing was heard since; 0: it was not
     bool is_suspect = false;                       // the probe was not answered in time
-    std::set<TransferId> operations;                    // attached
+    std::set<TransferId> operations;               // attached
     std::set<std::pair<uint32_t, Lane>> maps;      // what the peer let us read by it
-    bool is_by_bearer_key = false;                  // the peer claims its name and does not prove it
+    bool is_by_bearer_key = false;                 // the peer claims its name and does not prove it
     UnackedEnds unacked_ends{};                    // sent over it
     Bytes32 derived_key{};                         // of an unregistered peer, from the cluster secret
     uint64_t refusals = 0;                         // of what it asked for

@@ -167,17 +167,17 @@ class GrantTable {
     GrantState state = GrantState::Alive;
     std::unique_ptr<MemoryClaim> claim;  // while alive
     std::vector<std::optional<uint32_t>> checksums;  // of the ready blocks, if the owner gave them
-    bool is_of_elements = false;           // of registered memory: the owner does not know it
+    bool is_of_elements = false;         // of registered memory: the owner does not know it
     AgentRef charged;                    // the peer whose quota it uses, where it has a cost
     uint64_t cost = 0;
     std::string reader_id;               // empty: the first to come
     bool is_open = false;                // made for the first to come
-    Bytes32 content_digest{};                   // zero: the owner does not say
+    Bytes32 content_digest{};            // zero: the owner does not say
     std::optional<AgentRef> reader;      // bound
     Nanos expiry = 0, lifetime_end = 0;
     uint32_t seq = 0, ready_blocks = 0, layers = 0, renew_seq = 0;
     bool is_complete = false;
-    bool is_aborted = false;            // released by its reader before the grant was made
+    bool is_aborted = false;             // released by its reader before the grant was made
     bool has_begun = false;              // the reader's last pull asked for at least one block
     std::string why;                     // the owner's reason for ending it
     uint32_t attempt = 0;                // the last one that was served; the reader counts from 1 over all its sessions

@@ -56,7 +56,7 @@ class Notifier {
     size_t taken = 0;                 // how much of the oldest pending the peer reported to have
     Nanos sent_at = 0;
     uint64_t delivered = 0;  // last number delivered from it
-    std::string part;        // the received parts of the next one
+    std::string part;                 // the received parts of the next one
     uint64_t part_seq = 0, part_total = 0;
     Nanos part_at = 0;
     uint64_t death = 0;  // the number of its death; 0: it is alive, as far as is known

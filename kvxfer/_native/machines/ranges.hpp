@@ -13,7 +13,7 @@ namespace kvxfer {
 
 constexpr size_t kListBytesMax = 384 * 1024;  // of one list of ranges on the wire
 constexpr size_t kRangeBytes = 32;             // of one strided range there; an index takes 4
-constexpr uint32_t kElementsMax = 1u << 20;     // of one list that is posted
+constexpr uint32_t kElementsMax = 1u << 20;    // of one list that is posted
 constexpr uint32_t kUnindexedMax = 65536;      // elements of one list without indices: bounds what so short a frame may cost its receiver
 constexpr uint64_t kElementBytesMax = 1u << 30; // of one element: it fits one DATA frame
 
@@ -39,7 +39,7 @@ class Ranges {
   uint32_t count() const { return count_; }
   uint64_t uniform_bytes() const { return uniform_bytes_; }  // of every element; 0 where they differ
   bool is_table() const { return is_table_; }                // one element a row: element i is row i
-  uint32_t row_of(uint32_t element) const;                    // element < count()
+  uint32_t row_of(uint32_t element) const;                   // element < count()
   uint32_t first_of(uint32_t row) const { return is_table_ ? row : firsts_[row]; }
   uint64_t bytes_of(uint32_t element) const { return uniform_bytes_ != 0 ? uniform_bytes_ : rows_[row_of(element)].length; }
 

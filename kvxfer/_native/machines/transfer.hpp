@@ -60,7 +60,7 @@ struct TransferSpec {
   TransferId id;
   AgentRef source;
   std::vector<uint32_t> blocks;  // destination blocks of a pull, for grant positions first, first + 1, ...
-  uint32_t count = 0;            // while there are no blocks: how many there will be
+  uint32_t count = 0;       // while there are no blocks: how many there will be
   uint32_t first = 0;
   std::vector<Lane> lanes;  // allowed, best first
   Nanos deadline = kNever;  // of a pull: its grant must exist by then
@@ -69,7 +69,7 @@ struct TransferSpec {
   uint64_t nonce_seed = 0;  // random; nonces of this transfer are drawn from it
   Bytes32 content_digest{};        // zero: not given
   bool wants_checksums = false;  // if the source has them; a pool with checksums requires them
-  ElementList remote;         // the elements to read, if known: of a fetch, of a peer's push
+  ElementList remote;       // the elements to read, if known: of a fetch, of a peer's push
   bool is_offered = false;  // a peer's push asked for it: the source has the grant, and knows the elements
   uint8_t turn = 0;         // of that push: how many lanes were tried before
   bool is_last = true;      // and whether no other lane follows
